@@ -43,6 +43,8 @@ class Ask(Structured):
     """What completions, chats and responses have in common. What this service cannot do is refused by name."""
 
     neutral = OF_REQUESTS
+    prompt_field: ClassVar[str] = "prompt"
+    """What is to be completed."""
 
     model: Annotated[str, Field(max_length=200)] | None = None
     """`policy`, `policy@v000012`, `base` or the run's name; left out or empty: `policy`."""
@@ -172,7 +174,7 @@ class Ask(Structured):
     @property
     def names(self) -> dict[str, str]:
         """What the author calls the sampler's fields."""
-        return PLACES | self.grammar_name
+        return PLACES | {"prompt_ids": self.prompt_field} | self.grammar_name
 
     @property
     def grammar_name(self) -> dict[str, str]:
@@ -207,9 +209,9 @@ class Ask(Structured):
 def _places() -> dict[str, str]:
     models: dict[str, type[Body]] = {"": Ask, "diffusion.": Diffusion, "diffusion.constraints.": Constraints}
     places = {name: f"{place}{name}" for place, model in models.items() for name in model.model_fields}
-    places |= {"schedule": places["remasking"], "fixed_tokens": places["fixed"], "prompt_ids": "prompt"}
+    places |= {"schedule": places["remasking"], "fixed_tokens": places["fixed"]}
     places["stop_ids"] = places["stop_token_ids"]
-    return {key: place for key, place in places.items() if key in (*ALL_KEYS, "fixed_tokens", "prompt_ids", "seed")}
+    return {key: place for key, place in places.items() if key in (*ALL_KEYS, "fixed_tokens", "seed")}
 
 
 PLACES = _places()
@@ -274,6 +276,8 @@ class CompletionRequest(Ask):
 
 class ChatRequest(Ask, Templated):
     """`POST /v1/chat/completions`."""
+
+    prompt_field = "messages"
 
     messages: Conversation
     logprobs: bool = False

@@ -48,9 +48,7 @@ class RequestLine(Shorthand, Ask):
         own = {key: key for key in Shorthand.model_fields if getattr(self, key) is not None}
         if super().fixed:
             body["fixed_tokens"] = PLACES["fixed_tokens"]
-        return (
-            {"prompt_ids": "messages" if isinstance(self, ChatRequest) else "prompt"} | body | own | self.grammar_name
-        )
+        return {"prompt_ids": self.prompt_field} | body | own | self.grammar_name
 
     def seeds(self, key: int) -> list[int]:
         """As of `Ask`; a single completion is keyed by the seed itself."""

@@ -47,7 +47,7 @@ OF_REQUESTS: Neutral = {
     **_only("repetition_penalty", 1),
     # -1 is "as much as there is room for". What is longer is refused by its length and not cut.
     **_only("thinking_token_budget truncate_prompt_tokens", -1),
-    **_only("bad_words documents functions logprob_token_ids stop_regex tools", []),
+    **_only("bad_words documents functions logits_processors logprob_token_ids stop_regex tools", []),
     **_only("custom_params ec_transfer_params kv_transfer_params logit_bias session_params vllm_xargs", {}),
     **_only("function_call tool_choice", "none", "auto"),
     **_only("modalities", ["text"]),

@@ -21,6 +21,7 @@ from deploy.requests.turns import (
     Templated,
     TextPart,
     check_texts,
+    joined,
     parts_of,
     turn_of,
 )
@@ -61,7 +62,7 @@ class InputItem(Body):
     @property
     def turn(self) -> dict[str, str]:
         """As a chat template takes it."""
-        return turn_of(self.role, "".join(part.text for part in self.content))
+        return turn_of(self.role, joined(self.content))
 
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -74,6 +75,7 @@ class ResponsesRequest(Ask, Templated):
     """`POST /v1/responses`. Nothing is kept: each has all of its conversation."""
 
     neutral = OF_RESPONSES
+    prompt_field = "input"
 
     input: _Items
     """A user's turn, or a conversation."""

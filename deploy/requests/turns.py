@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -88,7 +89,7 @@ class Message(Body):
         thought = self.reasoning or self.reasoning_content
         # vLLM gives a template both names.
         more = {"name": self.name, "reasoning": thought, "reasoning_content": thought}
-        said = turn_of(self.role, "".join(part.text for part in self.content))
+        said = turn_of(self.role, joined(self.content))
         return said | {key: value for key, value in more.items() if value is not None}
 
 
@@ -98,6 +99,11 @@ def parts_of(content: Any, kind: str) -> Any:
         raise ValueError("must be a string or a list of parts")
     parts = [content] if isinstance(content, str) else content
     return [{"type": kind, "text": part} if isinstance(part, str) else part for part in parts]
+
+
+def joined(parts: Sequence[TextPart]) -> str:
+    """The text of a turn's parts, one below the other, as vLLM gives it to a chat template that takes text."""
+    return "\n".join(part.text for part in parts)
 
 
 def turn_of(role: str, text: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Whether two mathematical expressions mean the same, decided in a process that can be killed."""
 
-from rewards.maths.answering import answers
+from rewards.maths.answering import answers, final_term
 from rewards.maths.spelling import respelled, spelled_alike
 from rewards.maths.verifier import Limits, MathVerifier, Verdict
 
-__all__ = ["Limits", "MathVerifier", "Verdict", "answers", "respelled", "spelled_alike"]
+__all__ = ["Limits", "MathVerifier", "Verdict", "answers", "final_term", "respelled", "spelled_alike"]

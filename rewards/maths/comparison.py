@@ -14,14 +14,33 @@ import math_verify.grader as math_verify
 from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy, convert_to_pct
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+from latex2sympy2_extended.sets import FiniteSet
 from math_verify.parser import get_last_eq
-from sympy import Abs, Derivative, Expr, Integral, Limit, MatrixBase, Product, Rational, Sum, nan, simplify
+from sympy import (
+    Abs,
+    Derivative,
+    Eq,
+    Expr,
+    Integral,
+    Interval,
+    Limit,
+    MatrixBase,
+    Product,
+    Rational,
+    Sum,
+    Symbol,
+    Tuple,
+    factorial2,
+    nan,
+    simplify,
+)
 
 from rewards.maths.exact import MAX_BITS, TooLargeError, bits, evaluated, exact, of_percent
 
 # Units and boxes have been read before.
 _SPELLING = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
 _LITERAL = re.compile(r"[0-9]+")
+_PLAIN = re.compile(r"[0-9.]+(?:\^\{?\\circ\}?)?")
 _PROPER = re.compile(r"\\frac\{([0-9]+)\}\{([0-9]+)\}")
 # Numbers that are not rational are equal if they are in this many digits, and in as many more as are in them.
 _DIGITS = 50
@@ -35,7 +54,36 @@ def is_right(request: dict[str, Any]) -> bool:
     """Whether `answer` means what `gold` means. `gold_percent` and `answer_percent`: a percent sign follows."""
     gold = _read(request["gold"], request["gold_percent"])
     answer = _read(request["answer"], request["answer_percent"])
+    of_gold, of_answer = _assigned(gold[0]), _assigned(answer[0])
+    if of_gold is not None:
+        if of_answer is None:
+            given = _elements(answer[0])
+        else:
+            given = [of_answer.get(symbol) for symbol in of_gold] if len(of_answer) == len(of_gold) else []
+        if len(given) == len(of_gold):
+            return all(map(_is_equal, of_gold.values(), given))
     return bool(math_verify.verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True))
+
+
+def _is_equal(gold: Any, answer: Any) -> bool:
+    return answer is not None and bool(math_verify.verify([gold], [answer], timeout_seconds=None))
+
+
+def _assigned(tree: Any) -> dict[Any, Any] | None:
+    """The values of several symbols, of `x=1, y=2` and of `(x, y) = (1, 2)`: Math-Verify sorts them."""
+    if isinstance(tree, FiniteSet) and all(isinstance(part, Eq) for part in tree.args):
+        values = {part.lhs: part.rhs for part in sorted(tree.args, key=lambda part: str(part.lhs))}
+        return values if 1 < len(values) == len(tree.args) else None
+    if isinstance(tree, Eq) and isinstance(tree.lhs, Tuple) and len(_elements(tree.rhs)) == len(tree.lhs):
+        return dict(zip(tree.lhs, _elements(tree.rhs), strict=True))
+    return None
+
+
+def _elements(tree: Any) -> list[Any]:
+    """The elements of a list in their order. The reader takes a rising pair for an interval."""
+    if isinstance(tree, Interval) and tree.left_open and tree.right_open:
+        return [tree.start, tree.end]
+    return list(getattr(tree, "_unsorted_args", tree.args)) if isinstance(tree, Tuple | FiniteSet) else []
 
 
 @lru_cache(maxsize=256)
@@ -44,7 +92,10 @@ def _read(text: str, percent: bool) -> list[Any]:
     latex = normalize_latex(text, _SPELLING)
     spelling = rf"{latex}\%" if percent else latex
     try:
-        tree = _parsed(latex)
+        tree = _parsed_either(latex)
+        if any(not one.expr.free_symbols & set(one.variables) for one in tree.atoms(Derivative)):
+            # As of `\\frac{dy}{dx}`, which would be 0.
+            return [spelling]
         tree = exact(convert_to_pct(tree) if percent and isinstance(tree, Expr) else tree)
     except MemoryError:
         raise
@@ -52,6 +103,18 @@ def _read(text: str, percent: bool) -> list[Any]:
         # The grammar raises whatever it likes. What it cannot read is compared by its spelling.
         return [spelling]
     return [tree, spelling]
+
+
+def _parsed_either(latex: str) -> Any:
+    r"""Both values where one `\pm` is inside of a term, as in a fraction: the grammar reads it between terms only."""
+    try:
+        return _parsed(latex)
+    except TooLargeError:
+        raise
+    except Exception:
+        if latex.count(r"\pm") != 1:
+            raise
+        return FiniteSet(*(_parsed(latex.replace(r"\pm", sign)) for sign in "+-"))
 
 
 def _parsed(latex: str) -> Any:
@@ -93,8 +156,32 @@ class _Reader(_Latex2Sympy):
             evaluated(self.convert_expr(end))
         return super().convert_interval(expr)
 
+    def convert_postfix(self, postfix: Any) -> Any:
+        operations = postfix.postfix_op()
+        if len(operations) == 2 and all(operation.BANG() for operation in operations):
+            number = self.convert_exp(postfix.exp() if hasattr(postfix, "exp") else postfix.exp_nofunc())
+            return factorial2(number, evaluate=False)
+        number = super().convert_postfix(postfix)
+        if len([operation for operation in operations if operation.BANG()]) > 1:
+            raise ValueError("there are several factorials")
+        if any(operation.transpose() for operation in operations) and not getattr(number, "is_Matrix", False):
+            raise ValueError("the transpose of a symbol would be the symbol")
+        return number
+
+    def convert_func(self, func: Any) -> Any:
+        if func.FUNC_SQRT() and func.root:
+            base, root = evaluated(self.convert_expr(func.base)), self.convert_expr(func.root)
+            # It takes the complex one.
+            if base.is_negative and root.is_odd:
+                return -((-base) ** (1 / root))
+        return super().convert_func(func)
+
     def convert_postfix_list(self, arr: list[Any], i: int = 0) -> Any:
         first = self.convert_postfix(arr[i])
+        is_followed = i + 1 < len(arr) and _LITERAL.match(arr[i + 1].getText())
+        if is_followed and (isinstance(first, Symbol) or _PLAIN.fullmatch(arr[i].getText())):
+            # It would make the same product of `5 feet 3` and `3 feet 5`.
+            raise ValueError("a number stands behind a number, a word or a symbol")
         if i == len(arr) - 1 or not isinstance(first, Expr):
             return super().convert_postfix_list(arr, i)
         if not _LITERAL.fullmatch(arr[i].getText()):
@@ -103,8 +190,6 @@ class _Reader(_Latex2Sympy):
         if fraction is not None and 0 < int(fraction[1]) < int(fraction[2]):
             mixed = first + Rational(int(fraction[1]), int(fraction[2]))
             return mixed if i + 2 == len(arr) else self._times(mixed, self.convert_postfix_list(arr, i + 2))
-        if _LITERAL.match(arr[i + 1].getText()):
-            raise ValueError("two numbers stand side by side")
         return self._times(first, self.convert_postfix_list(arr, i + 1))
 
     def _times(self, left: Any, right: Any) -> Any:
@@ -135,8 +220,8 @@ def _same_share(gold: Expr, answer: Expr) -> bool:
     of_gold, of_answer = of_percent(gold), of_percent(answer)
     if of_gold is not None:
         return _same_value(of_gold, answer) or _same_value(of_gold / 100, answer)
-    # Below 1 the right answer is a share, and 0.5% is not 0.5.
-    may_be_left_out = gold.is_number and bool(abs(gold) >= 1)
+    # Up to 1 the right answer may be a share, and 0.5% is not 0.5.
+    may_be_left_out = gold.is_number and bool(abs(gold) > 1)
     return _same_value(gold, of_answer / 100) or (may_be_left_out and _same_value(gold, of_answer))
 
 

@@ -27,6 +27,7 @@ from sympy import (
     UnevaluatedExpr,
     binomial,
     factorial,
+    factorial2,
 )
 from sympy.core.relational import Relational
 
@@ -107,9 +108,9 @@ def _joined(tree: Any, parts: list[Any]) -> Any:
         return total
     if isinstance(tree, Pow):
         _check_power(*parts)
-    elif isinstance(tree, factorial | binomial) and all(isinstance(part, Rational) for part in parts):
+    elif isinstance(tree, factorial | factorial2 | binomial) and all(isinstance(part, Rational) for part in parts):
         largest = max(abs(part) for part in parts)
-        check(largest * bits(largest) if isinstance(tree, factorial) else largest)
+        check(largest if isinstance(tree, binomial) else largest * bits(largest))
     return _bounded(tree.func(*parts))
 
 

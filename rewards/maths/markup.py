@@ -35,6 +35,8 @@ _COMBINED_BAR = re.compile("(?:[0-9]\u0305)+")
 # Pairs with no space within and no operand beside them.
 _EMPHASIS = re.compile(r"(?<![\w)}\]*])(\*{1,3}|_{1,3}|~~|`{1,3})(?=[^\s*])([^*`\n]*[^\s*`])\1(?![\w({\[*])")
 _TAG = re.compile(r"</?(?:b|strong|i|em|u|code|p)>")
+# Not before a number or a root: `> 5` is an inequality.
+_QUOTE = re.compile(r"^>\s+(?=[A-Za-z*_$`]|\\[(\[]|\\boxed)")
 _FENCE = re.compile(r"```(?:math|latex|tex)?\n(.*?)\n?```", re.DOTALL)
 _PYTHON_POWER = re.compile(r"(?<=[\w)}\]])\s*\*\*\s*(-?[\w.]+)?")
 _DELIMITER = re.compile(r"\$\$|\\[()\[\]]")
@@ -53,16 +55,23 @@ _ANSWER_WORD = re.compile(r"\b(?:answer|result|solution)\b", re.IGNORECASE)
 _BEHIND = re.compile(r"\s+is (?:the|our|my) (?:final |correct |right )?answer$", re.IGNORECASE)
 _PICTURES = re.compile("^[\u2600-\u27bf\U0001f000-\U0001faff\ufe0f\\s]+")
 _LEADING = re.compile(
-    r"(?:(?:therefore|thus|so|hence|then|finally|we get|we have|and)[,:]?\s+|(?:=|\\approx)\s*|>\s+|#+\s+)+", re.I
+    r"(?:(?:therefore|thus|so|hence|then|finally|we get|we have|and)[,:]?\s+|(?:=|\\approx)\s*|#+\s+)+", re.I
 )
 _TEXT_PROSE = re.compile(
     rf"{TEXT}([^{{}}]*\b(?:is|are|answer|equals)\s*:?\s*|[A-Za-z ]*:\s*)\}}\s*(?=\S)", re.IGNORECASE
 )
-_ALL_TEXT = re.compile(rf"{TEXT}\s*(-?[0-9.$\\][^{{}}]*)\}}")
+_ALL_TEXT = re.compile(rf"{TEXT}\s*(-?[0-9.$\\][^{{}}]*|[A-Z](?:,\s*[A-Z])+)\s*\}}")
 _TEXT_NUMBER = re.compile(rf"{TEXT}\s*(-?[0-9][0-9,.]*)\s*\}}")
 _ORDINAL = re.compile(
     r"(?<=[0-9])(?:\^\s*\{?\s*)?(?:\\text\s*\{\s*|\\mathrm\s*\{\s*)?(?:st|nd|rd|th)(?![a-zA-Z])[\s}]*$"
 )
+
+# The grammar reads none of these: primes are dropped, `0x1F` is 0, and `\mathbb R` is no set.
+_PRIMES = re.compile(r"(?<=[A-Za-z)}])(?:'+(?![a-z])|\^\s*\{?\s*(?:\\prime\s*)+\}?)")
+_MARK = re.compile(r"(?<=[0-9])'\s*(?=[0-9])")
+_BASES = {"x": 16, "o": 8, "b": 2}
+_PREFIXED = re.compile(r"(?<![\w.])0([xob])([0-9a-fA-F]+)(?![\w.])")
+_BLACKBOARD = re.compile(r"\\mathbb\s+([A-Z])")
 
 _FRACTION = re.compile(r"\\[dtc]?frac(?![a-zA-Z])\s*")
 _NUMERATOR = re.compile(r"(\\frac)([0-9a-zA-Z]|\\(?:pi|theta)(?![a-zA-Z]))\s*")
@@ -130,7 +139,8 @@ def _characters(text: str) -> str:
 
 def _unmarked(text: str) -> str:
     """The text without markdown, delimiters and the box round it."""
-    text = _without_emphasis(_TAG.sub("", _FENCE.sub(r"\1", text)))
+    text = _QUOTE.sub("", _FENCE.sub(r"\1", text))
+    text = _without_emphasis(_TAG.sub("", text))
     text = _without_emphasis(without_delimiters(text))
     num_boxes = text.count(r"\boxed") + text.count(r"\fbox")
     if num_boxes == 1 or text.startswith((r"\boxed{\boxed", r"\boxed{\fbox")):
@@ -169,6 +179,9 @@ def _without_leading(text: str) -> str:
 def _numbers(text: str) -> str:
     text = _SPACED.sub(lambda number: number[1] + re.sub(r"[^0-9]", "", number[2]), text)
     text = _ORDINAL.sub("", _without_commas(text))
+    text = _PRIMES.sub(_primes, _BLACKBOARD.sub(r"\\mathbb{\1}", text))
+    text = _MARK.sub(r" \\text{ feet } ", text)
+    text = _PREFIXED.sub(lambda number: f"{number[2].upper()}_{{{_BASES[number[1]]}}}", text)
     text = _FRACTION.sub(r"\\frac", _TIMES_TEN.sub(r" \\times ", text))
     text = _DENOMINATOR.sub(r"\1{\2}", _NUMERATOR.sub(r"\1{\2}", text))
     text = _SCIENTIFIC.sub(_scientific, _REPEATING.sub(_repeating, text))
@@ -186,6 +199,12 @@ def _without_commas(text: str) -> str:
     if spaced and not _DIGIT.search(rest):
         return f"{head}{equals}{spaced[1]}{re.sub('[^0-9]', '', spaced[2])}{spaced[3] or ''}{rest}"
     return text
+
+
+def _primes(found: re.Match[str]) -> str:
+    r"""Primes as an index: `f'` is another function than `f`."""
+    num_primes = found[0].count("'") + found[0].count(r"\prime")
+    return "_{" + r"\prime" * num_primes + "}"
 
 
 def _repeating(number: re.Match[str]) -> str:

@@ -19,7 +19,8 @@ dollar dollars USD usd buck bucks | cent cents | euro euros EUR eur | yen JPY | 
 degree degrees deg | rad radian radians | N newton newtons | J joule joules | W watt watts | V volt volts
 kN | kJ | kW kilowatt kilowatts | kWh | kHz | MHz | GHz | kPa | A amp amps ampere amperes | mA
 Hz hertz | Pa pascal pascals | ohm ohms | mol mole moles | bit bits | byte bytes | kB | MB | GB | TB | am a.m | pm p.m
-north | south | east | west | left | right | up | down
+north | south | east | west | left | right | up | down | clockwise | counterclockwise anticlockwise
+increase | decrease | more | fewer less | ahead | behind | profit gain | loss | AD CE | BC BCE
 """
 _UNITS = {name: names[0] for line in re.split(r"[|\n]", _SPELLINGS) if (names := line.split()) for name in names}
 _RATES = {"mph": ("mi", "h"), "kph": ("km", "h"), "kmph": ("km", "h"), "kmh": ("km", "h"), "fps": ("ft", "s")}
@@ -46,6 +47,7 @@ _SENTENCE_WORDS = (
 # Behind these a number is not what it was, or there is a sentence.
 _NO_UNIT = frozenset(f"{_NUMBER_WORDS} {_SENTENCE_WORDS}".split())
 _VOWEL = re.compile(r"[aeiouy]", re.IGNORECASE)
+_LETTER = re.compile(r"[ .]*[A-Za-z](?:\^[0-9])?[ .]*")
 _WORD = re.compile(
     r"(?P<word>[A-Za-z]+(?:[.'][A-Za-z]+)*)\.?(?P<power>\^-?[0-9]|[23](?![0-9]))?|(?P<slash>/)|(?P<degree>°)"
 )
@@ -57,8 +59,8 @@ _DEGREES: Unit = frozenset({("degree", 1)})
 
 
 def is_letter(words: str) -> bool:
-    """Whether a unit is one letter only, and might be a symbol."""
-    return len(words.strip(" .")) == 1 and words.strip(" .").isalpha()
+    """Whether a unit is one letter only, as in `5m` and `4m^2`, and might be a symbol."""
+    return _LETTER.fullmatch(words) is not None
 
 
 def read_unit(words: str, *, is_text: bool) -> Unit | None:

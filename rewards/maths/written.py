@@ -55,6 +55,8 @@ class Written:
     """Whether a percent sign stands behind the expression."""
     letters: str = ""
     """Letters right behind the number: a unit or a scale, or symbols that belong to the expression."""
+    container: str = ""
+    """The bracket that opens a list: `(`, `[` or `{`."""
 
     @property
     def symbolic(self) -> str:
@@ -92,7 +94,9 @@ def _read(text: str) -> Written:
     bracket = _BRACKET.fullmatch(text)
     left, inner, right = bracket.groups() if bracket else ("", text, "")
     elements = _elements(inner)
-    return _listed(text, elements, left, right) if len(elements) > 1 else _measured(text)
+    if len(elements) == 1 or not elements:
+        return _measured(text)
+    return replace(_listed(text, elements, left, right), container=left[-1:])
 
 
 def _elements(text: str) -> list[str]:

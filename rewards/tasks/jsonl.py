@@ -15,7 +15,7 @@ from rewards.data.dataset import DataConfig, DataTask, problem_id
 from rewards.data.prompts import D1_FORMAT, demonstration
 from rewards.data.rows import Row, json_in, shown
 from rewards.data.sources import HubSplit
-from rewards.maths import Limits, MathVerifier, Verdict, answers
+from rewards.maths import Limits, MathVerifier, Verdict, answers, final_term
 from rewards.problem import Grade, Message, Problem, Split
 from rewards.reading.answers import final_answer
 from rewards.reading.quantities import NOTHING_READ, final_quantity, read_quantity
@@ -113,8 +113,8 @@ class Jsonl(DataTask):
         return self._said(text) or text
 
     def _said(self, text: str) -> str | None:
-        """The answer in a completion or a solution; None where it marks none."""
-        return final_quantity(text) if self._config.grader == "number" else final_answer(text)
+        """Read the answer in a completion or a solution; None where it marks none."""
+        return _FINAL.get(self._config.grader, final_answer)(text)
 
     def _made(self, messages: tuple[Message, ...], answer: str) -> Problem:
         if messages[-1].role == "assistant":
@@ -169,6 +169,7 @@ def _as_number(answer: str, right: str) -> Verdict:
     return Verdict(detail=NOTHING_READ) if number is None else Verdict(right=number == read_quantity(right))
 
 
+_FINAL: Mapping[GraderName, Callable[[str], str | None]] = {"number": final_quantity, "math": final_term}
 _COMPARISONS: Mapping[GraderName, Callable[[str, str], bool]] = {
     "exact": _is_same_text,
     "choice": _is_same_choice,

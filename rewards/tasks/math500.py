@@ -11,9 +11,9 @@ from rewards.data.sources import HubSplit
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.maths import equivalent, math_answer
 from rewards.first_d1.training_rewards import math_parts
-from rewards.maths import Limits, MathVerifier, Verdict, answers, spelled_alike
+from rewards.maths import Limits, MathVerifier, Verdict, answers, final_term, spelled_alike
 from rewards.problem import Grade, Problem, Split
-from rewards.reading.answers import final_answer, last_answer
+from rewards.reading.answers import last_answer
 from rewards.reading.boxed import last_boxed
 
 _HUB = {
@@ -59,7 +59,7 @@ class Math500(DataTask):
 
         Fixed parts: `answer` (0 or 0.1) for a closed answer tag, `correct` (0 or 0.9). d1's are those of `math_parts`.
         """
-        answer = final_answer(text)
+        answer = final_term(text)
         verdict = Verdict()
         if answer is not None and "fixed" in (self._config.reward, self._config.protocol):
             question = problem.messages[-1].content

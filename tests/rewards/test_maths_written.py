@@ -20,7 +20,7 @@ def maths() -> Iterator[MathVerifier]:
 
 
 _FIVE = r"""
-**5** | __5__ | *5* | ***5*** | `5` | ~~5~~ | _5_ | <b>5</b> | ### 5 | > 5 | "5" | \(5\) | \[5\] | $$5$$ | $5$. | 5.
+**5** | __5__ | *5* | ***5*** | `5` | ~~5~~ | _5_ | <b>5</b> | ### 5 | > **5** | "5" | \(5\) | \[5\] | $$5$$ | $5$. | 5.
 5; | **$5$** | **\(5\)**. | \boxed{5} | \boxed{\boxed{5}} | \fbox{5} | \boxed{5\text{ cm}} | \boxed{x=5} | \boxed 5
 (5) | {5} | \text{5} | \mathbf{5} | \bm{5} | \text{5 cm} | +5 | 5.0 | 05 | \frac{5}{1} | x = 5 | n=5. | = 5
 \approx 5 | The answer is 5. | The answer is: **5** | Answer: 5 | **Answer:** 5 | **Final Answer**: $5$ | Answer = 5
@@ -38,7 +38,7 @@ _NOT_FIVE = r"""
 5k | 5 dozen | 5 halves | 5 tenths | 5 thousandths | 5 hundred | 5 squared | 5 factorial | 5 + 1 | 5 cm + 1 cm | 1/5
 5 1/2 | 5\frac12 | 5\pi | 5 ft 2 in | 5:30 | 5 hours 30 minutes | 5 \times 10^2 | 5e2 | \sqrt5 | negative 5 | x < 5
 at least 5 | (5, 5) | 5 lakh | 5M | 5 bn | 5 \mod 3 | 5 quarters | 5 thousand dollars | \$5 million | 5.5 cm | 5 - 10
-\{5, 6\} | 5 mil | 5 score | 5^{10}
+> 5 | \{5, 6\} | 5 mil | 5 score | 5^{10}
 """
 _KINDS: dict[str, list[tuple[str, str, bool]]] = {
     "small and large numbers": [

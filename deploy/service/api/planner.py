@@ -69,7 +69,12 @@ class ServicePlanner(planner.Planner):
     def plan(self, ask: Ask, names: Mapping[str, str] | None = None) -> RequestPlan:
         """What a body asks for. Raises RequestError or ServiceError."""
         self.wanted(ask.model)
-        return super().plan(ask, names)
+        try:
+            return super().plan(ask, names)
+        except ServiceError as error:
+            # Of a prompt that is too long; the body has its own name for it.
+            error.param = error.param or ask.prompt_field
+            raise
 
     def job(self, ask: Ask, plan: RequestPlan) -> Job:
         """What the engines do for a body."""
@@ -92,5 +97,5 @@ class ServicePlanner(planner.Planner):
         num_tokens, room = len(request.prompt_ids), config.max_sequence_length - num_slots_of(request, config)
         if num_tokens > room:
             message = f"The prompt has {num_tokens} tokens; this policy reads at most {room}."
-            raise ServiceError(400, message, "context_length_exceeded", param="prompt")
+            raise ServiceError(400, message, "context_length_exceeded")
         super().check(request)

@@ -239,7 +239,7 @@ def test_turns_are_given_to_the_chat_template_as_vllm_gives_them(prompt):
     assert assistant(content="5", name="Ann") == f"{silent}Ann5"
     parts = ["2", {"type": "text", "text": " + ", "cache_control": {"type": "ephemeral"}}]
     parts.append({"type": "input_text", "text": "3"})
-    assert prompt({"role": "user", "content": parts}) == "<|user|>2 + 3"
+    assert prompt({"role": "user", "content": parts}) == "<|user|>2\n + \n3"
     hidden = {"reasoning_details": [{}], "provider_specific_fields": {"a": 1}, "thinking_blocks": [], "id": "x"}
     assert assistant(content="5", **hidden) == f"{silent}5"
     user = {"role": "user", "content": "2"}
