@@ -86,7 +86,8 @@ def load_policy(
     base_weights = "full" if chain.adapter is None else chain.adapter.base_weights
     model = load_weights(chain.weights, dtype, device, say, base_weights=base_weights)
     if chain.adapter is not None:
-        check_under_peft(directory, dict(model.named_parameters()))
+        # As stored: rounded weights say less.
+        check_under_peft(directory, StoredWeights(chain.weights))
         try:
             put_beside(model, chain.adapter.matrices, chain.adapter.scaling, chain.start)
         except ValueError as error:
@@ -308,8 +309,8 @@ def _whole(header: StoredHeader) -> StoredTensor:
 
 
 def _are_equal(one: StoredHeader, other: StoredHeader) -> bool:
-    """Whether two tensors hold the same numbers."""
-    if one.shape != other.shape:
+    """Whether two tensors hold the same numbers; one without an axis or numbers equals none."""
+    if one.shape != other.shape or not math.prod(one.shape or [0]):
         return False
     step = max(1, _COMPARED * one.shape[0] // math.prod(one.shape))
     parts, wider = range(0, one.shape[0], step), torch.promote_types(one.dtype, other.dtype)

@@ -113,7 +113,7 @@ def check_copies(directory: Path, shape: TransformerConfig, base: Mapping[str, A
             if (ours := _copied(name, outer_names)) is None:
                 continue
             copy, original = file.get_tensor(name), base[ours][:]
-            rounded = original.cpu().to(copy.dtype).to(original.dtype)
+            rounded = original.to(copy.dtype).to(original.dtype)
             if copy.shape != original.shape or not torch.equal(copy.to(original.dtype), rounded):
                 raise ValueError(
                     f"{path} has {name}, which is not that of the base; d1 reads adapters of lora_A and lora_B only"
