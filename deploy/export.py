@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from deploy.errors import UserError, reason
 from deploy.runs.references import find_checkpoint_of
 from deploy.sampling.policy import read_tokenizer
-from learner.model.adapter import Adapter, read_chain, write_peft_adapter
+from learner.model.adapter import Adapter, check_under_peft, read_chain, write_peft_adapter
 from learner.model.checkpoint import StoredWeights, load_merged, load_policy, write_policy
 from learner.model.checkpoint_files import (
     ADAPTER,
@@ -121,6 +121,7 @@ def _whole_adapter(directory: Path) -> tuple[Adapter, Path]:
         if (adapted / MANIFEST).is_file():
             verify_checkpoint(adapted, [ADAPTER])
     chain = read_chain(directory)
+    check_under_peft(directory, StoredWeights(chain.weights))
     if (adapter := chain.together) is None:
         raise ValueError(f"{directory} was trained whole: it has no {ADAPTER}; leave out --lora apart")
     return adapter, chain.weights

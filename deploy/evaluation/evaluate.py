@@ -23,7 +23,8 @@ from deploy.runs.reading import read_recipe
 from deploy.runs.references import find_checkpoint_of
 from deploy.sampling.policy import read_tokenizer
 from learner.model.checkpoint_files import load_config
-from learner.model.renoising.config import is_renoising, read_renoising_config
+from learner.model.config import TransformerConfig
+from learner.model.renoising.config import RenoisingConfig, is_renoising, read_renoising_config
 from learner.model.storage.throughput import Say
 from rollout.config import EngineConfig
 
@@ -88,6 +89,7 @@ def find_subject(reference: str, runs_dir: Path, say: Say | None = None) -> Subj
     try:
         # A link is a name for today.
         directory = find_checkpoint_of(reference, runs_dir, say).resolve()
+        _shape_of(directory)
         position = find_position(directory)
         facts = {"path": str(directory), "fingerprint": fingerprint(directory)}
     except ValueError as error:
@@ -128,8 +130,7 @@ def prepare(
     Raises UserError, before anything is answered.
     """
     try:
-        is_other = is_renoising(subject.directory)
-        config = read_renoising_config(subject.directory) if is_other else load_config(subject.directory)
+        config = _shape_of(subject.directory)
     except ValueError as error:
         raise UserError(str(error)) from error
     tokenizer = read_tokenizer(subject.directory)
@@ -142,6 +143,11 @@ def prepare(
     usual = None if subject.run is None else subject.run.rollout.max_prompt_tokens
     batches = [batches_of(cell, problems[cell.task.name], tokenizer, size, config, usual=usual) for cell in cells]
     return [_ready(subject, cell, some, computing, out) for cell, some in zip(cells, batches, strict=True)]
+
+
+def _shape_of(directory: Path) -> TransformerConfig | RenoisingConfig:
+    """The config of a checkpoint of any family. Raises ValueError where it is no checkpoint."""
+    return read_renoising_config(directory) if is_renoising(directory) else load_config(directory)
 
 
 def _ready(subject: Subject, cell: Cell, batches: Sequence[Batch], computing: Computing, out: Path) -> Ready:

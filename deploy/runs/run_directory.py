@@ -86,12 +86,17 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
     phases = _PHASES[stages]
     if stages is Stages.ALL and recipe.control.enabled:
         phases = (*phases, Phase.CONTROL)
+    recipe = _of_any_directory(recipe)
     config = {name: getattr(recipe, name) for name in RunConfig.model_fields}
     config["reward"] = recipe.reward.resolved()
-    if isinstance(recipe.task, Files):
-        config["task"] = recipe.task.from_anywhere()
-    config["sft"] = recipe.sft.model_copy(update={"data": recipe.sft.data and from_anywhere(recipe.sft.data)})
     return RunSpec(**config, run_dir=recipe.run_dir, phases=phases)
+
+
+def _of_any_directory(recipe: Recipe) -> Recipe:
+    """The recipe with the paths of its data absolute, for who reads it in another directory."""
+    task = recipe.task.from_anywhere() if isinstance(recipe.task, Files) else recipe.task
+    sft = recipe.sft.model_copy(update={"data": recipe.sft.data and from_anywhere(recipe.sft.data)})
+    return recipe.model_copy(update={"task": task, "sft": sft})
 
 
 def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, say: Say | None = None) -> RunLock:
@@ -123,7 +128,7 @@ def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partia
         # Of a try that was killed.
         for path in [path for path in partial.iterdir() if path.name != LOCK]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (partial / RECIPE).write_text(resolved_yaml(recipe))
+        (partial / RECIPE).write_text(resolved_yaml(_of_any_directory(recipe)))
         reference = start_from or recipe.model.checkpoint
         if reference is not None:
             # Before its weights are fetched and hashed.
@@ -150,8 +155,10 @@ def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
         check_unchanged(spec.initial_checkpoint)
     except ValueError as error:
         raise UserError(str(error)) from error
-    began = _flat(load_recipe(spec.run_dir / RECIPE, []).model_dump(mode="json"))
-    now = _flat(recipe.model_dump(mode="json"))
+    began, now = (
+        _flat(_of_any_directory(one).model_dump(mode="json"))
+        for one in (load_recipe(spec.run_dir / RECIPE, []), recipe)
+    )
     for key in {**now, **began}:
         may_change = key.startswith(_MAY_CHANGE) or _WHERE_A_TERM_ASKS.fullmatch(key)
         if began.get(key) != now.get(key) and not may_change:

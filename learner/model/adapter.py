@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from learner.model.hub import ADAPTER_WEIGHTS
 from learner.model.lora import adapter_names, set_adapter, set_start
 from learner.model.lora_config import BaseWeights
 from learner.model.peft_directory.config import find_base, is_peft
-from learner.model.peft_directory.matrices import read_matrices
+from learner.model.peft_directory.matrices import check_copies, read_matrices
 from learner.model.transformer import Transformer
 
 
@@ -114,6 +115,12 @@ def read_chain(directory: Path) -> Chain:
         # They need not have the same layers, as those of a run's stages have.
         return Chain(weights=weights, start=None, adapter=stacked(adapters))
     return Chain(weights=weights, start=stacked(adapters[1:]), adapter=adapters[0] if adapters else None)
+
+
+def check_under_peft(directory: Path, base: Mapping[str, Any]) -> None:
+    """Check that what the peft adapters of a checkpoint copy of their base is the base's. As `check_copies`."""
+    for adapted in filter(is_peft, checkpoint_chain(directory)[:-1]):
+        check_copies(adapted, load_config(adapted), base)
 
 
 def stacked(adapters: Sequence[Adapter]) -> Adapter | None:

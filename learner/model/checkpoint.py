@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.model.adapter import Adapter, put_beside, read_chain, write_adapter
+from learner.model.adapter import Adapter, check_under_peft, put_beside, read_chain, write_adapter
 from learner.model.checkpoint_files import (
     INDEX,
     LEARNER_STATE,
@@ -86,6 +86,8 @@ def load_policy(
     base_weights = "full" if chain.adapter is None else chain.adapter.base_weights
     model = load_weights(chain.weights, dtype, device, say, base_weights=base_weights)
     if chain.adapter is not None:
+        # As stored: rounded weights say less.
+        check_under_peft(directory, StoredWeights(chain.weights))
         try:
             put_beside(model, chain.adapter.matrices, chain.adapter.scaling, chain.start)
         except ValueError as error:
@@ -179,7 +181,7 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
             }
         stored: dict[str, StoredHeader] = {}
         for name, ours in plain.items():
-            if ours in stored:
+            if ours in stored and not _are_equal(found[name], stored[ours]):
                 raise ValueError(
                     f"{ours} is in {stored[ours].path} and, as {name}, in {found[name].path}; one of them is of "
                     "another checkpoint"
@@ -307,8 +309,8 @@ def _whole(header: StoredHeader) -> StoredTensor:
 
 
 def _are_equal(one: StoredHeader, other: StoredHeader) -> bool:
-    """Whether two tensors hold the same numbers."""
-    if one.shape != other.shape:
+    """Whether two tensors hold the same numbers; one without an axis or numbers equals none."""
+    if one.shape != other.shape or not math.prod(one.shape or [0]):
         return False
     step = max(1, _COMPARED * one.shape[0] // math.prod(one.shape))
     parts, wider = range(0, one.shape[0], step), torch.promote_types(one.dtype, other.dtype)
@@ -336,11 +338,11 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 def _read_headers(paths: Iterable[Path]) -> dict[str, StoredHeader]:
-    """The tensors of several files by name. Raises ValueError where two files have one name."""
+    """The tensors of several files by name. Raises ValueError where two files have different ones of one name."""
     found: dict[str, StoredHeader] = {}
     for path in paths:
         for name, header in _read_header(path).items():
-            if name in found:
+            if name in found and not _are_equal(header, found[name]):
                 raise ValueError(f"{name} is in {found[name].path} and in {path}; one of them is of another checkpoint")
             found[name] = header
     return found

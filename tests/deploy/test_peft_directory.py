@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from deploy.errors import UserError
 from deploy.evaluation.record import fingerprint
@@ -116,12 +117,17 @@ def test_it_is_found_among_the_runs_and_is_none(adapter: Path, workdir: Path) ->
         find_run("mine", Path("runs"))
 
 
+def _add(adapter: Path, name: str) -> None:
+    save_file(load_file(adapter / WEIGHTS) | {name: torch.zeros(1, 1)}, adapter / WEIGHTS)
+
+
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
         (lambda adapter: change_config(adapter, base_model_name_or_path="/gone"), "the base /gone of the adapter in"),
         (lambda adapter: change_config(adapter, r=3), "make it [3, "),
         (lambda adapter: (adapter / WEIGHTS).rename(adapter / "adapter_model.bin"), "is pickled"),
+        (lambda adapter: _add(adapter, "base_model.model.model.transformer.ff_out.weight"), "not that of the base"),
     ],
 )
 def test_every_command_says_what_is_wrong_with_it(

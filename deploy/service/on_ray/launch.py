@@ -72,7 +72,8 @@ def serve_checkpoint(
     Otherwise as `serve_run`."""
     from deploy.recipe.recipe import ServiceSection
     from deploy.service.api.text_codec import TextCodec
-    from learner.model.adapter import read_chain
+    from learner.model.adapter import check_under_peft, read_chain
+    from learner.model.checkpoint import StoredWeights
 
     directory, service = directory.resolve(), ServiceSection()
     address = Address(host=host or service.host, port=port or service.port)
@@ -80,7 +81,10 @@ def serve_checkpoint(
     with saying(f"looking at the checkpoint {directory.name}", at_once=True):
         try:
             TextCodec(directory)
-            weight_files(read_chain(directory).weights)
+            chain = read_chain(directory)
+            weight_files(chain.weights)
+            if chain.adapter is not None:
+                check_under_peft(directory, StoredWeights(chain.weights))
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
     # Only now: this writes a key into the directory, which might have been anybody's.

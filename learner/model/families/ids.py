@@ -32,9 +32,9 @@ def read_ids(
     Raises:
         ValueError: no mask id or no id that ends a text, or a value that is no id of the vocabulary.
     """
-    padding = _read(raw.path, _PAD, raw.get(_PAD), vocab_size, may_be_none=True)
-    ends = _read(raw.path, _EOS, raw.get(_EOS), vocab_size) or (padding if may_end_by_padding else [])
-    ends += _read(raw.path.with_name(GENERATION_CONFIG), _EOS, raw.generation.get(_EOS), vocab_size)
+    padding = read_list(raw.path, _PAD, raw.get(_PAD), vocab_size, may_be_none=True)
+    ends = read_list(raw.path, _EOS, raw.get(_EOS), vocab_size) or (padding if may_end_by_padding else [])
+    ends += read_list(raw.path.with_name(GENERATION_CONFIG), _EOS, raw.generation.get(_EOS), vocab_size)
     if not ends:
         raise ValueError(f"{raw.path} has no {_EOS}")
     mask = raw[_MASK] if mask_token is None else raw.mask_token_id(mask_token)
@@ -49,7 +49,7 @@ def read_ids(
     }
 
 
-def _read(path: Path, key: str, value: Any, vocab_size: int, *, may_be_none: bool = False) -> list[int]:
+def read_list(path: Path, key: str, value: Any, vocab_size: int, *, may_be_none: bool = False) -> list[int]:
     """The ids that a value is, which may be one, a list or nothing. Raises ValueError for anything else."""
     if value is None or (may_be_none and value == _NO_PAD):
         return []

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _PARAMETERS, _SCALING = "rope_parameters", "rope_scaling"
 _THETA, _PARTIAL = "rope_theta", "partial_rotary_factor"
 _KINDS = ("rope_type", "type")
+# How the config's own keys of positions begin, and those of them that are read here or by a family.
+_OF_ROTARY = ("rope_", "rotary_", "partial_rotary_")
+_READ = (_PARAMETERS, _SCALING, "rotary_dim", "rope_full_precision")
 # Without scaling these do nothing, whatever they are or if they are 1.
 _INERT = ("original_max_position_embeddings",)
 _INERT_AT_ONE = ("attention_factor", "factor")
@@ -46,7 +49,8 @@ def read_rotary(raw: RawConfig, partial_of: int | None = None) -> Rotary:
             not compute.
     """
     stated = list(_stated(raw))
-    for place, settings in stated[1:]:
+    own = {key: value for key, value in raw.values.items() if key.startswith(_OF_ROTARY) and key not in _READ}
+    for place, settings in [("", own), *stated[1:]]:
         _check_unscaled(raw, place, settings)
     theta, factor = _agreed(raw, _THETA, stated), _agreed(raw, _PARTIAL, stated)
     if theta is None:
@@ -93,8 +97,9 @@ def _check_unscaled(raw: RawConfig, place: str, settings: Mapping[str, Any]) -> 
             or ((value is None and key != "full_attention") or value is False)
         )
         if not is_known:
+            name = f"{place}.{key}".lstrip(".")
             raise ValueError(
-                f"{raw.path} has {place}.{key} = {value!r}; d1 computes unscaled rotary positions only, which are "
+                f"{raw.path} has {name} = {value!r}; d1 computes unscaled rotary positions only, which are "
                 "rope_type 'default'"
             )
 

@@ -19,7 +19,7 @@ def plain_names(names: Iterable[str], norm: str) -> dict[str, str]:
         names: in the checkpoint.
         norm: the family's own name of the last norm, which every checkpoint of it has once.
     """
-    plain = {name: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names}
+    plain = {name: unwrapped(name) for name in names}
     found = set(plain.values())
     root, _, inner = norm.partition(".")
     around = [name.removesuffix(norm) for name in found if name.endswith(f".{norm}")]
@@ -31,6 +31,11 @@ def plain_names(names: Iterable[str], norm: str) -> dict[str, str]:
             name: of_ours if of_ours.startswith(outside) else f"{root}.{of_ours}" for name, of_ours in plain.items()
         }
     return plain
+
+
+def unwrapped(name: str) -> str:
+    """A name without those of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_rotary_buffer(name: str) -> bool:

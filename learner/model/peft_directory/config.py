@@ -189,13 +189,12 @@ def find_base(directory: Path, find: Callable[[Path | str], Path] = find_checkpo
     """
     config = PeftConfig.read(directory)
     named = config.base_model_name_or_path or ""
-    for place in (Path(named), directory / named):
-        if place.is_dir():
-            if not (place / CONFIG).is_file() and not is_peft(place):
-                raise ValueError(
-                    f"the base {place} of the adapter in {directory} is not a checkpoint: it has no {CONFIG}"
-                )
+    places = [place for place in (Path(named), directory / named) if place.is_dir()]
+    for place in places:
+        if (place / CONFIG).is_file() or is_peft(place):
             return place
+    if places:
+        raise ValueError(f"the base {places[0]} of the adapter in {directory} is not a checkpoint: it has no {CONFIG}")
     revision = f"@{config.revision}" if config.revision and is_hub_id(named) else ""
     try:
         return find(named + revision)

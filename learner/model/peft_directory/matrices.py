@@ -6,10 +6,12 @@ Shape letters: I inputs and O outputs of a layer, R rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from torch import Tensor
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.families.layout import Layout
+from learner.model.families.stored_names import unwrapped
 from learner.model.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from learner.model.lora import adaptable_layers, adapter_names
 from learner.model.networks import make_on_meta
@@ -27,6 +30,8 @@ from learner.model.peft_directory.config import PeftConfig
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # peft leaves out the adapter's name, other tools keep it.
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(?:\.[^.]+)?\.weight")
+# peft also saves the frozen weights of an embedding and a head that are adapted, or that may have been resized.
+_COPY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.base_layer)?\.weight")
 _WEIGHT = ".weight"
 # Models that were loaded without their head have names without it.
 _OPTIONAL_PREFIX = "model."
@@ -67,7 +72,7 @@ def read_matrices(directory: Path, shape: TransformerConfig) -> PeftMatrices:
     model = make_on_meta(shape)
     layout = FAMILIES[shape.family].layout({name: held.shape for name, held in model.named_parameters()})
     adaptable = {f"{name}{_WEIGHT}" for name in (*adaptable_layers(model), "head")}
-    pairs = _pairs(directory / ADAPTER_WEIGHTS, config, layout)
+    pairs = _pairs(directory / ADAPTER_WEIGHTS, config, layout, _outer_names(shape))
     for stored, pair in pairs.items():
         if not all(piece.ours in adaptable for piece in layout.of_stored[stored]):
             raise ValueError(
@@ -92,10 +97,47 @@ def read_matrices(directory: Path, shape: TransformerConfig) -> PeftMatrices:
     return PeftMatrices(rank=rank, scaling=scaling, matrices=matrices)
 
 
-def _pairs(path: Path, config: PeftConfig, layout: Layout) -> dict[str, _Pair]:
+def check_copies(directory: Path, shape: TransformerConfig, base: Mapping[str, Any]) -> None:
+    """Check that the embedding and the head in a peft directory, if there are any, are its base's.
+
+    Args:
+        directory: that of the adapter.
+        shape: of the base.
+        base: its weights by our names, of which rows can be taken; a copy may be in another precision.
+
+    Raises ValueError that names the tensor: with it, peft computes something else.
+    """
+    path, outer_names = directory / ADAPTER_WEIGHTS, _outer_names(shape)
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 (no mapping)
+            if (ours := _copied(name, outer_names)) is None:
+                continue
+            copy, original = file.get_tensor(name), base[ours][:]
+            rounded = original.to(copy.dtype).to(original.dtype)
+            if copy.shape != original.shape or not torch.equal(copy.to(original.dtype), rounded):
+                raise ValueError(
+                    f"{path} has {name}, which is not that of the base; d1 reads adapters of lora_A and lora_B only"
+                )
+
+
+def _outer_names(shape: TransformerConfig) -> dict[str, str]:
+    """Our names of the embedding and the head by those of the base's weights."""
+    names = FAMILIES[shape.family].outer_names
+    head = "embed.weight" if shape.tied_embeddings else "head.weight"
+    return {names["embed.weight"]: "embed.weight", names["head.weight"]: head}
+
+
+def _copied(name: str, outer_names: Mapping[str, str]) -> str | None:
+    """Which of our tensors a name in the file says is copied there; None for a matrix of the adapter."""
+    match = _COPY.fullmatch(unwrapped(name))
+    names = () if match is None else _stored_names(match["module"])
+    return next((outer_names[stored] for stored in names if stored in outer_names), None)
+
+
+def _pairs(path: Path, config: PeftConfig, layout: Layout, outer_names: Mapping[str, str]) -> dict[str, _Pair]:
     """The A and the B of each adapted layer, by the name of the base's weight."""
     pairs: dict[str, _Pair] = {}
-    for module, matrices in _by_module(path).items():
+    for module, matrices in _by_module(path, outer_names).items():
         stored = next((name for name in _stored_names(module) if name in layout.stored_shapes), None)
         if stored is None or stored in pairs:
             what = "the base has no such layer" if stored is None else f"{pairs[stored].module} is the same layer"
@@ -114,11 +156,11 @@ def _pairs(path: Path, config: PeftConfig, layout: Layout) -> dict[str, _Pair]:
     return pairs
 
 
-def _by_module(path: Path) -> dict[str, dict[str, Tensor]]:
+def _by_module(path: Path, outer_names: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
     """The A and the B in the file, by the module's name in it."""
     found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in _tensors(path).items():
-        match = _NAME.fullmatch(name)
+    for name, tensor in _tensors(path, outer_names).items():
+        match = _NAME.fullmatch(unwrapped(name))
         if match is None:
             raise ValueError(f"{path} has {name}; d1 reads lora_A and lora_B of linear layers only")
         of_module = found.setdefault(match["module"], {})
@@ -155,15 +197,23 @@ def _check_targets(
             raise ValueError(f"{path} {what} matrices of {module}, which {ADAPTER_CONFIG} {which} as a target")
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of the file, in float32."""
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The safetensors file, open. Raises ValueError where it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            yield file
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent} has no {path.name}, the weights of its adapter") from error
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read, get it again: {error}") from error
+
+
+def _tensors(path: Path, outer_names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors of the file in float32, without copies of the base's."""
+    with _opened(path) as file:
+        names = [name for name in file.keys() if _copied(name, outer_names) is None]  # noqa: SIM118 (no mapping)
+        tensors = {name: file.get_tensor(name) for name in names}
     if other := next((name for name, tensor in tensors.items() if tensor.dtype not in _DTYPES), None):
         raise ValueError(f"{path}: {other} is {tensors[other].dtype}; an adapter is in float32, bfloat16 or float16")
     return {name: tensor.float() for name, tensor in tensors.items()}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learner.model.families.ids import read_list
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
 
 MODEL_TYPE = "diffusion_gemma"
@@ -38,7 +39,7 @@ def is_renoising(directory: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError):
         return False
     return isinstance(raw, dict) and raw.get("model_type") == MODEL_TYPE
@@ -48,31 +49,39 @@ def read_renoising_config(directory: Path) -> RenoisingConfig:
     """That of a checkpoint directory of this family. Raises ValueError where its files do not say it."""
     raw, said = _object(directory / CONFIG), _object(directory / GENERATION_CONFIG)
     text = {**_TEXT, **_mapping(raw.get("text_config"))}
-    ids = text["eos_token_id"] if said.get("eos_token_id") is None else said["eos_token_id"]
-    pad = text["pad_token_id"] if said.get("pad_token_id") is None else said["pad_token_id"]
-    if ids is None or pad is None:
-        raise ValueError(f"{directory} names no end of text or no padding: eos_token_id and pad_token_id")
-    stop_ids = ids if isinstance(ids, list) else [ids]
     sizes = raw.get("canvas_length", _CANVAS_LENGTH), text["vocab_size"], text["max_position_embeddings"]
-    if not all(type(number) is int for number in (*sizes, *stop_ids, pad)):
+    if not all(type(number) is int for number in sizes):
         raise ValueError(
-            f"{directory / CONFIG} makes no policy: canvas_length, vocab_size, max_position_embeddings and the ids "
-            "should be whole numbers"
+            f"{directory / CONFIG} makes no policy: canvas_length, vocab_size and max_position_embeddings should be "
+            "whole numbers"
         )
+    stated = ((directory / GENERATION_CONFIG, said), (directory / CONFIG, text))
+    ends = _first_ids(stated, "eos_token_id", sizes[1])
+    padding = _first_ids(stated, "pad_token_id", sizes[1], may_be_none=True)
+    if not ends:
+        raise ValueError(f"{directory / CONFIG} has no eos_token_id")
     return RenoisingConfig(
         vocab_size=sizes[1],
         canvas_length=sizes[0],
-        stop_ids=tuple(stop_ids),
-        pad_token_id=pad,
+        stop_ids=tuple(ends),
+        pad_token_id=padding[0] if padding else ends[0],
         max_sequence_length=sizes[2],
     )
+
+
+def _first_ids(
+    stated: Sequence[tuple[Path, Mapping[str, Any]]], key: str, vocab_size: int, *, may_be_none: bool = False
+) -> list[int]:
+    """The ids of the first file that states any; empty where none does. Raises ValueError as `read_list`."""
+    lists = (read_list(path, key, values.get(key), vocab_size, may_be_none=may_be_none) for path, values in stated)
+    return next(filter(None, lists), [])
 
 
 def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON") from error
     if not isinstance(found, dict):

@@ -172,6 +172,11 @@ def test_a_temperature_that_is_none_is_refused(
     assert not list((workdir / "out").glob("*.jsonl"))
 
 
+def test_a_directory_that_is_no_checkpoint_is_named(d1: Callable, workdir: Path) -> None:
+    (workdir / "empty").mkdir()
+    d1("eval", "empty", "--tasks", "sums").assert_refused("empty is not a checkpoint: it has no config.json")
+
+
 def test_the_first_d1_is_followed_to_the_letter(
     evaluate: Callable, d1: Callable, inline: list[Batch], runs: Path, workdir: Path, shared: Path
 ) -> None:

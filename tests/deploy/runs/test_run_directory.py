@@ -59,6 +59,24 @@ def test_actors_find_files_that_are_named_from_the_current_directory(recipe_file
     assert spec.sft.data == recipe_file.parent / "x.jsonl"
 
 
+def test_a_run_s_recipe_says_in_every_directory_where_its_data_are(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = [{"question": f"{first} + {first} is", "answer": str(2 * first)} for first in range(40)]
+    (recipe_file.parent / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    changes = ["task={name: jsonl, grader: exact, train_data: x.jsonl}", "num_train_problems=8", "sft.num_labels=8"]
+    recipe = load_recipe(recipe_file, [*changes, "evaluation.num_problems=2", "rollout.max_prompt_tokens=64"])
+    spec = make_spec(recipe, Stages.ALL)
+    create_run_dir(recipe, spec, start_from=None).close()
+    # The same words, and the same files, go on.
+    check_resumable(recipe, spec)
+    run_dir = spec.run_dir.absolute()
+    monkeypatch.chdir(tmp_path.parent)
+    kept = load_recipe(run_dir / "recipe.yaml", [])
+    assert isinstance(kept.task, JsonlConfig)
+    assert kept.task.train_data == recipe_file.parent / "x.jsonl"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_a_run_refers_to_the_checkpoint_that_it_starts_from(recipe_file: Path, dtype: torch.dtype) -> None:
     given = _given(recipe_file, dtype)

@@ -82,6 +82,12 @@ def test_unscaled_positions_are_read_in_every_spelling(
     assert _load(tmp_path, _raw(config, family) | settings) == _shape(config, family)
 
 
+def test_a_config_may_begin_with_a_byte_order_mark(config: TransformerConfig, tmp_path: Path) -> None:
+    raw = json.dumps(_raw(config, "sdar") | {"rope_theta": 1e6})
+    (tmp_path / "config.json").write_text(f"\ufeff{raw}", encoding="utf-8")
+    assert load_config(tmp_path) == _shape(config, "sdar")
+
+
 @families
 @pytest.mark.parametrize(
     ("settings", "sentence"),
@@ -108,6 +114,9 @@ def test_unscaled_positions_are_read_in_every_spelling(
             "rope_parameters.sliding_attention.rope_type = 'yarn'",
         ),
         ({"rope_parameters": {"full_attention": None}}, "rope_parameters.full_attention = None"),
+        ({"rope_type": "yarn"}, "has rope_type = 'yarn'"),
+        ({"rope_scaling_factor": 4.0}, "has rope_scaling_factor = 4.0"),
+        ({"rotary_pct": 0.5}, "has rotary_pct = 0.5"),
     ],
 )
 def test_what_scales_positions_is_refused_by_its_name(

@@ -150,12 +150,35 @@ def test_halves_are_read_as_they_are(adapter: Path, dtype: torch.dtype) -> None:
         lambda name: name.removeprefix("base_model.model."),
         lambda name: name.replace(".weight", ".default.weight"),
         lambda name: name.replace("base_model.model.model.", "base_model.model."),
+        lambda name: f"module.{name}",
+        lambda name: name.replace("base_model.model.", "base_model.model._orig_mod."),
+        lambda name: name.replace(".q_proj", "._fsdp_wrapped_module.q_proj"),
     ],
 )
-def test_names_may_have_the_adapters_and_lack_a_prefix(adapter: Path, rename: Callable[[str], str]) -> None:
+def test_names_may_have_the_adapters_and_wrappers_and_lack_a_prefix(
+    adapter: Path, rename: Callable[[str], str]
+) -> None:
     expected = _logits(load_policy(adapter))
     save_file({rename(name): tensor for name, tensor in load_file(adapter / WEIGHTS).items()}, adapter / WEIGHTS)
     assert torch.equal(_logits(load_policy(adapter)), expected)
+
+
+def test_the_bases_embedding_and_head_may_be_beside_the_matrices(adapter: Path, tmp_path: Path) -> None:
+    expected, base = _logits(load_policy(adapter)), load_file(tmp_path / "base" / "model.safetensors")
+    # In the precision that the adapter was trained in, and under the name that an adapted layer has.
+    copies = {
+        f"base_model.model.model.transformer.{stored}.weight": base[f"model.transformer.{name}.weight"].bfloat16()
+        for stored, name in (("wte", "wte"), ("ff_out.base_layer", "ff_out"))
+    }
+    tensors = load_file(adapter / WEIGHTS)
+    save_file(tensors | copies, adapter / WEIGHTS)
+    assert torch.equal(_logits(load_policy(adapter)), expected)
+    load_policy(adapter, torch.bfloat16)
+    for name, copy in copies.items():
+        for other in (copy + 1, copy[:-1].clone()):
+            save_file(tensors | copies | {name: other}, adapter / WEIGHTS)
+            with pytest.raises(ValueError, match=rf"{name}, which is not that of the base"):
+                load_policy(adapter)
 
 
 def test_what_changes_nothing_is_read(adapter: Path) -> None:
@@ -246,7 +269,7 @@ def test_a_config_that_the_matrices_do_not_fit_is_refused(adapter: Path, values:
             },
             "adapts model.transformer.wte, which can have no adapter in d1",
         ),
-        ({"base_model.model.model.transformer.wte.weight": torch.zeros(40, 32)}, "wte.weight; d1 reads lora_A and"),
+        ({"base_model.model.model.transformer.ln_f.weight": torch.zeros(32)}, "ln_f.weight; d1 reads lora_A and"),
         (
             {A.replace("A.weight", "magnitude_vector"): torch.zeros(4)},
             "lora_magnitude_vector; d1 reads lora_A and lora_B",
@@ -313,6 +336,8 @@ def test_the_base_is_found_from_here_or_from_the_adapter(
     shutil.copytree(tmp_path / "base", adapter / "base")
     change_config(adapter, base_model_name_or_path="base")
     assert checkpoint_chain(adapter) == [adapter, Path("base")], "what is here goes first, as in peft"
+    (tmp_path / "base" / "config.json").unlink()
+    assert checkpoint_chain(adapter) == [adapter, adapter / "base"], "what is here is no checkpoint"
     change_config(adapter, base_model_name_or_path="adapter")
     for read in (load_config, checkpoint_chain):
         with pytest.raises(ValueError, match=r"the adapter in .*adapter stands on adapter, which stands on it"):

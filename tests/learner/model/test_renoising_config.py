@@ -47,11 +47,21 @@ def test_the_generation_config_goes_before_it(shared: Path, tmp_path: Path) -> N
     assert (read_renoising_config(tmp_path).stop_ids, read_renoising_config(tmp_path).pad_token_id) == ((5, 6), 7)
 
 
+@pytest.mark.parametrize("nothing", [None, []])
+def test_what_names_no_id_leaves_it_to_the_others(tmp_path: Path, nothing: object) -> None:
+    text = {"eos_token_id": [5, 6], "pad_token_id": -1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "diffusion_gemma", "text_config": text}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": nothing, "pad_token_id": nothing}))
+    assert (read_renoising_config(tmp_path).stop_ids, read_renoising_config(tmp_path).pad_token_id) == ((5, 6), 5)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ('{"text_config": {"eos_token_id": null}}', "names no end of text or no padding"),
-        ('{"canvas_length": "8"}', "canvas_length, vocab_size, .* should be whole numbers"),
+        ('{"text_config": {"eos_token_id": null}}', "config.json has no eos_token_id"),
+        ('{"text_config": {"eos_token_id": [1, 262144]}}', "has eos_token_id = .*; 262144 is no id of a vocabulary of"),
+        ('{"text_config": {"pad_token_id": "x"}}', "has pad_token_id = 'x'; it should be an id"),
+        ('{"canvas_length": "8"}', "canvas_length, vocab_size and .* should be whole"),
         ("[1]", "is no JSON object"),
         ("{", "is not JSON"),
     ],

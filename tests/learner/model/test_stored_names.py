@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,26 @@ def test_names_inside_of_a_wrapper_are_read(
     export_policy(str(directory), tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == plain.keys()
     assert _same(tmp_path / "out", weights)
+
+
+def test_a_tensor_may_be_stored_twice_if_both_are_equal(config: TransformerConfig, tmp_path: Path) -> None:
+    directory = _saved(config, tmp_path, "dream", is_tied=False)
+    weights, plain = load_policy(directory).state_dict(), load_file(directory / "model.safetensors")
+    norm = {"model.norm.weight": plain["model.norm.weight"]}
+    save_file(plain | {f"module.{name}": held.clone() for name, held in norm.items()}, directory / "model.safetensors")
+    assert _same(directory, weights)
+    # In two shards.
+    (directory / "model.safetensors").unlink()
+    for name, tensors in (("1.safetensors", plain), ("2.safetensors", norm)):
+        save_file(tensors, directory / name)
+    places = dict.fromkeys(plain, "1.safetensors") | dict.fromkeys(norm, "2.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert _same(directory, weights)
+    save_file({name: held + 1 for name, held in norm.items()}, directory / "2.safetensors")
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight is in .* and in .*; one of them is of another checkpoint"
+    ):
+        load_policy(directory)
 
 
 def test_names_that_mean_one_tensor_twice_and_unknown_ones_are_refused(
