@@ -23,7 +23,7 @@ from learner.model.networks import make_model
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy
-from tests.learner.model.original import Original
+from tests.learner.model.on_disk.original import Original
 
 LORA = LoraConfig(rank=3, alpha=6)
 

@@ -26,7 +26,7 @@ from learner.model.checkpoint_files import verify_checkpoint
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
-from tests.learner.model.original import change_config, make_adapter, merged_by_peft
+from tests.learner.model.on_disk.original import change_config, make_adapter, merged_by_peft
 from tests.tiny_policy import config_of
 
 IDS = torch.arange(36).view(3, 12)

@@ -59,6 +59,10 @@ def read_rotary(raw: RawConfig, partial_of: int | None = None) -> Rotary:
         return Rotary(theta=theta, width=_width(raw, factor, partial_of))
     if factor not in (None, 1):
         raise ValueError(f"{raw.path} has {_PARTIAL} = {factor!r}; of {raw['model_type']} d1 computes 1.0 only")
+    if raw.get("rotary_dim") not in (None, raw.get("head_dim")):
+        raise ValueError(
+            f"{raw.path} has rotary_dim = {raw['rotary_dim']!r}; of {raw['model_type']} d1 rotates whole heads"
+        )
     return Rotary(theta=theta, width=None)
 
 

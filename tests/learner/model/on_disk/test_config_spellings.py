@@ -181,6 +181,7 @@ def test_a_family_that_rotates_whole_heads_refuses_a_part(
         assert _load(tmp_path, raw | whole) == _shape(config, family)
     for part in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
         assert "has partial_rotary_factor = 0.5; of" in _refusal(tmp_path, raw | part)
+    assert "has rotary_dim = 3; of" in _refusal(tmp_path, raw | {"rotary_dim": 3})
 
 
 def test_the_part_of_a_head_is_read_in_every_spelling_and_refused_where_two_differ(

@@ -24,7 +24,7 @@ from learner.model.networks import make_model
 from learner.model.peft_directory.config import PeftConfig
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import Transformer, init_weights
-from tests.learner.model.original import Original, change_config, make_adapter, merged_by_peft
+from tests.learner.model.on_disk.original import Original, change_config, make_adapter, merged_by_peft
 
 IDS = torch.arange(36).view(3, 12)
 WEIGHTS = "adapter_model.safetensors"
