@@ -142,7 +142,7 @@ def test_no_text_makes_it_raise(text: str, marked: str) -> None:
     ],
 )
 def test_hostile_texts_take_linear_time(piece: str) -> None:
-    text = "```python\n" + piece * (200_000 // len(piece))
+    text = "```python\n" + piece * (400_000 // len(piece))
     start = time.process_time()
     list(code_blocks(text))
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 5.0

