@@ -254,6 +254,7 @@ class _DirectSampler(SamplerWorker):
         super().__init__(spec.initial_checkpoint, read_from(store), "cpu", spec.rollout.engine)
 
 
+@pytest.mark.nightly
 def test_by_direct_transport_samplers_fetch_from_the_ranks_and_a_rank_that_dies_takes_its_rows_along(
     store: Any, spec: RunSpec, plan: RunPlan
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_process_that_outlives_its_run_is_found_and_ended(tmp_path: Path, refe
     assert judge(TERMS, reference, record) == ["one: `d1 train` number 1: 1 processes were left: sleep 1000"]
 
 
+@pytest.mark.nightly
 def test_a_run_that_waits_for_ever_is_helped_and_that_is_a_violation(tmp_path: Path, reference: History) -> None:
     record, _ = _disturbed(tmp_path, _plan("hang", patience_s=15.0), _fault(Target.COORDINATOR, Harm.STOP))
     assert [blow.outcome for blow in record.blows] == [FaultOutcome.STUCK]
