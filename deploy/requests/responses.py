@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from deploy.requests.base import LARGEST, Body, whole
+from deploy.requests.base import LARGEST, whole
 from deploy.requests.body import Ask
 from deploy.requests.neutral import OF_ITEMS, OF_RESPONSES
 from deploy.requests.refusals import RequestError
@@ -20,10 +20,8 @@ from deploy.requests.turns import (
     MAX_PARTS,
     Templated,
     TextPart,
+    Turn,
     check_texts,
-    joined,
-    parts_of,
-    turn_of,
 )
 
 
@@ -36,15 +34,14 @@ class InputPart(TextPart):
 _Parts = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
 
 
-class InputItem(Body):
+class InputItem(Turn):
     """A turn of a conversation."""
 
     neutral = OF_ITEMS
     place = "input."
 
     type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Parts
+    content: _Parts  # type: ignore[assignment]  # the same parts, which refuse by the names of this format
 
     @field_validator("type", mode="before")
     @classmethod
@@ -53,16 +50,6 @@ class InputItem(Body):
             message = "`input` has an item that is no message; this service has no tools, and reads text only"
             raise RequestError(message, "unsupported_parameter", param="input")
         return kind
-
-    @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
-    @classmethod
-    def _content(cls, content: Any) -> Any:
-        return parts_of(content, "input_text")
-
-    @property
-    def turn(self) -> dict[str, str]:
-        """As a chat template takes it."""
-        return turn_of(self.role, joined(self.content))
 
 
 _LOGPROBS = "message.output_text.logprobs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -55,15 +54,34 @@ class TextPart(Body):
 _Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 
 
-class Message(Body):
-    """A turn of a conversation."""
+class Turn(Body):
+    """A turn of a conversation, in any format: who speaks, and text in parts."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Parts
+
+    @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
+    @classmethod
+    def _content(cls, content: Any) -> Any:
+        if not isinstance(content, str | list):
+            raise ValueError("must be a string or a list of parts")
+        parts = [content] if isinstance(content, str) else content
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+    @property
+    def turn(self) -> dict[str, str]:
+        """As a chat template takes it: the parts one below the other, as vLLM joins them for a template of text."""
+        # OpenAI's developer is its system.
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "\n".join(part.text for part in self.content)}
+
+
+class Message(Turn):
+    """A turn of a chat. Its content is null where an assistant said nothing."""
 
     neutral = OF_TURNS
     place = "messages."
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Parts
-    """Null of an assistant that said nothing."""
     name: str | None = None
     """As the chat template takes it, like the next."""
     reasoning: str | None = None
@@ -78,37 +96,13 @@ class Message(Body):
             return turn | {"content": ""}
         return turn
 
-    @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
-    @classmethod
-    def _content(cls, content: Any) -> Any:
-        return parts_of(content, "text")
-
     @property
     def turn(self) -> dict[str, str]:
-        """As a chat template takes it."""
+        """As of `Turn`, with the name and the reasoning."""
         thought = self.reasoning or self.reasoning_content
         # vLLM gives a template both names.
         more = {"name": self.name, "reasoning": thought, "reasoning_content": thought}
-        said = turn_of(self.role, joined(self.content))
-        return said | {key: value for key, value in more.items() if value is not None}
-
-
-def parts_of(content: Any, kind: str) -> Any:
-    """The parts of a turn's content; a string is one part of that kind. Raises ValueError."""
-    if not isinstance(content, str | list):
-        raise ValueError("must be a string or a list of parts")
-    parts = [content] if isinstance(content, str) else content
-    return [{"type": kind, "text": part} if isinstance(part, str) else part for part in parts]
-
-
-def joined(parts: Sequence[TextPart]) -> str:
-    """The text of a turn's parts, one below the other, as vLLM gives it to a chat template that takes text."""
-    return "\n".join(part.text for part in parts)
-
-
-def turn_of(role: str, text: str) -> dict[str, str]:
-    """A turn as a chat template takes it: OpenAI's developer is its system."""
-    return {"role": "system" if role == "developer" else role, "content": text}
+        return super().turn | {key: value for key, value in more.items() if value is not None}
 
 
 def _conversation(messages: list[Message]) -> list[Message]:
