@@ -24,6 +24,8 @@ from rollout.request import Request, SamplingParams, canvas_of
 
 _MADE = 500
 _SAMPLE_KEY = 31
+_Asked = tuple[Problem, tuple[int, ...], int]
+"""A problem, its prompt, and which of its samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,13 +81,10 @@ def batches_of(
     """
     prompts = [_prompt(cell, problem, tokenizer) for problem in problems]
     _check_room(cell, min(map(len, prompts)), policy)
-    asked = [
-        (problem, prompt, sample)
-        for problem, prompt in zip(problems, prompts, strict=True)
-        for sample in range(cell.sampled.num_samples)
-    ]
-    fitting = [one for one in asked if _room(cell, len(one[1]), policy) >= 0]
-    others = [one for one in asked if _room(cell, len(one[1]), policy) < 0]
+    fitting, others = list[_Asked](), list[_Asked]()
+    for problem, prompt in zip(problems, prompts, strict=True):
+        some = fitting if _room(cell, len(prompt), policy) >= 0 else others
+        some += [(problem, prompt, sample) for sample in range(cell.sampled.num_samples)]
     lengths = [len(prompt) for _, prompt, _ in fitting]
     places = evaluated_together(lengths, batch_size, max(lengths) if usual is None else usual, cell.params.gen_length)
     together = [[fitting[place] for place in some] for some in places]
@@ -97,17 +96,21 @@ def _room(cell: Cell, prompt_length: int, policy: TransformerConfig | RenoisingC
     """Tokens that the policy's context has beyond a prompt and its completion; below 0 they do not fit."""
     params = cell.params
     if isinstance(policy, RenoisingConfig) or not isinstance(params, SamplingParams):
-        # Without a mask token whole canvases are denoised, whatever of them is asked for.
-        canvas = policy.canvas_length if isinstance(policy, RenoisingConfig) else 1
+        canvas = _canvas(policy)
         return policy.max_sequence_length - prompt_length - -(-params.gen_length // canvas) * canvas
     request = Request(prompt_ids=(0,) * prompt_length, params=params, seed=0)
     return policy.max_sequence_length - canvas_of(request, policy).end
 
 
+def _canvas(policy: TransformerConfig | RenoisingConfig) -> int:
+    """Slots that are denoised as one: without a mask token whole canvases, whatever of them is asked for."""
+    return policy.canvas_length if isinstance(policy, RenoisingConfig) else 1
+
+
 def _check_room(cell: Cell, shortest: int, policy: TransformerConfig | RenoisingConfig) -> None:
     if _room(cell, shortest, policy) >= 0:
         return
-    canvas = policy.canvas_length if isinstance(policy, RenoisingConfig) else 1
+    canvas = _canvas(policy)
     room = (policy.max_sequence_length - shortest) // canvas * canvas
     rest = f"take a length of at most {room}" if room > 0 else "there is no room for any completion"
     raise UserError(
@@ -116,9 +119,7 @@ def _check_room(cell: Cell, shortest: int, policy: TransformerConfig | Renoising
     )
 
 
-def _batch(
-    cell: Cell, index: int, asked: Sequence[tuple[Problem, tuple[int, ...], int]], *, has_room: bool = True
-) -> Batch:
+def _batch(cell: Cell, index: int, asked: Sequence[_Asked], *, has_room: bool = True) -> Batch:
     problems, prompts, samples = zip(*asked, strict=True)
     seeds = [fold(cell.sampled.seed, _SAMPLE_KEY, key_of(problem.problem_id), sample) for problem, _, sample in asked]
     return Batch(
