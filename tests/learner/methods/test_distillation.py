@@ -1,9 +1,10 @@
 """Distillation from a teacher: against the authors' code, plain loops, and what it does not look at.
 
 The golden numbers are of github.com/divelab/OPDLM at 3bb8bf6: `collect_training_data` and `forward_process` of
-train/rl_sdar.py, with the options of configs/rl_bd3lm.yaml and `one_state_per_block`, which its launchers set. They were
-run in float64 on formulas: the logits of a student that knows row, slot, how many slots of the block are masked and one
-parameter, and those of a teacher that knows the sum and the number of the tokens that it sees. They were given our draws.
+train/rl_sdar.py, with the options of configs/rl_bd3lm.yaml and `one_state_per_block`, which its launchers set. They
+were run in float64 on formulas: the logits of a student that knows row, slot, how many slots of the block are masked
+and one parameter, and those of a teacher that knows the sum and the number of the tokens that it sees. They were given
+our draws.
 """
 
 from __future__ import annotations
