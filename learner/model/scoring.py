@@ -1,4 +1,4 @@
-"""Log-probabilities and logits of wanted tokens, or divergences from a teacher's distributions, without ever holding the logits of all slots.
+"""Log-probabilities and logits of wanted tokens, or divergences, without ever holding the logits of all slots.
 
 The head is much the widest matrix: the logits of a few thousand slots of a real vocabulary are gigabytes. It runs on
 chunks of the slots, forwards and backwards. A few chunks' log-probabilities are kept for the backward pass; where there
