@@ -246,6 +246,13 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         "estimator": {"name": "trajectory", "steps_per_segment": 1, "law": "sampler"},
         "objective": {"name": "trajectory_balance", "beta": 0.014},
     },
+    "opdlm": {
+        "inner_updates": 1,
+        "num_minibatches": 16,
+        "group_size": 2,
+        "estimator": {"name": "block_states", "scores_end": False},
+        "objective": {"name": "distillation", "reverse_kl": 0.0},
+    },
 }
 """By name: settings of the recipe's section `learner`. Learning rates and batch sizes stay the recipe's own: published
 ones are for 8 B parameters and eight GPUs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ from learner.estimators import SamplerFacts, Terms, token_logps
 from learner.flops import forward_flops, update_flops
 from learner.imitation import DENOISING_LOSS, demonstrations
 from learner.model.lora_config import WHOLE
-from learner.objectives import Loss
+from learner.objectives import DistillationConfig, Loss
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.micro_batches import coefficients
 from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.teacher import Teacher
 from learner.probes import mask_variance, sampling_gap
 from learner.round import WEIGHING, Plan, Round, joined, scored_logps
 from learner.update_metrics import UpdateMetrics, batch_metrics
@@ -44,9 +46,16 @@ class Learner:
     The reference is a frozen copy of the policy. Under LoRA it is the policy without its adapter, and needs none.
     """
 
-    def __init__(self, policy: ShardedPolicy, config: LearnerConfig, sampler: SamplerFacts | None = None) -> None:
+    def __init__(
+        self,
+        policy: ShardedPolicy,
+        config: LearnerConfig,
+        sampler: SamplerFacts | None = None,
+        teacher: Teacher | None = None,
+    ) -> None:
         """Train `policy` on completions that are sampled as `sampler` says.
 
+        `teacher` is what an objective that needs one compares with; None: the policy as it stands now, read causally.
         Raises ValueError when the algorithm cannot learn from such completions.
         """
         self.policy = policy
@@ -62,6 +71,9 @@ class Learner:
         self.reference: ShardedPolicy | None = None
         if config.objective.needs_reference and not policy.lora.rank:
             self.reference = policy.frozen_copy()
+        self.teacher: Teacher | None = None
+        if isinstance(config.objective, DistillationConfig):
+            self.teacher = teacher or Teacher.of_policy(policy, config.objective)
 
     def update(self, batch: RolloutBatch, round_index: int) -> Metrics:
         """Train on one round: `inner_updates` sweeps through it, of `num_minibatches` optimizer steps each.
@@ -112,6 +124,8 @@ class Learner:
         yield from self.optimizer.tensors()
         if self.reference is not None:
             yield from self.reference.tensors()
+        if self.teacher is not None:
+            yield from self.teacher.model.tensors()
 
     def full_state(self) -> dict[str, Tensor]:
         """What a resumed run needs besides the weights: the optimizer, and a reference that has moved.
@@ -163,6 +177,8 @@ class Learner:
         if known.reference is None:
             known.reference = self._reference_logps(plan)
         self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
+        if self.teacher is not None:
+            self._flops += self.teacher.flops(plan.terms, work.on_host) * any(plan.counts)
         if plan.is_split:
             self._in_two_sweeps(work, plan, known, metrics)
         else:
@@ -183,25 +199,25 @@ class Learner:
     def _in_one_sweep(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         news = []
         for micro, inside, counts in zip(plan.micro_batches, plan.inside, plan.counts, strict=True):
-            new_N = self._logps(micro)
+            new_N = self._values(work, micro)
             news.append(new_N.detach())
             loss = self._loss(work, micro, new_N, known, inside)
             self._accumulate(loss.total)
-            metrics.add(loss, micro.of_tokens(new_N), counts=counts)
+            metrics.add(loss, self._token_logps(micro, new_N), counts=counts)
         if known.old is None:
             known.old = joined(news, plan)
 
     def _in_two_sweeps(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
         """The first finds the derivative of the loss by each log-probability, the second goes down it."""
-        all_N = scored_logps(self.policy, plan)
+        all_N = scored_logps(self.policy, plan, partial(self._values, work))
         if known.old is None:
             known.old = all_N
         whole = slice(0, plan.terms.num_terms)
         gradient_N = coefficients(lambda new_N: self._loss(work, plan.terms, new_N, known, whole).total, all_N)
         loss = self._loss(work, plan.terms, all_N, known, whole)
-        metrics.add(loss, plan.terms.of_tokens(all_N), counts=any(plan.counts))
+        metrics.add(loss, self._token_logps(plan.terms, all_N), counts=any(plan.counts))
         for micro, inside in zip(plan.micro_batches, plan.inside, strict=True):
-            new_N = self._logps(micro)
+            new_N = self._values(work, micro)
             weight_N = gradient_N[inside] if inside.stop > inside.start else torch.zeros_like(new_N)
             self._accumulate((new_N * weight_N).sum())
 
@@ -221,8 +237,19 @@ class Learner:
             reference_N = new_N.detach() if is_idle else reference_N[inside]
         return self.config.objective.loss(terms, work.logps(terms, new_N, old_N, reference_N), work.rows)
 
+    def _values(self, work: Round, micro: Terms) -> Tensor:
+        """[N] what the objective is a function of: log-probabilities, or divergences from the teacher."""
+        if self.teacher is None:
+            return self._logps(micro)
+        compared = self.teacher.compared(micro, work.on_host)
+        return token_logps(self.policy.module, micro.views, micro.law, self.policy.device, compared)
+
     def _logps(self, micro: Terms) -> Tensor:
         return token_logps(self.policy.module, micro.views, micro.law, self.policy.device)
+
+    def _token_logps(self, terms: Terms, new_N: Tensor) -> Tensor | None:
+        """The log-probabilities of tokens among what `_values` gave."""
+        return None if self.teacher is not None else terms.of_tokens(new_N)
 
     def _accumulate(self, loss: Tensor) -> None:
         # FSDP averages over ranks; the objective is a sum over them.

@@ -6,6 +6,7 @@ Shape letters: B rows of this rank, N terms.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -97,7 +98,7 @@ class Round:
         advantages_B = advantages_B[mine] if len(mine) else torch.zeros(1)
         # What is planned is planned on the CPU: a device that is asked how many there are of something lets the host
         # wait until it has done all that it was asked for before.
-        self._shard = shard
+        self.on_host = shard
         self._facts = RowFacts(
             advantages=advantages_B,
             groups=group_B[mine] if len(mine) else group_B[:1],
@@ -125,8 +126,8 @@ class Round:
 
     def _make_plan(self, key: int, update: InnerUpdate) -> Plan:
         objective, device = self._config.objective, self._policy.device
-        corruption = self._config.estimator.corrupt(self._shard, update, self._sampler)
-        terms = make_terms(self._shard, self._policy.config, corruption, self._sampler.block_length)
+        corruption = self._config.estimator.corrupt(self.on_host, update, self._sampler)
+        terms = make_terms(self.on_host, self._policy.config, corruption, self._sampler.block_length)
         if objective.needs_float32_head:
             terms = replace(terms, law=replace(terms.law, float32_head=True))
         if objective.weigh_by_length:
@@ -164,11 +165,15 @@ def _chosen(batch: RolloutBatch, config: LearnerConfig) -> Chosen:
     return kept_B, group_advantages(rewards, config.advantage)
 
 
-def scored_logps(policy: ShardedPolicy, plan: Plan) -> Tensor:
-    """[N] the log-probabilities of all terms of a plan, without gradients. A collective."""
+def scored_logps(policy: ShardedPolicy, plan: Plan, logps: Callable[[Terms], Tensor] | None = None) -> Tensor:
+    """[N] the log-probabilities of all terms of a plan, or what `logps` gives of them, without gradients. A
+    collective."""
+
+    def of_policy(micro: Terms) -> Tensor:
+        return token_logps(policy.module, micro.views, micro.law, policy.device)
+
     with policy.without_gradients():
-        parts = [token_logps(policy.module, micro.views, micro.law, policy.device) for micro in plan.micro_batches]
-        return joined(parts, plan)
+        return joined([(logps or of_policy)(micro) for micro in plan.micro_batches], plan)
 
 
 def joined(parts: list[Tensor], plan: Plan) -> Tensor:

@@ -46,12 +46,14 @@ class UpdateMetrics:
         self._grad_norms: list[float] = []
         self._num_imitations = 0
 
-    def add(self, loss: Loss, new_N: Tensor, *, counts: bool) -> None:
-        """Count some terms in; those of a rank that has nothing to do only by their names, which all ranks share."""
+    def add(self, loss: Loss, new_N: Tensor | None, *, counts: bool) -> None:
+        """Count some terms in; those of a rank that has nothing to do only by their names, which all ranks share.
+        `new_N` are tokens' log-probabilities, where the objective looks at any."""
         weight = float(counts)
         self._update_loss = self._update_loss + weight * loss.total.detach()
         self._add("loss", loss.total.detach()[None] * weight)
-        self._add("token_logp", new_N.detach()[:0] if not counts else new_N.detach())
+        if new_N is not None:
+            self._add("token_logp", new_N.detach()[:0] if not counts else new_N.detach())
         for name, values_U in loss.per_unit.items():
             self._add(name, values_U if counts else values_U[:0])
         if counts and _RATIO in loss.per_unit:

@@ -76,8 +76,9 @@ def _sampling(name: str) -> SamplingParams:
     return SamplingParams.model_validate(settings | {"temperature": 1.0, "forbidden_ids": (11,)})
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "opdlm"])
 def test_the_expected_reward_rises(name: str) -> None:
+    """By every method that looks at rewards."""
     model = Transformer(CONFIG)
     init_weights(model, seed=0)
     params = _sampling(name)

@@ -18,6 +18,8 @@ from actors.training.round_update import RoundUpdate
 from learner.batch import RolloutBatch
 from learner.learner import Learner
 from learner.model.checkpoint_files import LEARNER_STATE
+from learner.objectives import DistillationConfig
+from learner.parallel.teacher import Teacher
 
 
 def run_rounds(context: RunContext) -> None:
@@ -47,10 +49,23 @@ def _begun(context: RunContext) -> Learner:
         # An adapter of its own: without it the policy is the KL reference.
         context.begin_adapter(Phase.RL)
     facts = sampler_facts(spec.rollout.params[0], is_block_causal=context.policy.config.is_block_causal)
-    learner = Learner(context.policy, spec.learner, facts)
+    learner = Learner(context.policy, spec.learner, facts, _teacher(context))
     if has_begun:
         _restore(context, learner)
     return learner
+
+
+def _teacher(context: RunContext) -> Teacher | None:
+    """What the objective compares with, if it needs a teacher.
+
+    Raises ValueError where its checkpoint cannot be read.
+    """
+    objective = context.spec.learner.objective
+    if not isinstance(objective, DistillationConfig):
+        return None
+    context.pulse.doing = "loading the teacher"
+    directory = objective.teacher or context.spec.initial_checkpoint
+    return Teacher.load(directory, context.policy, objective)
 
 
 def _restore(context: RunContext, learner: Learner) -> None:

@@ -17,10 +17,11 @@ from actors.spec import sampler_facts
 from deploy.capacity.shape import num_adapters
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import InnerUpdate, make_terms
+from learner.estimators import InnerUpdate, Terms, make_terms
 from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import WHOLE, LoraConfig
+from learner.parallel.teacher import completed_texts
 from learner.round import WEIGHING
 from rollout.canvas import Canvas
 from rollout.request import Cache, SamplingParams
@@ -66,9 +67,11 @@ def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, counts_twice:
     facts = sampler_facts(recipe.rollout.params[0], is_block_causal=shape.is_block_causal)
     batch = GroupedBatch.of(full_group(recipe))
 
+    def terms(update: InnerUpdate) -> Terms:
+        return make_terms(batch, shape, learner.estimator.corrupt(batch, update, facts))
+
     def canvases(update: InnerUpdate) -> CanvasSums:
-        corruption = learner.estimator.corrupt(batch, update, facts)
-        return CanvasSums.of(make_terms(batch, shape, corruption).views)
+        return CanvasSums.of(terms(update).views)
 
     updates = [InnerUpdate(index, learner.inner_updates) for index in range(learner.inner_updates)]
     keys = [learner.estimator.mask_key(update) for update in updates]
@@ -76,6 +79,10 @@ def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, counts_twice:
     is_twice = counts_twice and recipe.sharding.activation_checkpointing
     total = sum(_update_flops(shape, lora, of_key[key], is_twice=is_twice) for key in keys)
     total += _without_gradient(learner, shape, lora, of_key, keys[0])
+    if learner.objective.needs_teacher:
+        # Of the policy's shape, once for each completion.
+        texts = (completed_texts(terms(update), batch, shape.pad_token_id) for update in updates)
+        total += sum(forward_flops(shape, WHOLE, CanvasSums.of(views)).total for views in texts)
     if learner.objective.weighs_rows:
         weighed = canvases(InnerUpdate(WEIGHING, learner.inner_updates))
         total += forward_flops(shape, lora, weighed).total + forward_flops(shape, WHOLE, weighed).total

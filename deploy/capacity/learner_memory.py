@@ -63,6 +63,8 @@ class _Stage:
     """Whether SFT's adapter is beside the base."""
     has_reference: bool = False
     """Whether a copy of the policy is held."""
+    has_teacher: bool = False
+    """Whether a teacher is held, which is taken to be as large as the policy."""
 
 
 def _stages(recipe: RunConfig, num_workers: int) -> Iterator[_Stage]:
@@ -82,6 +84,7 @@ def _stages(recipe: RunConfig, num_workers: int) -> Iterator[_Stage]:
             helps="a smaller learner.micro_batch_tokens" if is_longer else _shorter(None),
             has_start=after_sft,
             has_reference=learner.objective.needs_reference and not lora.rank,
+            has_teacher=learner.objective.needs_teacher,
         )
     if recipe.control.enabled:
         yield _Stage(who="a learner worker in the control", tokens=of_sft, helps=sft_helps, has_start=after_sft)
@@ -133,6 +136,13 @@ def _in_stage(recipe: RunConfig, shape: TransformerConfig, num_workers: int, sta
 
 def _held(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, stage: _Stage) -> list[Part]:
     """Weights, which stay for the whole stage."""
+    each = bytes_of(recipe.sharding.compute_dtype)
+    teacher = Part(name="the teacher", num_bytes=each * counts.policy / num_sharing, helps=_MORE_WORKERS)
+    return _of_policy(recipe, counts, num_sharing, stage) + [teacher] * stage.has_teacher
+
+
+def _of_policy(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, stage: _Stage) -> list[Part]:
+    """Those of the policy, and of its reference."""
     lora, each = recipe.model.lora, bytes_of(recipe.sharding.compute_dtype)
     if not lora.rank:
         helps, weights = _FEWER_TRAINED, counts.policy / num_sharing

@@ -16,6 +16,7 @@ from deploy.program import program
 if TYPE_CHECKING:
     from deploy.recipe.recipe import Recipe
 from learner.model.hub import is_hub_id
+from learner.objectives import DistillationConfig
 
 # Ray's own excludes: what git ignores, and these where a tree is no checkout.
 _EXCLUDES = ["/runs", "/.venv", "/.git"]
@@ -173,6 +174,9 @@ def _absolute_paths(recipe: Recipe) -> list[str]:
     paths = {"runs_dir": recipe.runs_dir}
     if recipe.model.checkpoint is not None and not is_hub_id(recipe.model.checkpoint):
         paths["model.checkpoint"] = recipe.model.checkpoint
+    objective = recipe.learner.objective
+    if isinstance(objective, DistillationConfig) and objective.teacher is not None:
+        paths["learner.objective.teacher"] = objective.teacher
     url = recipe.checkpoint_url
     # What begins with ~ is in the home of whom the job runs as, as fsspec reads it.
     if url is not None and "://" not in url and not url.startswith("~"):

@@ -30,6 +30,8 @@ from learner.model.hub import find_checkpoint, find_tokenizer, is_hub_id
 from learner.model.storage.references import check_unchanged
 from learner.model.storage.throughput import Say, Throughput, num_threads
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
+from learner.objectives import DistillationConfig
+from learner.objectives.distillation import teacher_refusal
 from rewards import Split, make_task
 from rewards.data.dataset import Files
 from rewards.data.demonstrations import read_demonstrations
@@ -96,7 +98,11 @@ def _of_any_directory(recipe: Recipe) -> Recipe:
     """The recipe with the paths of its data absolute, for who reads it in another directory."""
     task = recipe.task.from_anywhere() if isinstance(recipe.task, Files) else recipe.task
     sft = recipe.sft.model_copy(update={"data": recipe.sft.data and from_anywhere(recipe.sft.data)})
-    return recipe.model_copy(update={"task": task, "sft": sft})
+    learner = recipe.learner
+    if isinstance(learner.objective, DistillationConfig) and learner.objective.teacher is not None:
+        objective = learner.objective.model_copy(update={"teacher": learner.objective.teacher.absolute()})
+        learner = learner.model_copy(update={"objective": objective})
+    return recipe.model_copy(update={"task": task, "sft": sft, "learner": learner})
 
 
 def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, say: Say | None = None) -> RunLock:
@@ -318,3 +324,18 @@ def _check_plan(spec: RunSpec, tokenizer: ChatTokenizer, policy: TransformerConf
     plan.evaluation_portions(spec.evaluation.params(spec.rollout.sampling)[0], policy, asked=plan.validation)
     if Phase.SFT in spec.phases:
         load_sft_data(spec, plan, tokenizer)
+    if Phase.RL in spec.phases and isinstance(spec.learner.objective, DistillationConfig):
+        _check_teacher(spec, spec.learner.objective.teacher, policy)
+
+
+def _check_teacher(spec: RunSpec, directory: Path | None, policy: TransformerConfig) -> None:
+    """Raise ValueError unless the policy can learn from its teacher, which is a checkpoint or the policy itself."""
+    try:
+        teacher = policy if directory is None else load_config(directory)
+    except ValueError as error:
+        raise ValueError(f"learner.objective.teacher: {error}") from None
+    if directory is not None and has_adapter(directory):
+        raise ValueError(f"learner.objective.teacher {directory} is an adapter; take what `d1 export` makes of it")
+    if refusal := teacher_refusal(teacher, policy, spec.canvas_tokens):
+        named = "is null, and the policy that the run starts from" if directory is None else str(directory)
+        raise ValueError(f"learner.objective.teacher {named} {refusal}")

@@ -6,20 +6,23 @@ from pydantic import Field
 
 from learner.estimators.base import Estimator, EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots
 from learner.estimators.block_masks import BlockMasksConfig
+from learner.estimators.block_states import BlockStatesConfig
 from learner.estimators.elbo import Counts, ElboConfig
 from learner.estimators.one_step import OneStepConfig
 from learner.estimators.random_masks import RandomMasksConfig
 from learner.estimators.terms import Corruption, Terms, make_terms, unit_keys
 from learner.estimators.trajectory import TrajectoryConfig
-from learner.estimators.views import Views, share_equal_views, token_logps
+from learner.estimators.views import Views, share_equal_views, token_logps, token_streams
 
 EstimatorConfig = Annotated[
-    OneStepConfig | RandomMasksConfig | ElboConfig | BlockMasksConfig | TrajectoryConfig, Field(discriminator="name")
+    OneStepConfig | RandomMasksConfig | ElboConfig | BlockMasksConfig | TrajectoryConfig | BlockStatesConfig,
+    Field(discriminator="name"),
 ]
 """Any of them, told apart by `name`."""
 
 __all__ = [
     "BlockMasksConfig",
+    "BlockStatesConfig",
     "Corruption",
     "Counts",
     "ElboConfig",
@@ -37,5 +40,6 @@ __all__ = [
     "make_terms",
     "share_equal_views",
     "token_logps",
+    "token_streams",
     "unit_keys",
 ]

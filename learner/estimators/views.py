@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from learner.batch import uploaded
 from learner.model.attention.rows import RaggedRows
 from learner.model.deferred import torch
-from learner.model.wanted import Wanted, query_grid
+from learner.model.wanted import Compared, Wanted, query_grid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +102,11 @@ def different_rows(rows_BS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_logps(
-    model: Transformer, views: Views, law: ScoringLaw = SOFTMAX, device: torch.device | None = None
+    model: Transformer,
+    views: Views,
+    law: ScoringLaw = SOFTMAX,
+    device: torch.device | None = None,
+    compared: Compared | None = None,
 ) -> Tensor:
     """Log-probability, in nats, of each scored token, or its logit: [N] float32, where the model computes.
 
@@ -111,12 +115,10 @@ def token_logps(
         views: on the CPU, where it is seen at once how large everything is: the host waits for no device.
         law: the distribution.
         device: where the model computes; None: where its weights are.
+        compared: a teacher's distributions, in the order of the scored tokens: the divergence from these is then given.
     """
     device = device or next(model.parameters()).device
-    is_full = views.blocks is not None or bool((views.lengths == views.ids.shape[1]).all())
-    # Nothing asked for is no row of queries.
-    is_ragged = views.spares_padding and not is_full and len(views.slots) > 0
-    rows, beside = _back_to_back(views, device) if is_ragged else _padded(views, device, is_full=is_full)
+    rows, beside = _rows(views, device)
     # The head is chunked in the order of the slots.
     order_N = views.scored.argsort(stable=True)
     slot_N = views.scored[order_N]
@@ -130,13 +132,29 @@ def token_logps(
         excludes_mask_id=law.excludes_mask_id,
         forbidden_ids=law.forbidden_ids,
         float32_head=law.float32_head,
+        compared=None if compared is None else replace(compared, stream=compared.stream[uploaded(order_N, device)]),
     )
     logps_N: Tensor = model(*rows, wanted=wanted, **beside)
     return torch.empty_like(logps_N).scatter(0, uploaded(order_N, device), logps_N)
 
 
+def token_streams(model: Transformer, views: Views, device: torch.device) -> Tensor:
+    """[N, D] what the head reads at each scored token's slot, where the model computes; `views` as in `token_logps`."""
+    rows, beside = _rows(views, device)
+    stream_MD: Tensor = model(*rows, before_head=True, **beside)
+    return stream_MD[uploaded(views.scored, device)]
+
+
 _Rows = tuple[tuple["Tensor | None", ...], dict[str, Any]]
 """What `Transformer.forward` takes: ids, lengths, queries and which of these are scored; and what goes beside them."""
+
+
+def _rows(views: Views, device: torch.device) -> _Rows:
+    """Views as the model takes them."""
+    is_full = views.blocks is not None or bool((views.lengths == views.ids.shape[1]).all())
+    # Nothing asked for is no row of queries.
+    is_ragged = views.spares_padding and not is_full and len(views.slots) > 0
+    return _back_to_back(views, device) if is_ragged else _padded(views, device, is_full=is_full)
 
 
 def _padded(views: Views, device: torch.device, *, is_full: bool) -> _Rows:

@@ -1,4 +1,4 @@
-"""Log-probabilities and logits of wanted tokens, without ever holding the logits of all slots.
+"""Log-probabilities and logits of wanted tokens, or divergences, without ever holding the logits of all slots.
 
 The head is much the widest matrix: the logits of a few thousand slots of a real vocabulary are gigabytes. It runs on
 chunks of the slots, forwards and backwards. A few chunks' log-probabilities are kept for the backward pass; where there
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from learner.model.wanted import Wanted
+from learner.model.wanted import Compared, Wanted
 
 # Logits of a chunk, of which there are two tensors. On a CPU 16 MiB each: the allocator of glibc gives blocks of 32 MiB
 # and more back to the system at once, and each new one then costs its page faults. On a GPU rows enough, at LLaDA's
@@ -28,7 +28,12 @@ _MOST_KEPT_CPU, MOST_KEPT_GPU = 2**24, 2**26
 
 
 def wanted_logps(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
-    """[N] float32 log-probabilities, in nats, of tokens under the head's matrix; logits where these are wanted."""
+    """[N] float32 log-probabilities, in nats, of tokens under the head's matrix; logits where these are wanted, or
+    divergences."""
+    if wanted.compared is not None:
+        # Terms of one slot may have teachers that read different texts.
+        divergences_N: Tensor = _Divergences.apply(x_MD[wanted.slot], weight_VD, wanted, wanted.compared)
+        return divergences_N
     logps_N: Tensor = _WantedLogps.apply(x_MD, weight_VD, wanted)
     return logps_N
 
@@ -81,6 +86,87 @@ class _WantedLogps(torch.autograd.Function):
         return grad_x_MD, grad_weight_VD, None
 
 
+class _Divergences(torch.autograd.Function):
+    """Of the policy from the teacher, at each of N slots. Both distributions of a chunk are computed again for the
+    backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, wanted: Wanted, compared: Compared) -> Tensor:
+        ctx.wanted, ctx.compared = wanted, compared
+        ctx.save_for_backward(x_ND, weight_VD)
+        parts = [
+            _divergence(*_both(x_ND[rows], compared.stream[rows], weight_VD, wanted, compared), compared)
+            for rows in _even_chunks(x_ND, weight_VD)
+        ]
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x_ND, weight_VD = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        grad_x_ND = torch.zeros_like(x_ND) if of_x else None
+        grad_weight_VD = torch.zeros_like(weight_VD) if of_weight else None
+        for rows in _even_chunks(x_ND, weight_VD):
+            both = _both(x_ND[rows], ctx.compared.stream[rows], weight_VD, ctx.wanted, ctx.compared)
+            grad_CV = _slope(*both, ctx.compared).mul_(grad_N[rows, None])
+            if ctx.wanted.temperature != 1.0:
+                grad_CV /= ctx.wanted.temperature
+            grad_CV = grad_CV.to(x_ND.dtype)
+            if grad_x_ND is not None:
+                torch.mm(grad_CV, weight_VD, out=grad_x_ND[rows])
+            if grad_weight_VD is not None:
+                grad_weight_VD.addmm_(grad_CV.T, x_ND[rows])
+        return grad_x_ND, grad_weight_VD, None, None
+
+
+def _both(
+    x_CD: Tensor, stream_CD: Tensor, weight_VD: Tensor, wanted: Wanted, compared: Compared
+) -> tuple[Tensor, Tensor]:
+    """[C, V] the policy's log-probabilities, and how much greater the teacher's are; 0 of ids that the law excludes."""
+    ours_CV = _log_softmax(_logits(x_CD, weight_VD, wanted))
+    more_CV = _log_softmax(_logits(stream_CD, compared.weight, wanted)) - ours_CV
+    for excluded in _excluded(wanted):
+        more_CV[:, excluded] = 0.0
+    return ours_CV, more_CV
+
+
+def _counted(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> tuple[Tensor, Tensor]:
+    """[C, V] the probabilities of policy and teacher, 0 of tokens that do not count."""
+    ours_CV, theirs_CV = ours_CV.exp(), (ours_CV + more_CV).exp_()
+    if compared.top_k is not None and compared.top_k < theirs_CV.shape[1]:
+        is_left_out_CV = torch.ones_like(theirs_CV, dtype=torch.bool)
+        is_left_out_CV.scatter_(1, theirs_CV.topk(compared.top_k, dim=1).indices, value=False)
+        ours_CV.masked_fill_(is_left_out_CV, 0.0)
+        theirs_CV.masked_fill_(is_left_out_CV, 0.0)
+    return ours_CV, theirs_CV
+
+
+def _divergence(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> Tensor:
+    """[C] in nats."""
+    ours, theirs = _counted(ours_CV, more_CV, compared)
+    return (theirs.mul_(1 - compared.reverse_kl).sub_(ours, alpha=compared.reverse_kl) * more_CV).sum(dim=1)
+
+
+def _slope(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> Tensor:
+    """[C, V] the derivative of the divergence by the policy's logits under the law.
+
+    By its log-probabilities it is -(1 - w) p(teacher) + w p(policy) (1 - more), and a log softmax takes from that the
+    probability of each id times all of it.
+    """
+    ours, theirs = _counted(ours_CV, more_CV, compared)
+    slope_CV = ours.mul_(1 - more_CV).mul_(compared.reverse_kl).sub_(theirs, alpha=1 - compared.reverse_kl)
+    return slope_CV.addcmul_(ours_CV.exp(), slope_CV.sum(dim=1, keepdim=True), value=-1.0)
+
+
+def _even_chunks(x_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
+    """Of slots; where there are none, one empty chunk."""
+    most = _MOST_LOGITS_CPU if x_ND.device.type == "cpu" else MOST_LOGITS_GPU
+    size = max(1, most // len(weight_VD))
+    for begin in range(0, max(1, len(x_ND)), size):
+        yield slice(begin, begin + size)
+
+
 def _chunks(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Iterator[tuple[slice, Tensor, slice]]:
     """Of each chunk: its slots, those within it that are wanted, and where these are among all N."""
     most = _MOST_LOGITS_CPU if x_MD.device.type == "cpu" else MOST_LOGITS_GPU
@@ -100,9 +186,14 @@ def _logits(x_CD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
     if wanted.temperature != 1.0:
         logits_CV = logits_CV.float().div_(wanted.temperature)
     # One by one: an index would have to be sent to a device, and there are few.
-    for excluded in (*wanted.forbidden_ids, *([wanted.mask_id] if wanted.excludes_mask_id else [])):
+    for excluded in _excluded(wanted):
         logits_CV[:, excluded] = -torch.inf
     return logits_CV
+
+
+def _excluded(wanted: Wanted) -> tuple[int, ...]:
+    """Ids that the law gives no probability."""
+    return (*wanted.forbidden_ids, *([wanted.mask_id] if wanted.excludes_mask_id else []))
 
 
 def _in_float32(x_CD: Tensor, weight_VD: Tensor) -> Tensor:

@@ -175,6 +175,7 @@ class Transformer(nn.Module):
         ragged: RaggedRows | None = None,
         flex: bool = False,
         wanted: Wanted | None = None,
+        before_head: bool = False,
     ) -> Tensor:
         """Logits of canvases, or log-probabilities of the tokens that are wanted of them.
 
@@ -203,6 +204,7 @@ class Transformer(nn.Module):
             flex: hide what a slot does not see by FlexAttention, which skips it, and not by a mask. Made to be
                 compiled; it cannot be trained through here.
             wanted: tokens at the scored slots whose log-probabilities are all that is asked for.
+            before_head: give what the head would read, [N, D].
 
         Returns:
             [N, V] with `scored_N`, otherwise [B, Q, V] (Q = L without `queries_BQ`); with `wanted` one log-probability
@@ -236,6 +238,8 @@ class Transformer(nn.Module):
             flex=flex,
         )
         x_ND = self._stream(ids_BL, places, Asked(queries_BQ, scored_N), memory)
+        if before_head:
+            return x_ND
         if wanted is not None:
             return wanted_logps(x_ND, self._head_weight, wanted)
         return self._logits(x_ND).view(*shape, self.config.vocab_size)

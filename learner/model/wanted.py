@@ -19,6 +19,20 @@ CLEAN, FILL = -1, -2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """A teacher's distributions, which are computed from this a few at a time, and how the policy's are compared."""
+
+    stream: Tensor
+    """[N, D of the teacher] what its head reads at each wanted token's slot."""
+    weight: Tensor
+    """[V, D of the teacher] its head's matrix."""
+    reverse_kl: float
+    """The divergence is (1 - reverse_kl) KL(teacher || policy) + reverse_kl KL(policy || teacher)."""
+    top_k: int | None
+    """Over how many of the teacher's most likely tokens both are summed; None: over all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
     """Tokens whose log-probability is wanted, and under which law."""
 
@@ -40,6 +54,9 @@ class Wanted:
     """Other ids to which it gives none."""
     float32_head: bool = False
     """Whether logits are in float32, of a stream and a head in half precision too: not rounded to it."""
+    compared: Compared | None = None
+    """With what the policy's distributions are compared: their divergences are then what is given, in place of
+    log-probabilities. Both are under the law. None: with nothing."""
 
 
 def query_grid(slots_N: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from learner.objectives.base import Logps, Loss, Objective
 from learner.objectives.clipped_ratio import ClippedRatioConfig, Kl
+from learner.objectives.distillation import DistillationConfig
 from learner.objectives.distribution_matching import DistributionMatchingConfig
 from learner.objectives.linear_bound import LinearBoundConfig
 from learner.objectives.preference import PreferenceConfig
@@ -21,6 +22,7 @@ ObjectiveConfig = Annotated[
     | LinearBoundConfig
     | PreferenceConfig
     | DistributionMatchingConfig
+    | DistillationConfig
     | TrajectoryBalanceConfig,
     Field(discriminator="name"),
 ]
@@ -28,6 +30,7 @@ ObjectiveConfig = Annotated[
 
 __all__ = [
     "ClippedRatioConfig",
+    "DistillationConfig",
     "DistributionMatchingConfig",
     "Kl",
     "LinearBoundConfig",

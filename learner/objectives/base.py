@@ -41,7 +41,8 @@ class Logps:
     """Log-probabilities of the terms, in nats."""
 
     new: Tensor
-    """[N] of the policy that is trained; gradients flow through it."""
+    """[N] of the policy that is trained; gradients flow through it. Where the objective needs a teacher, its divergence
+    from the teacher at each term's slot, in nats."""
     old: Tensor
     """[N] of the policy at the start of the round, under the same masks."""
     reference: Tensor | None
@@ -90,6 +91,10 @@ class Objective(Protocol):
     @property
     def needs_reference(self) -> bool:
         """Whether there must be a reference policy."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether terms are compared with a teacher's distributions: `Logps.new` then holds divergences."""
 
     @property
     def weighs_rows(self) -> bool:

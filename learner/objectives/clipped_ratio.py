@@ -55,6 +55,7 @@ class ClippedRatioConfig(BaseModel):
 
     weighs_rows: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
 
     name: Literal["clipped_ratio"] = "clipped_ratio"

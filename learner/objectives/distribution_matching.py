@@ -26,6 +26,7 @@ class DistributionMatchingConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     compares_groups: ClassVar[bool] = True
+    needs_teacher: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
     needs_old: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = True

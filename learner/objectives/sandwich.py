@@ -33,6 +33,7 @@ class SandwichConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     weighs_rows: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
     level: ClassVar[Level] = Level.ROW

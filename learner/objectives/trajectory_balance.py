@@ -29,6 +29,7 @@ class TrajectoryBalanceConfig(BaseModel):
     weighs_rows: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = True
+    needs_teacher: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
     needs_old: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = True

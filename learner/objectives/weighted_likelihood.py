@@ -22,6 +22,7 @@ class WeightedLikelihoodConfig(BaseModel):
     weighs_rows: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
     needs_old: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False

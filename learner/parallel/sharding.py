@@ -24,6 +24,7 @@ from learner.hardware import placed_on
 from learner.model.adapter import Adapter
 from learner.model.attention.within import has_kernel
 from learner.model.checkpoint import StoredWeights
+from learner.model.config import TransformerConfig
 from learner.model.lora import (
     adapted_layers,
     adapter_names,
@@ -274,14 +275,23 @@ class ShardedPolicy:
         self._load(fresh_adapter(shapes, self._seed))
 
     def frozen_copy(self) -> ShardedPolicy:
-        """Another policy of the same weights, shape and sharding without gradients: a reference.
+        """Another policy of the same weights, shape and sharding without gradients: a reference."""
+        copy = self.frozen_like(self.config)
+        copy.take(self)
+        return copy
+
+    def frozen_like(self, config: TransformerConfig) -> ShardedPolicy:
+        """A policy of a shape, sharded as this one and without gradients, whose weights are anything yet.
 
         It is held in the precision that it computes in: what FSDP gathers of it is rounded to that in any case.
         """
-        model = make_on_meta(self.config).requires_grad_(False).to(self._computes_in)
-        copy = ShardedPolicy(model, self.mesh, self._sharding, device=self.device)
-        copy.take(self)
-        return copy
+        model = make_on_meta(config).requires_grad_(False).to(self._computes_in)
+        return ShardedPolicy(model, self.mesh, self._sharding, device=self.device)
+
+    def gathered_head(self) -> Tensor:
+        """[V, D] the matrix of the output layer, whole, where the policy computes. A collective."""
+        held = self._parameters()
+        return gathered(held["embed.weight" if self.config.tied_embeddings else "head.weight"]).to(self.device)
 
     @torch.no_grad()
     def take(self, other: ShardedPolicy) -> None:

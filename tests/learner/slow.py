@@ -636,6 +636,31 @@ def tba(rows: list[Row]) -> Tensor:
     return torch.stack(losses).mean()
 
 
+TEACHER: list[Tensor] = []
+"""Of each row [V] log-probabilities of every slot, by an autoregressive model that reads the completed text."""
+
+
+def opdlm(rows: list[Row]) -> Tensor:
+    """The mean over completions of the mean KL(teacher || policy) of a slot that is masked in its block's state; the
+    token that ends a text is not scored."""
+    losses = []
+    for row, teacher in zip(rows, TEACHER, strict=True):
+        values = []
+        for draw in row.draws:
+            block = range(4 * draw.part, 4 * draw.part + 4)
+            masked = [slot for slot in block if slot in draw.masked]
+            # A state of the trajectory: what was committed from some step on is masked.
+            first = min(row.steps[slot] for slot in masked)
+            assert masked == [slot for slot in block if row.steps[slot] >= first]
+            for slot in masked:
+                if slot < row.length and row.says_something[slot]:
+                    ours, theirs = draw.new_logits[slot].log_softmax(-1), teacher[slot]
+                    terms = [theirs[token].exp() * (theirs[token] - ours[token]) for token in range(len(ours))]
+                    values.append(torch.stack(terms).sum())
+        losses.append(torch.stack(values).mean() if values else torch.zeros(()))
+    return torch.stack(losses).mean()
+
+
 SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "diffu-grpo": diffu_grpo,
     "diffu-grpo-parity": diffu_grpo_parity,
@@ -660,4 +685,5 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "vrpo": vrpo,
     "lightningrl": lightningrl,
     "tba": tba,
+    "opdlm": opdlm,
 }

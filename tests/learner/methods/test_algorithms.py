@@ -48,6 +48,8 @@ def algorithm_config(name: str, **changes: object) -> LearnerConfig:
         settings["estimator"] = {"num_sampled": 3}
     if name == "mapg":
         settings["estimator"] = {"num_segments": 2, "num_sampled": 1}
+    if name == "opdlm":
+        settings["num_minibatches"] = 1
     return LearnerConfig.model_validate(settings | changes)
 
 
@@ -104,10 +106,12 @@ def _gradients(
     sampler: SamplerFacts,
     move: Callable[[Transformer], Transformer] = moved,
 ) -> Recorder:
-    """Those of both steps; the reference is the policy moved twice."""
+    """Those of both steps; reference and teacher are the policy moved twice."""
     learner = Learner(ShardedPolicy(model, None), config, sampler)
     if learner.reference is not None:
         moved(moved(learner.reference.module))
+    if learner.teacher is not None:
+        moved(moved(learner.teacher.model.module))
     recorder = Recorder(model, move)
     learner.optimizer = recorder  # type: ignore[assignment]
     metrics = learner.update(batch, 0)
@@ -136,6 +140,8 @@ def test_loss_and_gradient_are_those_of_the_papers_formula(
         masks = config.estimator.corrupt(grouped, InnerUpdate(WEIGHING, config.inner_updates), sampler)
         slow.NUM_DRAWS["value"] = 2
         slow.rhos[:] = slow.rho(slow.rows_of((first, old, reference), grouped, masks))
+    if name == "opdlm":
+        slow.TEACHER[:] = _causal_logps(reference, grouped)
     losses = []
     for step, new in enumerate((first, second)):
         update = InnerUpdate(step // config.num_minibatches, config.inner_updates)
@@ -152,6 +158,18 @@ def test_loss_and_gradient_are_those_of_the_papers_formula(
     assert recorder.loss == pytest.approx(sum(losses) / 2, rel=2e-5, abs=1e-5)
     _assert_gradients(recorder, [first, second])
     assert any(float(gradient.abs().max()) > 1e-5 for gradient in recorder.gradients[1].values())
+
+
+def _causal_logps(model: Transformer, batch: GroupedBatch) -> list[Tensor]:
+    """Of each row those of every slot [L, V], from the outputs at the slots before."""
+    causal = make_model(model.config.model_copy(update={"block_length": 1})).double()
+    causal.load_state_dict(model.state_dict())
+    found = []
+    for row in range(batch.num_rows):
+        prompt = batch.prompt_ids[row, : batch.prompt_lengths[row]]
+        ids = torch.cat((prompt, batch.completion_ids[row]))
+        found.append(causal(ids[None])[0, len(prompt) - 1 : -1].log_softmax(-1).detach())
+    return found
 
 
 def _assert_gradients(recorder: Recorder, news: list[Transformer]) -> None:

@@ -1,0 +1,91 @@
+"""On-policy distillation of a diffusion policy from an autoregressive teacher (OPDLM, arXiv 2606.06712, and its code).
+
+At each masked slot of states that the policy itself went through, its distribution is drawn to the teacher's. The
+teacher reads the completed text and predicts each slot from the tokens before it. Both distributions are over the whole
+vocabulary. No gradient flows through the samples, and rewards do not enter the loss.
+
+Shape letters: N terms, U units, B rows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from learner.estimators.base import Estimator, SamplerFacts
+from learner.estimators.groupings import Level
+from learner.estimators.terms import Terms
+from learner.model.config import TransformerConfig
+from learner.objectives.base import Logps, Loss
+from learner.objectives.fitting import unfit
+from learner.objectives.units import Normalize, RowFacts, units_of
+
+
+class DistillationConfig(BaseModel):
+    """The divergence of the policy from a teacher at each scored slot: the mean over completions of each one's mean."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    weighs_rows: ClassVar[bool] = False
+    needs_float32_head: ClassVar[bool] = False
+    compares_groups: ClassVar[bool] = False
+    weigh_by_length: ClassVar[bool] = False
+    needs_old: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = True
+    level: ClassVar[Level] = Level.TOKEN
+    normalize_by: ClassVar[Normalize] = Normalize.ROW
+
+    name: Literal["distillation"] = "distillation"
+    """The objective."""
+    teacher: Path | None = None
+    """Checkpoint directory of the teacher, of a family with an autoregressive origin (`a2d-llama`, `a2d-qwen2`,
+    `a2d-qwen3`): it is read with causal attention, its output at a slot predicting the next slot. null: the policy that
+    the run started from, `RUN/checkpoints/initial`."""
+    reverse_kl: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The loss of a slot is (1 - reverse_kl) KL(teacher || policy) + reverse_kl KL(policy || teacher)."""
+    top_k: PositiveInt | None = None
+    """Sum both over the teacher's most likely tokens only, so many of them (OPDLM at 4B and 8B: 16); null: over all."""
+
+    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+        """It takes whatever slots are scored."""
+        return unfit(self, estimator, max_staleness)
+
+    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+        """It needs nothing that a sampler records."""
+        return None
+
+    def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
+        """The divergence of each unit, in its share."""
+        units = units_of(terms, self.level)
+        divergence_U = units.sum(terms.weights * logps.new)
+        return Loss(
+            total=(divergence_U * units.importance).sum(),
+            per_unit={"teacher_divergence": divergence_U.detach()},
+        )
+
+
+def read_causally(config: TransformerConfig) -> TransformerConfig:
+    """The shape of an autoregressive model with the same weights."""
+    return config.model_copy(update={"block_length": 1, "predicts_next": True})
+
+
+def teacher_refusal(teacher: TransformerConfig, policy: TransformerConfig, canvas_tokens: int) -> str | None:
+    """Why a policy cannot learn from a teacher on canvases of so many tokens; None where it can."""
+    try:
+        TransformerConfig.model_validate(read_causally(teacher).model_dump())
+    except ValidationError:
+        return (
+            f"is a {teacher.family} policy, and no autoregressive model has its weights; name a checkpoint of one "
+            "that was converted from an autoregressive model (`d1 adapt`)"
+        )
+    if teacher.vocab_size != policy.vocab_size:
+        return (
+            f"has a vocabulary of {teacher.vocab_size} tokens and the policy one of {policy.vocab_size}; their "
+            "distributions can be compared only over the same tokens"
+        )
+    if teacher.max_sequence_length < canvas_tokens:
+        return f"takes canvases of {teacher.max_sequence_length} tokens, and those of the rounds have {canvas_tokens}"
+    return None

@@ -1,0 +1,83 @@
+"""A frozen autoregressive model beside the policy: its distributions at the slots of completed texts.
+
+Shape letters: B rows of a rank, L completion slots, N terms.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from learner.batch import CompletionBatch, canvas
+from learner.estimators import Terms, Views, token_streams
+from learner.flops import CanvasSums, forward_flops
+from learner.model.adapter import read_chain
+from learner.model.checkpoint import StoredWeights
+from learner.model.lora_config import WHOLE
+from learner.model.wanted import Compared
+from learner.objectives.distillation import DistillationConfig, read_causally
+from learner.parallel.sharding import ShardedPolicy
+
+
+class Teacher:
+    """An autoregressive model, sharded as the policy that learns from it is."""
+
+    def __init__(self, model: ShardedPolicy, objective: DistillationConfig) -> None:
+        """Take a model that reads causally; `objective` says how it is compared with."""
+        self.model, self._objective = model, objective
+
+    @classmethod
+    def of_policy(cls, policy: ShardedPolicy, objective: DistillationConfig) -> Teacher:
+        """The policy as it stands, without an adapter, read causally."""
+        model = policy.frozen_like(read_causally(policy.config))
+        model.take(policy)
+        return cls(model, objective)
+
+    @classmethod
+    def load(cls, directory: Path, policy: ShardedPolicy, objective: DistillationConfig) -> Teacher:
+        """That of a checkpoint, sharded as `policy` is; each rank reads its own rows.
+
+        Raises ValueError where there is no checkpoint, it is an adapter, or its weights do not fit its config.
+        """
+        if read_chain(directory).adapter is not None:
+            raise ValueError(f"{directory} is an adapter, and a teacher has weights of its own: take `d1 export` of it")
+        weights = StoredWeights(directory)
+        model = policy.frozen_like(read_causally(weights.config))
+        model.load_full_weights(weights)
+        return cls(model, objective)
+
+    def compared(self, terms: Terms, batch: CompletionBatch) -> Compared:
+        """Its distributions at the slots of some terms, each after the completed text before it. A collective.
+
+        Args:
+            terms: of rows of `batch`.
+            batch: the rank's rows, on the CPU.
+        """
+        device = self.model.device
+        views = completed_texts(terms, batch, self.model.config.pad_token_id)
+        with self.model.without_gradients():
+            stream_ND = token_streams(self.model.module, views, device)
+        return Compared(
+            stream=stream_ND,
+            weight=self.model.gathered_head().to(stream_ND.dtype),
+            reverse_kl=self._objective.reverse_kl,
+            top_k=self._objective.top_k,
+        )
+
+    def flops(self, terms: Terms, batch: CompletionBatch) -> float:
+        """FLOP of what it runs for some terms, once for each row."""
+        config = self.model.config
+        return forward_flops(config, WHOLE, CanvasSums.of(completed_texts(terms, batch, config.pad_token_id))).total
+
+
+def completed_texts(terms: Terms, batch: CompletionBatch, pad_id: int) -> Views:
+    """The texts of the terms' rows without masks, each up to the last slot that is asked about."""
+    rows_B, place_N = terms.rows.cpu().unique(return_inverse=True)
+    some = batch.select(rows_B)
+    ids_BS, columns_BL = canvas(some, some.prompt_ids, some.completion_ids, pad_id)
+    columns_N = columns_BL[place_N, terms.slots.cpu()]
+    lengths_B = torch.zeros_like(rows_B).scatter_reduce_(0, place_N, columns_N + 1, "amax")
+    ids_BS = ids_BS[:, : int(lengths_B.max())]
+    slots_M, scored_N = (place_N * ids_BS.shape[1] + columns_N).unique(return_inverse=True)
+    return Views(ids=ids_BS, lengths=lengths_B, slots=slots_M, scored=scored_N, targets=torch.zeros_like(scored_N))
