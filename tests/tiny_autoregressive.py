@@ -48,7 +48,7 @@ def write_source(
     **changes: Any,
 ) -> Any:
     """Write a random model of two layers with its tokenizer; the model."""
-    from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     num_tokens = write_tokenizer(directory, specials)
     keys = {

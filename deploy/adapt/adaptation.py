@@ -54,6 +54,18 @@ class Adaptation:
         out = self.out.absolute()
         return out.with_name(f"{out.name}.responses.jsonl")
 
+    @property
+    def words(self) -> list[str]:
+        """The command that asks for this."""
+        options = {
+            "--data": self.data,
+            "--prompts": self.prompts,
+            "--block-length": self.block_length,
+            "--mask-token": self.mask_token,
+        }
+        given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        return ["adapt", self.model, str(self.out), *given, *(["--shift"] if self.shift else []), *self.overrides]
+
     def recipe(self) -> Recipe:
         """The recipe of the run. Raises UserError as `load_recipe`, and where nothing is named to train on."""
         self._check()
@@ -81,6 +93,19 @@ class Adaptation:
             raise UserError(
                 "there is nothing to train on: give --data FILE, or --prompts TASK for the model's own responses to it"
             )
+
+    def write_responses(self, source: Source, recipe: Recipe, *, dry_run: bool) -> None:
+        """Write the model's own responses to the prompts, or go on where an earlier try stopped.
+
+        Raises UserError where there are no such prompts or the model cannot answer.
+        """
+        if dry_run and not self.responses.exists():
+            raise UserError(
+                "--dry-run looks at what is trained on, and the model has not answered the prompts yet; leave one of "
+                "--dry-run and --prompts out"
+            )
+        # Where the responses of `deploy/adapt/responses.py` come in.
+        raise UserError(f"--prompts {self.prompts}: the model's own responses cannot be written yet; give --data FILE")
 
     def write(self, source: Source, say: Say | None = None) -> tuple[Path, MaskToken]:
         """Write the policy that the run starts from, beside the run directory; where, and its mask token.

@@ -169,22 +169,19 @@ def adapt(
     else:
         with saying(f"opening {model}"):
             source = opened(model)
+        if prompts is not None:
+            adaptation.write_responses(source, recipe, dry_run=dry_run)
         with saying(f"writing {model} as a diffusion policy"):
             start_from, mask = adaptation.write(source)
         new = ", a new row" if mask.is_new_row else ""
         sys.stderr.write(f"d1: the mask token is {printable(mask.token)} (id {mask.id}{new})\n")
-    order = _Order(command=command(*_without_resume()), stages=Stages.SFT, start_from=start_from, resume=resume)
+    order = _Order(command=command(*adaptation.words), stages=Stages.SFT, start_from=start_from, resume=resume)
     try:
         _carry_out(recipe, order, dry_run)
     finally:
         shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
     if not dry_run:
         _say_what_next(recipe.run_dir)
-
-
-def _without_resume() -> list[str]:
-    """The words of this command, but for the one that resumes."""
-    return [word for word in sys.argv[1:] if word != "--resume"]
 
 
 def _say_what_next(run_dir: Path) -> None:

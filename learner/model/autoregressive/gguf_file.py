@@ -70,8 +70,8 @@ def _opened(path: Path) -> GGUFReader:
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         if (unknown := _UNKNOWN_TYPE.search(str(error))) is not None:
             raise ValueError(
-                f"{path} has the quantisation {unknown[1]}, which the installed package gguf does not know; take another, "
-                "as Q8_0 or Q4_K_M, or a newer gguf"
+                f"{path} has the quantisation {unknown[1]}, which the installed package gguf does not know; take "
+                "another, as Q8_0 or Q4_K_M, or a newer gguf"
             ) from error
         raise ValueError(_damaged(path)) from error
 

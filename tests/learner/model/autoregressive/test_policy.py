@@ -1,4 +1,4 @@
-"""An autoregressive checkpoint as a diffusion policy: the same function where attention is causal and logits shifted."""
+"""An autoregressive checkpoint as a diffusion policy: the same function where attention is causal."""
 
 from __future__ import annotations
 

