@@ -14,6 +14,7 @@ from deploy.recipe.recipe import Recipe
 from deploy.runs.run_directory import scratch_policy
 from learner.model.checkpoint_files import load_config
 from learner.model.storage.throughput import Say
+from rewards.data.sources import rows_of
 from rewards.tasks.table import task_names
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class Adaptation:
         recipe = load_recipe(_RECIPE, [*(f"{key}={json.dumps(value)}" for key, value in own.items()), *self.overrides])
         if not recipe.sft.num_steps:
             raise UserError("sft.num_steps is 0, which leaves `d1 adapt` nothing to do; give it steps")
+        if self.prompts is None and recipe.sft.data is not None:
+            _look_at(recipe.sft.data)
         return recipe
 
     def _check(self) -> None:
@@ -146,6 +149,14 @@ class Adaptation:
                     f"{option} is {value} and the run in {self.out} began with {began[option]}; resume with that, or "
                     "take another OUT"
                 )
+
+
+def _look_at(data: Path) -> None:
+    """Raise UserError where there is no such data: before a model is opened, which takes longer."""
+    try:
+        next(rows_of(data))
+    except ValueError as error:
+        raise UserError(f"sft.data: {error}") from error
 
 
 def opened(model: str) -> Source:

@@ -107,7 +107,7 @@ def test_weights_of_a_gguf_file_are_the_runs_own(here: Path, d1: Callable, job: 
         (["tiny", "runs/one", "--data", "chat.jsonl", "--prompts", "sums"], "--data and --prompts both say"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "name=two"], "name=... is what MODEL and OUT say"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "sft.num_steps=0"], "nothing to do"),
-        (["tiny", "runs/one", "--data", "none.jsonl"], "none.jsonl"),
+        (["tiny", "runs/one", "--data", "none.jsonl"], "sft.data: none.jsonl"),
         (["tiny", "tiny", "--data", "chat.jsonl"], "there already is tiny; go on with --resume"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "--resume"], "there is no run to resume in runs/one"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "sft.max_tokens=1000"], "takes canvases of 512 tokens"),
@@ -159,6 +159,6 @@ def test_an_adaptation_that_is_killed_goes_on_and_is_a_run_like_any_other(here: 
     assert config.family == "a2d-llama"
     for more in (
         ["sample", "runs/one", "what is 3 + 4?", "--gen-length", "16"],
-        ["eval", "runs/one", "--problems", "1"],
+        ["eval", "runs/one", "--tasks", "sums", "--problems", "1", "--lengths", "16"],
     ):
         subprocess.run([d1, *more], env=cluster, check=True, timeout=300)
