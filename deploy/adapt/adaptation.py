@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _RECIPE = Path(__file__).with_name("adapt.yaml")
 # OUT and MODEL say these.
 _OWN_KEYS = ("name", "runs_dir", "model.checkpoint")
+# Half of it for the prompt.
+_TOKENS_OF_RESPONSES = 512
 # A block is denoised in this many steps of as many slots.
 _SLOTS_PER_STEP = 4
 
@@ -77,6 +79,8 @@ class Adaptation:
             own["rollout.sampling.steps_per_block"] = max(1, self.block_length // _SLOTS_PER_STEP)
         if self.data is not None or self.prompts is not None:
             own["sft.data"] = self.data or str(self.responses)
+        if self.prompts is not None:
+            own["sft.max_tokens"] = _TOKENS_OF_RESPONSES
         if self.prompts in task_names():
             own["task.name"] = self.prompts
         recipe = load_recipe(_RECIPE, [*(f"{key}={json.dumps(value)}" for key, value in own.items()), *self.overrides])
@@ -97,18 +101,28 @@ class Adaptation:
                 "there is nothing to train on: give --data FILE, or --prompts TASK for the model's own responses to it"
             )
 
-    def write_responses(self, source: Source, recipe: Recipe, *, dry_run: bool) -> None:
-        """Write the model's own responses to the prompts, or go on where an earlier try stopped.
+    @property
+    def is_answering(self) -> bool:
+        """Whether an earlier try ended while the model answered the prompts: the run has not begun then."""
+        return self.prompts is not None and self.responses.exists() and not self.out.exists()
+
+    def write_responses(self, source: Source, recipe: Recipe, say: Say) -> str:
+        """Write the model's own responses to the prompts, or go on where an earlier try stopped; what became of them.
 
         Raises UserError where there are no such prompts or the model cannot answer.
         """
-        if dry_run and not self.responses.exists():
-            raise UserError(
-                "--dry-run looks at what is trained on, and the model has not answered the prompts yet; leave one of "
-                "--dry-run and --prompts out"
-            )
-        # Where the responses of `deploy/adapt/responses.py` come in.
-        raise UserError(f"--prompts {self.prompts}: the model's own responses cannot be written yet; give --data FILE")
+        from deploy.adapt.generation import Sampling
+        from deploy.adapt.prompts import read_prompts, task_prompts
+        from deploy.adapt.responses import write_responses
+
+        assert self.prompts is not None, "there are prompts"
+        if self.prompts in task_names():
+            prompts = task_prompts(recipe.task, recipe.num_train_problems)
+        else:
+            prompts = read_prompts(self.prompts)
+        self.responses.parent.mkdir(parents=True, exist_ok=True)
+        sampling = Sampling(max_new_tokens=recipe.sft_tokens // 2, seed=recipe.seed)
+        return str(write_responses(source, prompts, self.responses, sampling, say))
 
     def write(self, source: Source, say: Say | None = None) -> tuple[Path, MaskToken]:
         """Write the policy that the run starts from, beside the run directory; where, and its mask token.
