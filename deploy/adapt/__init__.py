@@ -1,1 +1,1 @@
-"""From an autoregressive checkpoint to a diffusion policy: what `d1 adapt` does before the run's SFT stage."""
+"""`d1 adapt`: from an autoregressive model to a run that trains it as a diffusion policy."""

