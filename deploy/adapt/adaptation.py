@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe, parse_override
 from deploy.recipe.recipe import Recipe
 from deploy.runs.run_directory import scratch_policy
+from deploy.waiting import saying
 from learner.model.checkpoint_files import load_config
 from learner.model.storage.throughput import Say
 from rewards.tasks.table import task_names
@@ -104,8 +106,18 @@ class Adaptation:
                 "--dry-run looks at what is trained on, and the model has not answered the prompts yet; leave one of "
                 "--dry-run and --prompts out"
             )
-        # Where the responses of `deploy/adapt/responses.py` come in.
-        raise UserError(f"--prompts {self.prompts}: the model's own responses cannot be written yet; give --data FILE")
+        from deploy.adapt.generation import Sampling
+        from deploy.adapt.prompts import file_prompts, task_prompts
+        from deploy.adapt.responses import write_responses
+
+        assert self.prompts is not None, "the command line asks for responses where there are prompts"
+        with saying(f"asking {source.name}") as waiting:
+            count, is_task = recipe.sft.num_labels, self.prompts in task_names()
+            prompts = task_prompts(recipe.task, count) if is_task else file_prompts(Path(self.prompts), count)
+            # What is longer than a completion of the policy has no place in one.
+            sampling = Sampling(max_new_tokens=recipe.rollout.sampling.gen_length, seed=recipe.seed)
+            written = write_responses(source, prompts, self.responses, sampling, waiting.change)
+        sys.stderr.write(f"d1: {self.responses}: {written}\n")
 
     def write(self, source: Source, say: Say | None = None) -> tuple[Path, MaskToken]:
         """Write the policy that the run starts from, beside the run directory; where, and its mask token.
