@@ -73,7 +73,11 @@ class Adaptation:
         """The recipe of the run. Raises UserError as `load_recipe`, and where nothing is named to train on."""
         self._check()
         out = self.out.absolute()
-        own = {"name": out.name, "runs_dir": str(out.parent), "model.checkpoint": str(out / CHECKPOINTS / "initial")}
+        own: dict[str, str | int] = {
+            "name": out.name,
+            "runs_dir": str(out.parent),
+            "model.checkpoint": str(out / CHECKPOINTS / "initial"),
+        }
         if self.block_length is not None:
             own["rollout.sampling.block_length"] = self.block_length
             own["rollout.sampling.steps_per_block"] = max(1, self.block_length // _SLOTS_PER_STEP)
@@ -112,14 +116,14 @@ class Adaptation:
         Raises UserError where there are no such prompts or the model cannot answer.
         """
         from deploy.adapt.generation import Sampling
-        from deploy.adapt.prompts import read_prompts, task_prompts
+        from deploy.adapt.prompts import file_prompts, task_prompts
         from deploy.adapt.responses import write_responses
 
         assert self.prompts is not None, "there are prompts"
         if self.prompts in task_names():
             prompts = task_prompts(recipe.task, recipe.num_train_problems)
         else:
-            prompts = read_prompts(self.prompts)
+            prompts = file_prompts(Path(self.prompts))
         self.responses.parent.mkdir(parents=True, exist_ok=True)
         sampling = Sampling(max_new_tokens=recipe.sft_tokens // 2, seed=recipe.seed)
         return str(write_responses(source, prompts, self.responses, sampling, say))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.errors import UserError, reason
-from deploy.grading.tasks import opened, task_config
+from deploy.grading.tasks import opened
 from rewards import Message, Split, TaskConfig
 from rewards.data.conversation import asked, turns_of
 from rewards.data.encoding import decoded
@@ -22,27 +21,16 @@ Conversation = tuple[Message, ...]
 _GENERATED = 2000
 
 
-def read_prompts(reference: str, count: int | None = None, fields: Sequence[str] = ()) -> list[Conversation]:
-    """Read the prompts that a user names.
+def task_prompts(config: TaskConfig, count: int | None = None) -> list[Conversation]:
+    """The prompts of a task's training problems, as the policy sees them.
 
     Args:
-        reference: a task's name, or a file: `.txt` with one prompt on each line, or rows as `sft.data` takes them.
-        count: how many, of which the first are taken; None: all, or 2,000 of a task that generates its problems.
-        fields: of the task, as `key=value`.
+        config: the task.
+        count: how many; None: all, or 2,000 of a task that generates its problems.
 
     Raises:
-        UserError: there is no such task or file, it cannot be read, or it has fewer prompts.
+        UserError: it has fewer, or its data is not at hand.
     """
-    if reference in task_names():
-        return task_prompts(task_config(reference, fields), count)
-    found = _file_prompts(Path(reference))
-    if count is not None and len(found) < count:
-        raise UserError(f"{reference} has {len(found)} prompts; ask for at most as many, not {count}")
-    return found[:count]
-
-
-def task_prompts(config: TaskConfig, count: int | None = None) -> list[Conversation]:
-    """The prompts of a task's training problems, as the policy sees them. Raises UserError as `read_prompts`."""
     task = opened(config)
     try:
         if count is None:
@@ -52,15 +40,31 @@ def task_prompts(config: TaskConfig, count: int | None = None) -> list[Conversat
         raise UserError(str(error)) from error
 
 
+def file_prompts(path: Path, count: int | None = None) -> list[Conversation]:
+    """The prompts of a file: `.txt` with one on each line, or rows with `prompt` or `messages`.
+
+    Args:
+        path: the file, or what else `sft.data` can name.
+        count: how many, of which the first are taken; None: all.
+
+    Raises:
+        UserError: there is no such file, it cannot be read, or it has fewer.
+    """
+    found = _file_prompts(path)
+    if count is not None and len(found) < count:
+        raise UserError(f"{path} has {len(found)} prompts; ask for at most as many, not {count}")
+    return found[:count]
+
+
 def _file_prompts(path: Path) -> list[Conversation]:
     try:
         found = _lines(path) if path.suffix.lower() == ".txt" else [_prompt(row) for row in rows_of(path)]
     except OSError as error:
         raise UserError(f"cannot read {path}: {reason(error)}") from error
     except ValueError as error:
-        is_name = not path.suffix and not path.exists()
-        tasks = f"; there is no task {path} either: the tasks are {', '.join(task_names())}" if is_name else ""
-        raise UserError(f"{error}{tasks}") from error
+        if not path.exists() and not path.suffix:
+            raise UserError(f"there is no task and no file {path}; the tasks are {', '.join(task_names())}") from error
+        raise UserError(str(error)) from error
     if not found:
         raise UserError(f"{path} has no prompts; it should have one on each line")
     return found

@@ -120,7 +120,7 @@ def _resumed(path: Path, file: IO[bytes], facts: Mapping[str, Any], new: Written
     if found is None:
         if size:
             raise UserError(
-                f"{path} is there already, and not as responses of a model; remove it, or take another file"
+                f"{path} is there already, and is no file of a model's responses; remove it, or take another file"
             )
         return new
     before, written = found
