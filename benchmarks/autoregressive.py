@@ -1,0 +1,116 @@
+"""How many of a task's held-out problems an autoregressive model solves by itself, with d1's prompts and graders.
+
+    python -m benchmarks.autoregressive smollm2 gsm8k --count 40 --out runs/autoregressive
+    python -m benchmarks.autoregressive smollm2 gsm8k heldout_data=test.jsonl train_data=train.jsonl
+
+Decoding is greedy. Each batch is kept as it is done, in the format of `d1 eval`: called again, it goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from deploy.adapt.generation import Response, Sampling, batches_of, encoded, open_generator
+from deploy.errors import UserError
+from deploy.evaluation.measures import measures
+from deploy.evaluation.record import Record, take_lock
+from deploy.evaluation.worker import Answered, answer_of
+from deploy.grading.tasks import opened, task_config
+from deploy.printing import duration, share
+from learner.model.autoregressive.source import Source, open_source
+from rewards import Grader, Problem, RewardConfig, Sample, Split, TaskConfig
+
+_GENERATED = 500
+
+
+def scored(
+    source: Source, task: TaskConfig, out: Path, *, count: int | None, max_new_tokens: int, batch_size: int
+) -> dict[str, Any]:
+    """The numbers of a model on the held-out problems of a task, as `d1 eval` has them.
+
+    Args:
+        source: the model.
+        task: what it is asked.
+        out: where its answers are kept.
+        count: problems; None: all, or 500 of a task that generates them.
+        max_new_tokens: most tokens of an answer.
+        batch_size: problems that are answered at a time.
+
+    Raises UserError as `Record` and ValueError as `encoded`.
+    """
+    tokenizer, made = source.tokenizer(), opened(task)
+    count = count or made.size(Split.HELDOUT) or min(_GENERATED, made.at_most(Split.HELDOUT))
+    problems = made.problems(Split.HELDOUT, count, seed=0)
+    asked = encoded(source, tokenizer, [problem.messages for problem in problems], max_new_tokens)
+    if len(asked) < count:
+        raise ValueError(f"{count - len(asked)} prompts have no room for an answer; take a smaller max_new_tokens")
+    facts = {"model": str(source.path), "task": task.model_dump(mode="json"), "max_new_tokens": max_new_tokens}
+    batches = list(batches_of(asked, batch_size))
+    record = Record(out / f"{task.name}-{max_new_tokens}.jsonl", facts, list(map(len, batches)))
+    missing = [index for index in range(len(batches)) if index not in record.done]
+    if missing:
+        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0)
+        generator, grader = open_generator(source, tokenizer, sampling), Grader(task, RewardConfig())
+    for index in missing:
+        began = time.monotonic()
+        responses = generator.generate([one.ids for one in batches[index]], [0] * len(batches[index]))
+        some = [problems[one.index] for one in batches[index]]
+        samples = [_sample(*pair, tokenizer, max_new_tokens) for pair in zip(some, responses, strict=True)]
+        graded = zip(samples, grader.evaluate(samples), strict=True)
+        answers = tuple(answer_of(sample, 0, grade) for sample, grade in graded)
+        record.add(Answered(index=index, answers=answers, seconds=time.monotonic() - began))
+        done = record.recorded.answers
+        print(f"{len(done)} of {count}, {sum(one.correct for one in done)} right", file=sys.stderr, flush=True)
+    return measures(record.recorded)
+
+
+def _sample(problem: Problem, response: Response, tokenizer: Any, max_new_tokens: int) -> Sample:
+    num_tokens = len(response.token_ids) + response.is_ended
+    return Sample(
+        problem=problem,
+        text=str(tokenizer.decode(list(response.token_ids), skip_special_tokens=True)),
+        num_tokens=num_tokens,
+        num_forwards=num_tokens,
+        max_tokens=max_new_tokens,
+        is_truncated=not response.is_ended,
+    )
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a directory, a hub id, a .gguf file, or smollm2")
+    parser.add_argument("task")
+    parser.add_argument("fields", nargs="*", help="fields of the task, key=value")
+    parser.add_argument("--count", type=int)
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--out", type=Path, default=Path("runs/autoregressive"))
+    given = parser.parse_args()
+    try:
+        with closing(take_lock(given.out, "benchmark")):
+            found = scored(
+                open_source(given.model),
+                task_config(given.task, given.fields),
+                given.out,
+                count=given.count,
+                max_new_tokens=given.max_new_tokens,
+                batch_size=given.batch_size,
+            )
+    except (UserError, ValueError) as error:
+        sys.exit(f"{error}")
+    ended = f"{100 * found['truncated']:.0f} % cut at {given.max_new_tokens} tokens"
+    parts = f", parts {share(found['items'], found['items_interval'])} %" if "items" in found else ""
+    print(
+        f"{given.task}: {found['num_correct']} of {found['num_problems']} right, "
+        f"{share(found['accuracy'], found['accuracy_interval'])} %{parts}; {ended}, {found['mean_tokens']:.0f} tokens "
+        f"on average; {duration(found['worker_seconds'])}"
+    )
+
+
+if __name__ == "__main__":
+    _main()

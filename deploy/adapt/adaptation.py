@@ -1,0 +1,187 @@
+"""What `d1 adapt` is asked for, as a recipe and as a policy."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actors.run_log import CHECKPOINTS
+from deploy.errors import UserError
+from deploy.recipe.overrides import load_recipe, parse_override
+from deploy.recipe.recipe import Recipe
+from deploy.runs.run_directory import scratch_policy
+from learner.model.checkpoint_files import load_config
+from learner.model.storage.throughput import Say
+from rewards.data.sources import rows_of
+from rewards.tasks.table import task_names
+
+if TYPE_CHECKING:
+    from learner.model.autoregressive.mask_token import MaskToken
+    from learner.model.autoregressive.source import Source
+
+_RECIPE = Path(__file__).with_name("adapt.yaml")
+# OUT and MODEL say these.
+_OWN_KEYS = ("name", "runs_dir", "model.checkpoint")
+# Half of it for the prompt.
+_TOKENS_OF_RESPONSES = 512
+# A block is denoised in this many steps of as many slots.
+_SLOTS_PER_STEP = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adaptation:
+    """An autoregressive model, how its policy differs from it, and where the run is."""
+
+    model: str
+    """The source: a directory, a hub id, a GGUF file or `smollm2`."""
+    out: Path
+    """The run directory."""
+    data: str | None = None
+    """What to train on: a file, a directory or a dataset of the hub; None: what `prompts` or an override says."""
+    prompts: str | None = None
+    """A task or a file of prompts, of which the model's own responses are trained on."""
+    block_length: int | None = None
+    """Slots of a block of a block-causal policy; None: every slot sees every other."""
+    shift: bool = False
+    """Whether the output at a slot goes on predicting the next one."""
+    mask_token: str | None = None
+    """The mask token; None: one that is reserved."""
+    overrides: tuple[str, ...] = ()
+    """Changes to the recipe, `dotted.key=value`."""
+
+    @property
+    def responses(self) -> Path:
+        """Where the model's own responses are: beside the run directory, which is made once they are all there."""
+        out = self.out.absolute()
+        return out.with_name(f"{out.name}.responses.jsonl")
+
+    @property
+    def words(self) -> list[str]:
+        """The command that asks for this."""
+        options = {
+            "--data": self.data,
+            "--prompts": self.prompts,
+            "--block-length": self.block_length,
+            "--mask-token": self.mask_token,
+        }
+        given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        return ["adapt", self.model, str(self.out), *given, *(["--shift"] if self.shift else []), *self.overrides]
+
+    def recipe(self) -> Recipe:
+        """The recipe of the run. Raises UserError as `load_recipe`, and where nothing is named to train on."""
+        self._check()
+        out = self.out.absolute()
+        own: dict[str, str | int] = {
+            "name": out.name,
+            "runs_dir": str(out.parent),
+            "model.checkpoint": str(out / CHECKPOINTS / "initial"),
+        }
+        if self.block_length is not None:
+            own["rollout.sampling.block_length"] = self.block_length
+            own["rollout.sampling.steps_per_block"] = max(1, self.block_length // _SLOTS_PER_STEP)
+        if self.data is not None or self.prompts is not None:
+            own["sft.data"] = self.data or str(self.responses)
+        if self.prompts is not None:
+            own["sft.max_tokens"] = _TOKENS_OF_RESPONSES
+        if self.prompts in task_names():
+            own["task.name"] = self.prompts
+        recipe = load_recipe(_RECIPE, [*(f"{key}={json.dumps(value)}" for key, value in own.items()), *self.overrides])
+        if not recipe.sft.num_steps:
+            raise UserError("sft.num_steps is 0, which leaves `d1 adapt` nothing to do; give it steps")
+        if self.prompts is None and recipe.sft.data is not None:
+            _look_at(recipe.sft.data)
+        return recipe
+
+    def _check(self) -> None:
+        given = {key for key, _ in map(parse_override, self.overrides)}
+        if taken := sorted(given.intersection(_OWN_KEYS)):
+            raise UserError(f"the override {taken[0]}=... is what MODEL and OUT say; leave it out")
+        if self.data is not None and self.prompts is not None:
+            raise UserError("--data and --prompts both say what to train on; give one of them")
+        if self.data is None and self.prompts is None and "sft.data" not in given:
+            raise UserError(
+                "there is nothing to train on: give --data FILE, or --prompts TASK for the model's own responses to it"
+            )
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether an earlier try ended while the model answered the prompts: the run has not begun then."""
+        return self.prompts is not None and self.responses.exists() and not self.out.exists()
+
+    def write_responses(self, source: Source, recipe: Recipe, say: Say) -> str:
+        """Write the model's own responses to the prompts, or go on where an earlier try stopped; what became of them.
+
+        Raises UserError where there are no such prompts or the model cannot answer.
+        """
+        from deploy.adapt.generation import Sampling
+        from deploy.adapt.prompts import file_prompts, task_prompts
+        from deploy.adapt.responses import write_responses
+
+        assert self.prompts is not None, "there are prompts"
+        if self.prompts in task_names():
+            prompts = task_prompts(recipe.task, recipe.num_train_problems)
+        else:
+            prompts = file_prompts(Path(self.prompts))
+        self.responses.parent.mkdir(parents=True, exist_ok=True)
+        sampling = Sampling(max_new_tokens=recipe.sft_tokens // 2, seed=recipe.seed)
+        return str(write_responses(source, prompts, self.responses, sampling, say))
+
+    def write(self, source: Source, say: Say | None = None) -> tuple[Path, MaskToken]:
+        """Write the policy that the run starts from, beside the run directory; where, and its mask token.
+
+        Raises UserError where the source cannot be such a policy or it cannot be written.
+        """
+        from learner.model.autoregressive.policy import write_policy
+
+        directory = scratch_policy(self.out.absolute())
+        try:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            mask = write_policy(
+                source,
+                directory,
+                block_length=self.block_length,
+                predicts_next=self.shift,
+                mask_token=self.mask_token,
+                say=say,
+            )
+        except (ValueError, OSError) as error:
+            raise UserError(str(error)) from error
+        return directory, mask
+
+    def check_resumable(self) -> None:
+        """Raise UserError where the run has not begun, or with another policy than is asked for."""
+        initial = self.out / CHECKPOINTS / "initial"
+        if not initial.is_dir():
+            raise UserError(f"there is no run to resume in {self.out}; start it without --resume")
+        try:
+            config = load_config(initial)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        asked = {"--block-length": self.block_length, "--shift": self.shift}
+        began = {"--block-length": config.block_length, "--shift": config.predicts_next}
+        for option, value in asked.items():
+            if value != began[option]:
+                raise UserError(
+                    f"{option} is {value} and the run in {self.out} began with {began[option]}; resume with that, or "
+                    "take another OUT"
+                )
+
+
+def _look_at(data: Path) -> None:
+    """Raise UserError where there is no such data: before a model is opened, which takes longer."""
+    try:
+        next(rows_of(data))
+    except ValueError as error:
+        raise UserError(f"sft.data: {error}") from error
+
+
+def opened(model: str) -> Source:
+    """The source of a name. Raises UserError where there is none that can be adapted."""
+    from learner.model.autoregressive.source import open_source
+
+    try:
+        return open_source(model)
+    except ValueError as error:
+        raise UserError(str(error)) from error

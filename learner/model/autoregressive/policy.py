@@ -1,0 +1,122 @@
+"""Writing an autoregressive checkpoint as a diffusion policy: the same tensors, attention opened, a mask token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from learner.model.autoregressive.mask_token import MaskToken, take_mask_token
+from learner.model.autoregressive.source import Source
+from learner.model.checkpoint import StoredWeights, save_checkpoint
+from learner.model.config import TransformerConfig
+from learner.model.deferred import torch
+from learner.model.families import FAMILIES, read_config
+from learner.model.families.raw_config import RawConfig
+from learner.model.networks import make_on_meta
+from learner.model.storage.throughput import Say
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
+
+# What ends a turn or a text in the vocabularies of Llama, Qwen and SmolLM2; base models' configs name one of them only.
+_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
+_VOCABULARY = ("embed.weight", "head.weight")
+
+
+def write_policy(
+    source: Source,
+    directory: Path,
+    *,
+    block_length: int | None = None,
+    predicts_next: bool = False,
+    mask_token: str | None = None,
+    say: Say | None = None,
+) -> MaskToken:
+    """Write a source as a policy that `load_policy` reads, whole or not at all; the mask token that was chosen.
+
+    Weight files of a directory are referred to where they are, those of the hub's cache are linked or copied, as long
+    as the embedding does not grow. Weights of a GGUF file are written in float32.
+
+    Args:
+        source: an autoregressive checkpoint.
+        directory: where the policy will be; an earlier checkpoint of that name is replaced.
+        block_length: slots of a block of a block-causal policy; None: every slot sees every other.
+        predicts_next: whether the output at a slot goes on predicting the next one, as the source's does.
+        mask_token: a token of the vocabulary or a new one; None: see `take_mask_token`.
+        say: is told at which rate files are read and hashed.
+
+    Raises:
+        ValueError: the source has settings that d1 does not compute, no tokenizer, or no token to spare.
+        OSError: the policy cannot be written.
+    """
+    tokenizer, raw = source.tokenizer(), source.config()
+    _check_vocabulary(source, tokenizer, raw["vocab_size"])
+    mask = take_mask_token(tokenizer, raw["vocab_size"], mask_token)
+    own = {
+        "model_type": f"a2d-{source.architecture}",
+        "mask_token_id": mask.id,
+        "block_size": block_length,
+        "right_shift_logits": predicts_next,
+        "eos_token_id": _ends(raw, tokenizer),
+        "vocab_size": raw["vocab_size"] + mask.is_new_row,
+    }
+    config = read_config(RawConfig(raw.path, {**raw.values, **own}))
+    with TemporaryDirectory(prefix="d1-") as scratch:
+        tokenizer.save_pretrained(scratch)
+        weights = _weights(source, config, mask)
+        save_checkpoint(directory, config, weights, Path(scratch), takes_files=source.is_fetched, say=say)
+    return mask
+
+
+def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer of {source.name} has {len(tokenizer)} tokens, and its model embeds {vocab_size}; one of "
+            "them is of another checkpoint"
+        )
+
+
+def _ends(raw: RawConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The ids that end a text, the tokenizer's own first: what SFT fills a canvas with."""
+    stated = [raw.get("eos_token_id"), raw.generation.get("eos_token_id")]
+    listed = [one for value in stated for one in (value if isinstance(value, list) else [value])]
+    vocabulary = tokenizer.get_vocab()
+    named = [vocabulary[token] for token in _ENDS if token in vocabulary]
+    return [one for one in dict.fromkeys([tokenizer.eos_token_id, *listed, *named]) if one is not None]
+
+
+def _weights(source: Source, config: TransformerConfig, mask: MaskToken) -> StoredWeights | Mapping[str, Tensor]:
+    if source.gguf_file is not None:
+        state, family = source.load_model().state_dict(), FAMILIES[config.family]
+        names = [name for name, _ in make_on_meta(config).named_parameters()]
+        found: Mapping[str, Tensor] = {name: state[family.checkpoint_name(name)] for name in names}
+        return {name: _with_row(name, tensor) for name, tensor in found.items()} if mask.is_new_row else found
+    if not mask.is_new_row:
+        return StoredWeights(source.directory, config)
+    return _Grown(StoredWeights(source.directory, config.model_copy(update={"vocab_size": config.vocab_size - 1})))
+
+
+class _Grown(Mapping[str, "Tensor"]):
+    """Stored weights whose vocabulary has one more row; each is read when it is asked for, and not kept."""
+
+    def __init__(self, stored: StoredWeights) -> None:
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _with_row(name, self._stored[name][slice(None)].to(self._stored.dtype))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def _with_row(name: str, tensor: Tensor) -> Tensor:
+    """A matrix of the vocabulary with the mean of its rows as one more; any other tensor as it is."""
+    if name not in _VOCABULARY:
+        return tensor
+    return torch.cat([tensor, tensor.float().mean(0, keepdim=True).to(tensor.dtype)])

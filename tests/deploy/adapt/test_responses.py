@@ -1,0 +1,264 @@
+"""A model's own responses: what is asked, what is kept of the answers, and that a stopped writer goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.adapt import generation, responses
+from deploy.adapt.generation import Response, Sampling, TransformersGenerator, encoded
+from deploy.adapt.prompts import Conversation, file_prompts, task_prompts
+from deploy.adapt.response_file import Written
+from deploy.adapt.responses import write_responses
+from deploy.errors import UserError
+from learner.model.autoregressive.source import Source, open_source
+from rewards import SumsConfig
+from rewards.data.demonstrations import read_demonstrations
+from rewards.data.prompts import user_turn
+from tests.tiny_autoregressive import write_source
+
+PROMPTS = [user_turn(f"what is {number} + {number * number}?") for number in range(10)]
+SAMPLING = Sampling(max_new_tokens=12, temperature=1.0)
+# What a tokenizer that knows no merges makes of a prompt, and more.
+CONTEXT = 512
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    directory = tmp_path_factory.mktemp("source")
+    write_source(directory)
+    return open_source(str(directory))
+
+
+class Says:
+    """A generator that says what it is told to, and dies before the batch that it is told to die at."""
+
+    batch_size = 4
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str], *, dies_at: int = -1) -> None:
+        self._tokenizer, self._texts, self._dies_at = tokenizer, texts, dies_at
+        self.seeds: list[int] = []
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Response]:
+        """One text after another; one that ends in ... is cut there."""
+        if len(self.seeds) // self.batch_size == self._dies_at:
+            raise KeyboardInterrupt
+        self.seeds += seeds
+        texts = [self._texts[(len(self.seeds) - len(prompts) + row) % len(self._texts)] for row in range(len(prompts))]
+        return [
+            Response(
+                token_ids=tuple(self._tokenizer(text.removesuffix("..."))["input_ids"]), is_ended=text[-3:] != "..."
+            )
+            for text in texts
+        ]
+
+
+@pytest.fixture
+def speaker(source: Source, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the next writers use a generator that says such texts."""
+
+    def use(texts: Sequence[str], *, dies_at: int = -1) -> Says:
+        says = Says(source.tokenizer(), texts, dies_at=dies_at)
+        monkeypatch.setattr(responses, "open_generator", lambda *_: says)
+        return says
+
+    return use
+
+
+def kept(path: Path) -> list[str]:
+    return [row.completion for row in read_demonstrations(path)]
+
+
+def in_order(path: Path) -> list[str]:
+    return sorted(path.read_text().splitlines(), key=lambda line: int(json.loads(line)["index"]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_response_does_not_depend_on_its_batch(source: Source, temperature: float) -> None:
+    tokenizer = source.tokenizer()
+    asked = encoded(source, tokenizer, [*PROMPTS[:5], user_turn("hi")], 12)
+    generator = TransformersGenerator(source, [2], replace(SAMPLING, temperature=temperature), "cpu")
+    generator._model.float()
+    together = generator.generate([one.ids for one in asked], [one.index for one in asked])
+    alone = [generator.generate([one.ids], [one.index])[0] for one in asked]
+    assert together == alone
+    others = generator.generate([one.ids for one in asked], [one.index + 100 for one in asked])
+    assert (others == together) == (temperature == 0)
+
+
+def test_greedy_responses_are_those_of_transformers(source: Source) -> None:
+    import torch
+
+    [asked] = encoded(source, source.tokenizer(), PROMPTS[:1], 12)
+    generator = TransformersGenerator(source, [2], replace(SAMPLING, temperature=0.0), "cpu")
+    generator._model.float()
+    ids = torch.tensor([asked.ids])
+    for _ in range(12):
+        ids = torch.cat([ids, generator._model(ids).logits[:, -1:].argmax(-1)], 1)
+    [found] = generator.generate([asked.ids], [0])
+    assert list(found.token_ids) == ids[0, len(asked.ids) :].tolist()[: len(found.token_ids)]
+    assert found.is_ended == (len(found.token_ids) < 12)
+
+
+def test_the_prompts_and_the_models_answers_are_what_sft_reads(source: Source, tmp_path: Path, speaker: Any) -> None:
+    speaker(["the sky is blue."])
+    written = write_responses(source, PROMPTS, tmp_path / "own.jsonl", SAMPLING)
+    rows = read_demonstrations(tmp_path / "own.jsonl")
+    assert sorted(row.messages[0].content for row in rows) == sorted(turns[0].content for turns in PROMPTS)
+    assert {row.completion for row in rows} == {"the sky is blue."}
+    assert (written.num_kept, written.num_cut, written.num_empty) == (10, 0, 0)
+
+
+def test_a_cut_response_keeps_its_whole_sentences_and_an_empty_one_is_left_out(
+    source: Source, tmp_path: Path, speaker: Any
+) -> None:
+    speaker(["It is 4.", 'It is so! "Yes." And then the...', "1. the sky...", " \n"])
+    written = write_responses(source, PROMPTS[:4], tmp_path / "own.jsonl", SAMPLING)
+    assert kept(tmp_path / "own.jsonl") == ["It is 4.", 'It is so! "Yes."']
+    assert (written.num_kept, written.num_cut, written.num_empty) == (2, 2, 2)
+    assert "2 of 4 responses kept, 2 cut after a sentence, 2 left out as empty" in str(written)
+
+
+def test_a_writer_that_is_killed_goes_on_where_it_was(source: Source, tmp_path: Path, speaker: Any) -> None:
+    path, whole = tmp_path / "own.jsonl", tmp_path / "whole.jsonl"
+    all_seeds = speaker(["the sky is blue."]).seeds
+    write_responses(source, PROMPTS, whole, SAMPLING)
+    first = speaker(["the sky is blue."], dies_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        write_responses(source, PROMPTS, path, SAMPLING)
+    assert len(kept(path)) == 8
+    # What a process leaves that is killed while it writes.
+    with path.open("a") as file:
+        file.write('{"messages": [{"role": "us')
+    second = speaker(["the sky is blue."])
+    written = write_responses(source, PROMPTS, path, SAMPLING)
+    assert path.read_text() == whole.read_text()
+    assert first.seeds + second.seeds == all_seeds
+    assert (written.num_answered, written.num_kept) == (10, 10)
+    speaker([], dies_at=0)
+    assert write_responses(source, PROMPTS, path, SAMPLING) == written
+
+
+def test_a_file_of_something_else_is_left_alone(source: Source, tmp_path: Path, speaker: Any) -> None:
+    speaker(["the sky is blue."])
+    path = tmp_path / "own.jsonl"
+    path.write_text("mine\n")
+    with pytest.raises(UserError, match="is there already, and is no file of a model's responses"):
+        write_responses(source, PROMPTS, path, SAMPLING)
+    assert path.read_text() == "mine\n"
+    path.unlink()
+    write_responses(source, PROMPTS, path, SAMPLING)
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"has responses to something else: temperature was 1\.0, and is 0\.5"):
+        write_responses(source, PROMPTS, path, replace(SAMPLING, temperature=0.5))
+    with pytest.raises(UserError, match="has responses to something else: prompts was"):
+        write_responses(source, PROMPTS[1:], path, SAMPLING)
+    assert path.read_bytes() == before
+    path.write_bytes(before[:-9])
+    with pytest.raises(UserError, match="is shorter than it was"):
+        write_responses(source, PROMPTS, path, SAMPLING)
+
+
+def test_prompts_without_room_are_counted_and_all_of_them_refused(source: Source, tmp_path: Path, speaker: Any) -> None:
+    says = speaker(["the sky is blue."])
+    long = user_turn("sky " * CONTEXT)
+    written = write_responses(source, [PROMPTS[0], long, PROMPTS[1]], tmp_path / "own.jsonl", SAMPLING)
+    assert (written.num_kept, written.num_overlong, len(says.seeds)) == (2, 1, 2)
+    assert written.is_whole
+    with pytest.raises(UserError, match="no prompt fits into the context"):
+        write_responses(source, [long], tmp_path / "long.jsonl", SAMPLING)
+    # The longest that fits leaves room for every token of an answer.
+    [one] = encoded(source, source.tokenizer(), PROMPTS[:1], CONTEXT - len(source_ids(source, PROMPTS[0])))
+    assert one.index == 0
+    with pytest.raises(ValueError, match="no prompt fits"):
+        encoded(source, source.tokenizer(), PROMPTS[:1], CONTEXT + 1 - len(source_ids(source, PROMPTS[0])))
+
+
+def source_ids(source: Source, turns: Conversation) -> Sequence[int]:
+    return encoded(source, source.tokenizer(), [turns], 0)[0].ids
+
+
+def test_a_model_that_says_nothing_or_cannot_be_asked_is_refused(source: Source, tmp_path: Path, speaker: Any) -> None:
+    speaker([" "])
+    with pytest.raises(UserError, match="no response is left to train on: 0 of 10 responses kept"):
+        write_responses(source, PROMPTS, tmp_path / "own.jsonl", SAMPLING)
+    base = tmp_path / "base"
+    write_source(base)
+    (base / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="has no chat template, so it cannot be asked"):
+        write_responses(open_source(str(base)), PROMPTS, tmp_path / "base.jsonl", SAMPLING)
+
+
+def test_a_part_of_the_prompts_is_a_fair_sample_and_batches_are_of_like_lengths(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_SORTED", 4)
+    turns = [user_turn("sky " * (length % 5)) if length % 5 else user_turn("a") for length in range(8)]
+    found = encoded(source, source.tokenizer(), turns, 1)
+    assert [{one.index for one in found[:4]}, {one.index for one in found[4:]}] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    lengths = [len(one.ids) for one in found]
+    assert lengths[:4] == sorted(lengths[:4])
+    assert lengths[4:] == sorted(lengths[4:])
+
+
+def test_a_task_is_asked_in_the_words_that_the_policy_sees() -> None:
+    config = SumsConfig()
+    found = task_prompts(config, 5)
+    from rewards import Split, make_task
+
+    assert found == [problem.messages for problem in make_task(config).problems(Split.TRAIN, 5, seed=0)]
+    with pytest.raises(UserError, match="sums"):
+        task_prompts(config, 10**9)
+
+
+def test_prompts_of_files(tmp_path: Path) -> None:
+    plain = tmp_path / "prompts.txt"
+    plain.write_text("\ufefftell me a story\n\n  and another \r\n", encoding="utf-8")
+    assert file_prompts(plain) == [user_turn("tell me a story"), user_turn("and another")]
+    assert file_prompts(plain, 1) == [user_turn("tell me a story")]
+    with pytest.raises(UserError, match="has 2 prompts; ask for at most as many, not 3"):
+        file_prompts(plain, 3)
+    turn, answer = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}
+    rows = [
+        {"prompt": "why?"},
+        {"messages": [turn]},
+        {"messages": [turn, answer]},
+        {"prompt": [turn], "completion": "x"},
+    ]
+    chat = tmp_path / "prompts.jsonl"
+    chat.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert file_prompts(chat) == [user_turn("why?")] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.txt", "\n \n", "a.txt has no prompts; it should have one on each line"),
+        ("b.txt", b"\xff\xfe\x00", "b.txt, its byte order mark says UTF-16"),
+        ("c.jsonl", '{"question": "why?"}', "c.jsonl, line 1: it has question; it should have messages or prompt"),
+        (
+            "d.jsonl",
+            '{"messages": [{"role": "assistant", "content": "so"}]}',
+            "d.jsonl, line 1: messages has the assist",
+        ),
+        ("e.txt", None, "cannot read .*e.txt: no such file or directory"),
+        ("poems", None, "there is no task and no file .*poems; the tasks are countdown, "),
+    ],
+)
+def test_what_holds_no_prompts_is_refused_in_a_sentence(
+    name: str, text: str | bytes | None, sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(UserError, match=sentence):
+        file_prompts(path)
+
+
+def test_a_summary_of_nothing_to_do_is_whole() -> None:
+    assert Written(num_prompts=0).is_whole
