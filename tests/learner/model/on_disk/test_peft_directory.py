@@ -50,7 +50,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "llada2_moe": {"target_modules": ["query_key_value", "shared_experts.up_proj"], "lora_alpha": 16},
     "illada": {"target_modules": ["q_proj", "down_proj"]},
     "llada_moe": {"target_modules": ["v_proj", "o_proj"]},
-    "fast_dllm": {"target_modules": ["k_proj", "gate_proj", "lm_head"]},
+    "fast_dllm": {"target_modules": ["k_proj", "gate_proj"]},
 }
 
 
