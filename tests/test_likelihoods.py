@@ -75,10 +75,13 @@ BLOCK_CAUSAL: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.filterwarnings("ignore:block_length .* is not the 4 slots")
+@pytest.mark.parametrize("predicts_next", [False, True])
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
-def test_a_block_causal_policys_come_back_from_one_row_for_each_completion(policy: Transformer, name: str) -> None:
+def test_a_block_causal_policys_come_back_from_one_row_for_each_completion(
+    policy: Transformer, name: str, predicts_next: bool
+) -> None:
     """Sampled with remembered keys and values, replayed behind clean canvases: all steps of a completion at once."""
-    changes = {"family": "sdar", "block_length": 4}
+    changes = {"family": "sdar", "block_length": 4, "predicts_next": predicts_next}
     causal = make_model(policy.config.model_copy(update=changes))
     causal.load_state_dict(policy.state_dict())
     with torch.no_grad():

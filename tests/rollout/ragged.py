@@ -12,11 +12,12 @@ from learner.model.transformer import Transformer, init_weights
 from rollout.request import Request, SamplingParams
 
 
-def sharp_policy(config: TransformerConfig, sharpness: float) -> Transformer:
+def sharp_policy(config: TransformerConfig, sharpness: float, *, predicts_next: bool = False) -> Transformer:
     """Of SDAR's architecture, in blocks of four. Random networks are almost uniform; sharper logits make orders and
     draws that matter."""
     changes = {"family": "sdar", "block_length": 4, "qk_norm": True, "head_width": 12}
-    model = make_model(TransformerConfig(**config.model_dump() | changes))
+    shape = TransformerConfig(**config.model_dump() | changes)
+    model = make_model(shape.model_copy(update={"predicts_next": predicts_next}))
     init_weights(model, seed=0)
     with torch.no_grad():
         model.head.weight.mul_(sharpness)

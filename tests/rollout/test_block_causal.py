@@ -130,6 +130,40 @@ def test_a_ragged_batch_is_the_slow_sampler_row_by_row(policy: Transformer, chan
                 assert (len(request.prompt_ids) + len(completion.token_ids)) % request.params.block_length == 0
 
 
+SHIFTED: dict[str, dict[str, Any]] = {
+    "blocks of four": {},
+    "blocks of one": {"block_length": 1, "steps_per_block": 1},
+    "a threshold": {"threshold": 0.3, "steps_per_block": None},
+    "edited": {
+        "gen_length": 5,
+        "threshold": 0.3,
+        "editing_threshold": 0.5,
+        "max_post_steps": 2,
+        "steps_per_block": None,
+    },
+}
+
+
+@OTHER_BLOCKS
+@pytest.mark.parametrize("changes", SHIFTED.values(), ids=SHIFTED)
+def test_a_shifted_policys_first_slots_are_predicted_by_the_blocks_before(
+    config: TransformerConfig, changes: dict[str, Any]
+) -> None:
+    """From a column that is remembered, or run anew: both are the slow sampler's, which runs whole canvases."""
+    policy, requests = sharp_policy(config, 4.0, predicts_next=True), _requests(**changes)
+    for engine in ENGINES.values():
+        for request, completion in zip(requests, Sampler(policy, 7, engine).generate(requests), strict=True):
+            _check_equal(completion, sample(policy, request))
+            assert completion.exact
+
+
+def test_a_shifted_policy_runs_one_column_more_than_its_block(config: TransformerConfig) -> None:
+    request = replace(_requests(steps_per_block=4, stop_ids=())[1], prompt_ids=(1,) * 9)
+    sampler = Sampler(sharp_policy(config, 4.0, predicts_next=True), 0)
+    sampler.generate([request])
+    assert sampler.counts.num_tokens == 12 + 2 * 5 + 3 * (8 + 3 * 5)
+
+
 def test_a_row_that_goes_on_to_its_next_block_unseen_sees_that_block(policy: Transformer) -> None:
     requests = _requests(steps_per_block=2)
     for static in (False, True):

@@ -27,9 +27,10 @@ BLOCK, MASK = 4, 38
 FIRST = InnerUpdate(0, 1)
 
 
-@pytest.fixture
-def policy(config: TransformerConfig) -> Transformer:
-    model = make_model(config.model_copy(update={"family": "sdar", "block_length": BLOCK, "qk_norm": True}))
+@pytest.fixture(params=[False, True], ids=["at the slot", "at the slot before"])
+def policy(request: pytest.FixtureRequest, config: TransformerConfig) -> Transformer:
+    changes = {"family": "sdar", "block_length": BLOCK, "qk_norm": True, "predicts_next": request.param}
+    model = make_model(config.model_copy(update=changes))
     init_weights(model, seed=0)
     return model
 

@@ -29,6 +29,13 @@ def model(config: TransformerConfig) -> Transformer:
     return model
 
 
+@pytest.fixture(params=[False, True], ids=["at the slot", "at the slot before"])
+def either(request: pytest.FixtureRequest, model: Transformer) -> Transformer:
+    """Also one whose output predicts the next slot: the first of a block is predicted by the block before."""
+    model.config = model.config.model_copy(update={"predicts_next": request.param})
+    return model
+
+
 def _rows(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 38, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
 
@@ -93,19 +100,19 @@ def test_rows_of_a_forward_may_have_blocks_of_their_own(model: Transformer) -> N
 # Not compiled, FlexAttention warns that it is slow.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flex", [False, True])
-def test_beside_clean_each_block_is_as_in_a_forward_of_its_own(model: Transformer, flex: bool) -> None:
+def test_beside_clean_each_block_is_as_in_a_forward_of_its_own(either: Transformer, flex: bool) -> None:
     clean = _rows(2)
     noisy = _masked(clean)
     with torch.no_grad():
-        logits = _beside(model, noisy, clean, flex=flex)
+        logits = _beside(either, noisy, clean, flex=flex)
         for row in range(2):
             for begin in range(0, LENGTH, BLOCK):
                 alone = torch.cat((clean[row, :begin], noisy[row, begin : begin + BLOCK]))[None]
                 found = logits[row, begin : begin + BLOCK]
-                torch.testing.assert_close(found, model(alone)[0, begin:], atol=1e-5, rtol=0)
+                torch.testing.assert_close(found, either(alone)[0, begin:], atol=1e-5, rtol=0)
 
 
-def test_states_of_a_block_that_share_a_row_do_not_see_each_other(model: Transformer) -> None:
+def test_states_of_a_block_that_share_a_row_do_not_see_each_other(either: Transformer) -> None:
     """Two states of the third block and what fills the row, in a row that has no clean third block."""
     clean = _rows(1)[:, :12]
     states = torch.tensor([[38, 3, 38, 5], [1, 38, 38, 38]])
@@ -113,35 +120,35 @@ def test_states_of_a_block_that_share_a_row_do_not_see_each_other(model: Transfo
     columns = torch.tensor([[*range(8), *range(8, 12), *range(8, 12), 0, 0, 0]])
     chunks = torch.tensor([[-1] * 8 + [0] * 4 + [1] * 4 + [-2] * 3])
     with torch.no_grad():
-        found = model(ids, columns_BL=columns, chunks_BL=chunks)[0]
+        found = either(ids, columns_BL=columns, chunks_BL=chunks)[0]
         for number, state in enumerate(states):
-            alone = model(torch.cat((clean[0, :8], state))[None])[0]
+            alone = either(torch.cat((clean[0, :8], state))[None])[0]
             torch.testing.assert_close(found[8 + 4 * number : 12 + 4 * number], alone[8:], atol=1e-5, rtol=0)
             torch.testing.assert_close(found[:8], alone[:8], atol=1e-5, rtol=0)
 
 
-def test_beside_clean_the_gradient_is_that_of_forwards_of_each_block(model: Transformer) -> None:
+def test_beside_clean_the_gradient_is_that_of_forwards_of_each_block(either: Transformer) -> None:
     clean = _rows(1)
     noisy = _masked(clean)
     weight = torch.randn(LENGTH, 40, generator=torch.Generator().manual_seed(3))
-    (_beside(model, noisy, clean)[0] * weight).sum().backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
+    (_beside(either, noisy, clean)[0] * weight).sum().backward()
+    found = {name: parameter.grad.clone() for name, parameter in either.named_parameters()}
+    either.zero_grad()
     for begin in range(0, LENGTH, BLOCK):
         alone = torch.cat((clean[0, :begin], noisy[0, begin : begin + BLOCK]))[None]
-        (model(alone)[0, begin:] * weight[begin : begin + BLOCK]).sum().backward()
-    for name, parameter in model.named_parameters():
+        (either(alone)[0, begin:] * weight[begin : begin + BLOCK]).sum().backward()
+    for name, parameter in either.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_with_one_slot_a_block_it_is_the_likelihood_of_a_text_from_left_to_right(model: Transformer) -> None:
+def test_with_one_slot_a_block_it_is_the_likelihood_of_a_text_from_left_to_right(either: Transformer) -> None:
     clean = _rows(1)
     blocks = torch.tensor([1])
     with torch.no_grad():
-        at_once = _beside(model, torch.full_like(clean, 38), clean, 1, block_lengths_B=blocks)[0]
+        at_once = _beside(either, torch.full_like(clean, 38), clean, 1, block_lengths_B=blocks)[0]
         for slot in range(LENGTH):
             canvas = torch.cat((clean[0, :slot], torch.tensor([38])))[None]
-            torch.testing.assert_close(at_once[slot], model(canvas, block_lengths_B=blocks)[0, -1], atol=1e-5, rtol=0)
+            torch.testing.assert_close(at_once[slot], either(canvas, block_lengths_B=blocks)[0, -1], atol=1e-5, rtol=0)
 
 
 def test_ids_that_the_config_lacks_are_those_of_the_files_beside_it(shared: Path, tmp_path: Path) -> None:
