@@ -140,8 +140,8 @@ class TransformerConfig(BaseModel):
             raise ValueError(f"moe is {self.moe!r}; a policy of the family {self.family} has {what}")
         if self.moe is not None and is_normalised not in (None, self.moe.is_normalised):
             raise ValueError(
-                f"moe.is_normalised is {self.moe.is_normalised}; a policy of the family {self.family} weighs experts by "
-                "their scores"
+                f"moe.is_normalised is {self.moe.is_normalised}; a policy of the family {self.family} weighs "
+                "experts by their scores"
             )
         if self.moe is not None and max(self.moe.dense_layers, default=0) >= self.num_layers:
             raise ValueError(f"moe.dense_layers has {max(self.moe.dense_layers)}, and num_layers is {self.num_layers}")
