@@ -6,9 +6,22 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from learner.model.attention.scaling import RotaryScaling
 from learner.model.moe.config import MoEConfig
 
-Family = Literal["llada", "dream", "sdar", "sdar_moe", "llada2_moe", "illada", "llada_moe", "fast_dllm"]
+Family = Literal[
+    "llada",
+    "dream",
+    "sdar",
+    "sdar_moe",
+    "llada2_moe",
+    "a2d-llama",
+    "a2d-qwen2",
+    "a2d-qwen3",
+    "illada",
+    "llada_moe",
+    "fast_dllm",
+]
 
 
 class _Facts(NamedTuple):
@@ -18,10 +31,17 @@ class _Facts(NamedTuple):
     predicts_next: bool | None
     qkv_bias: bool | None = None
     qk_norm: bool | None = None
+    scales_positions: bool = False
+    """Whether its rotary positions may be scaled."""
     router: str | None = None
     """How the router of its experts scores; None: it has no experts."""
     is_normalised: bool | None = None
     """Whether the weights of a token's experts are over their sum."""
+
+
+def _adapted(*, qkv_bias: bool, qk_norm: bool) -> _Facts:
+    """An autoregressive architecture with attention opened."""
+    return _Facts(is_block_causal=None, predicts_next=None, qkv_bias=qkv_bias, qk_norm=qk_norm, scales_positions=True)
 
 
 _FACTS: dict[Family, _Facts] = {
@@ -30,6 +50,9 @@ _FACTS: dict[Family, _Facts] = {
     "sdar": _Facts(is_block_causal=True, predicts_next=False),
     "sdar_moe": _Facts(is_block_causal=True, predicts_next=False, router="softmax"),
     "llada2_moe": _Facts(is_block_causal=True, predicts_next=False, router="sigmoid"),
+    "a2d-llama": _adapted(qkv_bias=False, qk_norm=False),
+    "a2d-qwen2": _adapted(qkv_bias=True, qk_norm=False),
+    "a2d-qwen3": _adapted(qkv_bias=False, qk_norm=True),
     "illada": _Facts(is_block_causal=False, predicts_next=False, qkv_bias=False, qk_norm=False),
     "llada_moe": _Facts(
         is_block_causal=False, predicts_next=False, qkv_bias=False, qk_norm=True, router="softmax", is_normalised=False
@@ -84,6 +107,8 @@ class TransformerConfig(BaseModel):
     """Whether the head's matrix is the embedding's."""
     rope_theta: PositiveFloat = 500_000.0
     """Base of the rotary frequencies."""
+    rope_scaling: RotaryScaling | None = None
+    """How rotary positions are scaled; None: not at all."""
     rms_norm_eps: PositiveFloat = 1e-5
     """Added to the mean square before its root."""
     mask_token_id: int
@@ -130,6 +155,8 @@ class TransformerConfig(BaseModel):
                     f"{field} is {getattr(self, field)}; a policy of the family {self.family} "
                     + _SENTENCES[name][expected]
                 )
+        if self.rope_scaling is not None and not facts.scales_positions:
+            raise ValueError(f"rope_scaling is set; d1 computes it of no policy of the family {self.family}")
         return self
 
     @model_validator(mode="after")

@@ -5,9 +5,12 @@ Shape letters: L columns, E what is rotated of a head's width.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from learner.model.attention.scaling import LinearScaling, Llama3Scaling, YarnScaling
 from learner.model.config import TransformerConfig
 
 
@@ -20,13 +23,49 @@ def rope_tables(length: int, config: TransformerConfig, device: torch.device) ->
     positions = torch.arange(length, device=device, dtype=torch.float32)
     angles = torch.outer(positions, rope_frequencies(config, device))
     cos, sin = angles.cos(), angles.sin()
+    if isinstance(config.rope_scaling, YarnScaling):
+        cos, sin = cos * config.rope_scaling.magnitude, sin * config.rope_scaling.magnitude
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def rope_frequencies(config: TransformerConfig, device: torch.device) -> Tensor:
     """Angles [E / 2] that the rotary embedding turns each pair by from one position to the next."""
     exponents = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32) / config.rotary_dim
-    return 1.0 / config.rope_theta**exponents
+    plain = 1.0 / config.rope_theta**exponents
+    match config.rope_scaling:
+        case None:
+            return plain
+        case LinearScaling(factor=factor):
+            return plain / factor
+        case Llama3Scaling() as scaling:
+            return _llama3_frequencies(plain, scaling)
+        case YarnScaling() as scaling:
+            return _yarn_frequencies(plain, scaling, config)
+
+
+def _yarn_frequencies(plain: Tensor, scaling: YarnScaling, config: TransformerConfig) -> Tensor:
+    """Plain up to the pair that makes `beta_fast` turns, divided from that on which makes `beta_slow`."""
+    width, longest = config.rotary_dim, scaling.original_max_position_embeddings
+
+    def pair_of(turns: float) -> float:
+        return width * math.log(longest / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    pairs = torch.arange(len(plain), device=plain.device, dtype=torch.float32)
+    # Where the two are one pair, the step is as steep as in transformers.
+    share = ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
+    return plain / scaling.factor * share + plain * (1 - share)
+
+
+def _llama3_frequencies(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Plain for waves shorter than a share of the longest text, divided for those longer than another."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    waves = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    share = ((waves - low) / (high - low)).clamp(0, 1)
+    return plain / scaling.factor * (1 - share) + plain * share
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

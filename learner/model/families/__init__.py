@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from learner.model.config import Family, TransformerConfig
-from learner.model.families import dream, fast_dllm, illada, llada, llada2, llada_moe, sdar, sdar_moe
+from learner.model.families import a2d, dream, fast_dllm, illada, llada, llada2, llada_moe, sdar, sdar_moe
 from learner.model.families.layout import Layout
 from learner.model.families.raw_config import RawConfig
 
@@ -87,6 +88,18 @@ def _format(names: _Names, expert_names: Mapping[str, tuple[str, ...]] | None = 
     )
 
 
+def _adapted(family: Family) -> FamilyFormat:
+    """The form of an autoregressive architecture: the family has the name of its `model_type`."""
+    return FamilyFormat(
+        model_type=family,
+        read_config=partial(a2d.read_config, family),
+        write_config=a2d.write_config,
+        outer_names=a2d.OUTER_NAMES,
+        block_prefix=a2d.BLOCK_PREFIX,
+        block_names=a2d.BLOCK_NAMES[family],
+    )
+
+
 FAMILIES: dict[Family, FamilyFormat] = {
     "llada": _format(llada),
     "dream": _format(dream),
@@ -94,6 +107,9 @@ FAMILIES: dict[Family, FamilyFormat] = {
     "sdar_moe": _format(sdar_moe, sdar_moe.EXPERT_NAMES),
     # These experts have the names of SDAR's.
     "llada2_moe": _format(llada2, sdar_moe.EXPERT_NAMES),
+    "a2d-llama": _adapted("a2d-llama"),
+    "a2d-qwen2": _adapted("a2d-qwen2"),
+    "a2d-qwen3": _adapted("a2d-qwen3"),
     "illada": _format(illada),
     "llada_moe": _format(llada_moe, sdar_moe.EXPERT_NAMES),
     "fast_dllm": _format(fast_dllm),

@@ -17,7 +17,11 @@ _NO_PAD = -1
 
 
 def read_ids(
-    raw: RawConfig, vocab_size: int, *, mask_token: str | None = None, may_end_by_padding: bool = False
+    raw: RawConfig,
+    vocab_size: int,
+    *,
+    mask_token: str | tuple[str, ...] | None = None,
+    may_end_by_padding: bool = False,
 ) -> dict[str, Any]:
     """Read the four fields of `TransformerConfig` that hold ids.
 
@@ -26,7 +30,7 @@ def read_ids(
     Args:
         raw: the config.
         vocab_size: rows of the embedding.
-        mask_token: the tokenizer's mask token, for a family whose configs may lack its id.
+        mask_token: what the tokenizer may call the mask token, for a family whose configs may lack its id.
         may_end_by_padding: whether the padding id ends a text where the config names no other id.
 
     Raises:
@@ -37,7 +41,8 @@ def read_ids(
     ends += read_list(raw.path.with_name(GENERATION_CONFIG), _EOS, raw.generation.get(_EOS), vocab_size)
     if not ends:
         raise ValueError(f"{raw.path} has no {_EOS}")
-    mask = raw[_MASK] if mask_token is None else raw.mask_token_id(mask_token)
+    names = (mask_token,) if isinstance(mask_token, str) else mask_token
+    mask = raw[_MASK] if names is None else raw.mask_token_id(names)
     if type(mask) is not int:
         raise ValueError(f"{raw.path} has {_MASK} = {mask!r}; it should be an id")
     eos, *others = dict.fromkeys(ends)

@@ -4,7 +4,7 @@ that name the file and the key."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,16 +56,22 @@ class RawConfig:
             if found != value:
                 raise ValueError(f"{self.path} has {key} = {found!r}; d1 computes {key} = {value!r} only")
 
-    def mask_token_id(self, token: str) -> int:
-        """The mask id, by the tokenizer beside the config where that has none. Raises ValueError where neither does."""
+    def mask_token_id(self, tokens: Sequence[str]) -> int:
+        """The mask id. Without one it is the id of the tokenizer's `mask_token`, or of the first of `tokens` it has.
+
+        Raises ValueError where neither the config nor the tokenizer beside it has one.
+        """
         stated: int | None = self.get("mask_token_id")
         if stated is not None:
             return stated
-        for name in (_TOKENIZER_CONFIG, _TOKENIZER):
-            found = _added_tokens(self._beside(name)).get(token)
-            if found is not None:
-                return found
-        raise ValueError(f"{self.path} has no mask_token_id, and the tokenizer beside it has no token {token}")
+        declared = self._beside(_TOKENIZER_CONFIG).get("mask_token")
+        declared = declared.get("content") if isinstance(declared, dict) else declared
+        added = _added_tokens(self._beside(_TOKENIZER)) | _added_tokens(self._beside(_TOKENIZER_CONFIG))
+        for token in (declared, *tokens):
+            if token in added:
+                return added[token]
+        names = " or ".join(tokens)
+        raise ValueError(f"{self.path} has no mask_token_id, and the tokenizer beside it has no token {names}")
 
     @property
     def generation(self) -> Mapping[str, Any]:

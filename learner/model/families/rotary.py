@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from learner.model.attention.scaling import SCALINGS, RotaryScaling
 from learner.model.families.raw_config import RawConfig
 
 if TYPE_CHECKING:
@@ -23,7 +26,8 @@ _KINDS = ("rope_type", "type")
 _OF_ROTARY = ("rope_", "rotary_", "partial_rotary_")
 _READ = (_PARAMETERS, _SCALING, "rotary_dim", "rope_full_precision")
 # Without scaling these do nothing, whatever they are or if they are 1.
-_INERT = ("original_max_position_embeddings",)
+_ORIGINAL = "original_max_position_embeddings"
+_INERT = (_ORIGINAL,)
 _INERT_AT_ONE = ("attention_factor", "factor")
 
 
@@ -35,14 +39,17 @@ class Rotary:
     """Base of the frequencies."""
     width: int | None
     """How much of a head's width is rotated, from its beginning; None: all of it."""
+    scaling: RotaryScaling | None
+    """How positions are scaled; None: not at all."""
 
 
-def read_rotary(raw: RawConfig, partial_of: int | None = None) -> Rotary:
+def read_rotary(raw: RawConfig, partial_of: int | None = None, *, may_scale: bool = False) -> Rotary:
     """Read the rotary settings of a config.
 
     Args:
         raw: the config.
         partial_of: the width of a head, for a family that may rotate a part of it.
+        may_scale: whether the family's positions may be scaled.
 
     Raises:
         ValueError: the base is missing, two settings contradict each other, or they ask for a rotation that d1 does
@@ -50,25 +57,34 @@ def read_rotary(raw: RawConfig, partial_of: int | None = None) -> Rotary:
     """
     stated = list(_stated(raw))
     own = {key: value for key, value in raw.values.items() if key.startswith(_OF_ROTARY) and key not in _READ}
+    scalings: dict[str, RotaryScaling | None] = {}
     for place, settings in [("", own), *stated[1:]]:
-        _check_unscaled(raw, place, settings)
+        if place and may_scale and _is_scaled(settings):
+            scalings[place] = _read_scaling(raw, place, settings)
+        else:
+            _check_unscaled(raw, place, settings, may_scale=may_scale)
+            # Without a kind it may be the base alone that stands there.
+            if any(settings.get(key) for key in _KINDS):
+                scalings[place] = None
+    scaling = _only(raw, scalings)
     theta, factor = _agreed(raw, _THETA, stated), _agreed(raw, _PARTIAL, stated)
     if theta is None:
         raise ValueError(f"{raw.path} has no {_THETA}")
     if partial_of is not None:
-        return Rotary(theta=theta, width=_width(raw, factor, partial_of))
+        return Rotary(theta=theta, width=_width(raw, factor, partial_of), scaling=scaling)
     if factor not in (None, 1):
         raise ValueError(f"{raw.path} has {_PARTIAL} = {factor!r}; of {raw['model_type']} d1 computes 1.0 only")
     if raw.get("rotary_dim") not in (None, raw.get("head_dim")):
         raise ValueError(
             f"{raw.path} has rotary_dim = {raw['rotary_dim']!r}; of {raw['model_type']} d1 rotates whole heads"
         )
-    return Rotary(theta=theta, width=None)
+    return Rotary(theta=theta, width=None, scaling=scaling)
 
 
 def write_rotary(config: TransformerConfig) -> dict[str, Any]:
     """The settings in the spelling that the families' original code reads, as do both versions of transformers."""
-    return {_SCALING: None, _THETA: config.rope_theta}
+    scaling = None if config.rope_scaling is None else config.rope_scaling.model_dump(exclude_none=True)
+    return {_SCALING: scaling, _THETA: config.rope_theta}
 
 
 def _stated(raw: RawConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -87,7 +103,7 @@ def _stated(raw: RawConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"{name}.{key}", value
 
 
-def _check_unscaled(raw: RawConfig, place: str, settings: Mapping[str, Any]) -> None:
+def _check_unscaled(raw: RawConfig, place: str, settings: Mapping[str, Any], *, may_scale: bool) -> None:
     """Raise ValueError that names the setting which asks for more than the plain rotation."""
     # Linear scaling divides positions by its factor.
     plain = ("default", "linear") if _is_one(settings.get("factor")) else ("default",)
@@ -102,10 +118,50 @@ def _check_unscaled(raw: RawConfig, place: str, settings: Mapping[str, Any]) -> 
         )
         if not is_known:
             name = f"{place}.{key}".lstrip(".")
-            raise ValueError(
-                f"{raw.path} has {name} = {value!r}; d1 computes unscaled rotary positions only, which are "
-                "rope_type 'default'"
+            computed = (
+                f"of {raw['model_type']} d1 computes rope_type 'default', " + ", ".join(map(repr, SCALINGS)) + " only"
+                if may_scale
+                else "d1 computes unscaled rotary positions only, which are rope_type 'default'"
             )
+            raise ValueError(f"{raw.path} has {name} = {value!r}; {computed}")
+
+
+def _is_scaled(settings: Mapping[str, Any]) -> bool:
+    """Whether the settings are of one kind of scaling that d1 computes, and no factor of 1."""
+    kinds = [settings[key] for key in _KINDS if settings.get(key) is not None]
+    # Of another type a kind may not be hashable.
+    if not kinds or not isinstance(kinds[0], str) or kinds.count(kinds[0]) != len(kinds):
+        return False
+    return kinds[0] in SCALINGS and not (kinds[0] == "linear" and _is_one(settings.get("factor")))
+
+
+def _read_scaling(raw: RawConfig, place: str, settings: Mapping[str, Any]) -> RotaryScaling:
+    """The scaling of these settings. What is missing or null is as in transformers' `modeling_rope_utils`."""
+    kept = {key: value for key, value in settings.items() if value is not None}
+    kind = next(kept[key] for key in _KINDS if key in kept)
+    given = {key: value for key, value in kept.items() if key not in (*_KINDS, _THETA, _PARTIAL)}
+    if kind == "linear":
+        given = {key: value for key, value in given.items() if key not in _INERT}
+    else:
+        given[_ORIGINAL] = raw.get(_ORIGINAL, given.get(_ORIGINAL, raw["max_position_embeddings"]))
+    try:
+        return SCALINGS[kind](**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, (place, *first["loc"])))
+        has = f"has no {name}" if first["type"] == "missing" else f"has {name} = {first['input']!r}"
+        raise ValueError(f"{raw.path} {has}; of rope_type {kind!r}: {first['msg']}") from error
+
+
+def _only(raw: RawConfig, scalings: Mapping[str, RotaryScaling | None]) -> RotaryScaling | None:
+    """The one scaling that all places name."""
+    first, *others = scalings.items() or [("", None)]
+    for place, scaling in others:
+        if scaling != first[1]:
+            raise ValueError(
+                f"{raw.path} has {first[0]} and {place}, which scale positions differently; they should be equal"
+            )
+    return first[1]
 
 
 def _is_one(value: object) -> bool:

@@ -23,6 +23,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "dream": {"predicts_next": True, "qkv_bias": True},
     "sdar": _BLOCKS,
     "sdar_moe": _BLOCKS | {"moe": MoEConfig(router="softmax", **_ROUTED)},
+    "a2d-llama": {},
+    "a2d-qwen2": {"predicts_next": True, "qkv_bias": True},
+    "a2d-qwen3": _BLOCKS,
     "llada2_moe": _BLOCKS | {"rotary_width": 8, "moe": MoEConfig(**_ROUTED | _SIGMOID)},
     "illada": {},
     "llada_moe": {"qk_norm": True, "moe": MoEConfig(router="softmax", is_normalised=False, **_ROUTED)},
@@ -30,6 +33,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 families = pytest.mark.parametrize("family", OF_FAMILY)
+unscaled = pytest.mark.parametrize("family", [family for family in OF_FAMILY if not family.startswith("a2d")])
 
 
 def _shape(config: TransformerConfig, family: str) -> TransformerConfig:
@@ -91,7 +95,7 @@ def test_a_config_may_begin_with_a_byte_order_mark(config: TransformerConfig, tm
     assert load_config(tmp_path) == _shape(config, "sdar")
 
 
-@families
+@unscaled
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

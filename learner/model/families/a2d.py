@@ -1,0 +1,113 @@
+"""The adapted families: Llama, Qwen2 and Qwen3 as transformers has them, with attention opened.
+
+A checkpoint is the autoregressive one's: its config under another `model_type`, and tensors of the same names. dllm's
+Tiny-A2D and OPDLM are of this form, with full attention and without a shift. Beside the original keys d1 reads
+`mask_token_id`, `block_size` (null or absent: every slot sees every other) and `right_shift_logits` (whether the output
+at a slot predicts the next one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from learner.model.config import Family, TransformerConfig
+from learner.model.families import dream, sdar
+from learner.model.families.ids import read_ids
+from learner.model.families.raw_config import RawConfig
+from learner.model.families.rotary import read_rotary, write_rotary
+
+# The names of Qwen2, which Dream began as, and of Qwen3.
+OUTER_NAMES, BLOCK_PREFIX = dream.OUTER_NAMES, dream.BLOCK_PREFIX
+BLOCK_NAMES: Mapping[str, Mapping[str, str]] = {
+    "a2d-llama": dream.BLOCK_NAMES,
+    "a2d-qwen2": dream.BLOCK_NAMES,
+    "a2d-qwen3": sdar.BLOCK_NAMES,
+}
+# dllm's class comes first: it is written.
+_ARCHITECTURES = {
+    "a2d-llama": ("A2DLlamaLMHeadModel", "LlamaForCausalLM"),
+    "a2d-qwen2": ("A2DQwen2LMHeadModel", "Qwen2ForCausalLM"),
+    "a2d-qwen3": ("A2DQwen3LMHeadModel", "Qwen3ForCausalLM"),
+}
+# What a config must say, if it says anything, for our transformer to be the same function.
+_FIXED: dict[str, Any] = {"attention_dropout": 0.0, "hidden_act": "silu"}
+_FIXED_OF: Mapping[str, dict[str, Any]] = {
+    "a2d-llama": _FIXED | {"attention_bias": False, "mlp_bias": False},
+    # Its code has these biases whatever the config says.
+    "a2d-qwen2": _FIXED | {"attention_bias": True, "use_mrope": False, "use_sliding_window": False},
+    "a2d-qwen3": _FIXED | {"attention_bias": False, "use_sliding_window": False},
+}
+# Of dllm, OPDLM and others.
+_MASKS = ("<|mask|>", "<|MASK|>", "<|mdm_mask|>")
+
+
+def read_config(family: Family, raw: RawConfig) -> TransformerConfig:
+    """Our config from an adapted checkpoint's, and from its tokenizer and `generation_config.json` where it says less.
+
+    Raises:
+        ValueError: a key is missing, or asks for a variant that our transformer does not compute.
+    """
+    raw.check(_FIXED_OF[family], may_lack=True)
+    _check_architecture(family, raw)
+    vocab_size, rotary = raw["vocab_size"], read_rotary(raw, may_scale=True)
+    return TransformerConfig(
+        family=family,
+        vocab_size=vocab_size,
+        d_model=raw["hidden_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=raw["num_attention_heads"],
+        num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
+        head_width=raw["head_dim"] if family == "a2d-qwen3" else raw.get("head_dim"),
+        mlp_hidden_size=raw["intermediate_size"],
+        max_sequence_length=raw["max_position_embeddings"],
+        qkv_bias=family == "a2d-qwen2",
+        qk_norm=family == "a2d-qwen3",
+        block_length=raw.get("block_size"),
+        predicts_next=raw.get("right_shift_logits", False),
+        tied_embeddings=raw.get("tie_word_embeddings", False),
+        rope_theta=rotary.theta,
+        rope_scaling=rotary.scaling,
+        rms_norm_eps=raw["rms_norm_eps"],
+        **read_ids(raw, vocab_size, mask_token=_MASKS),
+    )
+
+
+def _check_architecture(family: Family, raw: RawConfig) -> None:
+    known = _ARCHITECTURES[family]
+    for name in raw.get("architectures", []):
+        if name not in known:
+            raise ValueError(
+                f"{raw.path} has {name!r} in architectures; of {family} d1 computes {known[0]!r} and {known[1]!r} only"
+            )
+
+
+def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """The `config.json` of the autoregressive architecture, with the keys that d1 and dllm add."""
+    fixed = _FIXED_OF[config.family]
+    # Where heads share the stream, some versions of transformers take null for a width.
+    head_dim = {} if config.head_width is None and config.family != "a2d-qwen3" else {"head_dim": config.head_dim}
+    return {
+        "model_type": config.family,
+        "architectures": [_ARCHITECTURES[config.family][0]],
+        **{key: value for key, value in fixed.items() if key != "use_mrope"},
+        **write_rotary(config),
+        "block_size": config.block_length,
+        "bos_token_id": config.eos_token_id,
+        "eos_token_id": config.eos_token_id,
+        **head_dim,
+        "hidden_size": config.d_model,
+        "initializer_range": 0.02,
+        "intermediate_size": config.mlp_hidden_size,
+        "mask_token_id": config.mask_token_id,
+        "max_position_embeddings": config.max_sequence_length,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "pad_token_id": config.pad_token_id,
+        "right_shift_logits": config.predicts_next,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "use_cache": False,
+        "vocab_size": config.vocab_size,
+    }
