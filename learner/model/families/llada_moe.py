@@ -12,7 +12,7 @@ from learner.model.config import TransformerConfig
 from learner.model.families import sdar_moe
 from learner.model.families.ids import read_ids
 from learner.model.families.raw_config import RawConfig
-from learner.model.families.rotary import read_rotary, write_rotary
+from learner.model.families.shape import read_shape, write_shape
 from learner.model.moe.config import MoEConfig
 
 MODEL_TYPE = "llada"
@@ -50,23 +50,16 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         raw.check({"architectures": _ARCHITECTURES[0]}, may_lack=True)
     raw.check(_FIXED, may_lack=False)
     raw.check(_FIXED_DEFAULTS, may_lack=True)
-    vocab_size, moe = raw["vocab_size"], _read_moe(raw)
+    moe = _read_moe(raw)
     return TransformerConfig(
         family="llada_moe",
-        vocab_size=vocab_size,
-        d_model=raw["hidden_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
+        **read_shape(raw),
         # Published checkpoints have no dense layer, and need no width of one.
         mlp_hidden_size=raw.get("dense_intermediate_size", moe.expert_width),
         moe=moe,
-        max_sequence_length=raw["max_position_embeddings"],
         qk_norm=True,
         tied_embeddings=raw.get("tie_word_embeddings", False),
-        rope_theta=read_rotary(raw).theta,
-        rms_norm_eps=raw["rms_norm_eps"],
-        **read_ids(raw, vocab_size, mask_token=_MASK, may_end_by_padding=True),
+        **read_ids(raw, raw["vocab_size"], mask_token=_MASK, may_end_by_padding=True),
     )
 
 
@@ -96,27 +89,14 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "architectures": _ARCHITECTURES[0],
         **_FIXED,
         **_FIXED_DEFAULTS,
-        **write_rotary(config),
+        **write_shape(config),
         "dense_intermediate_size": config.mlp_hidden_size,
-        "eos_token_id": config.eos_token_id,
         "expert_intermediate_size": moe.expert_width,
-        "hidden_size": config.d_model,
-        "initializer_range": 0.02,
-        "mask_token_id": config.mask_token_id,
-        "max_position_embeddings": config.max_sequence_length,
         "moe_layer_freq": [int(layer not in moe.dense_layers) for layer in range(config.num_layers)],
         "norm_topk_prob": moe.is_normalised,
-        "num_attention_heads": config.num_heads,
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.experts_per_token,
-        "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": config.num_kv_heads,
         "output_router_logits": False,
-        "pad_token_id": config.pad_token_id,
         "partial_rotary_factor": 1.0,
-        "rms_norm_eps": config.rms_norm_eps,
         "router_aux_loss_coef": 0.01,
-        "tie_word_embeddings": config.tied_embeddings,
-        "use_cache": False,
-        "vocab_size": config.vocab_size,
     }
