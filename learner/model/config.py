@@ -9,7 +9,19 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Posit
 from learner.model.attention.scaling import RotaryScaling
 from learner.model.moe.config import MoEConfig
 
-Family = Literal["llada", "dream", "sdar", "sdar_moe", "llada2_moe", "a2d-llama", "a2d-qwen2", "a2d-qwen3"]
+Family = Literal[
+    "llada",
+    "dream",
+    "sdar",
+    "sdar_moe",
+    "llada2_moe",
+    "a2d-llama",
+    "a2d-qwen2",
+    "a2d-qwen3",
+    "illada",
+    "llada_moe",
+    "fast_dllm",
+]
 
 
 class _Facts(NamedTuple):
@@ -23,6 +35,8 @@ class _Facts(NamedTuple):
     """Whether its rotary positions may be scaled."""
     router: str | None = None
     """How the router of its experts scores; None: it has no experts."""
+    is_normalised: bool | None = None
+    """Whether the weights of a token's experts are over their sum."""
 
 
 def _adapted(*, qkv_bias: bool, qk_norm: bool) -> _Facts:
@@ -39,6 +53,11 @@ _FACTS: dict[Family, _Facts] = {
     "a2d-llama": _adapted(qkv_bias=False, qk_norm=False),
     "a2d-qwen2": _adapted(qkv_bias=True, qk_norm=False),
     "a2d-qwen3": _adapted(qkv_bias=False, qk_norm=True),
+    "illada": _Facts(is_block_causal=False, predicts_next=False, qkv_bias=False, qk_norm=False),
+    "llada_moe": _Facts(
+        is_block_causal=False, predicts_next=False, qkv_bias=False, qk_norm=True, router="softmax", is_normalised=False
+    ),
+    "fast_dllm": _Facts(is_block_causal=True, predicts_next=True, qkv_bias=True, qk_norm=False),
 }
 _SENTENCES = {
     "is_block_causal": ("is bidirectional and has none", "is block-causal and has one"),
@@ -142,10 +161,15 @@ class TransformerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _experts(self) -> TransformerConfig:
-        router = _FACTS[self.family].router
+        router, is_normalised = _FACTS[self.family].router, _FACTS[self.family].is_normalised
         if (None if self.moe is None else self.moe.router) != router:
             what = "no experts" if router is None else f"experts behind a {router} router"
             raise ValueError(f"moe is {self.moe!r}; a policy of the family {self.family} has {what}")
+        if self.moe is not None and is_normalised not in (None, self.moe.is_normalised):
+            raise ValueError(
+                f"moe.is_normalised is {self.moe.is_normalised}; a policy of the family {self.family} weighs "
+                "experts by their scores"
+            )
         if self.moe is not None and max(self.moe.dense_layers, default=0) >= self.num_layers:
             raise ValueError(f"moe.dense_layers has {max(self.moe.dense_layers)}, and num_layers is {self.num_layers}")
         return self

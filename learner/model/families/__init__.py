@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from learner.model.config import Family, TransformerConfig
-from learner.model.families import a2d, dream, llada, llada2, sdar, sdar_moe
+from learner.model.families import a2d, dream, fast_dllm, illada, llada, llada2, llada_moe, sdar, sdar_moe
 from learner.model.families.layout import Layout
 from learner.model.families.raw_config import RawConfig
 
@@ -105,11 +105,14 @@ FAMILIES: dict[Family, FamilyFormat] = {
     "dream": _format(dream),
     "sdar": _format(sdar),
     "sdar_moe": _format(sdar_moe, sdar_moe.EXPERT_NAMES),
-    # Its experts have the names of SDAR's.
+    # These experts have the names of SDAR's.
     "llada2_moe": _format(llada2, sdar_moe.EXPERT_NAMES),
     "a2d-llama": _adapted("a2d-llama"),
     "a2d-qwen2": _adapted("a2d-qwen2"),
     "a2d-qwen3": _adapted("a2d-qwen3"),
+    "illada": _format(illada),
+    "llada_moe": _format(llada_moe, sdar_moe.EXPERT_NAMES),
+    "fast_dllm": _format(fast_dllm),
 }
 
 _OTHER_FORMS = {
@@ -130,10 +133,12 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     if others := [kind for kind in raw.get("layer_types", []) if kind != "full_attention"]:
         raise ValueError(f"{raw.path} has {others[0]!r} in layer_types; d1 computes 'full_attention' only")
     model_type = raw["model_type"]
+    if model_type == llada_moe.MODEL_TYPE and llada_moe.is_own(raw):
+        return llada_moe.read_config(raw)
     for family in FAMILIES.values():
         if family.model_type == model_type:
             return family.read_config(raw)
     if model_type in _OTHER_FORMS:
         raise ValueError(f"{raw.path} has model_type {model_type!r}: {_OTHER_FORMS[model_type]}")
-    known = ", ".join(repr(family.model_type) for family in FAMILIES.values())
+    known = ", ".join(dict.fromkeys(repr(family.model_type) for family in FAMILIES.values()))
     raise ValueError(f"{raw.path} has model_type {model_type!r}; d1 reads {known}")

@@ -12,7 +12,8 @@ from typing import Any
 from learner.model.config import TransformerConfig
 from learner.model.families.ids import read_ids
 from learner.model.families.raw_config import RawConfig
-from learner.model.families.rotary import read_rotary, write_rotary
+from learner.model.families.rotary import read_rotary
+from learner.model.families.shape import write_shape
 
 MODEL_TYPE = "Dream"
 
@@ -75,20 +76,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     return {
         "model_type": MODEL_TYPE,
         **_FIXED_DEFAULTS,
-        **write_rotary(config),
-        "eos_token_id": config.eos_token_id,
-        "hidden_size": config.d_model,
-        "initializer_range": 0.02,
+        **write_shape(config),
         "intermediate_size": config.mlp_hidden_size,
-        "mask_token_id": config.mask_token_id,
-        "max_position_embeddings": config.max_sequence_length,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": config.num_kv_heads,
-        "pad_token_id": config.pad_token_id,
-        "rms_norm_eps": config.rms_norm_eps,
         "sliding_window": None,
-        "tie_word_embeddings": config.tied_embeddings,
-        "use_cache": False,
-        "vocab_size": config.vocab_size,
     }

@@ -46,7 +46,7 @@ _FIXED: dict[str, Any] = {
 # The same, but without the key the original code does what we do.
 _FIXED_DEFAULTS: dict[str, Any] = {
     "alibi": False,
-    # LLaDA-MoE has the same model_type.
+    # LLaDA-MoE has the same model_type, and a table of its own (`llada_moe.py`).
     "architectures": ["LLaDAModelLM"],
     "attention_layer_norm": False,
     "bias_for_layer_norm": False,

@@ -12,7 +12,7 @@ from typing import Any
 from learner.model.config import Family, TransformerConfig
 from learner.model.families.ids import read_ids
 from learner.model.families.raw_config import RawConfig
-from learner.model.families.rotary import read_rotary, write_rotary
+from learner.model.families.shape import read_shape, write_shape
 from learner.model.moe.config import MoEConfig
 
 MODEL_TYPE = "sdar"
@@ -63,24 +63,16 @@ def read_config_of(
 ) -> TransformerConfig:
     """The same for a form of SDAR: what its config must say, if it says anything, and its experts."""
     raw.check(fixed, may_lack=True)
-    vocab_size = raw["vocab_size"]
     return TransformerConfig(
         family=family,
-        vocab_size=vocab_size,
-        d_model=raw["hidden_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
+        **read_shape(raw),
         head_width=raw["head_dim"],
         mlp_hidden_size=raw["intermediate_size"],
         moe=moe,
-        max_sequence_length=raw["max_position_embeddings"],
         qk_norm=True,
         block_length=raw.get("block_size", _BLOCK_LENGTH),
         tied_embeddings=raw.get("tie_word_embeddings", False),
-        rope_theta=read_rotary(raw).theta,
-        rms_norm_eps=raw["rms_norm_eps"],
-        **read_ids(raw, vocab_size, mask_token=_MASK),
+        **read_ids(raw, raw["vocab_size"], mask_token=_MASK),
     )
 
 
@@ -89,25 +81,12 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
     return {
         "model_type": MODEL_TYPE,
         **FIXED_DEFAULTS,
-        **write_rotary(config),
+        **write_shape(config),
         "block_size": config.block_length,
         "bos_token_id": config.eos_token_id,
-        "eos_token_id": config.eos_token_id,
         "fuse_cross_entropy": True,
         "head_dim": config.head_dim,
-        "hidden_size": config.d_model,
-        "initializer_range": 0.02,
         "intermediate_size": config.mlp_hidden_size,
-        "mask_token_id": config.mask_token_id,
-        "max_position_embeddings": config.max_sequence_length,
         "max_window_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": config.num_kv_heads,
-        "pad_token_id": config.pad_token_id,
-        "rms_norm_eps": config.rms_norm_eps,
         "sliding_window": None,
-        "tie_word_embeddings": config.tied_embeddings,
-        "use_cache": False,
-        "vocab_size": config.vocab_size,
     }

@@ -194,6 +194,10 @@ def test_a_shape_that_no_model_has_is_refused(shape: dict[str, Any], sentence: s
         ({"moe": None}, "moe is None; a policy of the family llada2_moe has experts behind a sigmoid router"),
         ({"family": "sdar_moe"}, "a policy of the family sdar_moe has experts behind a softmax router"),
         ({"family": "sdar"}, "a policy of the family sdar has no experts"),
+        (
+            {"family": "llada_moe", "block_length": None, "moe": SOFTMAX},
+            "moe.is_normalised is True; a policy of the family llada_moe weighs experts by their scores",
+        ),
         ({"num_layers": 1, "moe": SIGMOID | {"dense_layers": (0, 1)}}, "moe.dense_layers has 1, and num_layers is 1"),
         ({"rotary_width": 5}, "rotary_width 5 must be even, and at most a head's 12"),
         ({"rotary_width": 14}, "rotary_width 14 must be even, and at most a head's 12"),

@@ -10,6 +10,7 @@ from deploy.requests.body import CompletionRequest
 from rollout.request import canvas_of
 from tests.adapted import adapted
 from tests.deploy.service.app.asking import assert_error, events_of
+from tests.tiny_published import FAMILIES, publish
 
 ASK = {"prompt": [7, 8, 9, 10, 11], "seed": 1, "temperature": 1.0}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -58,6 +59,20 @@ def test_a_block_causal_checkpoint_is_served_streamed_and_live(serve, shared, tm
     assert [slot["step"] for slot in last["slots"]] == expected.step_map[:gen_length].tolist()
     assert (last["step"], last["num_steps"]) == (expected.num_forwards, None)
     assert frames[-1]["text"] == choice["text"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_another_family_is_served_as_it_is_published(serve, tmp_path, family):
+    publish(tmp_path, family)
+    service, client = serve(tmp_path / "model")
+    body = ASK | {"diffusion": {"gen_length": 8, "return_step_map": True}}
+    _, expected, config = asked(service, body)
+    assert config.family == family
+    (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    assert choice["diffusion"]["token_ids"] == expected.token_ids[: expected.num_tokens].tolist()
+    chunks, is_done = events_of(client.post("/v1/completions", json=body | STREAM))
+    assert is_done
+    assert "".join(one["text"] for chunk in chunks for one in chunk["choices"]) == choice["text"]
 
 
 def test_what_generation_config_says_ends_a_text_ends_it(serve, shared, tmp_path):

@@ -27,6 +27,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "a2d-qwen2": {"predicts_next": True, "qkv_bias": True},
     "a2d-qwen3": _BLOCKS,
     "llada2_moe": _BLOCKS | {"rotary_width": 8, "moe": MoEConfig(**_ROUTED | _SIGMOID)},
+    "illada": {},
+    "llada_moe": {"qk_norm": True, "moe": MoEConfig(router="softmax", is_normalised=False, **_ROUTED)},
+    "fast_dllm": {"block_length": 4, "predicts_next": True, "qkv_bias": True},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 families = pytest.mark.parametrize("family", OF_FAMILY)
@@ -176,11 +179,12 @@ def test_layers_of_another_kind_are_refused(config: TransformerConfig, tmp_path:
     assert said == "config.json has 'sliding_attention' in layer_types; d1 computes 'full_attention' only"
 
 
-@pytest.mark.parametrize("family", ["llada", "dream", "sdar", "sdar_moe", "a2d-llama"])
+@pytest.mark.parametrize("family", [family for family in OF_FAMILY if family != "llada2_moe"])
 def test_a_family_that_rotates_whole_heads_refuses_a_part(
     config: TransformerConfig, tmp_path: Path, family: str
 ) -> None:
     raw = _raw(config, family) | {"rope_theta": 1e6}
+    raw.pop("partial_rotary_factor", None)
     for whole in ({"partial_rotary_factor": 1.0}, {"rope_parameters": {"partial_rotary_factor": 1}}):
         assert _load(tmp_path, raw | whole) == _shape(config, family)
     for part in ({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}):
@@ -264,7 +268,7 @@ def test_where_no_id_ends_a_text_padding_does_for_families_whose_code_says_so(
     for family in OF_FAMILY:
         raw = {key: value for key, value in _raw(config, family).items() if key != "eos_token_id"}
         raw |= {"rope_theta": 1e6, "pad_token_id": 7}
-        if family in ("dream", "llada2_moe"):
+        if family in ("dream", "llada2_moe", "llada_moe"):
             assert _load(tmp_path, raw).stop_ids == (7,)
             assert _refusal(tmp_path, raw | {"pad_token_id": None}) == "config.json has no eos_token_id"
         else:

@@ -50,6 +50,9 @@ TARGETS: dict[str, dict[str, Any]] = {
     "a2d-qwen2": {"target_modules": ["q_proj", "gate_proj"], "layers_to_transform": [0]},
     # Query, key and value are one layer.
     "llada2_moe": {"target_modules": ["query_key_value", "shared_experts.up_proj"], "lora_alpha": 16},
+    "illada": {"target_modules": ["q_proj", "down_proj"]},
+    "llada_moe": {"target_modules": ["v_proj", "o_proj"]},
+    "fast_dllm": {"target_modules": ["k_proj", "gate_proj"]},
 }
 
 
@@ -70,6 +73,9 @@ def shapes(config: TransformerConfig, moe_config: TransformerConfig) -> dict[str
         "sdar_moe": SDAR_MOE,
         "a2d-llama": {"family": "a2d-llama", "block_length": 4},
         "a2d-qwen2": {"family": "a2d-qwen2", "predicts_next": True, "qkv_bias": True},
+        "illada": {"family": "illada"},
+        "llada_moe": {"family": "llada_moe", "qk_norm": True, "moe": SDAR_MOE["moe"] | {"is_normalised": False}},
+        "fast_dllm": {"family": "fast_dllm", "block_length": 4, "predicts_next": True, "qkv_bias": True},
     }
     of_config = {name: TransformerConfig(**config.model_dump() | value) for name, value in values.items()}
     return of_config | {"llada2_moe": moe_config}

@@ -28,6 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dream": {"family": "dream", "predicts_next": True, "qkv_bias": True},
     "sdar": SDAR,
     "a2d-qwen3": SDAR | {"family": "a2d-qwen3"},
+    "illada": {"family": "illada"},
 }
 
 

@@ -1,0 +1,46 @@
+"""The keys in which transformers' Llama and the architectures after it state a policy's shape and its ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from learner.model.config import TransformerConfig
+from learner.model.families.raw_config import RawConfig
+from learner.model.families.rotary import read_rotary, write_rotary
+
+
+def read_shape(raw: RawConfig) -> dict[str, Any]:
+    """Read the fields of `TransformerConfig` that all of them state.
+
+    Raises ValueError that names a missing key, or rotary positions that are scaled.
+    """
+    return {
+        "vocab_size": raw["vocab_size"],
+        "d_model": raw["hidden_size"],
+        "num_layers": raw["num_hidden_layers"],
+        "num_heads": raw["num_attention_heads"],
+        "num_kv_heads": raw.get("num_key_value_heads", raw["num_attention_heads"]),
+        "max_sequence_length": raw["max_position_embeddings"],
+        "rope_theta": read_rotary(raw).theta,
+        "rms_norm_eps": raw["rms_norm_eps"],
+    }
+
+
+def write_shape(config: TransformerConfig) -> dict[str, Any]:
+    """The same keys of a policy, with its rotary positions and its ids."""
+    return {
+        **write_rotary(config),
+        "eos_token_id": config.eos_token_id,
+        "hidden_size": config.d_model,
+        "initializer_range": 0.02,
+        "mask_token_id": config.mask_token_id,
+        "max_position_embeddings": config.max_sequence_length,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "pad_token_id": config.pad_token_id,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tied_embeddings,
+        "use_cache": False,
+        "vocab_size": config.vocab_size,
+    }
