@@ -46,7 +46,8 @@ class SftConfig(BaseModel):
 
     data: Path | None = None
     """Examples: a file or a directory, on every machine at this path, or a dataset of the hub, as `task.train_data`;
-    rows of `messages`, of `prompt` and `completion`, or of s1K's columns. Without it the task's own demonstrations."""
+    rows of `messages`, of `prompt` and `completion`, of s1K's columns, or of `text`. Or plain text: `.txt` and `.md`
+    files. Without it the task's own demonstrations."""
     num_labels: PositiveInt | None = None
     """Examples to train on: the first training problems, or the first of `data`, of which none means all. More
     optimizer steps reuse the same examples under other masks."""
@@ -59,7 +60,8 @@ class SftConfig(BaseModel):
     alone. Absent: a worker's examples of the step all at once. The update does not depend on it. Where a GPU's memory
     runs out, the run halves it by itself."""
     max_tokens: PositiveInt | None = None
-    """Longest example of `data`, prompt and completion together (d1: 4096); none is the canvas of the rollout."""
+    """Longest example of `data`, prompt and completion together (d1: 4096), and the length of the chunks that a plain
+    text is cut into; none is the canvas of the rollout."""
     overlong: Literal["drop", "truncate"] = "drop"
     """Examples of `data` above `max_tokens`: `drop` leaves them out, `truncate` keeps their first tokens, as d1 does,
     which cuts off the answer. Both are counted."""
@@ -71,8 +73,8 @@ class SftConfig(BaseModel):
     slots. Needs `eos_padding: ignored`."""
     num_eval: NonNegativeInt = 0
     """Examples that are held out for the evaluation loss; 0 has none. Of `data` a fixed choice by prompt, more only
-    where several share one; else the first validation problems, or without any the first
-    held-out ones."""
+    where several share one, or chunks of plain texts that are held out whole; else the first validation problems, or
+    without any the first held-out ones."""
     eval_every_steps: NonNegativeInt = 0
     """Also take the evaluation loss after every so many steps; 0 does so only at the start and the end."""
     normalize_by: Literal["row", "slot"] = "row"
