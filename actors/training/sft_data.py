@@ -31,6 +31,8 @@ class SftData:
     """For the evaluation loss; None where the recipe asks for none."""
     facts: dict[str, Any]
     """What the run log's `sft_data` says about them."""
+    tokenizer: ChatTokenizer
+    """What they were encoded with."""
 
 
 def load_sft_data(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> SftData:
@@ -60,6 +62,7 @@ def load_sft_data(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> Sft
             "padding_share": round(padding_share(num_tokens, documents.ids.shape[1]), 4),
             "packed_padding_share": round(packed_padding_share(num_tokens, spec.sft.batch_size), 4),
         },
+        tokenizer=tokenizer,
     )
 
 

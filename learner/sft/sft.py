@@ -77,6 +77,9 @@ class SftConfig(BaseModel):
     without any the first held-out ones."""
     eval_every_steps: NonNegativeInt = 0
     """Also take the evaluation loss after every so many steps; 0 does so only at the start and the end."""
+    num_samples: NonNegativeInt = 0
+    """Completions of held-out prompts to show with each evaluation loss, by the learner at temperature 0 and the first
+    schedule of the evaluation; 0 shows none. At most `num_eval`."""
     normalize_by: Literal["row", "slot"] = "row"
     """What the loss is a mean over: `row`, the examples, of each one's mean over its completion slots (LLaDA, d1); or
     `slot`, all completion slots of the batch, so that long answers weigh more. The two differ where examples do: with
@@ -100,6 +103,11 @@ class SftConfig(BaseModel):
             raise ValueError(
                 "packing is true and eos_padding is trained, which leaves no example shorter than its canvas; "
                 "take eos_padding: ignored, or leave packing out"
+            )
+        if self.num_samples > self.num_eval:
+            raise ValueError(
+                f"num_samples is {self.num_samples} and num_eval is {self.num_eval}: samples complete the prompts of "
+                "held-out examples; take a larger num_eval"
             )
         if self.num_steps and self.refusal is not None:
             raise ValueError(self.refusal)
