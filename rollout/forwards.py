@@ -270,10 +270,12 @@ class Forwards:
 
     def _windows(self, rows: Sequence[ActiveRow]) -> tuple[list[int], list[int]]:
         """The columns of each row that are run beside what is remembered: the first, and the one after the last."""
-        if rows[0].kind.remembers_finished:
-            return [row.num_remembered for row in rows], [row.length for row in rows]
-        # A family whose predictions come from the column before needs that column too. (Asked on the CPU: no wait.)
+        # A policy whose predictions come from the column before needs that column too. (Asked on the CPU: no wait.)
         begins = self.model.predicting_columns(torch.tensor([row.block_start for row in rows])).tolist()
+        if rows[0].kind.remembers_finished:
+            # What is remembered of that column is written once more, and is the same.
+            first = [min(begin, row.num_remembered) for begin, row in zip(begins, rows, strict=True)]
+            return first, [row.length for row in rows]
         ends = [
             row.length
             if row.request.params.cache is Cache.PREFIX

@@ -144,7 +144,8 @@ def _block_causal_steps(recipe: RunConfig, shape: TransformerConfig, params: Sam
         steps = _steps_for(params, seen - max(begin, prompt_tokens))
         first, later = (
             _step_flops(recipe, shape, seen - remembered, seen, block),
-            _step_flops(recipe, shape, block, seen, block),
+            # A policy that predicts the next slot also runs the one before the block.
+            _step_flops(recipe, shape, block + shape.predicts_next * (begin > 0), seen, block),
         )
         found += [Steps(count=1, flops=first, is_cached=True), Steps(count=steps - 1, flops=later, is_cached=True)]
         remembered, begin = begin, seen

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from learner.model.adapter import Adapter, check_under_peft, put_beside, read_chain, write_adapter
+from learner.model.attention.rotary import rope_frequencies
 from learner.model.checkpoint_files import (
     INDEX,
     LEARNER_STATE,
@@ -50,7 +51,7 @@ from learner.model.storage.reading import Extent, read_extents
 from learner.model.storage.references import write_references
 from learner.model.storage.throughput import Say, Throughput
 from learner.model.tokenizer import TOKENIZER_FILES
-from learner.model.transformer import Transformer, rope_frequencies
+from learner.model.transformer import Transformer
 
 # As safetensors names them. Quantised weights mean nothing without their scales.
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from learner.model.moe.config import MoEConfig
 
 Family = Literal["llada", "dream", "sdar", "sdar_moe", "llada2_moe"]
-_BLOCK_CAUSAL = ("sdar", "sdar_moe", "llada2_moe")
-_ROUTERS = {"sdar_moe": "softmax", "llada2_moe": "sigmoid"}
+
+
+class _Facts(NamedTuple):
+    """What a family is; None: it may be either."""
+
+    is_block_causal: bool | None
+    predicts_next: bool | None
+    qkv_bias: bool | None = None
+    qk_norm: bool | None = None
+    router: str | None = None
+    """How the router of its experts scores; None: it has no experts."""
+
+
+_FACTS: dict[Family, _Facts] = {
+    "llada": _Facts(is_block_causal=False, predicts_next=False),
+    "dream": _Facts(is_block_causal=False, predicts_next=True, qkv_bias=True),
+    "sdar": _Facts(is_block_causal=True, predicts_next=False),
+    "sdar_moe": _Facts(is_block_causal=True, predicts_next=False, router="softmax"),
+    "llada2_moe": _Facts(is_block_causal=True, predicts_next=False, router="sigmoid"),
+}
+_SENTENCES = {
+    "is_block_causal": ("is bidirectional and has none", "is block-causal and has one"),
+    "predicts_next": ("predicts each slot at the slot itself", "predicts each slot at the slot before it"),
+    "qkv_bias": ("has no biases", "has biases, and its checkpoints have them"),
+    "qk_norm": ("does not normalise queries and keys", "normalises queries and keys"),
+}
 
 
 class TransformerConfig(BaseModel):
@@ -47,6 +71,8 @@ class TransformerConfig(BaseModel):
     block_length: PositiveInt | None = None
     """Slots of a block where attention is block-causal: a slot sees its own block and all before it, counted from the
     first column of the canvas. It is what a forward takes that names no other. None: every slot sees every other."""
+    predicts_next: bool = False
+    """Whether the output at a slot predicts the slot after it, as in an autoregressive model."""
     tied_embeddings: bool = False
     """Whether the head's matrix is the embedding's."""
     rope_theta: PositiveFloat = 500_000.0
@@ -84,22 +110,24 @@ class TransformerConfig(BaseModel):
             raise ValueError(f"mask_token_id and {name} are both {self.mask_token_id}; they must differ")
         if max(self.stop_ids) >= self.vocab_size:
             raise ValueError(f"other_stop_ids has {max(self.stop_ids)}, no id of a vocabulary of {self.vocab_size}")
-        if self.family == "dream" and not self.qkv_bias:
-            raise ValueError("qkv_bias is false; a Dream policy has biases, and its checkpoints have them")
         return self
 
     @model_validator(mode="after")
-    def _block_causal(self) -> TransformerConfig:
-        if self.is_block_causal != (self.family in _BLOCK_CAUSAL):
-            raise ValueError(
-                f"block_length is {self.block_length}; a policy of the family {self.family} is "
-                + ("block-causal and has one" if self.family in _BLOCK_CAUSAL else "bidirectional and has none")
-            )
+    def _family_facts(self) -> TransformerConfig:
+        facts = _FACTS[self.family]
+        for name in ("is_block_causal", "predicts_next", "qkv_bias", "qk_norm"):
+            expected = getattr(facts, name)
+            if expected is not None and getattr(self, name) != expected:
+                field = "block_length" if name == "is_block_causal" else name
+                raise ValueError(
+                    f"{field} is {getattr(self, field)}; a policy of the family {self.family} "
+                    + _SENTENCES[name][expected]
+                )
         return self
 
     @model_validator(mode="after")
     def _experts(self) -> TransformerConfig:
-        router = _ROUTERS.get(self.family)
+        router = _FACTS[self.family].router
         if (None if self.moe is None else self.moe.router) != router:
             what = "no experts" if router is None else f"experts behind a {router} router"
             raise ValueError(f"moe is {self.moe!r}; a policy of the family {self.family} has {what}")

@@ -14,28 +14,30 @@ V vocabulary, N scored slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from learner.model.attention.rotary import is_inference, rope_tables, rotate
 from learner.model.attention.rows import RaggedRows
+from learner.model.attention.visible import (
+    Pattern,
+    Visible,
+    beside_clean,
+    make_visible,
+    positions_in_documents,
+    up_to_own_block,
+    within_documents,
+)
 from learner.model.attention.within import WithinRows
 from learner.model.config import TransformerConfig
 from learner.model.memory import LayerMemory, Memory
 from learner.model.moe.experts import SparseMLP
 from learner.model.scoring import wanted_logps
-from learner.model.wanted import CLEAN, Wanted
-
-Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Whether, in a row, the slot at one column sees what stands at another: indices that broadcast, to bool."""
-Visible = Tensor | BlockMask | WithinRows | None
-"""What slots may look at: a mask [B, 1, L or 1, width] bool, what says the same to FlexAttention, or rows that lie
-back to back; None is all."""
+from learner.model.wanted import Wanted
 
 
 class Attention(nn.Module):
@@ -87,12 +89,6 @@ class Attention(nn.Module):
         return x_BLD.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
 
 
-def _is_inference() -> bool:
-    """Whether the forward under way is one for inference that nobody compiles: a compiler fuses by itself, and cannot
-    look into this."""
-    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-
-
 class SwiGLU(nn.Module):
     """The feed-forward sublayer: down(silu(gate(x)) * up(x))."""
 
@@ -104,7 +100,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if _is_inference():
+        if is_inference():
             # Nothing is kept for a gradient: no need of two more of the widest activations.
             return self.down_proj(F.silu(gate, inplace=True).mul_(up))
         return self.down_proj(F.silu(gate) * up)
@@ -115,7 +111,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
-        if x.device.type == "cpu" and _is_inference():
+        if x.device.type == "cpu" and is_inference():
             # PyTorch's has no CPU kernel of its own: it makes two more tensors as wide as x.
             mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
             return (x * mean_square.add_(self.eps).rsqrt_()).mul_(self.weight)
@@ -153,10 +149,6 @@ def _feed_forward(config: TransformerConfig, layer: int) -> SwiGLU | SparseMLP:
 
 class Transformer(nn.Module):
     """The policy: canvases in, logits of the asked slots out."""
-
-    is_cache_exact: ClassVar[bool] = False
-    """Whether keys and values of a finished block stay what they are when later blocks change. In a bidirectional
-    model they do not: what samples from remembered ones is approximate."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -219,7 +211,14 @@ class Transformer(nn.Module):
         Raises:
             ValueError: the canvas is longer than `max_sequence_length`.
         """
-        queries_BQ = self._predicting(self._all_columns(ids_BL) if queries_BQ is None else queries_BQ, ragged)
+        if documents_BL is not None:
+            positions_BL: Tensor | None = positions_in_documents(documents_BL)
+        else:
+            positions_BL = columns_BL if ragged is None else ragged.positions
+        queries_BQ = self._all_columns(ids_BL) if queries_BQ is None else queries_BQ
+        queries_BQ = self._predicting(
+            queries_BQ, positions_BL, None if chunks_BL is None else self._block_length(block_lengths_B)
+        )
         shape = queries_BQ.shape if scored_N is None else scored_N.shape
         if scored_N is None:
             scored_N = torch.arange(queries_BQ.numel(), device=ids_BL.device)
@@ -228,6 +227,7 @@ class Transformer(nn.Module):
             queries_BQ,
             lengths_B=lengths_B,
             memory=memory,
+            positions_BL=positions_BL,
             columns_BL=columns_BL,
             documents_BL=documents_BL,
             block_lengths_B=block_lengths_B,
@@ -240,27 +240,56 @@ class Transformer(nn.Module):
             return wanted_logps(x_ND, self._head_weight, wanted)
         return self._logits(x_ND).view(*shape, self.config.vocab_size)
 
-    def predicting_columns(self, columns_BQ: Tensor) -> Tensor:
-        """The columns whose output predicts the tokens at `columns_BQ`: the same, unless a family shifts them."""
-        return columns_BQ
+    @property
+    def is_cache_exact(self) -> bool:
+        """Whether keys and values of a finished block stay what they are when later blocks change. In a bidirectional
+        model they do not: what samples from remembered ones is approximate."""
+        return self.config.is_block_causal
 
-    def _predicting(self, queries_BQ: Tensor, ragged: RaggedRows | None) -> Tensor:
-        """The same of rows that may lie back to back: within its own."""
-        if ragged is None:
+    def predicting_columns(self, columns_BQ: Tensor) -> Tensor:
+        """The columns of a canvas whose output predicts the tokens at `columns_BQ`: the same, or those before them.
+
+        The first column, before which there is none, predicts itself.
+        """
+        return (columns_BQ - 1).clamp(min=0) if self.config.predicts_next else columns_BQ
+
+    def _predicting(self, queries_BQ: Tensor, positions_BL: Tensor | None, block_length: Tensor | int | None) -> Tensor:
+        """The slots of a row whose output predicts the asked ones.
+
+        Args:
+            queries_BQ: the asked slots.
+            positions_BL: where in its canvas or document each slot of the row stands; None: as in the row.
+            block_length: of rows of chunks, slots of a block. The first slot of a state is then predicted by the last
+                clean slot before its block, which a sampler has finished. The clean canvas begins the row.
+        """
+        if positions_BL is None or not self.config.predicts_next:
             return self.predicting_columns(queries_BQ)
-        places_BQ = ragged.positions.gather(1, queries_BQ)
-        return queries_BQ - places_BQ + self.predicting_columns(places_BQ)
+        here_BQ = positions_BL.gather(1, queries_BQ)
+        predicting_BQ = self.predicting_columns(here_BQ)
+        beside_BQ = queries_BQ + predicting_BQ - here_BQ
+        if block_length is None:
+            return beside_BQ
+        length = block_length if isinstance(block_length, int) else block_length[:, None]
+        return torch.where(predicting_BQ // length == here_BQ // length, beside_BQ, predicting_BQ)
+
+    def _block_length(self, block_lengths_B: Tensor | None) -> Tensor | int:
+        """Slots of a block: of each row, or the config's."""
+        if block_lengths_B is not None:
+            return block_lengths_B
+        assert self.config.block_length is not None, "it is asked of block-causal policies"
+        return self.config.block_length
 
     def pattern(self, lengths_B: Tensor | None, block_lengths_B: Tensor | None = None) -> Pattern | None:
         """Who attends to whom: everyone to every used slot of the row; None is everyone to all.
 
-        A block-causal family overrides this and `is_cache_exact` (`networks.py`). Where a row holds several documents,
-        this is the pattern of each: `within_documents` makes the row's.
+        Of a block-causal policy only to those in no later block (block diffusion, arXiv 2503.09573; SDAR, arXiv
+        2510.06303). Blocks are counted from the first column of a canvas, not from a prompt's end. Where a row holds
+        several documents, this is the pattern of each: `within_documents` makes the row's.
         """
+        if self.config.is_block_causal:
+            return up_to_own_block(self._block_length(block_lengths_B), lengths_B)
         assert block_lengths_B is None, "nothing is hidden by blocks here"
-        if lengths_B is None:
-            return None
-        return lambda row, _query, column: column < lengths_B[row]
+        return None if lengths_B is None else lambda row, _query, column: column < lengths_B[row]
 
     def _places(
         self,
@@ -269,6 +298,7 @@ class Transformer(nn.Module):
         *,
         lengths_B: Tensor | None,
         memory: Memory | None,
+        positions_BL: Tensor | None,
         columns_BL: Tensor | None,
         documents_BL: Tensor | None,
         block_lengths_B: Tensor | None,
@@ -276,14 +306,17 @@ class Transformer(nn.Module):
         ragged: RaggedRows | None,
         flex: bool,
     ) -> Places:
-        """Where the slots stand and what they may look at; the arguments are `forward`'s."""
+        """Where the slots stand and what they may look at.
+
+        `positions_BL` are theirs in their canvases or documents; None: as in the row. The others are `forward`'s.
+        """
         if ragged is not None:
             return self._places_in_rows(ragged)
         width = ids_BL.shape[1] if memory is None else memory.width
         # Rows of chunks are longer than the canvases in them.
         if chunks_BL is None:
             self._check_width(width)
-        sees, positions_BL = self.pattern(lengths_B, block_lengths_B), columns_BL
+        sees = self.pattern(lengths_B, block_lengths_B)
         own_BL, asked_BQ = self._all_columns(ids_BL), queries_BQ
         if chunks_BL is not None:
             assert sees is not None, "everyone sees everyone only where attention is bidirectional"
@@ -296,13 +329,13 @@ class Transformer(nn.Module):
         if documents_BL is not None:
             assert lengths_B is None, "what fills a row is a document of its own"
             assert memory is None, "a memory is of whole canvases"
-            positions_BL = positions_in_documents(documents_BL)
+            assert positions_BL is not None, "documents have places"
             sees = within_documents(sees, documents_BL, positions_BL)
         return Places(
             rope=self._rope(width, positions_BL, ids_BL.device),
             columns=columns_BL,
-            visible=_visible(sees, own_BL, width, flex=flex),
-            visible_to_asked=_visible(sees, asked_BQ, width, flex=flex),
+            visible=make_visible(sees, own_BL, width, flex=flex),
+            visible_to_asked=make_visible(sees, asked_BQ, width, flex=flex),
         )
 
     def _places_in_rows(self, ragged: RaggedRows) -> Places:
@@ -387,106 +420,6 @@ class Asked:
     def scored(self, x_BQD: Tensor) -> Tensor:
         """[B, Q, D] to the [N, D] that count."""
         return x_BQD.flatten(0, 1)[self._scored_N]
-
-
-def positions_in_documents(documents_BL: Tensor) -> Tensor:
-    """[B, L] the place of each slot in its document, from 0; a document's slots stand together."""
-    columns_BL = torch.arange(documents_BL.shape[1], device=documents_BL.device).expand(documents_BL.shape)
-    is_first_BL = torch.ones_like(documents_BL, dtype=torch.bool)
-    is_first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
-    return columns_BL - torch.where(is_first_BL, columns_BL, 0).cummax(dim=1).values
-
-
-def within_documents(sees: Pattern | None, documents_BL: Tensor, positions_BL: Tensor) -> Pattern:
-    """The pattern of rows of documents: nothing outside a slot's own, and inside it what `sees` says of positions."""
-
-    def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
-        is_same = documents_BL[row, query] == documents_BL[row, column]
-        return is_same if sees is None else is_same & sees(row, positions_BL[row, query], positions_BL[row, column])
-
-    return is_seen
-
-
-def beside_clean(sees: Pattern, chunks_BL: Tensor, columns_BL: Tensor) -> Pattern:
-    """The pattern of rows of a clean canvas and of noisy states of its blocks, where `sees` is block-causal.
-
-    A state sees itself and the clean blocks before its own, and nothing sees a state but itself: of each it is what a
-    forward of [clean blocks before it | the state] gives (block diffusion, arXiv 2503.09573, section 4.1, of two copies
-    of a canvas; here of as many states of a block as there are, behind one).
-    """
-
-    def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
-        own, other = chunks_BL[row, query], chunks_BL[row, column]
-        here, there = columns_BL[row, query], columns_BL[row, column]
-        is_of_own_block = sees(row, there, here)
-        is_clean = (other == CLEAN) & sees(row, here, there) & ((own == CLEAN) | ~is_of_own_block)
-        return is_clean | ((own == other) & (own != CLEAN))
-
-    return is_seen
-
-
-def _visible(sees: Pattern | None, columns_BQ: Tensor, width: int, *, flex: bool) -> Tensor | BlockMask | None:
-    """What the slots at these columns may look at, of a canvas that is so wide."""
-    if sees is None:
-        return None
-    if flex:
-
-        def is_visible(row: Tensor, _head: Tensor, query: Tensor, column: Tensor) -> Tensor:
-            return sees(row, columns_BQ[row, query], column)
-
-        rows, queries = columns_BQ.shape
-        return create_block_mask(is_visible, rows, None, queries, width, device=columns_BQ.device)
-    rows_B11 = torch.arange(len(columns_BQ), device=columns_BQ.device)[:, None, None]
-    visible = sees(rows_B11, columns_BQ[:, :, None], torch.arange(width, device=columns_BQ.device))
-    return visible[:, None]
-
-
-def rope_tables(length: int, config: TransformerConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [L, E] of the rotary embedding, in float32 as LLaDA's `rope_full_precision`.
-
-    E is what is rotated of a head's width, and the frequencies are over that. The sines of the first half are negated:
-    `rotate` then needs no sign of its own.
-    """
-    positions = torch.arange(length, device=device, dtype=torch.float32)
-    angles = torch.outer(positions, rope_frequencies(config, device))
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rope_frequencies(config: TransformerConfig, device: torch.device) -> Tensor:
-    """Angles [E / 2] that the rotary embedding turns each pair by from one position to the next."""
-    exponents = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32) / config.rotary_dim
-    return 1.0 / config.rope_theta**exponents
-
-
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate pairs (i, i + E/2) of the last axis of x [..., L, E] by their position, in float32. What is beyond the
-    tables' width passes through."""
-    width = rope[0].shape[-1]
-    if width < x.shape[-1]:
-        return torch.cat((rotate(x[..., :width], rope), x[..., width:]), dim=-1)
-    if x.device.type != "cpu" and _is_inference():
-        return rotate_by_halves(x, rope)
-    cos, signed_sin = rope
-    wide = x.float()
-    low, high = wide.chunk(2, dim=-1)
-    return (wide * cos).addcmul_(torch.cat((high, low), dim=-1), signed_sin).to(x.dtype)
-
-
-def rotate_by_halves(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """What `rotate` computes, without a gradient: in bfloat16 three kernels for five, and 14 bytes for 40.
-
-    A kernel that is given two precisions computes in the wider one, and rounds only what it writes: the one tensor in
-    float32 is that of the cosines' products. A CPU would convert its tensors first, and is slower so.
-    """
-    cos, signed_sin = rope
-    own, rotated = x * cos, torch.empty_like(x)
-    low, high = x.chunk(2, dim=-1)
-    for out, part, other, sin in zip(
-        rotated.chunk(2, dim=-1), own.chunk(2, dim=-1), (high, low), signed_sin.chunk(2, dim=-1), strict=True
-    ):
-        torch.addcmul(part, other, sin, out=out)
-    return rotated
 
 
 def init_weights(model: Transformer, seed: int, scale: float = 1.0) -> None:

@@ -1,7 +1,7 @@
 """Packing: several short documents in one row of a batch, so that less of it is padding.
 
 Which documents share a row changes no loss and no gradient: attention stays inside a document
-(`learner.model.transformer.within_documents`), and a document is packed whole.
+(`learner.model.attention.visible.within_documents`), and a document is packed whole.
 
 Shape letters: B documents, S slots of the widest one, R rows, W slots of a row.
 """

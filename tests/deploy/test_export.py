@@ -63,7 +63,13 @@ def _save(run: Run, name: str, policy: ShardedPolicy, base: str, version: int) -
 
 @pytest.fixture(params=["llada", "dream"])
 def run(request: pytest.FixtureRequest, config: TransformerConfig, workdir: Path) -> Run:
-    shape = config.model_copy(update={"family": request.param, "qkv_bias": request.param == "dream"})
+    shape = config.model_copy(
+        update={
+            "family": request.param,
+            "qkv_bias": request.param == "dream",
+            "predicts_next": request.param == "dream",
+        }
+    )
     model = make_model(shape)
     init_weights(model, seed=0)
     make_tokenizer(["3 7 9 = 24"], workdir / "tokenizer", 300)

@@ -44,7 +44,9 @@ def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _policy(config: TransformerConfig, family: Family, kv_heads: int) -> Transformer:
-    model = make_model(config.model_copy(update={"family": family, "num_kv_heads": kv_heads}))
+    model = make_model(
+        config.model_copy(update={"family": family, "predicts_next": family == "dream", "num_kv_heads": kv_heads})
+    )
     init_weights(model, seed=0)
     return model
 

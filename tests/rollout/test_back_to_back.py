@@ -17,7 +17,7 @@ from rollout.sampler import Sampler
 
 
 def _policy(config: TransformerConfig, family: str) -> Transformer:
-    model = make_model(config.model_copy(update={"family": family}))
+    model = make_model(config.model_copy(update={"family": family, "predicts_next": family == "dream"}))
     init_weights(model, seed=0)
     with torch.no_grad():
         assert model.head is not None

@@ -78,7 +78,15 @@ def _requests(params: SamplingParams) -> list[Request]:
 
 @pytest.fixture(params=["llada", "dream"])
 def either(request: pytest.FixtureRequest, policy: Transformer) -> Transformer:
-    model = make_model(policy.config.model_copy(update={"family": request.param, "qkv_bias": request.param == "dream"}))
+    model = make_model(
+        policy.config.model_copy(
+            update={
+                "family": request.param,
+                "qkv_bias": request.param == "dream",
+                "predicts_next": request.param == "dream",
+            }
+        )
+    )
     init_weights(model, seed=3)
     with torch.no_grad():
         model.head.weight.mul_(4.0)

@@ -1,1 +1,1 @@
-"""Attention where it is not one call for a whole batch."""
+"""Attention: rotary positions, what a slot may look at, and rows that lie back to back."""

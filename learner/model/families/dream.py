@@ -2,7 +2,7 @@
 
 Dream began as an autoregressive Qwen2, whose output at a slot predicts the next one, and kept that when it learned to
 see both sides (arXiv 2508.15487, section 3). Its modeling code returns logits as they come, and its sampler shifts them
-by one slot. Here the shift is the network's (`networks.py`), and the logits of a slot are those of its own token.
+by one slot. Here the network shifts them (`predicts_next`), and the logits of a slot are those of its own token.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     vocab_size = raw["vocab_size"]
     return TransformerConfig(
         family="dream",
+        predicts_next=True,
         vocab_size=vocab_size,
         d_model=raw["hidden_size"],
         num_layers=raw["num_hidden_layers"],

@@ -1,7 +1,7 @@
 """The LLaDA2 family, 2.0 and 2.1: its config keys, its weight names, and the ids that its configs do not have.
 
 A block-causal transformer with many experts (arXiv 2512.15745, 2602.08676; `modeling_llada2_moe.py` of the published
-checkpoints, which is the same function in both). The family's network is `BlockCausal`.
+checkpoints, which is the same function in both). The family is block-causal.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The SDAR family: its config keys, its weight names, and the ids that its configs leave to other files.
 
 A Qwen3 whose slots see their whole block, and all blocks before it (arXiv 2510.06303; `modeling_sdar.py` of the
-published checkpoints). Checkpoints of TraDo, DiRL and LightningRL are of this architecture. The family's network is
-`BlockCausal`.
+published checkpoints). Checkpoints of TraDo, DiRL and LightningRL are of this architecture.
 """
 
 from __future__ import annotations

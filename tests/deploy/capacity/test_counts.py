@@ -196,7 +196,7 @@ def test_the_most_that_an_update_has_is_what_is_counted(config: TransformerConfi
 def test_parameters_are_counted_as_the_policy_has_them(
     config: TransformerConfig, moe_config: TransformerConfig, lora: LoraConfig
 ) -> None:
-    grouped = config.model_copy(update={"family": "dream", "num_layers": 3, "qkv_bias": True})
+    grouped = config.model_copy(update={"family": "dream", "predicts_next": True, "num_layers": 3, "qkv_bias": True})
     dense = (grouped, grouped.model_copy(update={"tied_embeddings": True}), config.model_copy(update=SDAR))
     bare = moe_config.model_copy(update={"family": "sdar_moe", "moe": EXPERTS})
     for shape in (*dense, moe_config, bare):

@@ -44,7 +44,13 @@ IDS = torch.arange(36).view(3, 12)
 @pytest.fixture(params=["llada", "dream"])
 def base(request: pytest.FixtureRequest, config: TransformerConfig) -> Transformer:
     """A random policy, Dream's with biases that are not zero."""
-    shape = config.model_copy(update={"family": request.param, "qkv_bias": request.param == "dream"})
+    shape = config.model_copy(
+        update={
+            "family": request.param,
+            "qkv_bias": request.param == "dream",
+            "predicts_next": request.param == "dream",
+        }
+    )
     model = make_model(shape)
     init_weights(model, seed=0)
     with torch.no_grad():

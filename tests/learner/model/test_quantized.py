@@ -47,7 +47,15 @@ IDS = torch.arange(36).view(3, 12)
 @pytest.fixture(params=["llada", "dream"])
 def base(request: pytest.FixtureRequest, config: TransformerConfig) -> Transformer:
     """A random policy, Dream's with biases that are not zero."""
-    return _base(config.model_copy(update={"family": request.param, "qkv_bias": request.param == "dream"}))
+    return _base(
+        config.model_copy(
+            update={
+                "family": request.param,
+                "qkv_bias": request.param == "dream",
+                "predicts_next": request.param == "dream",
+            }
+        )
+    )
 
 
 def _base(config: TransformerConfig) -> Transformer:

@@ -20,7 +20,7 @@ _ROUTED = {"num_experts": 4, "experts_per_token": 2, "expert_width": 16}
 _SIGMOID = {"num_groups": 2, "kept_groups": 1, "scale": 2.5, "shared_width": 16, "router": "sigmoid"}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llada": {},
-    "dream": {"qkv_bias": True},
+    "dream": {"predicts_next": True, "qkv_bias": True},
     "sdar": _BLOCKS,
     "sdar_moe": _BLOCKS | {"moe": MoEConfig(router="softmax", **_ROUTED)},
     "llada2_moe": _BLOCKS | {"rotary_width": 8, "moe": MoEConfig(**_ROUTED | _SIGMOID)},

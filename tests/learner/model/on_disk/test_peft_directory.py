@@ -61,7 +61,12 @@ def _base(directory: Path, shape: TransformerConfig, seed: int = 0) -> Path:
 
 @pytest.fixture
 def shapes(config: TransformerConfig, moe_config: TransformerConfig) -> dict[str, TransformerConfig]:
-    values = {"llada": {}, "dream": {"family": "dream", "qkv_bias": True}, "sdar": SDAR, "sdar_moe": SDAR_MOE}
+    values = {
+        "llada": {},
+        "dream": {"family": "dream", "predicts_next": True, "qkv_bias": True},
+        "sdar": SDAR,
+        "sdar_moe": SDAR_MOE,
+    }
     of_config = {name: TransformerConfig(**config.model_dump() | value) for name, value in values.items()}
     return of_config | {"llada2_moe": moe_config}
 

@@ -14,17 +14,18 @@ from torch import Tensor
 
 from deploy.errors import UserError
 from deploy.export import export_policy
+from learner.model.attention.rotary import rope_frequencies
 from learner.model.checkpoint import StoredWeights, load_policy, save_checkpoint, stored_dtype
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.networks import make_model
-from learner.model.transformer import init_weights, rope_frequencies
+from learner.model.transformer import init_weights
 
 Tensors = dict[str, Tensor]
 SDAR: dict[str, Any] = {"family": "sdar", "block_length": 4, "qk_norm": True, "head_width": 8}
 SHAPES: dict[str, dict[str, Any]] = {
     "llada": {},
-    "dream": {"family": "dream", "qkv_bias": True},
+    "dream": {"family": "dream", "predicts_next": True, "qkv_bias": True},
     "sdar": SDAR,
 }
 
