@@ -29,7 +29,9 @@ def completed(
     params = _fixed(spec.evaluated_params[0])
     prompts = (_prompt(held_out, row) for row in range(held_out.num_rows))
     asked = (Request(prompt_ids=prompt, params=params, seed=0) for prompt in prompts if prompt)
-    fitting = [request for request in asked if canvas_of(request, policy.config).end <= policy.config.max_sequence_length]
+    fitting = [
+        request for request in asked if canvas_of(request, policy.config).end <= policy.config.max_sequence_length
+    ]
     requests = fitting[: spec.sft.num_samples]
     # A cache of finished blocks would save forwards, and need a memory beside the learner's.
     engine = EngineConfig(num_slots=max(1, len(requests)), block_cache=False)

@@ -54,7 +54,15 @@ def _spec(spec: RunSpec, run_dir: Path, **changes: Any) -> RunSpec:
     values: dict[str, Any] = {
         "run_dir": run_dir,
         "phases": STAGES,
-        "sft": SftConfig(num_labels=10, num_steps=6, batch_size=8, lr=3e-3, num_eval=4, eval_every_steps=2),
+        "sft": SftConfig(
+            num_labels=10,
+            num_steps=6,
+            batch_size=8,
+            lr=3e-3,
+            num_eval=4,
+            eval_every_steps=2,
+            attention_annealing_steps=5,
+        ),
         "learner": _learner(),
         "evaluation": EvaluationConfig(num_problems=8, every_rounds=1),
         "control": ControlSection(num_steps=4),

@@ -52,7 +52,10 @@ def test_a_log_says_what_sft_trains_on_and_what_it_comes_to(recorder: Any) -> No
 def test_a_log_shows_sft_with_its_validation_loss_the_time_left_and_harmless_samples(recorder: Any) -> None:
     recorder.add("phase", phase="sft", num_steps=40, from_step=10)
     recorder.add("sft_eval", phase="sft", step=10, loss=2.5, loss_at_t=[1.0])
-    samples = [{"prompt": "p" * 100 + "\n2 + 3?", "completion": "\x1b[2J5\n" + "5 " * 200}, {"prompt": "1", "completion": ""}]
+    samples = [
+        {"prompt": "p" * 100 + "\n2 + 3?", "completion": "\x1b[2J5\n" + "5 " * 200},
+        {"prompt": "1", "completion": ""},
+    ]
     recorder.add("sft_samples", phase="sft", step=10, samples=samples)
     recorder.add("sft", 60.0, phase="sft", step=15, loss=2.25, grad_norm=1.0, lr=1e-3, tokens_per_s=160.0)
     _, loss, head, first, second, step = _shown(recorder.events, is_terminal=False).splitlines()
