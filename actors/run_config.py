@@ -296,8 +296,8 @@ class RunConfig(BaseModel):
     def _samples(self) -> RunConfig:
         if self.sft.num_samples and self.sharding.cpu_offload:
             raise ValueError(
-                f"sft.num_samples is {self.sft.num_samples}, and with sharding.cpu_offload the learner has no policy on "
-                "its GPU to sample from; take sft.num_samples=0 or sharding.cpu_offload=false"
+                f"sft.num_samples is {self.sft.num_samples}, and with sharding.cpu_offload the learner has no policy "
+                "on its GPU to sample from; take sft.num_samples=0 or sharding.cpu_offload=false"
             )
         return self
 

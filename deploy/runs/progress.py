@@ -72,11 +72,8 @@ class ProgressDisplay:
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
-        if event["event"] == "waiting" and event.get("goes_on"):
-            self._waiting.change(printable(event["what"]))
-            return
         if event["event"] == "waiting":
-            self._wait(printable(event["what"]), at_once=True)
+            self._hear_wait(event)
             return
         if event["event"] not in _BESIDE_THE_WORK and not event.get("beside"):
             self._waiting.end()
@@ -96,6 +93,13 @@ class ProgressDisplay:
             self._line(event, _SENTENCES[event["event"]](event))
         if what := self._next(event):
             self._wait(what)
+
+    def _hear_wait(self, event: Event) -> None:
+        """The driver waits for something, or for the next part of it."""
+        if event.get("goes_on"):
+            self._waiting.change(printable(event["what"]))
+        else:
+            self._wait(printable(event["what"]), at_once=True)
 
     def _wait_for_step(self, event: Event) -> None:
         """Say so where the next step takes much longer than this one: a process may have died, and be started again."""

@@ -1,8 +1,8 @@
-"""Attention annealing: an autoregressive policy sees the slots after its own a few more at each optimizer step.
+"""Attention annealing: an autoregressive policy sees a few more of the later slots at each optimizer step.
 
 Attention begins causal but for a share of the later slots, and the share grows linearly until a slot sees all that the
-policy's own attention shows it: the whole canvas, or the rest of its block. The draw is one of an optimizer step, shared
-by its documents and by all layers (DiffuLLaMA, arXiv 2410.17891, section 3.2, and its `get_anneal_attn_mask`).
+policy's own attention shows it: the whole canvas, or the rest of its block. The draw is one of an optimizer step,
+shared by its documents and by all layers (DiffuLLaMA, arXiv 2410.17891, and its `get_anneal_attn_mask`).
 
 Shape letters: S slots of the widest document.
 """

@@ -85,8 +85,8 @@ class SftConfig(BaseModel):
     `slot`, all completion slots of the batch, so that long answers weigh more. The two differ where examples do: with
     `eos_padding: ignored`."""
     attention_annealing_steps: NonNegativeInt = 0
-    """Optimizer steps over which attention opens, for a policy that was autoregressive: a slot sees the slots before it,
-    and of those after it a share that grows linearly from 1 / steps to 1 (DiffuLLaMA). 0: it is open from the first
+    """Optimizer steps over which attention opens, for a policy that was autoregressive: a slot sees the slots before
+    it, and of those after it a share that grows linearly from 1 / steps to 1 (DiffuLLaMA). 0: it is open from the first
     step. The evaluation loss is always that of open attention."""
     lora_alpha: PositiveInt | None = None
     """`model.lora.alpha` of the adapter that SFT and the control train (d1: 256); absent: that of the rounds."""
