@@ -298,6 +298,15 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _samples(self) -> RunConfig:
+        if self.sft.num_samples and self.sharding.cpu_offload:
+            raise ValueError(
+                f"sft.num_samples is {self.sft.num_samples}, and with sharding.cpu_offload the learner has no policy "
+                "on its GPU to sample from; take sft.num_samples=0 or sharding.cpu_offload=false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _terms(self) -> RunConfig:
         for name, term in self.reward.terms.items():
             if refusal := self._term_refusal(term):

@@ -10,6 +10,7 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 | sft_data | num_examples, num_held_out, num_overlong, mean_tokens, padding_share, packed_padding_share |
 | sft | phase, step, loss, grad_norm, lr, tokens_per_s |
 | sft_eval | phase, step, loss, loss_at_t |
+| sft_samples | phase, step, samples: prompt and completion of each |
 | round | round, policy_version, reward, correct, loss, ...: all of them are in docs/run_directory.md |
 | evaluation | label: untrained or start, sft, round, rl, control; policy_version, round, num_correct, |
 |       | num_problems, num_ungraded, items_right, num_items; without_room: problems that could not be asked |

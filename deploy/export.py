@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 
 from deploy.errors import UserError, reason
@@ -50,7 +52,9 @@ def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> P
     return directory
 
 
-def export_adapter(reference: str, out: Path, runs_dir: Path = Path("runs")) -> tuple[Path, Path]:
+def export_adapter(
+    reference: str, out: Path, runs_dir: Path = Path("runs"), *, is_half: bool = False
+) -> tuple[Path, Path]:
     """Write the adapter alone, as a directory that peft loads onto the original code's model.
 
     It is what all stages of the run have added to the policy that the run began with.
@@ -59,6 +63,7 @@ def export_adapter(reference: str, out: Path, runs_dir: Path = Path("runs")) -> 
         reference: as of `export_policy`.
         out: likewise.
         runs_dir: likewise.
+        is_half: round its matrices to bfloat16.
 
     Returns:
         The directories of the checkpoint that was taken and of the policy that the adapter stands on.
@@ -71,6 +76,9 @@ def export_adapter(reference: str, out: Path, runs_dir: Path = Path("runs")) -> 
     try:
         adapter, base = _whole_adapter(directory)
         family = load_config(directory).family
+        dtype = torch.bfloat16 if is_half else torch.float32
+        matrices = {name: matrix.to(dtype) for name, matrix in adapter.matrices.items()}
+        adapter = replace(adapter, matrices=matrices)
     except ValueError as error:
         raise UserError(str(error)) from error
     try:

@@ -12,8 +12,10 @@ from actors.spec import Phase
 from actors.training.context import RunContext
 from actors.training.ending import Limit, StopRequestedError, Stopwatch, updating
 from actors.training.sft_data import SftData, load_sft_data
+from actors.training.sft_samples import completed
 from learner.model.checkpoint_files import LEARNER_STATE
 from learner.model.tokenizer import ChatTokenizer
+from learner.sft.documents import Documents
 from learner.sft.learner import SftLearner, evaluation_loss
 
 _LOG_EVERY_S = 1.0
@@ -148,3 +150,11 @@ class SftSteps:
                 self._context.policy, self._data.held_out, sft.batch_size, sft.micro_batch_tokens
             )
             self._context.record("sft_eval", phase=self._phase, step=self._step, **asdict(evaluated))
+            if sft.num_samples:
+                self._record_samples(self._data.held_out)
+
+    def _record_samples(self, held_out: Documents) -> None:
+        """What the policy makes of a few held-out prompts, recorded."""
+        context = self._context
+        samples = completed(context.policy, held_out, context.spec, self._data.tokenizer)
+        context.record("sft_samples", phase=self._phase, step=self._step, samples=samples)

@@ -17,6 +17,7 @@ from learner.sft.documents import Documents, Example, make_documents
 from learner.sft.packing import packed_padding_share, padding_share
 from rewards import Problem
 from rewards.data.demonstrations import Demonstration, read_demonstrations
+from rewards.data.texts import SEPARATOR
 from rewards.problem import chat
 
 
@@ -30,10 +31,14 @@ class SftData:
     """For the evaluation loss; None where the recipe asks for none."""
     facts: dict[str, Any]
     """What the run log's `sft_data` says about them."""
+    tokenizer: ChatTokenizer
+    """What they were encoded with."""
 
 
 def load_sft_data(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> SftData:
     """The examples that the recipe asks for, encoded.
+
+    A text without a prompt is as many examples as it has chunks of `sft.max_tokens`.
 
     Raises ValueError, in one sentence, when `sft.data` has a line that is no example, too few of them, or none that is
     short enough, and when a demonstration of the task is longer than its canvas.
@@ -57,6 +62,7 @@ def load_sft_data(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> Sft
             "padding_share": round(padding_share(num_tokens, documents.ids.shape[1]), 4),
             "packed_padding_share": round(packed_padding_share(num_tokens, spec.sft.batch_size), 4),
         },
+        tokenizer=tokenizer,
     )
 
 
@@ -77,13 +83,27 @@ def _of_problem(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer, problem:
     return Example(prompt_ids=plan.prompt_ids(problem), completion_ids=tuple(completion), num_slots=gen_length)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Keyed:
+    """An example of a file."""
+
+    key: int
+    """Of what is held out together: the prompt, or the text that it is a chunk of."""
+    example: Example
+    """The example."""
+
+
 def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], list[Example], int]:
     """Examples to train on, held-out ones, and how many were too long."""
     sft, limit = spec.sft, spec.sft_tokens
     assert sft.data is not None, "there is a file"
-    kept: list[tuple[Demonstration, Example]] = []
-    num_overlong = 0
+    kept: list[_Keyed] = []
+    num_overlong, num_texts = 0, 0
     for demonstration in read_demonstrations(sft.data):
+        if demonstration.is_text:
+            num_texts += 1
+            kept += _chunks(demonstration.completion, tokenizer, limit)
+            continue
         prompt, completion = _encode(demonstration, tokenizer)
         if len(prompt) + len(completion) > limit:
             num_overlong += 1
@@ -91,8 +111,13 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], li
                 continue
         num_slots = limit - len(prompt)
         example = Example(prompt_ids=prompt, completion_ids=completion[:num_slots], num_slots=num_slots)
-        kept.append((demonstration, example))
+        kept.append(_Keyed(key=_prompt_key(demonstration), example=example))
     train, held_out = _hold_out(kept, sft.num_eval)
+    if not train and num_texts == 1 and sft.num_eval:
+        raise ValueError(
+            f"sft.data {sft.data} is one text, and sft.num_eval {sft.num_eval} holds out whole texts; give several "
+            f"(in one file {SEPARATOR} divides them), or take sft.num_eval=0"
+        )
     if not train or (sft.num_labels is not None and sft.num_labels > len(train)):
         asked = "" if sft.num_labels is None else f"sft.num_labels is {sft.num_labels} and "
         default = "" if sft.max_tokens else " (its default, the canvas of the rollout)"
@@ -104,6 +129,22 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], li
     return train[: sft.num_labels], held_out, num_overlong
 
 
+def _chunks(text: str, tokenizer: ChatTokenizer, limit: int) -> list[_Keyed]:
+    """A text in chunks of `limit` tokens, of which the last ends with the end of text; all slots are trained on."""
+    ids = tokenizer.encode_text(text, adds_special=True)
+    # Some tokenizers end every text themselves.
+    ids = ids[:-1] if ids[-1:] == [tokenizer.eos_id] else ids
+    key = key_of(text)
+    chunks = [tuple(ids[begin : begin + limit]) for begin in range(0, len(ids), limit)]
+    num_slots = [len(chunk) for chunk in chunks]
+    if num_slots:
+        num_slots[-1] = min(limit, num_slots[-1] + 1)
+    return [
+        _Keyed(key=key, example=Example(prompt_ids=(), completion_ids=chunk, num_slots=slots))
+        for chunk, slots in zip(chunks, num_slots, strict=True)
+    ]
+
+
 def _encode(demonstration: Demonstration, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     try:
         prompt = tokenizer.encode_chat(chat(demonstration.messages))
@@ -112,18 +153,18 @@ def _encode(demonstration: Demonstration, tokenizer: ChatTokenizer) -> tuple[tup
     return tuple(prompt), tuple(tokenizer.encode_completion(demonstration.completion))
 
 
-def _hold_out(examples: Sequence[tuple[Demonstration, Example]], num_eval: int) -> tuple[list[Example], list[Example]]:
+def _hold_out(examples: Sequence[_Keyed], num_eval: int) -> tuple[list[Example], list[Example]]:
     """Hold out at least `num_eval` examples, and with each all others of its prompt.
 
     Which ones hangs on the prompts alone, not on the run's seed nor on the order of the lines: so runs are comparable,
-    and what was held out stays so, but for a few, when lines are added to the file.
+    and what was held out stays so, but for a few, when lines are added to the file. Texts are held out whole, and
+    `num_eval` chunks of them are evaluated: a text may have thousands.
     """
-    keys = [_prompt_key(demonstration) for demonstration, _ in examples]
-    by_key = sorted(keys)
-    held_out_keys = set(by_key[:num_eval])
-    order = sorted(range(len(examples)), key=lambda index: keys[index])
-    train = [example for (_, example), key in zip(examples, keys, strict=True) if key not in held_out_keys]
-    return train, [examples[index][1] for index in order if keys[index] in held_out_keys]
+    held_out_keys = set(sorted(one.key for one in examples)[:num_eval])
+    train = [one.example for one in examples if one.key not in held_out_keys]
+    held_out = [one.example for one in sorted(examples, key=lambda one: one.key) if one.key in held_out_keys]
+    are_texts = all(not example.prompt_ids for example in held_out)
+    return train, held_out[:num_eval] if are_texts else held_out
 
 
 def _prompt_key(demonstration: Demonstration) -> int:

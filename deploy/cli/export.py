@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from deploy.cli.options import RunsDir
+from deploy.errors import UserError
 from deploy.waiting import saying
 
 
@@ -21,19 +22,24 @@ def export(
         Literal["merged", "apart"],
         typer.Option(help="An adapter merged into the weights, or alone: a directory that peft loads."),
     ] = "merged",
+    half: Annotated[
+        bool, typer.Option("--half", help="With --lora apart: the adapter in bfloat16, half as large, and rounded.")
+    ] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write a checkpoint as a Hugging Face directory that the model's original code loads.
 
     Of a run its newest checkpoint that is whole.
     """
+    if half and lora == "merged":
+        raise UserError("--half is for an adapter that is written alone; add --lora apart, or leave it out")
     with saying(f"exporting {checkpoint}"):
         from deploy.export import export_adapter, export_policy
 
         if lora == "merged":
             directory, base = export_policy(checkpoint, out, runs_dir), None
         else:
-            directory, base = export_adapter(checkpoint, out, runs_dir)
+            directory, base = export_adapter(checkpoint, out, runs_dir, is_half=half)
     if base is None:
         typer.echo(f"{out} is the policy of {directory}")
         return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from actors.run_log import VALIDATION, Event
-from deploy.printing import counted, duration, metric, printable
+from deploy.printing import counted, duration, metric, printable, rough_duration
 from deploy.runs.report import score_text
 from deploy.waiting import Waiting
 from rollout.score import Score
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _LINE_EVERY_S = 5.0
 _LONGEST_FAILURE = 200
+_LONGEST_PROMPT, _LONGEST_COMPLETION = 60, 160
 # A step that takes so many times as long as the one before it is worth a line.
 _UNUSUAL = 2.0
 # They come at any time, and what was waited for is waited for still.
@@ -50,6 +51,7 @@ class ProgressDisplay:
         self._phase: Event | None = None
         self._last_line_s = float("-inf")
         self._last_step_s = 0.0
+        self._validation_loss: float | None = None
         self._waiting = Waiting(console, f"{'':10}  ")
 
     def __enter__(self) -> Self:
@@ -70,11 +72,8 @@ class ProgressDisplay:
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
-        if event["event"] == "waiting" and event.get("goes_on"):
-            self._waiting.change(printable(event["what"]))
-            return
         if event["event"] == "waiting":
-            self._wait(printable(event["what"]), at_once=True)
+            self._hear_wait(event)
             return
         if event["event"] not in _BESIDE_THE_WORK and not event.get("beside"):
             self._waiting.end()
@@ -86,12 +85,21 @@ class ProgressDisplay:
             case "sft" | "round" if self._phase is not None:
                 self._advance(event, self._phase)
                 self._wait_for_step(event)
+            case "sft_eval":
+                self._validation_loss = event["loss"]
             case "phase_end":
                 self._phase = None
         if event["event"] in _SENTENCES:
             self._line(event, _SENTENCES[event["event"]](event))
         if what := self._next(event):
             self._wait(what)
+
+    def _hear_wait(self, event: Event) -> None:
+        """The driver waits for something, or for the next part of it."""
+        if event.get("goes_on"):
+            self._waiting.change(printable(event["what"]))
+        else:
+            self._wait(printable(event["what"]), at_once=True)
 
     def _wait_for_step(self, event: Event) -> None:
         """Say so where the next step takes much longer than this one: a process may have died, and be started again."""
@@ -113,7 +121,7 @@ class ProgressDisplay:
 
     def _begin(self, event: Event) -> None:
         self._phase, self._last_step_s = event, event["time_s"]
-        self._last_line_s = float("-inf")
+        self._last_line_s, self._validation_loss = float("-inf"), None
         name, (total, unit) = _PHASES[event["phase"]], self._total(event)
         self._line(event, f"{name}: {total:g} {unit}")
         if self._bar is not None:
@@ -128,7 +136,7 @@ class ProgressDisplay:
     def _advance(self, event: Event, phase: Event) -> None:
         total, unit = self._total(phase)
         done = event["round"] + 1 if event["event"] == "round" else event["step"]
-        facts = _facts(event)
+        facts = _facts(event, self._validation_loss)
         if unit == "seconds":
             spent_s = phase["spent_s"] + event["time_s"] - phase["time_s"]
             done, facts = min(total, spent_s), f"step {done}  {facts}"
@@ -136,7 +144,8 @@ class ProgressDisplay:
             self._bar.advance(done, facts)
         elif event["time_s"] - self._last_line_s >= _LINE_EVERY_S:
             self._last_line_s = event["time_s"]
-            self._line(event, f"{_PHASES[phase['phase']]} {round(done)}/{total:g} {unit}  {facts}")
+            left = _time_left(event, phase) if unit == "steps" else ""
+            self._line(event, f"{_PHASES[phase['phase']]} {round(done)}/{total:g} {unit}  {facts}{left}")
 
     def _line(self, event: Event, text: str) -> None:
         self._print(f"{event['time_s']:8.1f} s  {text}")
@@ -224,11 +233,36 @@ def _what(event: Event) -> str:
     return printable(str(event["what"]).partition("\n")[0])[:_LONGEST_FAILURE]
 
 
-def _facts(event: Event) -> str:
+def _facts(event: Event, validation_loss: float | None) -> str:
     rate = f"{event['tokens_per_s']:.0f} tokens/s"
     if event["event"] == "sft":
-        return f"loss {metric(event['loss'])}  {rate}"
+        validation = "" if validation_loss is None else f"validation {metric(validation_loss)}  "
+        return f"loss {metric(event['loss'])}  {validation}{rate}"
     return f"reward {event['reward']:.3f}  correct {100 * event['correct']:.0f} %  {rate}"
+
+
+def _time_left(event: Event, phase: Event) -> str:
+    """What the steps that are left take at the speed so far, evaluations and checkpoints included."""
+    done, left = event["step"] - phase.get("from_step", 0), phase["num_steps"] - event["step"]
+    if done <= 0 or left <= 0:
+        return ""
+    return f"  {rough_duration(left * (event['time_s'] - phase['time_s']) / done)} left"
+
+
+def _samples(event: Event) -> str:
+    """A line for each prompt and its completion."""
+    lines = [f"completions after {event['step']} steps:"]
+    for sample in event["samples"]:
+        prompt, completion = _in_a_line(sample["prompt"]), _in_a_line(sample["completion"])
+        # The end of a prompt has the question.
+        end = prompt if len(prompt) <= _LONGEST_PROMPT else f"...{prompt[-_LONGEST_PROMPT:]}"
+        begin = completion if len(completion) <= _LONGEST_COMPLETION else f"{completion[:_LONGEST_COMPLETION]}..."
+        lines.append(f"{'':12}{end} -> {begin or '(nothing)'}")
+    return "\n".join(lines)
+
+
+def _in_a_line(text: str) -> str:
+    return " ".join(printable(text).split())
 
 
 def _place(event: Event) -> str:
@@ -246,7 +280,8 @@ def _stopped_at(event: Event) -> str:
 
 _SENTENCES: dict[str, Callable[[Event], str]] = {
     "sft_data": _examples,
-    "sft_eval": lambda event: f"held-out loss after {event['step']} steps: {metric(event['loss'])}",
+    "sft_eval": lambda event: f"validation loss after {event['step']} steps: {metric(event['loss'])}",
+    "sft_samples": _samples,
     "evaluation": _evaluation,
     "phase_end": lambda event: f"{_PHASES[event['phase']]} took {duration(event['seconds'])}",
     "stopped": lambda event: f"stopped {_stopped_at(event)}",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from actors.checkpoints.best import validated_best
 from actors.run_log import VALIDATION, Event
-from deploy.printing import counted, duration, printable
+from deploy.printing import counted, duration, metric, printable
 from deploy.runs.history import Evaluation, RunHistory, read_history
 from rollout.score import Score
 
@@ -67,8 +67,8 @@ def _result_table(history: RunHistory, best: str | None) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    caption = f"{duration(history.seconds)} in all" + ("" if best is None else f"\n{best}")
-    table = Table(title=Text(printable(history.name)), caption=caption)
+    lines = [f"{duration(history.seconds)} in all", *_validation_losses(history), *([best] if best else [])]
+    table = Table(title=Text(printable(history.name)), caption="\n".join(lines))
     for heading in _HEADINGS:
         # On 80 columns words may wrap, and a number not.
         is_wordy = heading in ("policy", "held-out accuracy")
@@ -76,6 +76,14 @@ def _result_table(history: RunHistory, best: str | None) -> Table:
     for row in _rows(history):
         table.add_row(*row.cells())
     return table
+
+
+def _validation_losses(history: RunHistory) -> Iterator[str]:
+    """What the loss on held-out examples was before and after SFT, and the control, in lines."""
+    for phase, found in history.sft_losses.items():
+        if len(found) > 1:
+            first, *_, last = found
+            yield f"validation loss of {_SHORT[phase]}: {metric(first['loss'])} -> {metric(last['loss'])}"
 
 
 def _schedule_table(history: RunHistory, names: Iterable[str]) -> Table:

@@ -62,6 +62,9 @@ class Views:
     """What the slots are where the policy is block-causal; None: of canvases, one in a row."""
     spares_padding: bool = False
     """Whether canvases of unequal length go through the policy back to back. Else they are padded, behind a mask."""
+    opened: Tensor | None = None
+    """[S, S] bool: which slots of a canvas see which others, where that is less than the policy's attention shows them;
+    not for canvases that go back to back. None: all that it shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,9 +164,9 @@ def _padded(views: Views, device: torch.device, *, is_full: bool) -> _Rows:
     """Canvases that each have a row."""
     lengths_V = None if is_full else uploaded(views.lengths, device)
     grid = (uploaded(part, device) for part in query_grid(views.slots, *views.ids.shape))
-    beside: dict[str, Any] = {}
+    beside: dict[str, Any] = {} if views.opened is None else {"opened_SS": uploaded(views.opened, device)}
     if views.blocks is not None:
-        beside = {
+        beside |= {
             "columns_BL": uploaded(views.blocks.columns, device),
             "chunks_BL": uploaded(views.blocks.chunks, device),
             "block_lengths_B": uploaded(torch.full_like(views.lengths, views.blocks.block_length), device),

@@ -165,7 +165,8 @@ class ChatTokenizer:
 
     def encode_text(self, text: str, *, adds_special: bool) -> list[int]:
         """The ids of a text, special tokens as tokens; with what the tokenizer puts around every text if asked to."""
-        return list(self._tokenizer(text, add_special_tokens=adds_special)["input_ids"])
+        # Not verbose: it would warn of texts that are longer than the policy's canvas, which are cut elsewhere.
+        return list(self._tokenizer(text, add_special_tokens=adds_special, verbose=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of a completion, special tokens left out."""

@@ -28,6 +28,7 @@ from learner.model.attention.visible import (
     Visible,
     beside_clean,
     make_visible,
+    partly_opened,
     positions_in_documents,
     up_to_own_block,
     within_documents,
@@ -173,6 +174,7 @@ class Transformer(nn.Module):
         block_lengths_B: Tensor | None = None,
         chunks_BL: Tensor | None = None,
         ragged: RaggedRows | None = None,
+        opened_SS: Tensor | None = None,
         flex: bool = False,
         wanted: Wanted | None = None,
         before_head: bool = False,
@@ -201,6 +203,8 @@ class Transformer(nn.Module):
             ragged: the rows that `ids_BL`, one row, is made of, back to back and without padding, where attention is
                 bidirectional: positions count from 0 in each, and no slot sees another row. `queries_BQ` are as many as
                 it says are asked for. What else says what is seen does not go with it.
+            opened_SS: whether the slot at one place of a canvas sees what stands at another, of what attention shows it
+                otherwise: for policies in training (`learner/sft/annealing.py`), without `memory`. None: it does.
             flex: hide what a slot does not see by FlexAttention, which skips it, and not by a mask. Made to be
                 compiled; it cannot be trained through here.
             wanted: tokens at the scored slots whose log-probabilities are all that is asked for.
@@ -235,6 +239,7 @@ class Transformer(nn.Module):
             block_lengths_B=block_lengths_B,
             chunks_BL=chunks_BL,
             ragged=ragged,
+            opened_SS=opened_SS,
             flex=flex,
         )
         x_ND = self._stream(ids_BL, places, Asked(queries_BQ, scored_N), memory)
@@ -308,6 +313,7 @@ class Transformer(nn.Module):
         block_lengths_B: Tensor | None,
         chunks_BL: Tensor | None,
         ragged: RaggedRows | None,
+        opened_SS: Tensor | None,
         flex: bool,
     ) -> Places:
         """Where the slots stand and what they may look at.
@@ -315,6 +321,7 @@ class Transformer(nn.Module):
         `positions_BL` are theirs in their canvases or documents; None: as in the row. The others are `forward`'s.
         """
         if ragged is not None:
+            assert opened_SS is None, "one kernel attends within whole rows"
             return self._places_in_rows(ragged)
         width = ids_BL.shape[1] if memory is None else memory.width
         # Rows of chunks are longer than the canvases in them.
@@ -335,6 +342,9 @@ class Transformer(nn.Module):
             assert memory is None, "a memory is of whole canvases"
             assert positions_BL is not None, "documents have places"
             sees = within_documents(sees, documents_BL, positions_BL)
+        if opened_SS is not None:
+            assert memory is None, "what is remembered was seen under open attention"
+            sees = partly_opened(sees, opened_SS, positions_BL)
         return Places(
             rope=self._rope(width, positions_BL, ids_BL.device),
             columns=columns_BL,

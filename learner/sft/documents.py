@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """A prompt and its completion, as token ids."""
+    """A prompt and its completion, or a chunk of a text, as token ids."""
 
     prompt_ids: tuple[int, ...]
-    """The prompt, up to where the assistant's turn begins."""
+    """The prompt, up to where the assistant's turn begins; empty of a text."""
     completion_ids: tuple[int, ...]
     """The completion, without an end of text."""
     num_slots: int

@@ -11,6 +11,7 @@ from torch import Tensor
 from learner.batch import uploaded
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.sharding import ShardedPolicy
+from learner.sft.annealing import opened_slots
 from learner.sft.documents import Documents
 from learner.sft.micro_batches import micro_batches
 from learner.sft.sft import MaskedDocuments, SftConfig, mask_documents, masked_logps, plan_sft, sft_rows
@@ -50,11 +51,18 @@ class SftLearner:
         shard = batch.shard(self.policy.rank, self.policy.world_size)
         masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
         num_units = batch_size if self.config.normalize_by == "row" else batch.num_trained
+        opened_SS = self._opened(step, masked.ids.shape[1])
+        # One kernel attends within all rows that lie back to back, and hides nothing there.
+        spares_padding = self.policy.spares_padding and opened_SS is None
         losses = []
         for micro in _in_micro_batches(
-            self.policy, masked, self.config.micro_batch_tokens, packing=self.config.packing
+            self.policy,
+            masked,
+            self.config.micro_batch_tokens,
+            packing=self.config.packing,
+            spares_padding=spares_padding,
         ):
-            loss = self._loss(micro) / num_units
+            loss = self._loss(micro, opened_SS, spares_padding=spares_padding) / num_units
             # FSDP averages over ranks; the loss is a sum over them.
             (loss * self.policy.world_size).backward()
             losses.append(loss.detach())
@@ -63,11 +71,23 @@ class SftLearner:
         self.num_trained += batch.num_trained
         return {"loss": stepped.loss, "grad_norm": stepped.grad_norm, "lr": lr}
 
-    def _loss(self, micro: MaskedDocuments) -> Tensor:
+    def _opened(self, step: int, width: int) -> Tensor | None:
+        """Under which attention a step's documents of so many slots are; None where that is the policy's own."""
+        # Rows of blocks end with a whole one.
+        block_length = self.policy.config.block_length or 1
+        whole_blocks = -(-width // block_length) * block_length
+        return opened_slots(step, self.config.attention_annealing_steps, whole_blocks, self._seed)
+
+    def _loss(self, micro: MaskedDocuments, opened_SS: Tensor | None, *, spares_padding: bool) -> Tensor:
         """What a micro-batch adds to the sum that the loss is a mean of."""
-        device, spares_padding = self.policy.device, self.policy.spares_padding
+        device = self.policy.device
         logps_N = masked_logps(
-            self.policy.module, micro, packing=self.config.packing, spares_padding=spares_padding, device=device
+            self.policy.module,
+            micro,
+            packing=self.config.packing,
+            spares_padding=spares_padding,
+            opened_SS=opened_SS,
+            device=device,
         )
         losses_N = -logps_N * uploaded(micro.weights, device)
         if self.config.normalize_by == "row":
@@ -107,7 +127,8 @@ def evaluation_loss(
         batch_size: of them are asked about at once, over all ranks.
         micro_batch_tokens: the most of one forward, as `SftConfig` has it.
     """
-    device, shard = policy.device, documents.shard(policy.rank, policy.world_size)
+    device, spares_padding = policy.device, policy.spares_padding
+    shard = documents.shard(policy.rank, policy.world_size)
     size = -(-batch_size // policy.world_size)
     sums = torch.zeros(len(EVALUATION_T), device=device)
     with policy.without_gradients():
@@ -117,20 +138,25 @@ def evaluation_loss(
                 masked = mask_documents(
                     some, policy.config.mask_token_id, torch.full((some.num_rows,), t), (_EVALUATION_SEED, index)
                 )
-                for micro in _in_micro_batches(policy, masked, micro_batch_tokens):
-                    logps_N = masked_logps(policy.module, micro, spares_padding=policy.spares_padding, device=device)
+                for micro in _in_micro_batches(policy, masked, micro_batch_tokens, spares_padding=spares_padding):
+                    logps_N = masked_logps(policy.module, micro, spares_padding=spares_padding, device=device)
                     sums[index] -= (logps_N * uploaded(micro.weights, device)).sum()
     losses = (policy.sum_over_ranks(sums) / documents.num_trained).tolist()
     return EvaluationLoss(loss=sum(losses) / len(losses), loss_at_t=tuple(losses))
 
 
 def _in_micro_batches(
-    policy: ShardedPolicy, masked: MaskedDocuments, max_tokens: int | None, *, packing: bool = False
+    policy: ShardedPolicy,
+    masked: MaskedDocuments,
+    max_tokens: int | None,
+    *,
+    spares_padding: bool,
+    packing: bool = False,
 ) -> list[MaskedDocuments]:
     """This rank's documents in micro-batches, as many as any rank has. A collective; without a limit all at once."""
     if max_tokens is None:
         return [masked]
-    spares_padding, block_length = policy.spares_padding, policy.config.block_length
+    block_length = policy.config.block_length
     parts = micro_batches(masked, max_tokens, block_length, packing=packing, spares_padding=spares_padding)
     count = int(policy.max_over_ranks(torch.tensor(len(parts))))
     return parts + [masked.weightless()] * (count - len(parts))

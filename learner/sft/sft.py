@@ -46,7 +46,8 @@ class SftConfig(BaseModel):
 
     data: Path | None = None
     """Examples: a file or a directory, on every machine at this path, or a dataset of the hub, as `task.train_data`;
-    rows of `messages`, of `prompt` and `completion`, or of s1K's columns. Without it the task's own demonstrations."""
+    rows of `messages`, of `prompt` and `completion`, of s1K's columns, or of `text`. Or plain text: `.txt` and `.md`
+    files. Without it the task's own demonstrations."""
     num_labels: PositiveInt | None = None
     """Examples to train on: the first training problems, or the first of `data`, of which none means all. More
     optimizer steps reuse the same examples under other masks."""
@@ -59,7 +60,8 @@ class SftConfig(BaseModel):
     alone. Absent: a worker's examples of the step all at once. The update does not depend on it. Where a GPU's memory
     runs out, the run halves it by itself."""
     max_tokens: PositiveInt | None = None
-    """Longest example of `data`, prompt and completion together (d1: 4096); none is the canvas of the rollout."""
+    """Longest example of `data`, prompt and completion together (d1: 4096), and the length of the chunks that a plain
+    text is cut into; none is the canvas of the rollout."""
     overlong: Literal["drop", "truncate"] = "drop"
     """Examples of `data` above `max_tokens`: `drop` leaves them out, `truncate` keeps their first tokens, as d1 does,
     which cuts off the answer. Both are counted."""
@@ -71,14 +73,21 @@ class SftConfig(BaseModel):
     slots. Needs `eos_padding: ignored`."""
     num_eval: NonNegativeInt = 0
     """Examples that are held out for the evaluation loss; 0 has none. Of `data` a fixed choice by prompt, more only
-    where several share one; else the first validation problems, or without any the first
-    held-out ones."""
+    where several share one, or chunks of plain texts that are held out whole; else the first validation problems, or
+    without any the first held-out ones."""
     eval_every_steps: NonNegativeInt = 0
     """Also take the evaluation loss after every so many steps; 0 does so only at the start and the end."""
+    num_samples: NonNegativeInt = 0
+    """Completions of held-out prompts to show with each evaluation loss, by the learner at temperature 0 and the first
+    schedule of the evaluation; 0 shows none. At most `num_eval`."""
     normalize_by: Literal["row", "slot"] = "row"
     """What the loss is a mean over: `row`, the examples, of each one's mean over its completion slots (LLaDA, d1); or
     `slot`, all completion slots of the batch, so that long answers weigh more. The two differ where examples do: with
     `eos_padding: ignored`."""
+    attention_annealing_steps: NonNegativeInt = 0
+    """Optimizer steps over which attention opens, for a policy that was autoregressive: a slot sees the slots before
+    it, and of those after it a share that grows linearly from 1 / steps to 1 (DiffuLLaMA). 0: it is open from the first
+    step. The evaluation loss is always that of open attention."""
     lora_alpha: PositiveInt | None = None
     """`model.lora.alpha` of the adapter that SFT and the control train (d1: 256); absent: that of the rounds."""
     lr: PositiveFloat = 1e-5
@@ -98,6 +107,16 @@ class SftConfig(BaseModel):
             raise ValueError(
                 "packing is true and eos_padding is trained, which leaves no example shorter than its canvas; "
                 "take eos_padding: ignored, or leave packing out"
+            )
+        if self.num_samples > self.num_eval:
+            raise ValueError(
+                f"num_samples is {self.num_samples} and num_eval is {self.num_eval}: samples complete the prompts of "
+                "held-out examples; take a larger num_eval"
+            )
+        if self.attention_annealing_steps > self.num_steps > 0:
+            raise ValueError(
+                f"attention_annealing_steps is {self.attention_annealing_steps} and num_steps is {self.num_steps}: the "
+                f"stage would end before attention is open; take at most {self.num_steps}"
             )
         if self.num_steps and self.refusal is not None:
             raise ValueError(self.refusal)
@@ -214,6 +233,7 @@ def masked_logps(
     *,
     packing: bool = False,
     spares_padding: bool = False,
+    opened_SS: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
     """Log-probability, in nats, of what each masked slot held: [N] float32, packed into rows or not.
@@ -223,17 +243,22 @@ def masked_logps(
         masked: on the CPU.
         packing: several short documents share a row.
         spares_padding: all documents go back to back: then there is nothing left to pack.
+        opened_SS: under which attention, where that is not the policy's own (`annealing.py`); not for documents that go
+            back to back.
         device: where the model computes; None: where its weights are.
     """
     device = device or next(model.parameters()).device
     if packing and not spares_padding:
-        return _packed_logps(model, masked, device)
+        return _packed_logps(model, masked, opened_SS, device)
     scored = masked.lengths, masked.rows, masked.columns, masked.targets
     views = views_of(masked.ids, *scored, clean_RS=masked.clean, block_length=model.config.block_length)
-    return token_logps(model, replace(views, spares_padding=spares_padding), SOFTMAX, device)
+    views = replace(views, spares_padding=spares_padding, opened=opened_SS)
+    return token_logps(model, views, SOFTMAX, device)
 
 
-def _packed_logps(model: Transformer, masked: MaskedDocuments, device: torch.device) -> Tensor:
+def _packed_logps(
+    model: Transformer, masked: MaskedDocuments, opened_SS: Tensor | None, device: torch.device
+) -> Tensor:
     assert not model.config.is_block_causal, "the run refuses to pack: rows of blocks are no documents"
     # No row is wider than the widest document: it takes no more memory than a row that is not packed.
     packed = pack(masked.ids, masked.lengths, masked.ids.shape[1])
@@ -244,5 +269,6 @@ def _packed_logps(model: Transformer, masked: MaskedDocuments, device: torch.dev
     slot_N = torch.arange(len(order_N))
     wanted = Wanted(slot=uploaded(slot_N, device), slot_on_host=slot_N, token=uploaded(masked.targets[order_N], device))
     ids_RW, documents_RW = uploaded(packed.ids, device), uploaded(packed.documents, device)
-    logps_N: Tensor = model(ids_RW, None, *queries, documents_BL=documents_RW, wanted=wanted)
+    opened_SS = None if opened_SS is None else uploaded(opened_SS, device)
+    logps_N: Tensor = model(ids_RW, None, *queries, documents_BL=documents_RW, opened_SS=opened_SS, wanted=wanted)
     return logps_N[uploaded(order_N.argsort(), device)]

@@ -1,16 +1,20 @@
-"""Demonstrations in a file: conversations with the answer that SFT trains on.
+"""What SFT trains on: conversations with their answer, or plain texts.
 
 A file of rows, as `rewards.data.rows` reads them; each has one of these, and whatever else it likes:
 
     {"messages": [{"role": "user", "content": ...}, ..., {"role": "assistant", "content": ...}]}
     {"prompt": ..., "completion": ...}      each a text, or a list of turns
     {"question": ..., "thinking_trajectories": [..., ...], "attempt": ...}      s1K (arXiv 2501.19393), as d1 uses it
+    {"text": ...}                           a document; the first of the above that a row has wins over it
+
+Or files of plain text (`texts.py`), whose documents are rows of the last kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +22,49 @@ from rewards.data.conversation import asked, text_of, turns_of
 from rewards.data.prompts import D1_FORMAT, demonstration, user_turn
 from rewards.data.rows import Row, shown
 from rewards.data.sources import rows_of
+from rewards.data.texts import text_files, text_rows
 from rewards.problem import Message
 
 _S1K_KEYS = ("question", "thinking_trajectories", "attempt")
-_KINDS = "messages, prompt and completion, or s1K's question, thinking_trajectories and attempt"
+_KINDS = "messages, prompt and completion, text, or s1K's question, thinking_trajectories and attempt"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demonstration:
-    """A conversation and its right continuation."""
+    """A conversation and its right continuation, or a plain text."""
 
     messages: tuple[Message, ...]
-    """The conversation that the policy continues."""
+    """The conversation that the policy continues; empty of a plain text."""
     completion: str
-    """What it should say."""
+    """What it should say, or the text."""
     place: str
     """File and line, for sentences about it."""
 
+    @property
+    def is_text(self) -> bool:
+        """Whether it is a text that nothing stands before."""
+        return not self.messages
+
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
-    """The demonstrations of a file of rows, in order.
+    """The demonstrations of a file of rows, or the documents of text files, in order.
 
     Raises ValueError, in one sentence with file and line, for a row that is no demonstration, and as `rows_of`.
     """
-    return [_read(row) for row in rows_of(path)]
+    read = [_read(row) for row in _rows(path) if not _is_blank(row.fields)]
+    if not read:
+        raise ValueError(f"{path} has no text")
+    return read
+
+
+def _rows(path: Path) -> Iterable[Row]:
+    files = text_files(path)
+    return chain.from_iterable(map(text_rows, files)) if files else rows_of(path)
+
+
+def _is_blank(fields: Mapping[str, Any]) -> bool:
+    """Whether it is a paragraph break: collections of texts by lines (WikiText) have such rows."""
+    return [*fields] == ["text"] and fields["text"] is not None and not str(fields["text"]).strip()
 
 
 def _read(row: Row) -> Demonstration:
@@ -59,6 +82,8 @@ def _parse(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:
         return _from_prompt(data)
     if any(key in data for key in _S1K_KEYS):
         return _from_s1k(data)
+    if data.get("text") is not None:
+        return (), text_of(data["text"], "text", "the document to train on")
     if "messages" in data:
         return _from_messages(None)
     raise ValueError(f"it has {', '.join(sorted(data)[:5]) or 'no keys'}; it should have {_KINDS}")

@@ -9,6 +9,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +41,7 @@ def suffix_of(path: Path) -> str:
 
 def file_rows(path: Path) -> Iterator[Row]:
     """The rows of a file, in order. Raises ValueError, in one sentence, where it cannot be read or is no rows."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(max(map(len, _FOREIGN)))
-        for begin, what in _FOREIGN.items():
-            if head.startswith(begin):
-                raise ValueError(f"{path} {what}")
+    with _readable(path):
         match suffix_of(path):
             case ".jsonl" | ".ndjson":
                 yield from _numbered(path, _json_lines(path, _text(path)), unit="line")
@@ -57,6 +53,24 @@ def file_rows(path: Path) -> Iterator[Row]:
                 yield from _numbered(path, _parquet(path))
             case _:
                 raise ValueError(f"{path} is of no kind that can be read; it should be {FILE_KINDS}")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, of one that is packed by gzip too. Raises ValueError, in one sentence, for what is none."""
+    with _readable(path):
+        return _text(path)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Within the block a file that cannot be read, or is of another kind than its name says, raises ValueError."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(max(map(len, _FOREIGN)))
+        for begin, what in _FOREIGN.items():
+            if head.startswith(begin):
+                raise ValueError(f"{path} {what}")
+        yield
     except OSError as error:
         why = (error.strerror or str(error)).partition("\n")[0].lower()
         raise ValueError(f"{path} cannot be read: {why}") from error

@@ -13,7 +13,7 @@ from rewards.data.files import file_rows, suffix_of
 from rewards.data.rows import Row
 
 # The suffixes of files, which no dataset is named by.
-_OF_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".zip", ".xlsx", ".arrow")
+_OF_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".zip", ".xlsx", ".arrow")
 _NAME = r"[A-Za-z0-9][\w.-]*"
 _HUB = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:/(?P<config>[\w.-]+))?(?::(?P<split>.+))?")
 _DIRECTORY = re.compile(r"(?P<repo>.+?):(?P<split>[^/]+)")

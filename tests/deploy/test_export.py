@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from learner.model.adapter import Adapter
-from learner.model.checkpoint import StoredWeights, load_policy, save_checkpoint
+from learner.model.checkpoint import StoredWeights, load_merged, load_policy, save_checkpoint
 from learner.model.checkpoint_files import ADAPTER
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
@@ -155,6 +155,21 @@ def test_peft_makes_the_merged_weights_of_the_original_model_and_the_adapter(
     assert len(compared) >= len(adapted) + 1
     for tensor in compared:
         torch.testing.assert_close(merged[tensor].detach(), expected[tensor], msg=tensor)
+
+
+def test_an_adapter_in_half_precision_is_half_as_large_and_rounded(run: Run, d1: Callable, workdir: Path) -> None:
+    assert d1("export", "runs/tiny/checkpoints/sft", "whole", "--lora", "apart").status == 0
+    assert d1("export", "runs/tiny/checkpoints/sft", "half", "--lora", "apart", "--half").status == 0
+    whole, half = (load_file(workdir / name / "adapter_model.safetensors") for name in ("whole", "half"))
+    assert whole.keys() == half.keys()
+    for name, matrix in half.items():
+        assert torch.equal(matrix, whole[name].to(torch.bfloat16)), name
+    assert any(matrix.any() for matrix in half.values())
+    policy, exact = load_merged(workdir / "half"), load_merged(workdir / "whole")
+    torch.testing.assert_close(policy.state_dict(), exact.state_dict(), atol=1e-2, rtol=1e-2)
+    d1("export", "runs/tiny/checkpoints/sft", "out", "--half").assert_refused(
+        "--half is for an adapter that is written alone; add --lora apart, or leave it out"
+    )
 
 
 def test_an_adapter_of_a_policy_of_experts_is_exported_but_for_what_is_a_part(

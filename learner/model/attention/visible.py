@@ -73,6 +73,24 @@ def beside_clean(sees: Pattern, chunks_BL: Tensor, columns_BL: Tensor) -> Patter
     return is_seen
 
 
+def partly_opened(sees: Pattern | None, opened_SS: Tensor, positions_BL: Tensor | None) -> Pattern:
+    """The pattern of a policy in training whose attention is not all open yet: of what `sees` shows, what is opened.
+
+    Args:
+        sees: the policy's own; None: everyone sees all.
+        opened_SS: whether the slot at one place of a canvas sees what stands at another.
+        positions_BL: the place of each slot; None: its column.
+    """
+
+    def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
+        here = query if positions_BL is None else positions_BL[row, query]
+        there = column if positions_BL is None else positions_BL[row, column]
+        is_open = opened_SS[here, there]
+        return is_open if sees is None else is_open & sees(row, query, column)
+
+    return is_seen
+
+
 def make_visible(sees: Pattern | None, columns_BQ: Tensor, width: int, *, flex: bool) -> Tensor | BlockMask | None:
     """What the slots at these columns may look at, of a canvas that is so wide."""
     if sees is None:

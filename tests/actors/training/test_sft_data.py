@@ -151,3 +151,33 @@ def test_padding_is_counted_without_and_with_packing(spec: RunSpec, file_of: Cal
     assert facts["mean_tokens"] == pytest.approx(41 / 5)
     assert facts["padding_share"] == pytest.approx(1 - 41 / 105, abs=1e-4)
     assert facts["packed_padding_share"] == pytest.approx(1 - 41 / 42, abs=1e-4)
+
+
+def test_texts_are_cut_into_chunks_of_which_the_last_ends(spec: RunSpec, tmp_path: Path) -> None:
+    tokenizer, texts = ChatTokenizer(spec.initial_checkpoint), ["1 2 3 4 5 6", "7 8", "1 2 3 4"]
+    (tmp_path / "data.txt").write_text("<|endoftext|>".join(texts))
+    documents = _load(spec, data=tmp_path / "data.txt", num_labels=None, max_tokens=7).train
+    assert documents.prompt_lengths.tolist() == [0, 0, 0, 0]
+    ids = [row[:length] for row, length in zip(documents.ids.tolist(), documents.lengths.tolist(), strict=True)]
+    whole = [tokenizer.encode_completion(text) for text in texts]
+    end = [tokenizer.eos_id]
+    # Eleven tokens in two chunks; three with room for the end; seven without.
+    assert ids == [whole[0][:7], whole[0][7:] + end, whole[1] + end, whole[2]]
+
+
+def test_texts_are_held_out_whole(spec: RunSpec, tmp_path: Path) -> None:
+    texts = [f"{index} " * 20 for index in range(6)]
+    for index, text in enumerate(texts):
+        (tmp_path / f"{index}.txt").write_text(text)
+    data = _load(spec, data=tmp_path, num_labels=None, max_tokens=8, num_eval=7)
+    assert data.held_out is not None
+    held_out = {text.split()[0] for _, text in _texts(spec, data.held_out)}
+    # Each has five chunks: two texts have seven, and no chunk of them is trained on.
+    assert (len(held_out), data.held_out.num_rows, data.train.num_rows) == (2, 7, 20)
+    assert held_out.isdisjoint(text.split()[0] for _, text in _texts(spec, data.train))
+
+
+def test_a_lone_text_cannot_be_held_out(spec: RunSpec, tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("1 2 3")
+    with pytest.raises(ValueError, match=r"data.txt is one text, and sft.num_eval 2 holds out whole texts; give seve"):
+        _load(spec, data=tmp_path / "data.txt", num_labels=None, num_eval=2)

@@ -54,7 +54,15 @@ def _spec(spec: RunSpec, run_dir: Path, **changes: Any) -> RunSpec:
     values: dict[str, Any] = {
         "run_dir": run_dir,
         "phases": STAGES,
-        "sft": SftConfig(num_labels=10, num_steps=6, batch_size=8, lr=3e-3, num_eval=4, eval_every_steps=2),
+        "sft": SftConfig(
+            num_labels=10,
+            num_steps=6,
+            batch_size=8,
+            lr=3e-3,
+            num_eval=4,
+            eval_every_steps=2,
+            attention_annealing_steps=5,
+        ),
         "learner": _learner(),
         "evaluation": EvaluationConfig(num_problems=8, every_rounds=1),
         "control": ControlSection(num_steps=4),
@@ -488,3 +496,29 @@ def test_a_learner_says_how_far_the_loading_of_a_checkpoint_is(spec: RunSpec, mo
     begun = list(dict.fromkeys(what.partition(":")[0] for what in said))
     assert begun[:3] == ["loading a checkpoint", "checking initial", "loading initial"]
     assert any(what.endswith("GB/s") for what in said)
+
+
+def test_samples_in_the_midst_of_sft_are_recorded_and_change_nothing(spec: RunSpec, tmp_path: Path) -> None:
+    values = {"num_labels": 10, "num_steps": 4, "batch_size": 8, "lr": 3e-3, "num_eval": 4, "eval_every_steps": 2}
+    plain, shown = (
+        _spec(
+            spec,
+            tmp_path / str(num_samples),
+            phases=(Phase.SFT,),
+            sft=SftConfig(**values, num_samples=num_samples),
+            model=ModelSection(lora=LORAS["adapter"]),
+        )
+        for num_samples in (0, 2)
+    )
+    assert not _events(_run(plain), "sft_samples")
+    # Forwards of two ranks are collectives.
+    events = _run_on_ranks(shown, (0.01, 7.3))
+    found = [event for event in events if event["event"] == "sft_samples"]
+    assert [event["step"] for event in found] == [0, 2, 4]
+    prompts = [[sample["prompt"] for sample in event["samples"]] for event in found]
+    assert prompts == [prompts[0]] * 3
+    assert len(prompts[0]) == 2
+    assert found[0]["samples"] != found[-1]["samples"], "they are of the policy as it stands"
+    alone = load_file(plain.checkpoints_dir / "sft" / "adapter.safetensors")
+    for name, matrix in load_file(shown.checkpoints_dir / "sft" / "adapter.safetensors").items():
+        torch.testing.assert_close(matrix, alone[name])

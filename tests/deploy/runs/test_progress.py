@@ -46,7 +46,27 @@ def test_a_log_says_what_sft_trains_on_and_what_it_comes_to(recorder: Any) -> No
     recorder.add("sft_eval", phase="sft", step=20, loss=1.23456, loss_at_t=[1.0])
     examples, loss = (line.partition(" s  ")[2] for line in _shown(recorder.events, is_terminal=False).splitlines())
     assert examples == "990 examples of 812 tokens, 10 held out, 3 too long; 80 % padding, 4 % if packed"
-    assert loss == "held-out loss after 20 steps: 1.235"
+    assert loss == "validation loss after 20 steps: 1.235"
+
+
+def test_a_log_shows_sft_with_its_validation_loss_the_time_left_and_harmless_samples(recorder: Any) -> None:
+    recorder.add("phase", phase="sft", num_steps=40, from_step=10)
+    recorder.add("sft_eval", phase="sft", step=10, loss=2.5, loss_at_t=[1.0])
+    samples = [
+        {"prompt": "p" * 100 + "\n2 + 3?", "completion": "\x1b[2J5\n" + "5 " * 200},
+        {"prompt": "1", "completion": ""},
+    ]
+    recorder.add("sft_samples", phase="sft", step=10, samples=samples)
+    recorder.add("sft", 60.0, phase="sft", step=15, loss=2.25, grad_norm=1.0, lr=1e-3, tokens_per_s=160.0)
+    _, loss, head, first, second, step = _shown(recorder.events, is_terminal=False).splitlines()
+    assert loss.endswith("validation loss after 10 steps: 2.5")
+    assert head.endswith("completions after 10 steps:")
+    assert first.strip().startswith("...ppp")
+    assert "p 2 + 3? -> \\u001b[2J5 5 5 " in first
+    assert first.endswith("...")
+    assert len(first) < 250
+    assert second.strip() == "1 -> (nothing)"
+    assert step.endswith("SFT 15/40 steps  loss 2.25  validation 2.5  160 tokens/s  5 min left")
 
 
 def test_a_log_has_a_line_for_steps_and_rounds_every_five_seconds_at_most(events: Events) -> None:
@@ -55,7 +75,7 @@ def test_a_log_has_a_line_for_steps_and_rounds_every_five_seconds_at_most(events
     assert len(times) >= 6
     assert all(later - earlier >= 5 for earlier, later in pairwise(times))
     assert "RL 1/12 rounds  reward 0.300  correct 20 %  600 tokens/s" in "\n".join(lines)
-    assert "SFT 10/100 steps  loss 4.019  5000 tokens/s" in "\n".join(lines)
+    assert "SFT 10/100 steps  loss 4.019  validation 5  5000 tokens/s  18 s left" in "\n".join(lines)
 
 
 def test_a_log_has_no_escape_sequences(events: Events) -> None:

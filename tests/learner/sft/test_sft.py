@@ -230,6 +230,15 @@ REFUSED = {
     "packing is true and eos_padding is trained": {"packing": True, "num_labels": 3},
     "num_labels is missing; without data it is needed": {},
     "max_tokens is 9 and data is missing": {"max_tokens": 9, "num_labels": 3},
+    "attention_annealing_steps is 2 and num_steps is 1: the stage would end before attention is open; take at most 1": {
+        "attention_annealing_steps": 2,
+        "num_labels": 3,
+    },
+    "num_samples is 3 and num_eval is 2: samples complete the prompts of": {
+        "num_samples": 3,
+        "num_eval": 2,
+        "num_labels": 3,
+    },
 }
 
 

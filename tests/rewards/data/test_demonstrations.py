@@ -79,7 +79,9 @@ REFUSED = [
     ({**S1K, "attempt": None}, "attempt is missing; it should be a text: the answer to train on"),
     ({**S1K, "thinking_trajectories": []}, r"thinking_trajectories is \[\]; it should be a list of texts"),
     ({**S1K, "thinking_trajectories": [7]}, r"thinking_trajectories\[0\] is 7; it should be a text"),
-    ({"text": "5"}, "it has text; it should have messages, prompt and completion, or s1K's question"),
+    ({"body": "5"}, "it has body; it should have messages, prompt and completion, text, or s1K's question"),
+    ({"text": 5}, "text is 5; it should be a text: the document to train on"),
+    ({"text": " ", "id": 3}, "text is empty; it should be the document to train on"),
     ({}, "it has no keys; it should have messages"),
     ('{"prompt": "\\ud800", "completion": "5"}', "prompt has half of a surrogate pair"),
 ]
@@ -115,3 +117,48 @@ def test_parquet_is_read_as_json_lines_are(tmp_path: Path) -> None:
     assert [one.messages for one in of_parquet] == [one.messages for one in of_lines]
     assert [one.completion for one in of_parquet] == ["5", "6"]
     assert of_parquet[1].place == f"{tmp_path / 'data.parquet'}, row 2"
+
+
+def test_rows_of_text_are_documents_and_a_conversation_wins_over_text(tmp_path: Path) -> None:
+    rows = [{"text": "A tale."}, {"text": ""}, {"text": "x", "messages": [USER, ANSWER]}, {"text": "B", "prompt": None}]
+    path = _file(tmp_path, *rows)
+    first, second, third = read_demonstrations(path)
+    assert (first.is_text, first.completion, first.place) == (True, "A tale.", f"{path}, line 1")
+    assert (second.is_text, second.completion) == (False, "5")
+    assert (third.is_text, third.completion) == (True, "B")
+    parquet.write_table(pa.Table.from_pylist([{"text": "A tale."}]), tmp_path / "data.parquet")
+    assert [one.completion for one in read_demonstrations(tmp_path / "data.parquet")] == ["A tale."]
+    with pytest.raises(ValueError, match=r"data.jsonl has no text$"):
+        read_demonstrations(_file(tmp_path, {"text": " "}))
+
+
+def test_text_files_are_documents(tmp_path: Path) -> None:
+    (tmp_path / "inside" / ".git").mkdir(parents=True)
+    for name, text in {
+        "b.md": "# Title\n\nB.\n",
+        "inside/a.txt": "\ufeffOne.\n<|endoftext|>\nTwo.\n<|endoftext|>\n",
+        "inside/.git/c.txt": "hidden",
+        "inside/code.py": "other",
+    }.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    read = read_demonstrations(tmp_path)
+    assert [one.completion for one in read] == ["# Title\n\nB.", "One.", "Two."]
+    assert [one.place for one in read[1:]] == [f"{tmp_path}/inside/a.txt, document {number}" for number in (1, 2)]
+    assert [one.completion for one in read_demonstrations(tmp_path / "b.md")] == ["# Title\n\nB."]
+    # Beside rows a text file describes them.
+    _file(tmp_path, {"prompt": "2 + 3?", "completion": "5"})
+    assert [one.completion for one in read_demonstrations(tmp_path)] == ["5"]
+
+
+def test_a_text_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    for data, sentence in (
+        (b"a\n\xff", "line 2: byte 1 is not UTF-8; save the file as UTF-8"),
+        (b"PK\x03\x04", "is a workbook of Excel or a zip archive"),
+        (b" \n", "has no text"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=rf"x\.txt,? {sentence}"):
+            read_demonstrations(path)
+    with pytest.raises(ValueError, match=r"absent\.md cannot be read: no such file"):
+        read_demonstrations(tmp_path / "absent.md")
