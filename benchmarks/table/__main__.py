@@ -91,7 +91,9 @@ def _measure(args: argparse.Namespace, steps: Sequence[Step]) -> None:
 def _write_state(out: Path, steps: Sequence[Step]) -> None:
     """List what the missing cells need of `out`: runs, checkpoints that they start from, and answers so far."""
     places = [step.run_dir if isinstance(step, Training) else step.out for step in steps]
-    places += [start for start in (Path(step.needs) for step in steps) if not set(places) & set(start.parents)]
+    # The base is a checkpoint by itself where no step makes it.
+    starts = [Path(step.needs) for step in steps if not (isinstance(step, Training) and step.is_done)]
+    places += [start for start in starts if not set(places) & set(start.parents)]
     found = [str(place.relative_to(out)) for place in places if place.is_dir() and place.is_relative_to(out)]
     (out / STATE).write_text("".join(f"{place}\n" for place in dict.fromkeys([*found, STATE])), encoding="utf-8")
 

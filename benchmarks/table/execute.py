@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from actors.run_log import is_done, read_events
+from actors.run_log import read_events
 from benchmarks.table.cells import Measured
 from benchmarks.table.plan import Evaluation, Step, Training
 from deploy.errors import RunFailedError
@@ -48,7 +48,7 @@ def execute(
         KeyboardInterrupt: after the command under way has kept what it has.
     """
     for number, step in enumerate(steps, start=1):
-        if isinstance(step, Training) and is_trained(step):
+        if isinstance(step, Training) and step.is_done:
             continue
         if deadline - time.monotonic() < _WORTH_STARTING_S:
             raise TimeIsUpError
@@ -56,11 +56,6 @@ def execute(
         _run(step.name, command_of(step), out, deadline)
         if isinstance(step, Evaluation):
             keep(_measured(step, [one for one in steps if isinstance(one, Training)]))
-
-
-def is_trained(step: Training) -> bool:
-    """Whether a run has come to its end."""
-    return is_done(read_events(step.run_dir))
 
 
 def command_of(step: Step) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Carries the state of a table in parts of less than 60 MB: what DIR/state.txt lists, with a checksum of each part.
+# Carries the state of a table in parts of less than 60 MB (PART_SIZE): what DIR/state.txt lists, with checksums.
 #   parts.sh pack DIR PARTS     writes PARTS/state.00, PARTS/state.01, ... and PARTS/state.sha256
 #   parts.sh unpack PARTS DIR   joins them into DIR, which has to have the path that it had: checkpoints refer to files by path
 set -euo pipefail
@@ -13,7 +13,7 @@ case $1 in
     mkdir -p "$3"
     rm -f "$3"/state.*
     # The format that keeps fractions of a second: they tell whether a weight file has changed.
-    tar --format=posix -C "$2" -cf - -T "$2/state.txt" | split -b 59M -d - "$3/state."
+    tar --format=posix -C "$2" -cf - -T "$2/state.txt" | split -b "${PART_SIZE:-55M}" -d - "$3/state."
     (cd "$3" && sha256sum state.[0-9]* > state.sha256)
     ;;
   unpack)

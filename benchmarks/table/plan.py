@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.checkpoints.selection import Position, checkpoint_name
-from actors.run_log import CHECKPOINTS
+from actors.run_log import CHECKPOINTS, is_done, read_events
 from actors.spec import Phase
 from benchmarks.table.cells import Place
 from benchmarks.table.scales import RECIPES, Scale, TableTask
@@ -34,6 +34,11 @@ class Training:
     """What it leaves."""
     needs: str
     """The checkpoint that it starts from; empty if there is none."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has come to its end."""
+        return is_done(read_events(self.run_dir))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +92,14 @@ def plan(
 
 
 def remaining(steps: Sequence[Step], done: Collection[Place]) -> list[Step]:
-    """The evaluations that are missing, and the trainings that these need. Finished trainings are still among them."""
+    """The evaluations that are missing, and the trainings whose checkpoints these and unfinished trainings need."""
     needed: set[str] = set()
     found: list[Step] = []
     for step in reversed(steps):
         if step.place not in done if isinstance(step, Evaluation) else step.checkpoint in needed:
-            needed.add(step.needs)
             found.append(step)
+            if isinstance(step, Evaluation) or not step.is_done:
+                needed.add(step.needs)
     return found[::-1]
 
 
