@@ -85,16 +85,17 @@ def _measure(args: argparse.Namespace, steps: Sequence[Step]) -> None:
     except TimeIsUpError:
         tell(f"the time is over; {sum(isinstance(step, Evaluation) for step in missing())} cells are missing")
     finally:
-        _write_state(args.out, missing())
+        _write_state(args.out, args.cells.absolute(), missing())
 
 
-def _write_state(out: Path, steps: Sequence[Step]) -> None:
-    """List what the missing cells need of `out`: runs, checkpoints that they start from, and answers so far."""
+def _write_state(out: Path, cells: Path, steps: Sequence[Step]) -> None:
+    """List what the missing cells need of `out` (runs, checkpoints, answers so far), and the cells kept there."""
     places = [step.run_dir if isinstance(step, Training) else step.out for step in steps]
     # The base is a checkpoint by itself where no step makes it.
     starts = [Path(step.needs) for step in steps if not (isinstance(step, Training) and step.is_done)]
     places += [start for start in starts if not set(places) & set(start.parents)]
-    found = [str(place.relative_to(out)) for place in places if place.is_dir() and place.is_relative_to(out)]
+    places.append(cells)
+    found = [str(place.relative_to(out)) for place in places if place.exists() and place.is_relative_to(out)]
     (out / STATE).write_text("".join(f"{place}\n" for place in dict.fromkeys([*found, STATE])), encoding="utf-8")
 
 

@@ -156,7 +156,7 @@ def test_every_command_is_given_once_and_every_cell_is_kept(
     )
     assert table() == 0
     assert calls() == given, "nothing is done twice"
-    assert (tmp_path / "out" / "state.txt").read_text() == "state.txt\n", "nothing is needed any more"
+    assert (tmp_path / "out" / "state.txt").read_text() == "cells.jsonl\nstate.txt\n", "no run is needed"
 
 
 def test_it_stops_in_time_and_continues_elsewhere_from_its_parts(
@@ -169,14 +169,11 @@ def test_it_stops_in_time_and_continues_elsewhere_from_its_parts(
     (tmp_path / f"fails {name}").rename(tmp_path / f"waits {name}")
     assert table("--minutes", "0.02") == 0
     state = (out / "state.txt").read_text().splitlines()
-    assert state == ["runs/sudoku.0.sft", "runs/sudoku.0.sft.trajectory", "state.txt"]
+    assert state == ["runs/sudoku.0.sft", "runs/sudoku.0.sft.trajectory", "cells.jsonl", "state.txt"]
     assert (out / "runs" / "sudoku.0.sft.trajectory" / "kept").exists()
-    cells = (out / "cells.jsonl").read_text()
     subprocess.run([PARTS, "pack", out, tmp_path / "parts"], check=True)
     out.rename(tmp_path / "gone")
     subprocess.run([PARTS, "unpack", tmp_path / "parts", out], check=True)
-    # The cells are in the repository.
-    (out / "cells.jsonl").write_text(cells)
     (tmp_path / f"waits {name}").unlink()
     before = len(calls())
     assert table() == 0
