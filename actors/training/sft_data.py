@@ -41,11 +41,10 @@ def load_sft_data(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> Sft
     A text without a prompt is as many examples as it has chunks of `sft.max_tokens`.
 
     Raises ValueError, in one sentence, when `sft.data` has a line that is no example, too few of them, or none that is
-    short enough, and when a demonstration of the task is longer than its canvas.
+    short enough, and when no demonstration of the task fits in its canvas.
     """
-    num_overlong = 0
     if spec.sft.data is None:
-        train, held_out = _of_task(spec, plan, tokenizer)
+        train, held_out, num_overlong = _of_task(spec, plan, tokenizer)
     else:
         train, held_out, num_overlong = _of_file(spec, tokenizer)
     trains_padding = spec.sft.eos_padding == "trained"
@@ -66,20 +65,27 @@ def load_sft_data(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> Sft
     )
 
 
-def _of_task(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> tuple[list[Example], list[Example]]:
-    def encoded(problems: Sequence[Problem]) -> list[Example]:
-        return [_of_problem(spec, plan, tokenizer, problem) for problem in problems]
+def _of_task(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> tuple[list[Example], list[Example], int]:
+    """Examples to train on, held-out ones, and how many demonstrations did not fit in the canvas and are left out."""
+    gen_length = spec.rollout.sampling.gen_length
 
-    return encoded(plan.train[: spec.sft.num_labels]), encoded(plan.to_test_loss_by[: spec.sft.num_eval])
+    def fitting(problems: Sequence[Problem]) -> list[Example]:
+        examples = [_of_problem(plan, tokenizer, problem, gen_length) for problem in problems]
+        return [example for example in examples if len(example.completion_ids) <= gen_length]
 
-
-def _of_problem(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer, problem: Problem) -> Example:
-    completion, gen_length = tokenizer.encode_completion(problem.demonstration), spec.rollout.sampling.gen_length
-    if len(completion) > gen_length:
+    problems = plan.train[: spec.sft.num_labels]
+    train, held_out = fitting(problems), fitting(plan.to_test_loss_by[: spec.sft.num_eval])
+    if not train:
+        shortest = min(len(tokenizer.encode_completion(problem.demonstration)) for problem in problems)
         raise ValueError(
-            f"a demonstration of task {spec.task.name} has {len(completion)} tokens; "
+            f"the shortest demonstration of task {spec.task.name} has {shortest} tokens; "
             f"rollout.sampling.gen_length {gen_length} must be at least that"
         )
+    return train, held_out, len(problems) - len(train)
+
+
+def _of_problem(plan: RunPlan, tokenizer: ChatTokenizer, problem: Problem, gen_length: int) -> Example:
+    completion = tokenizer.encode_completion(problem.demonstration)
     return Example(prompt_ids=plan.prompt_ids(problem), completion_ids=tuple(completion), num_slots=gen_length)
 
 

@@ -177,16 +177,17 @@ def _step_flops(recipe: RunConfig, shape: TransformerConfig, run: int, seen: int
 
 
 def full_group(recipe: RunConfig) -> RolloutBatch:
-    """A group whose completions fill their canvases, denoised from left to right in even shares."""
+    """A group whose completions fill their canvases, denoised from left to right in even shares. They differ in their
+    tokens: equal canvases would be counted once."""
     rows, prompt, params = recipe.learner.group_size, recipe.rollout.max_prompt_tokens, recipe.rollout.params[0]
     length = params.gen_length
     slots = torch.arange(length).expand(rows, -1)
     zeros_BL, zeros_B = torch.zeros(rows, length), torch.zeros(rows)
     return RolloutBatch(
-        # Any token but those that have a meaning.
+        # Any tokens but those that have a meaning.
         prompt_ids=torch.full((rows, prompt), 2),
         prompt_lengths=torch.full((rows,), prompt),
-        completion_ids=torch.full((rows, length), 2),
+        completion_ids=2 + torch.arange(rows)[:, None].expand(-1, length),
         completion_lengths=torch.full((rows,), length),
         sample_keys=torch.arange(rows),
         rewards=zeros_B,

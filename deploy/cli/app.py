@@ -13,7 +13,6 @@ from deploy.cli import (
     machine,
     plan,
     report,
-    reproduce,
     runs,
     sample,
     submit,
@@ -41,7 +40,6 @@ app.command("eval")(evaluation.evaluate)
 app.command()(evaluation.compare)
 app.command("lm-eval", context_settings=evaluation.PASSES_ON)(evaluation.lm_eval)
 app.command()(report.report)
-app.command()(reproduce.reproduce)
 app.command()(export.export)
 app.command()(tasks.grade)
 app.command()(tasks.tasks)

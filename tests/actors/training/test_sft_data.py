@@ -58,11 +58,28 @@ def test_without_a_file_they_are_the_first_training_and_held_out_problems(spec: 
     assert data.facts["num_held_out"] == 3
 
 
+def _with_slots(spec: RunSpec, gen_length: int) -> RunSpec:
+    sampling = spec.rollout.sampling.model_copy(update={"gen_length": gen_length})
+    return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"sampling": sampling})})
+
+
 def test_a_canvas_too_short_for_the_task_is_refused(spec: RunSpec) -> None:
-    sampling = spec.rollout.sampling.model_copy(update={"gen_length": 4})
-    short = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"sampling": sampling})})
     with pytest.raises(ValueError, match=r"has 5 tokens; rollout\.sampling\.gen_length 4 must be at least that"):
-        _load(short)
+        _load(_with_slots(spec, 4))
+
+
+def test_demonstrations_that_do_not_fit_are_left_out_and_counted(
+    spec: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = ChatTokenizer.encode_completion
+    texts = [problem.demonstration for problem in RunPlan(spec, ChatTokenizer(spec.initial_checkpoint)).train[:10]]
+    longer = [*encode(ChatTokenizer(spec.initial_checkpoint), texts[0]), 2, 2, 2, 2]
+    monkeypatch.setattr(
+        ChatTokenizer, "encode_completion", lambda self, text: longer if text == texts[0] else encode(self, text)
+    )
+    facts = _load(_with_slots(spec, 8)).facts
+    assert facts["num_overlong"] == texts.count(texts[0])
+    assert facts["num_examples"] == 10 - facts["num_overlong"]
 
 
 def test_padding_fills_the_canvas_or_ends_with_the_text(spec: RunSpec, file_of: Callable[..., Path]) -> None:

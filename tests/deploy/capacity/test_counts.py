@@ -70,6 +70,16 @@ def test_the_arithmetic_of_learning_is_what_the_learner_counts(recipe_file: Path
     assert learner.model_flops == pytest.approx(learning_flops(recipe, shape), rel=1e-12)
 
 
+def test_the_states_of_each_completion_of_a_group_are_counted(recipe_file: Path) -> None:
+    """All completions begin with the same canvas, which is run once; their later states differ."""
+    two, four = (
+        learning_flops(recipe, policy_shape(recipe))
+        for size in (2, 4)
+        for recipe in [_recipe(recipe_file, "learner.inner_updates=1", f"learner.group_size={size}", EXACT)]
+    )
+    assert 1.8 < four / two < 2
+
+
 @pytest.mark.filterwarnings("ignore:block_length .* is not the 4 slots")
 @pytest.mark.parametrize(
     "sampling",

@@ -1,0 +1,127 @@
+"""The measured cells of a table: a file of JSON lines, and the Markdown that is made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+from deploy.printing import share
+from rollout.score import Score
+
+# The 97.5th percentile of Student's distribution, by degrees of freedom from 1.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+_NORMAL = 1.96
+MISSING = "not measured"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Place:
+    """Where a number stands in the table."""
+
+    task: str
+    """The table."""
+    row: str
+    """How the policy was trained."""
+    length: int
+    """Completion slots: the column."""
+    seed: int
+    """Of the training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A cell as it was measured."""
+
+    place: Place
+    """Where it stands."""
+    num_correct: int
+    """Held-out problems that the policy solves."""
+    num_problems: int
+    """Held-out problems that it was asked."""
+    training_s: float
+    """Seconds of the trainings that made the policy from the base, evaluations between the rounds included."""
+    evaluation_s: float
+    """Seconds of the evaluation's workers."""
+    hardware: str
+    """Of the machine that evaluated it."""
+    date: str
+    """Of the evaluation, as YYYY-MM-DD."""
+
+
+def read_cells(path: Path) -> list[Measured]:
+    """The cells of a file; none where there is no file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    values = map(json.loads, lines)
+    return [Measured(**{**value, "place": Place(**value["place"])}) for value in values]
+
+
+def add_cell(path: Path, cell: Measured) -> None:
+    """Append a cell to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(cell)) + "\n")
+
+
+def interval_of(accuracies: Sequence[float], num_problems: int) -> tuple[float, float]:
+    """The 95 % interval of the mean over seeds: Student's, but never narrower than Wilson's over the problems.
+
+    All seeds are asked the same problems, so that seeds that happen to agree say nothing about other problems.
+    """
+    mean, count = fmean(accuracies), len(accuracies)
+    low, high = Score(num_correct=round(mean * num_problems), num_problems=num_problems).interval
+    if count < 2:
+        return low, high
+    factor = _STUDENT[count - 2] if count - 2 < len(_STUDENT) else _NORMAL
+    half = factor * stdev(accuracies) / math.sqrt(count)
+    return max(0.0, min(low, mean - half)), min(1.0, max(high, mean + half))
+
+
+def as_markdown(cells: Sequence[Measured], task: str, lengths: Sequence[int], rows: Sequence[str]) -> str:
+    """A task's table: every row and length, whether it is measured or not."""
+    facts = ("seeds", "training, s", "evaluation, s", "hardware", "date")
+    lines = [_line([f"{task}, %", *(f"{length} slots" for length in lengths), *facts])]
+    lines.append(_line(["---", *["---:"] * len(lengths), *["---"] * len(facts)]))
+    for row in rows:
+        of_row = [cell for cell in cells if (cell.place.task, cell.place.row) == (task, row)]
+        values = [_value([cell for cell in of_row if cell.place.length == length]) for length in lengths]
+        lines.append(_line([row, *values, *_facts(of_row)]))
+    return "\n".join([*lines, ""])
+
+
+def _value(cells: Sequence[Measured]) -> str:
+    if not cells:
+        return MISSING
+    accuracies = [cell.num_correct / cell.num_problems for cell in cells]
+    return share(fmean(accuracies), interval_of(accuracies, cells[0].num_problems))
+
+
+def _facts(cells: Sequence[Measured]) -> list[str]:
+    """What is told of a row, over all its lengths and seeds."""
+    seeds = sorted({cell.place.seed for cell in cells})
+    trained = {cell.place.seed: cell.training_s for cell in cells}
+    return [
+        ", ".join(map(str, seeds)),
+        ", ".join(f"{trained[seed]:.0f}" for seed in seeds),
+        f"{sum(cell.evaluation_s for cell in cells):.0f}" if cells else "",
+        ", ".join(dict.fromkeys(cell.hardware for cell in cells)),
+        ", ".join(dict.fromkeys(cell.date for cell in cells)),
+    ]
+
+
+def write_between_marks(path: Path, scale: str, text: str) -> None:
+    """Replace what stands between a document's marks of a scale. Raises ValueError where it has no such marks."""
+    begin, end = f"<!-- benchmarks.table {scale} -->", f"<!-- end of benchmarks.table {scale} -->"
+    whole = path.read_text(encoding="utf-8")
+    before, found, rest = whole.partition(begin)
+    _, also_found, after = rest.partition(end)
+    if not (found and also_found):
+        raise ValueError(f"{path} has no lines {begin} and {end}")
+    path.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
