@@ -8,7 +8,7 @@ refreshed, and then leaves keys and values behind; else only its block is run (d
 A block-causal policy's blocks never change once they are finished, and nothing sees what comes after its own block. So
 a canvas is run up to its block only, and what is remembered of finished blocks is exact, if it was computed when they
 were finished: the first step of a block runs the clean block before it along (a row that enters, its prompt), and every
-other step its block alone.
+other step its block alone, and the column before it where that predicts its first slot.
 
 Shape letters: A active rows, K slots of a block, R rows of a forward, U different canvases, N open slots, Q queried
 columns, V vocabulary.

@@ -23,8 +23,8 @@ from learner.model.tokenizer import ChatTokenizer
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
-from tests.adapted import adapted
 from tests.deploy.sample.asking import SHORT, Screen
+from tests.learner.model.on_disk.adapted import adapted
 
 
 def test_answers_are_those_of_the_sampler_and_come_in_order_whatever_the_lengths(
