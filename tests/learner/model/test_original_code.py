@@ -50,7 +50,7 @@ class Golden:
     `generate` shifts them."""
 
 
-# With transformers 4.57.1. iLLaDA's file is in no repository that could be fetched; its text was run as it was read.
+# With transformers 4.57.1. iLLaDA's file is in no repository that can be fetched: a transcript of its forward was run.
 GOLDEN = {
     "illada": Golden(
         "GSAI-ML/iLLaDA-8B-Base: modeling_illada.py",
