@@ -61,15 +61,16 @@ def _save(run: Run, name: str, policy: ShardedPolicy, base: str, version: int) -
     return adapter
 
 
-@pytest.fixture(params=["llada", "dream"])
+SHAPES: dict[str, dict[str, object]] = {
+    "llada": {},
+    "dream": {"predicts_next": True, "qkv_bias": True},
+    "a2d-llama": {"predicts_next": True, "block_length": 4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+}
+
+
+@pytest.fixture(params=SHAPES)
 def run(request: pytest.FixtureRequest, config: TransformerConfig, workdir: Path) -> Run:
-    shape = config.model_copy(
-        update={
-            "family": request.param,
-            "qkv_bias": request.param == "dream",
-            "predicts_next": request.param == "dream",
-        }
-    )
+    shape = TransformerConfig(**config.model_dump() | {"family": request.param} | SHAPES[request.param])
     model = make_model(shape)
     init_weights(model, seed=0)
     make_tokenizer(["3 7 9 = 24"], workdir / "tokenizer", 300)

@@ -23,6 +23,7 @@ from learner.model.tokenizer import ChatTokenizer
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
+from tests.adapted import adapted
 from tests.deploy.sample.asking import SHORT, Screen
 
 
@@ -186,9 +187,12 @@ def test_the_progress_of_a_file_never_gets_into_what_is_piped(
     assert "tokens/s" in shown
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("family", ["llada", "dream", "a2d-qwen2"])
 def test_tokens_are_those_of_the_original_samplers(family: str, d1: Callable, shared: Path, workdir: Path) -> None:
-    directory = shared / "fixtures" / f"{family}-tiny"
+    """Dream's are also those of a Qwen2 that sees both sides and predicts the next slot."""
+    directory = shared / "fixtures" / ("llada-tiny" if family == "llada" else "dream-tiny")
+    if family == "a2d-qwen2":
+        directory = adapted(directory, workdir / "a2d", family, eos_token_id=509, right_shift_logits=True)
     cases = json.loads((directory / "expected_generations.json").read_text())
     keys = ("gen_length", "block_length", "steps", "cfg_scale")
     asked = [{"prompt_ids": ids} | {key: case[key] for key in keys} for case in cases for ids in case["prompt"]]
@@ -200,9 +204,14 @@ def test_tokens_are_those_of_the_original_samplers(family: str, d1: Callable, sh
 
 
 @pytest.mark.filterwarnings("ignore:block_length .* is not the 4 slots")
-def test_tokens_and_steps_are_those_of_the_original_block_sampler(d1: Callable, shared: Path, workdir: Path) -> None:
+@pytest.mark.parametrize("family", ["sdar", "a2d-qwen3"])
+def test_tokens_and_steps_are_those_of_the_original_block_sampler(
+    family: str, d1: Callable, shared: Path, workdir: Path
+) -> None:
     """All settings in one file, whose rows have blocks from 4 to 16: SDAR's, cached."""
     directory = shared / "fixtures" / "sdar-tiny"
+    if family == "a2d-qwen3":
+        directory = adapted(directory, workdir / "a2d", family)
     cases = json.loads((directory / "expected_generations.json").read_text())
     asked = [
         {

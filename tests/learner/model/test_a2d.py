@@ -26,6 +26,8 @@ from learner.model.attention.rotary import rope_frequencies, rope_tables
 from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
+from rollout.request import Request, SamplingParams
+from rollout.sampler import Sampler
 
 ORIGINALS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "a2d-llama": (LlamaConfig, LlamaForCausalLM),
@@ -139,6 +141,22 @@ def test_logits_of_blocks_and_shifted_ones_are_those_of_the_original_with_their_
     # In shifted blocks of one it is the autoregressive model, as transformers runs it.
     with torch.inference_mode():
         torch.testing.assert_close(found[:, 1:], original(_ids()).logits[:, :-1], atol=1e-4, rtol=0)
+
+
+def test_the_sampler_of_shifted_blocks_of_one_generates_what_the_original_does(tmp_path: Path) -> None:
+    original = _original("a2d-qwen2")
+    policy = load_policy(_saved(original, tmp_path, "a2d-qwen2", block_size=1, right_shift_logits=True))
+    params = SamplingParams(gen_length=12, block_length=1, steps_per_block=1, temperature=0.0, stop_ids=())
+    requests = [
+        Request(prompt_ids=tuple(row[:length].tolist()), params=params, seed=0) for length in (9, 4) for row in _ids()
+    ]
+    for request, completion in zip(requests, Sampler(policy, 0).generate(requests), strict=True):
+        prompt = torch.tensor([request.prompt_ids])
+        # A policy never gives its mask.
+        settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "suppress_tokens": [38]}
+        ids = original.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, prompt.shape[1] :]
+        assert completion.token_ids.tolist() == ids.tolist()
+        assert completion.exact
 
 
 @pytest.mark.parametrize(

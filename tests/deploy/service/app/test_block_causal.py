@@ -8,6 +8,7 @@ import pytest
 
 from deploy.requests.body import CompletionRequest
 from rollout.request import canvas_of
+from tests.adapted import adapted
 from tests.deploy.service.app.asking import assert_error, events_of
 
 ASK = {"prompt": [7, 8, 9, 10, 11], "seed": 1, "temperature": 1.0}
@@ -21,10 +22,14 @@ def asked(service, body):
     return request, sampler.generate([request])[0], sampler.model.config
 
 
-@pytest.mark.parametrize(("name", "gen_length"), [("sdar-tiny", 10), ("llada2-tiny", 70)])
-def test_a_block_causal_checkpoint_is_served_streamed_and_live(serve, shared, name, gen_length):
+@pytest.mark.parametrize(("name", "gen_length"), [("sdar-tiny", 10), ("llada2-tiny", 70), ("shifted", 10)])
+def test_a_block_causal_checkpoint_is_served_streamed_and_live(serve, shared, tmp_path, name, gen_length):
     """Five tokens of a prompt: its tail is in the first block, and the last block passes the completion's end."""
-    service, client = serve(shared / "fixtures" / name)
+    directory = shared / "fixtures" / name
+    if name == "shifted":
+        original = shared / "fixtures" / "sdar-tiny"
+        directory = adapted(original, tmp_path / "a2d", "a2d-qwen3", right_shift_logits=True)
+    service, client = serve(directory)
     body = ASK | {"diffusion": {"gen_length": gen_length, "return_step_map": True}}
     request, expected, config = asked(service, body)
     assert (request.params.block_length, len(request.prompt_ids) % request.params.block_length) != (0, 0)

@@ -23,10 +23,14 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "dream": {"predicts_next": True, "qkv_bias": True},
     "sdar": _BLOCKS,
     "sdar_moe": _BLOCKS | {"moe": MoEConfig(router="softmax", **_ROUTED)},
+    "a2d-llama": {},
+    "a2d-qwen2": {"predicts_next": True, "qkv_bias": True},
+    "a2d-qwen3": _BLOCKS,
     "llada2_moe": _BLOCKS | {"rotary_width": 8, "moe": MoEConfig(**_ROUTED | _SIGMOID)},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 families = pytest.mark.parametrize("family", OF_FAMILY)
+unscaled = pytest.mark.parametrize("family", [family for family in OF_FAMILY if not family.startswith("a2d")])
 
 
 def _shape(config: TransformerConfig, family: str) -> TransformerConfig:
@@ -88,7 +92,7 @@ def test_a_config_may_begin_with_a_byte_order_mark(config: TransformerConfig, tm
     assert load_config(tmp_path) == _shape(config, "sdar")
 
 
-@families
+@unscaled
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -172,7 +176,7 @@ def test_layers_of_another_kind_are_refused(config: TransformerConfig, tmp_path:
     assert said == "config.json has 'sliding_attention' in layer_types; d1 computes 'full_attention' only"
 
 
-@pytest.mark.parametrize("family", ["llada", "dream", "sdar", "sdar_moe"])
+@pytest.mark.parametrize("family", ["llada", "dream", "sdar", "sdar_moe", "a2d-llama"])
 def test_a_family_that_rotates_whole_heads_refuses_a_part(
     config: TransformerConfig, tmp_path: Path, family: str
 ) -> None:

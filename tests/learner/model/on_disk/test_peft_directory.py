@@ -46,6 +46,8 @@ TARGETS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"down_proj": 32, r"layers.0.*q_proj": 1},
     },
     "sdar_moe": {"target_modules": ["k_proj", "o_proj"], "layers_to_transform": [1]},
+    "a2d-llama": {"target_modules": ["o_proj", "up_proj"], "r": 2},
+    "a2d-qwen2": {"target_modules": ["q_proj", "gate_proj"], "layers_to_transform": [0]},
     # Query, key and value are one layer.
     "llada2_moe": {"target_modules": ["query_key_value", "shared_experts.up_proj"], "lora_alpha": 16},
 }
@@ -66,6 +68,8 @@ def shapes(config: TransformerConfig, moe_config: TransformerConfig) -> dict[str
         "dream": {"family": "dream", "predicts_next": True, "qkv_bias": True},
         "sdar": SDAR,
         "sdar_moe": SDAR_MOE,
+        "a2d-llama": {"family": "a2d-llama", "block_length": 4},
+        "a2d-qwen2": {"family": "a2d-qwen2", "predicts_next": True, "qkv_bias": True},
     }
     of_config = {name: TransformerConfig(**config.model_dump() | value) for name, value in values.items()}
     return of_config | {"llada2_moe": moe_config}

@@ -27,6 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llada": {},
     "dream": {"family": "dream", "predicts_next": True, "qkv_bias": True},
     "sdar": SDAR,
+    "a2d-qwen3": SDAR | {"family": "a2d-qwen3"},
 }
 
 
