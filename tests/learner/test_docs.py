@@ -103,8 +103,8 @@ def test_the_table_says_of_each_algorithm_what_the_results_say() -> None:
         measured = dict(re.findall(r"^\| `([a-z0-9-]+)` .*?%.*?\| ([0-9.]+) % \(", table, re.MULTILINE))
         said = {name: row[f"ours, % of {task.lower()}"] for name, row in _rows().items()}
         # What has a teacher learns from that one, and not from the task.
-        assert said == {name: measured.get(name, "–") for name in said}
-        assert [name for name, percent in said.items() if percent == "–"] == ["opdlm"]
+        assert said == {name: measured.get(name, "-") for name in said}
+        assert [name for name, percent in said.items() if percent == "-"] == ["opdlm"]
 
 
 def test_the_words_between_completions_and_a_loss_mean_what_the_example_says(config: TransformerConfig) -> None:

@@ -456,6 +456,24 @@ def test_a_learner_that_sleeps_while_samplers_work_trains_as_one_that_does_not(
         assert _files(sharing, name) == _files(alone, name), name
 
 
+def test_a_teacher_is_what_the_run_started_from_after_a_stop_too(spec: RunSpec, tmp_path: Path) -> None:
+    """Beside a policy of which an adapter is trained, on 4 bits where these can be had."""
+    changes = {
+        "phases": (Phase.SFT, Phase.RL),
+        "learner": _learner(algorithm="opdlm", estimator={"name": "block_states"}, num_minibatches=1, num_rounds=2),
+        "model": ModelSection(lora=LORAS[[*LORAS][-1]]),
+        "sft": SftConfig(num_labels=10, num_steps=2, batch_size=8, lr=3e-3),
+        "evaluation": EvaluationConfig(num_problems=2),
+    }
+    whole, halved = (_spec(spec, tmp_path / name, **changes) for name in ("whole", "halved"))
+    divergences = [event["teacher_divergence"] for event in _events(_run(whole), "round")]
+    assert min(divergences) > 0
+    _run(halved, Pulse("round 0: training"))
+    rest = _run(halved)
+    assert [event["teacher_divergence"] for event in _events(rest, "round")] == divergences[1:]
+    assert _files(whole, "rl-000002") == _files(halved, "rl-000002")
+
+
 def test_the_reference_is_the_policy_of_a_due_round_that_trained_on_nothing_too(policy: Transformer) -> None:
     learner = Learner(ShardedPolicy(policy, None), _learner(reference_sync_rounds=2))
     assert learner.reference is not None

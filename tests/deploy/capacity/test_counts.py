@@ -50,6 +50,7 @@ def _recipe(recipe_file: Path, *overrides: str) -> Recipe:
         ("learner.algorithm=tba",),
         ("learner.algorithm=spg", "learner.group_size=2"),
         ("learner.algorithm=dmpo", "learner.group_size=2"),
+        ("learner.algorithm=opdlm", "learner.group_size=2", "learner.num_minibatches=1"),
         ("model.lora={rank: 4}", "learner.inner_updates=2"),
     ],
     ids=" ".join,
