@@ -119,10 +119,10 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], li
         example = Example(prompt_ids=prompt, completion_ids=completion[:num_slots], num_slots=num_slots)
         kept.append(_Keyed(key=_prompt_key(demonstration), example=example))
     train, held_out = _hold_out(kept, sft.num_eval)
-    if not train and num_texts == 1 and sft.num_eval:
+    if not train and num_texts and sft.num_eval:
         raise ValueError(
-            f"sft.data {sft.data} is one text, and sft.num_eval {sft.num_eval} holds out whole texts; give several "
-            f"(in one file {SEPARATOR} divides them), or take sft.num_eval=0"
+            f"sft.data {sft.data} has nothing left to train on: sft.num_eval {sft.num_eval} holds out whole texts, and "
+            f"there are {num_texts}; give more (in one file {SEPARATOR} divides them), or take sft.num_eval=0"
         )
     if not train or (sft.num_labels is not None and sft.num_labels > len(train)):
         asked = "" if sft.num_labels is None else f"sft.num_labels is {sft.num_labels} and "

@@ -22,17 +22,16 @@ _MOST_OF_TEXT = 32
 def completed(
     policy: ShardedPolicy, held_out: Documents, spec: RunSpec, tokenizer: ChatTokenizer
 ) -> list[dict[str, str]]:
-    """Prompts and completions of the first `sft.num_samples` held-out examples that leave room. A collective.
+    """Prompts and completions of `sft.num_samples` held-out examples, where their prompts leave room. A collective.
 
-    Temperature is 0. Of a plain text the beginning is the prompt.
+    They are spread over the examples: neighbours may be chunks of one text, or of one prompt. Temperature is 0. Of a
+    plain text the beginning is the prompt.
     """
-    params = _fixed(spec.evaluated_params[0])
-    prompts = (_prompt(held_out, row) for row in range(held_out.num_rows))
-    asked = (Request(prompt_ids=prompt, params=params, seed=0) for prompt in prompts if prompt)
-    fitting = [
-        request for request in asked if canvas_of(request, policy.config).end <= policy.config.max_sequence_length
-    ]
-    requests = fitting[: spec.sft.num_samples]
+    params, num_rows, count = _fixed(spec.evaluated_params[0]), held_out.num_rows, spec.sft.num_samples
+    prompts = [_prompt(held_out, index * num_rows // count) for index in range(count)]
+    asked = [Request(prompt_ids=prompt, params=params, seed=0) for prompt in prompts if prompt]
+    longest = policy.config.max_sequence_length
+    requests = [request for request in asked if canvas_of(request, policy.config).end <= longest]
     # A cache of finished blocks would save forwards, and need a memory beside the learner's.
     engine = EngineConfig(num_slots=max(1, len(requests)), block_cache=False)
     with policy.without_gradients():

@@ -196,5 +196,8 @@ def test_texts_are_held_out_whole(spec: RunSpec, tmp_path: Path) -> None:
 
 def test_a_lone_text_cannot_be_held_out(spec: RunSpec, tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("1 2 3")
-    with pytest.raises(ValueError, match=r"data.txt is one text, and sft.num_eval 2 holds out whole texts; give seve"):
+    sentence = (
+        r"data.txt has nothing left to train on: sft.num_eval 2 holds out whole texts, and there are 1; give more"
+    )
+    with pytest.raises(ValueError, match=sentence):
         _load(spec, data=tmp_path / "data.txt", num_labels=None, num_eval=2)

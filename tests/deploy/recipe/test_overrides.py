@@ -124,6 +124,13 @@ def test_under_lora_the_reference_cannot_follow(recipe_file: Path) -> None:
         load_recipe(recipe_file, ["learner.reference_sync_rounds=5", "model.lora.rank=8"])
 
 
+def test_samples_of_sft_need_a_policy_where_it_computes(recipe_file: Path) -> None:
+    samples = ["device=cuda", "sft.num_eval=3", "sft.num_samples=2"]
+    with pytest.raises(UserError, match=r"sft\.num_samples is 2, and with sharding\.cpu_offload the learner has no"):
+        load_recipe(recipe_file, [*samples, "sharding.cpu_offload=true"])
+    assert load_recipe(recipe_file, samples).sft.num_samples == 2
+
+
 def test_another_task_names_every_field_that_it_does_not_have_and_what_would_do(workdir: Path, d1: Callable) -> None:
     sudoku = "task: {name: sudoku, prompt: compact, min_empty: 4, max_empty: 9}"
     (workdir / "tiny.yaml").write_text(RECIPE.replace("task: {name: sums}", sudoku))
@@ -206,6 +213,8 @@ REFUSED_OVERRIDES = {
     "evaluation={num_problems: 20, num_validation: -1}": ("evaluation.num_validation is -1; it should be at least 0",),
     "task.validation_fraction=0.7": ("task.validation_fraction is 0.7; it should be at most 0.5",),
     "sft.packing=true": ("sft: packing is true and eos_padding is trained", "take eos_padding: ignored"),
+    "sft.num_samples=2": ("sft: num_samples is 2 and num_eval is 0: samples complete the prompts of held-out",),
+    "sft.attention_annealing_steps=21": ("sft: attention_annealing_steps is 21 and num_steps is 20: the stage",),
     "sft.max_tokens=64": ("sft: max_tokens is 64 and data is missing",),
     "sft={num_steps: 3}": ("sft: num_labels is missing; without data it is needed",),
     "learner.groups_per_round=50": ("learner.groups_per_round 50 exceeds num_train_problems 40",),
