@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +12,9 @@ from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe, parse_override
 from deploy.recipe.recipe import Recipe
 from deploy.runs.run_directory import scratch_policy
-from deploy.waiting import saying
 from learner.model.checkpoint_files import load_config
 from learner.model.storage.throughput import Say
+from rewards.data.sources import rows_of
 from rewards.tasks.table import task_names
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 _RECIPE = Path(__file__).with_name("adapt.yaml")
 # OUT and MODEL say these.
 _OWN_KEYS = ("name", "runs_dir", "model.checkpoint")
+# Half of it for the prompt.
+_TOKENS_OF_RESPONSES = 512
 # A block is denoised in this many steps of as many slots.
 _SLOTS_PER_STEP = 4
 
@@ -72,17 +73,25 @@ class Adaptation:
         """The recipe of the run. Raises UserError as `load_recipe`, and where nothing is named to train on."""
         self._check()
         out = self.out.absolute()
-        own = {"name": out.name, "runs_dir": str(out.parent), "model.checkpoint": str(out / CHECKPOINTS / "initial")}
+        own: dict[str, str | int] = {
+            "name": out.name,
+            "runs_dir": str(out.parent),
+            "model.checkpoint": str(out / CHECKPOINTS / "initial"),
+        }
         if self.block_length is not None:
             own["rollout.sampling.block_length"] = self.block_length
             own["rollout.sampling.steps_per_block"] = max(1, self.block_length // _SLOTS_PER_STEP)
         if self.data is not None or self.prompts is not None:
             own["sft.data"] = self.data or str(self.responses)
+        if self.prompts is not None:
+            own["sft.max_tokens"] = _TOKENS_OF_RESPONSES
         if self.prompts in task_names():
             own["task.name"] = self.prompts
         recipe = load_recipe(_RECIPE, [*(f"{key}={json.dumps(value)}" for key, value in own.items()), *self.overrides])
         if not recipe.sft.num_steps:
             raise UserError("sft.num_steps is 0, which leaves `d1 adapt` nothing to do; give it steps")
+        if self.prompts is None and recipe.sft.data is not None:
+            _look_at(recipe.sft.data)
         return recipe
 
     def _check(self) -> None:
@@ -96,28 +105,28 @@ class Adaptation:
                 "there is nothing to train on: give --data FILE, or --prompts TASK for the model's own responses to it"
             )
 
-    def write_responses(self, source: Source, recipe: Recipe, *, dry_run: bool) -> None:
-        """Write the model's own responses to the prompts, or go on where an earlier try stopped.
+    @property
+    def is_answering(self) -> bool:
+        """Whether an earlier try ended while the model answered the prompts: the run has not begun then."""
+        return self.prompts is not None and self.responses.exists() and not self.out.exists()
+
+    def write_responses(self, source: Source, recipe: Recipe, say: Say) -> str:
+        """Write the model's own responses to the prompts, or go on where an earlier try stopped; what became of them.
 
         Raises UserError where there are no such prompts or the model cannot answer.
         """
-        if dry_run and not self.responses.exists():
-            raise UserError(
-                "--dry-run looks at what is trained on, and the model has not answered the prompts yet; leave one of "
-                "--dry-run and --prompts out"
-            )
         from deploy.adapt.generation import Sampling
         from deploy.adapt.prompts import file_prompts, task_prompts
         from deploy.adapt.responses import write_responses
 
-        assert self.prompts is not None, "the command line asks for responses where there are prompts"
-        with saying(f"asking {source.name}") as waiting:
-            count, is_task = recipe.sft.num_labels, self.prompts in task_names()
-            prompts = task_prompts(recipe.task, count) if is_task else file_prompts(Path(self.prompts), count)
-            # What is longer than a completion of the policy has no place in one.
-            sampling = Sampling(max_new_tokens=recipe.rollout.sampling.gen_length, seed=recipe.seed)
-            written = write_responses(source, prompts, self.responses, sampling, waiting.change)
-        sys.stderr.write(f"d1: {self.responses}: {written}\n")
+        assert self.prompts is not None, "there are prompts"
+        if self.prompts in task_names():
+            prompts = task_prompts(recipe.task, recipe.num_train_problems)
+        else:
+            prompts = file_prompts(Path(self.prompts))
+        self.responses.parent.mkdir(parents=True, exist_ok=True)
+        sampling = Sampling(max_new_tokens=recipe.sft_tokens // 2, seed=recipe.seed)
+        return str(write_responses(source, prompts, self.responses, sampling, say))
 
     def write(self, source: Source, say: Say | None = None) -> tuple[Path, MaskToken]:
         """Write the policy that the run starts from, beside the run directory; where, and its mask token.
@@ -158,6 +167,14 @@ class Adaptation:
                     f"{option} is {value} and the run in {self.out} began with {began[option]}; resume with that, or "
                     "take another OUT"
                 )
+
+
+def _look_at(data: Path) -> None:
+    """Raise UserError where there is no such data: before a model is opened, which takes longer."""
+    try:
+        next(rows_of(data))
+    except ValueError as error:
+        raise UserError(f"sft.data: {error}") from error
 
 
 def opened(model: str) -> Source:

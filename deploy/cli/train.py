@@ -20,6 +20,7 @@ from deploy.waiting import saying
 
 if TYPE_CHECKING:
     from actors.run_log import Event
+    from deploy.adapt.adaptation import Adaptation
     from deploy.recipe.recipe import Recipe, Stages
 
 _EXIT_TERMINATED = 143
@@ -145,7 +146,7 @@ def adapt(
 ) -> None:
     """Turn an autoregressive model into a diffusion policy: open its attention, and train it on masked tokens."""
     with saying("reading the recipe"):
-        from deploy.adapt.adaptation import Adaptation, opened
+        from deploy.adapt.adaptation import Adaptation
         from deploy.recipe.recipe import Stages
         from deploy.runs.run_directory import scratch_policy
 
@@ -160,21 +161,11 @@ def adapt(
             overrides=tuple(overrides or ()),
         )
         recipe = adaptation.recipe()
-    start_from = None
+    resume = resume and not adaptation.is_answering
     if resume:
         _fetch(recipe, dry_run=dry_run)
         adaptation.check_resumable()
-    elif out.exists():
-        raise UserError(f"there already is {out}; go on with --resume, or take another OUT")
-    else:
-        with saying(f"opening {model}"):
-            source = opened(model)
-        if prompts is not None:
-            adaptation.write_responses(source, recipe, dry_run=dry_run)
-        with saying(f"writing {model} as a diffusion policy"):
-            start_from, mask = adaptation.write(source)
-        new = ", a new row" if mask.is_new_row else ""
-        sys.stderr.write(f"d1: the mask token is {printable(mask.token)} (id {mask.id}{new})\n")
+    start_from = None if resume else _policy_of(adaptation, recipe, dry_run=dry_run)
     order = _Order(command=command(*adaptation.words), stages=Stages.SFT, start_from=start_from, resume=resume)
     try:
         _carry_out(recipe, order, dry_run)
@@ -182,6 +173,28 @@ def adapt(
         shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
     if not dry_run:
         _say_what_next(recipe.run_dir)
+
+
+def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path:
+    """Write the policy that an adaptation starts from, and before it what it is trained on; where the policy is."""
+    from deploy.adapt.adaptation import opened
+
+    model, out = adaptation.model, adaptation.out
+    if out.exists():
+        raise UserError(f"there already is {out}; go on with --resume, or take another OUT")
+    if dry_run and adaptation.prompts is not None:
+        raise UserError("--dry-run looks at what is trained on, which --prompts has the model write; give --data FILE")
+    with saying(f"opening {model}"):
+        source = opened(model)
+    if adaptation.prompts is not None:
+        with saying(f"{model} answers the prompts") as waiting:
+            written = adaptation.write_responses(source, recipe, waiting.change)
+        sys.stderr.write(f"d1: {adaptation.responses.name}: {written}\n")
+    with saying(f"writing {model} as a diffusion policy"):
+        directory, mask = adaptation.write(source)
+    new = ", a new row" if mask.is_new_row else ""
+    sys.stderr.write(f"d1: the mask token is {printable(mask.token)} (id {mask.id}{new})\n")
+    return directory
 
 
 def _say_what_next(run_dir: Path) -> None:

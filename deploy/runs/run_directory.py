@@ -166,9 +166,9 @@ def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
         for one in (load_recipe(spec.run_dir / RECIPE, []), recipe)
     )
     for key in {**now, **began}:
-        may_change = key.startswith(_MAY_CHANGE) or _WHERE_A_TERM_ASKS.fullmatch(key)
-        # The run's own checkpoint, which has moved with it.
-        may_change = may_change or (key == "model.checkpoint" and now[key] == str(spec.initial_checkpoint))
+        # The run's own checkpoint has moved with it.
+        is_own = key == "model.checkpoint" and now[key] == str(spec.initial_checkpoint)
+        may_change = key.startswith(_MAY_CHANGE) or _WHERE_A_TERM_ASKS.fullmatch(key) or is_own
         if began.get(key) != now.get(key) and not may_change:
             raise UserError(
                 f"{key} is {now.get(key)} and the run in {spec.run_dir} began with {began.get(key)}; "

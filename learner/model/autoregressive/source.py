@@ -52,7 +52,7 @@ class Source:
 
         try:
             with _quiet():
-                model, found = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
                     self.directory,
                     dtype=dtype or torch.float32,
                     use_safetensors=True,
@@ -62,6 +62,7 @@ class Source:
                 )
         except (ValueError, OSError, RuntimeError, KeyError, IndexError) as error:
             raise ValueError(f"the weights of {self.path} cannot be loaded: {_first_line(error)}") from error
+        model, found = loaded
         # Transformers makes these up and goes on.
         if made_up := sorted({*found["missing_keys"], *(key[0] for key in found["mismatched_keys"])}):
             raise ValueError(f"{self.path} has no tensor {made_up[0]} of the shape that its config says; get it again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 from learner.model.autoregressive.policy import write_policy
 from learner.model.autoregressive.source import open_source
 from learner.model.checkpoint import StoredWeights, load_policy
-from learner.model.checkpoint_files import load_config
+from learner.model.checkpoint_files import load_config, verify_checkpoint
+from learner.model.storage.references import REFERENCES
 from learner.model.tokenizer import ChatTokenizer, load_tokenizer
 from tests.tiny_autoregressive import END, END_OF_TURN, RESERVED, TURN, write_gguf, write_source
 
@@ -53,6 +55,16 @@ def test_the_policy_is_the_source_where_attention_is_causal(
     assert StoredWeights(tmp_path / "policy").dtype == changes.get("dtype", torch.float32)
     # No weight was copied.
     assert not (tmp_path / "policy" / "model.safetensors").exists()
+
+
+def test_files_of_the_hubs_cache_are_linked(tmp_path: Path) -> None:
+    write_source(tmp_path / "source")
+    source = replace(open_source(str(tmp_path / "source")), is_fetched=True)
+    write_policy(source, tmp_path / "policy")
+    one, other = (tmp_path / place / "model.safetensors" for place in ("source", "policy"))
+    assert one.samefile(other)
+    assert not (tmp_path / "policy" / REFERENCES).exists()
+    verify_checkpoint(tmp_path / "policy")
 
 
 def test_blocks_and_the_shift_are_written(tmp_path: Path) -> None:

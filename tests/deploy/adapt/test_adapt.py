@@ -8,15 +8,19 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.run_log import read_events
+from deploy.adapt import responses
+from deploy.adapt.generation import Sampling
+from deploy.errors import UserError
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
+from learner.model.autoregressive.source import Source
 from learner.model.checkpoint import StoredWeights, load_policy
 from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.storage.references import REFERENCES
@@ -107,7 +111,7 @@ def test_weights_of_a_gguf_file_are_the_runs_own(here: Path, d1: Callable, job: 
         (["tiny", "runs/one", "--data", "chat.jsonl", "--prompts", "sums"], "--data and --prompts both say"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "name=two"], "name=... is what MODEL and OUT say"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "sft.num_steps=0"], "nothing to do"),
-        (["tiny", "runs/one", "--data", "none.jsonl"], "none.jsonl"),
+        (["tiny", "runs/one", "--data", "none.jsonl"], "sft.data: none.jsonl"),
         (["tiny", "tiny", "--data", "chat.jsonl"], "there already is tiny; go on with --resume"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "--resume"], "there is no run to resume in runs/one"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "sft.max_tokens=1000"], "takes canvases of 512 tokens"),
@@ -140,6 +144,32 @@ def test_a_run_goes_on_as_it_began_wherever_it_is_now(here: Path, d1: Callable, 
     d1("adapt", "tiny", "runs/two", *words, "--resume", "sft.lr=1").assert_refused("sft.lr is 1.0")
 
 
+def test_the_models_own_responses_are_trained_on_and_an_earlier_try_goes_on(
+    here: Path, d1: Callable, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def write(source: Source, prompts: Sequence[Any], path: Path, sampling: Sampling, say: Any) -> str:
+        asked.append((source.name, len(prompts), sampling.max_new_tokens))
+        if len(asked) == 1:
+            path.write_text("")
+            raise UserError("it was stopped")
+        shutil.copyfile(here / "chat.jsonl", path)
+        return "40 responses"
+
+    monkeypatch.setattr(responses, "write_responses", write)
+    words = ["adapt", "tiny", "runs/one", "--prompts", "sums", "num_train_problems=30", "sft.max_tokens=96"]
+    d1(*words, "--dry-run").assert_refused("--dry-run looks at what is trained on")
+    d1(*words).assert_refused("it was stopped")
+    ended = d1(*words, "--resume")
+    assert ended.status == 0, ended.err
+    assert "d1: one.responses.jsonl: 40 responses\n" in ended.err
+    assert asked == [("tiny", 30, 48)] * 2
+    assert job.recipe is not None
+    assert job.recipe.sft.data == here / "runs" / "one.responses.jsonl"
+    assert job.recipe.task.name == "sums"
+
+
 @pytest.mark.ray
 @pytest.mark.nightly
 def test_an_adaptation_that_is_killed_goes_on_and_is_a_run_like_any_other(here: Path, cluster: dict[str, str]) -> None:
@@ -159,6 +189,6 @@ def test_an_adaptation_that_is_killed_goes_on_and_is_a_run_like_any_other(here: 
     assert config.family == "a2d-llama"
     for more in (
         ["sample", "runs/one", "what is 3 + 4?", "--gen-length", "16"],
-        ["eval", "runs/one", "--problems", "1"],
+        ["eval", "runs/one", "--tasks", "sums", "--problems", "1", "--lengths", "16"],
     ):
         subprocess.run([d1, *more], env=cluster, check=True, timeout=300)
