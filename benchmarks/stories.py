@@ -1,7 +1,9 @@
-"""Prompts for very short stories, one a line, the same ones each time: what the demo's adapter is trained on.
+"""Prompts for very short stories, one a line: what the demo's adapter is trained on.
 
-python -m benchmarks.stories 2000 > stories.txt
-d1 adapt smollm2 stories --prompts stories.txt
+    python -m benchmarks.stories > stories.txt
+    d1 adapt smollm2 stories --prompts stories.txt
+
+They are the same ones each time.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ def stories(count: int) -> list[str]:
     pairs = list(product(_WHO.split("|"), _WHAT.split("|")))
     if not 1 <= count <= len(pairs):
         raise ValueError(f"{count} prompts are asked for; there are {len(pairs)}")
-    Random(0).shuffle(pairs)  # of the same order in every version of Python from 3.2 on
+    Random(0).shuffle(pairs)
     forms = (_FORMS[place % len(_FORMS)] for place in range(count))
     return [form.format(who=who, what=what) for form, (who, what) in zip(forms, islice(pairs, count), strict=True)]
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("count", type=int, nargs="?", default=2000)
+    parser.add_argument("count", type=int, nargs="?", default=1980)
     print("\n".join(stories(parser.parse_args().count)))
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from learner.model.autoregressive.source import Source
 
-_CPU_BATCH, _GPU_BATCH, _VLLM_BATCH = 32, 256, 1024
+_CPU_BATCH, _GPU_BATCH, _VLLM_BATCH = 64, 256, 1024
 _SORTED = 1024
 
 

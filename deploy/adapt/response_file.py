@@ -31,9 +31,11 @@ class Written:
     num_kept: int = 0
     """Responses in the file."""
     num_cut: int = 0
-    """Responses that did not end within `max_new_tokens`, of which the whole sentences are kept."""
+    """Responses in the file that did not end within `max_new_tokens`, of which the whole sentences are kept."""
+    num_unfinished: int = 0
+    """Responses left out because not one sentence of theirs ended in time."""
     num_empty: int = 0
-    """Responses left out because they say nothing, or no whole sentence in time."""
+    """Responses left out because they say nothing."""
     num_overlong: int = 0
     """Prompts left out because the model's context has no room for them and a response."""
     num_tokens: int = 0
@@ -54,6 +56,7 @@ class Written:
     def __str__(self) -> str:
         notes = {
             "cut after a sentence": self.num_cut,
+            "left out without a whole sentence": self.num_unfinished,
             "left out as empty": self.num_empty,
             "left out for too long a prompt": self.num_overlong,
         }

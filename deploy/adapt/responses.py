@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -54,7 +55,7 @@ def write_responses(
             except ValueError as error:
                 raise UserError(str(error)) from error
         if not file.written.num_kept:
-            raise UserError(f"no response is left to train on: {file.written}; take a larger max_new_tokens")
+            raise UserError(f"no response is left to train on: {file.written}; a larger sft.max_tokens gives them room")
         return file.written
 
 
@@ -80,7 +81,7 @@ def _generate(
             for one, text in zip(batch, texts, strict=True)
             if text.strip()
         ]
-        file.add(rows, _counted(file.written, responses, len(rows), time.monotonic() - batch_began))
+        file.add(rows, _counted(file.written, responses, texts, time.monotonic() - batch_began))
         pace = (time.monotonic() - began) / (file.written.num_answered - num_before)
         left = duration(pace * (len(asked) - file.written.num_answered))
         done = f"{file.written.num_answered} of {len(asked)} responses"
@@ -96,14 +97,17 @@ def _kept(tokenizer: Any, response: Response) -> str:
     return text[: ends[-1]] if ends else ""
 
 
-def _counted(written: Written, responses: Sequence[Response], num_kept: int, seconds: float) -> Written:
-    """How far a file is after a batch of which so many responses are kept."""
+def _counted(written: Written, responses: Sequence[Response], texts: Sequence[str], seconds: float) -> Written:
+    """How far a file is after a batch of which these texts are left."""
+    kept = Counter(one.is_ended for one, text in zip(responses, texts, strict=True) if text.strip())
+    given = Counter(one.is_ended for one in responses)
     return replace(
         written,
         num_answered=written.num_answered + len(responses),
-        num_kept=written.num_kept + num_kept,
-        num_cut=written.num_cut + sum(not response.is_ended for response in responses),
-        num_empty=written.num_empty + len(responses) - num_kept,
+        num_kept=written.num_kept + kept.total(),
+        num_cut=written.num_cut + kept[False],
+        num_unfinished=written.num_unfinished + given[False] - kept[False],
+        num_empty=written.num_empty + given[True] - kept[True],
         num_tokens=written.num_tokens + sum(len(one.token_ids) + one.is_ended for one in responses),
         seconds=written.seconds + seconds,
     )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deploy.adapt import generation, responses
-from deploy.adapt.generation import Response, Sampling, TransformersGenerator, encoded
+from deploy.adapt.generation import Response, Sampling, TransformersGenerator, encoded, open_generator
 from deploy.adapt.prompts import Conversation, file_prompts, task_prompts
 from deploy.adapt.response_file import Written
 from deploy.adapt.responses import write_responses
@@ -20,7 +22,7 @@ from learner.model.autoregressive.source import Source, open_source
 from rewards import SumsConfig
 from rewards.data.demonstrations import read_demonstrations
 from rewards.data.prompts import user_turn
-from tests.tiny_autoregressive import write_source
+from tests.tiny_autoregressive import write_gguf, write_source
 
 PROMPTS = [user_turn(f"what is {number} + {number * number}?") for number in range(10)]
 SAMPLING = Sampling(max_new_tokens=12, temperature=1.0)
@@ -105,6 +107,38 @@ def test_greedy_responses_are_those_of_transformers(source: Source) -> None:
     assert found.is_ended == (len(found.token_ids) < 12)
 
 
+def test_vllm_is_taken_where_it_can_run_and_is_asked_by_seed_and_tokens(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the library, which needs a GPU: what d1 asks of it, and how it reads the answers."""
+
+    class LLM:
+        def __init__(self, **options: Any) -> None:
+            assert (options["model"], options["trust_remote_code"]) == (str(source.directory), False)
+
+        def generate(self, prompts: Any, params: Any, *, use_tqdm: bool) -> list[Any]:
+            asked = zip(prompts, params, strict=True)
+            ids = [
+                [one.seed, *prompt["prompt_token_ids"], *one.stop_token_ids][: one.max_tokens] for prompt, one in asked
+            ]
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=some)]) for some in ids]
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(generation, "find_spec", lambda _: object())
+    tokenizer = source.tokenizer()
+    assert isinstance(open_generator(source, tokenizer, SAMPLING), TransformersGenerator)
+    monkeypatch.setattr(generation, "_has_cpu_vllm", lambda: True)
+    write_gguf(tmp_path / "tiny.gguf", source.directory, "F32")
+    packed = open_source(str(tmp_path / "tiny.gguf"))
+    assert isinstance(open_generator(packed, tokenizer, SAMPLING), TransformersGenerator)
+    generator = open_generator(source, tokenizer, replace(SAMPLING, max_new_tokens=3))
+    assert generator.generate([[5], [5, 6]], [70, 80]) == [
+        Response(token_ids=(70, 5), is_ended=True),
+        Response(token_ids=(80, 5, 6), is_ended=False),
+    ]
+
+
 def test_the_prompts_and_the_models_answers_are_what_sft_reads(source: Source, tmp_path: Path, speaker: Any) -> None:
     speaker(["the sky is blue."])
     written = write_responses(source, PROMPTS, tmp_path / "own.jsonl", SAMPLING)
@@ -120,8 +154,10 @@ def test_a_cut_response_keeps_its_whole_sentences_and_an_empty_one_is_left_out(
     speaker(["It is 4.", 'It is so! "Yes." And then the...', "1. the sky...", " \n"])
     written = write_responses(source, PROMPTS[:4], tmp_path / "own.jsonl", SAMPLING)
     assert kept(tmp_path / "own.jsonl") == ["It is 4.", 'It is so! "Yes."']
-    assert (written.num_kept, written.num_cut, written.num_empty) == (2, 2, 2)
-    assert "2 of 4 responses kept, 2 cut after a sentence, 2 left out as empty" in str(written)
+    assert (written.num_kept, written.num_cut, written.num_unfinished, written.num_empty) == (2, 1, 1, 1)
+    assert str(written).startswith(
+        "2 of 4 responses kept, 1 cut after a sentence, 1 left out without a whole sentence, 1 left out as empty; "
+    )
 
 
 def test_a_writer_that_is_killed_goes_on_where_it_was(source: Source, tmp_path: Path, speaker: Any) -> None:
