@@ -16,6 +16,7 @@ from actors.spec import Phase
 from benchmarks.table.cells import Place
 from benchmarks.table.scales import RECIPES, Scale, TableTask
 from deploy.recipe.overrides import load_recipe
+from deploy.recipe.recipe import Recipe
 
 BASE, SFT = "base", "SFT"
 
@@ -108,18 +109,16 @@ class _OfTask:
         self._scale, self._task, self._seed, self._out = scale, task, seed, out
         self._of: TableTask = scale.tasks[task]
         self._name = f"{task}.{seed}"
-        self._changes = (*self._of.overrides, f"seed={seed}", f"runs_dir={out / 'runs'}", "control.enabled=false")
-        self._changes += changes
+        self._changes = changes
+        # What the plan itself rests on: nothing that a user sets replaces it.
+        self._fixed = (f"seed={seed}", f"runs_dir={out / 'runs'}", "control.enabled=false")
 
     def steps(self, methods: Sequence[str]) -> Iterator[Step]:
         base, made_by = self._base()
         yield from made_by
         yield from self._evaluations(BASE, f"{self._name}.base", base, ())
-        sft = self._training(
-            f"{self._seed}.sft" if self._scale.shares_sft else f"{self._name}.sft",
-            (f"model.checkpoint={base}",),
-            needs=base,
-        )
+        name = f"{self._seed}.sft" if self._scale.shares_sft else f"{self._name}.sft"
+        sft = self._training(name, fixed=(f"model.checkpoint={base}",), needs=base)
         yield sft
         yield from self._evaluations(f"+ {SFT}", f"{self._name}.sft", sft.checkpoint, (sft.name,))
         for method in methods:
@@ -128,24 +127,36 @@ class _OfTask:
                 (f"{self._name}.{method}", f"+ {method}", base, ()),
                 (f"{self._name}.sft.{method}", f"+ {SFT} + {method}", sft.checkpoint, (sft.name,)),
             ):
-                rounds = self._training(name, changes, needs=start, starts_rounds=True)
+                rounds = self._training(name, changes, needs=start, is_rounds=True)
                 yield rounds
                 yield from self._evaluations(row, name, rounds.checkpoint, (*before, name))
 
     def _base(self) -> tuple[str, list[Training]]:
         if self._scale.base is None:
-            return str(load_recipe(RECIPES / self._of.recipe, self._changes).model.checkpoint), []
+            return str(self._recipe().model.checkpoint), []
         # On a canvas as long as the longest that is evaluated: a policy takes none that is longer than it was made for.
         longest = max(self._of.lengths)
         sampling = f"rollout.sampling={{gen_length: {longest}, block_length: {longest}, num_denoise_steps: {longest}}}"
-        made = self._training(f"{self._name}.base", (*self._scale.base, sampling), needs="")
+        made = self._training(f"{self._name}.base", self._scale.base, fixed=(sampling,), needs="")
         return made.checkpoint, [made]
 
-    def _training(self, name: str, changes: tuple[str, ...], *, needs: str, starts_rounds: bool = False) -> Training:
-        path, overrides = RECIPES / self._of.recipe, (*changes, *self._changes, f"name={name}")
+    def _recipe(self) -> Recipe:
+        return load_recipe(RECIPES / self._of.recipe, (*self._of.overrides, *self._changes))
+
+    def _training(
+        self,
+        name: str,
+        changes: tuple[str, ...] = (),
+        *,
+        fixed: tuple[str, ...] = (),
+        needs: str,
+        is_rounds: bool = False,
+    ) -> Training:
+        path = RECIPES / self._of.recipe
+        overrides = (*self._of.overrides, *changes, *self._changes, *self._fixed, *fixed, f"name={name}")
         recipe = load_recipe(path, overrides)
-        command = ("train", "--from", needs) if starts_rounds else ("sft",)
-        phase, num_rounds = (Phase.RL, recipe.learner.num_rounds) if starts_rounds else (Phase.SFT, 0)
+        command = ("train", "--from", needs) if is_rounds else ("sft",)
+        phase, num_rounds = (Phase.RL, recipe.learner.num_rounds) if is_rounds else (Phase.SFT, 0)
         last = Position(phase=phase, round=num_rounds, policy_version=0, rl_seconds=0.0)
         return Training(
             name=name,
@@ -156,7 +167,7 @@ class _OfTask:
         )
 
     def _evaluations(self, row: str, policy: str, checkpoint: str, runs: tuple[str, ...]) -> Iterator[Evaluation]:
-        task = load_recipe(RECIPES / self._of.recipe, self._changes).task.model_dump(mode="json", exclude_defaults=True)
+        task = self._recipe().task.model_dump(mode="json", exclude_defaults=True)
         fields = [f"{self._task}.{key}={_yaml(value)}" for key, value in task.items() if key != "name"]
         for length in self._of.lengths:
             out = self._out / "evaluations" / f"{policy}.{length}"

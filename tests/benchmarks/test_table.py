@@ -105,6 +105,20 @@ def test_each_step_finds_what_it_needs(name: str) -> None:
     )
 
 
+def test_what_a_user_sets_leaves_a_training_its_start() -> None:
+    changes = ("model={d_model: 32, num_layers: 1}", "name=mine", "sft.num_steps=3")
+    steps = plan(SCALES["tiny"], Path("/out"), tasks=["sudoku"], seeds=[0], methods=[TRAJECTORY], changes=changes)
+    base, sft = (
+        load_recipe(Path(step.words[1]), step.words[2:])
+        for step in steps
+        if isinstance(step, Training) and step.words[0] == "sft"
+    )
+    assert (sft.model.d_model, base.sft.num_steps, sft.sft.num_steps) == (32, 3, 3)
+    assert str(sft.model.checkpoint) == "/out/runs/sudoku.0.base/checkpoints/sft"
+    assert (base.name, sft.name) == ("sudoku.0.base", "sudoku.0.sft")
+    assert base.canvas_tokens == 18 + 36, "its context holds the longest completion that is evaluated"
+
+
 def test_the_8b_scale_has_one_sft_for_all_tasks() -> None:
     assert sum(isinstance(step, Training) and step.words[0] == "sft" for step in _plan("8b")) == 1
 
