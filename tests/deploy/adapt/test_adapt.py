@@ -24,7 +24,14 @@ from learner.model.autoregressive.source import Source
 from learner.model.checkpoint import StoredWeights, load_policy
 from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.storage.references import REFERENCES
-from tests.tiny_autoregressive import END, END_OF_TURN, RESERVED, TURN, write_gguf, write_source
+from tests.learner.model.autoregressive.tiny_autoregressive import (
+    END,
+    END_OF_TURN,
+    RESERVED,
+    TURN,
+    write_gguf,
+    write_source,
+)
 
 # A byte or so for each token: the prompts of the task are long.
 _SMALL = ("sft.max_tokens=64", "sft.num_steps=3")
