@@ -40,9 +40,9 @@ class ModelSection(BaseModel):
     model_config = STRICT
 
     checkpoint: Path | None = None
-    """The Hugging Face checkpoint or peft adapter to start from: a directory, or a hub id `org/name[@revision]`; then
-    the shape below is the checkpoint's. The run refers to its weight files and does not copy them: they must stay where
-    they are, and every machine of the run must see them."""
+    """The Hugging Face checkpoint or peft adapter to start from: a directory, a run's for its newest, or a hub id
+    `org/name[@revision]`; then the shape below is the checkpoint's. The run refers to its weight files and does not
+    copy them: they must stay where they are, and every machine of the run must see them."""
     d_model: PositiveInt = 128
     """Width of the residual stream."""
     num_layers: PositiveInt = 4

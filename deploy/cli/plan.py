@@ -31,13 +31,14 @@ def plan(
         from deploy.capacity.plan import make_plan
         from deploy.capacity.view import print_plan
         from deploy.recipe.overrides import load_recipe
+        from deploy.runs.references import from_newest
 
         if not 1 <= gpus <= _MOST_GPUS:
             raise UserError(f"--gpus {gpus} is no number of GPUs from 1 to {_MOST_GPUS}")
         kind = GPU_KINDS.get(gpu or DEFAULT_KIND)
         if kind is None:
             raise UserError(f"--gpu {gpu} is not known here; there are {', '.join(GPU_KINDS)}")
-        recipe = load_recipe(recipe_path, ["device=cuda", *(overrides or [])])
+        recipe = from_newest(load_recipe(recipe_path, ["device=cuda", *(overrides or [])]))
         try:
             made = make_plan(recipe, gpus, kind)
         except ValueError as error:

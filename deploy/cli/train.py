@@ -52,7 +52,7 @@ def train(
         typer.Option(
             "--from",
             metavar="CHECKPOINT",
-            help="Skip SFT: start the rounds from this checkpoint, a directory or a hub id.",
+            help="Skip SFT: start the rounds from this checkpoint, a run or a hub id.",
         ),
     ] = None,
     resume: Resume = False,
@@ -66,11 +66,13 @@ def train(
     with saying("reading the recipe"):
         from deploy.recipe.overrides import load_recipe
         from deploy.recipe.recipe import Stages
+        from deploy.runs.references import from_newest
 
-        recipe = load_recipe(recipe_path, overrides or [])
+        recipe = from_newest(load_recipe(recipe_path, overrides or []))
+    checkpoint = None
     if start_from is not None:
         with saying(f"looking for {start_from}"):
-            _check_checkpoint(start_from)
+            checkpoint = _found_checkpoint(start_from)
     recipe, renamed = _not_through_link(recipe)
     if resume or resume_or_start:
         _fetch(recipe, dry_run=dry_run)
@@ -80,7 +82,7 @@ def train(
     order = _Order(
         command=command(*words),
         stages=Stages.ALL if start_from is None else Stages.RL,
-        start_from=start_from,
+        start_from=checkpoint,
         resume=resume or (resume_or_start and recipe.run_dir.is_dir()),
         serve=serve,
     )
@@ -98,8 +100,9 @@ def sft(
     with saying("reading the recipe"):
         from deploy.recipe.overrides import load_recipe
         from deploy.recipe.recipe import Stages
+        from deploy.runs.references import from_newest
 
-        recipe = load_recipe(recipe_path, overrides or [])
+        recipe = from_newest(load_recipe(recipe_path, overrides or []))
     if not recipe.sft.num_steps:
         raise UserError(
             f"{recipe_path}: sft.num_steps is 0, which leaves `{program()} sft` nothing to do; give it steps"
@@ -322,11 +325,15 @@ def _run(recipe: Recipe, order: _Order) -> None:
             raise typer.Exit(status) from interrupt
 
 
-def _check_checkpoint(directory: Path) -> None:
+def _found_checkpoint(named: Path) -> Path:
+    """What `--from` names; of a run its newest checkpoint. Raises UserError where it is no policy."""
+    from deploy.runs.references import newest_of
     from learner.model.checkpoint_files import load_config
     from learner.model.hub import find_checkpoint
 
+    checkpoint = newest_of(named)
     try:
-        load_config(find_checkpoint(directory, config_only=True))
+        load_config(find_checkpoint(checkpoint, config_only=True))
     except ValueError as error:
-        raise UserError(f"--from {directory}: {error}") from error
+        raise UserError(f"--from {named}: {error}") from error
+    return checkpoint

@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.run_log import CHECKPOINTS, METRICS, RECIPE
 from deploy.errors import UserError
 from deploy.program import program
 from deploy.runs.listing import run_names
 from learner.model.storage.throughput import Say
+
+if TYPE_CHECKING:
+    from deploy.recipe.recipe import Recipe
 
 _CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
 _BEST, _LAST = "best", "last"
@@ -77,6 +81,26 @@ def find_checkpoint_of(reference: str, runs_dir: Path, say: Say | None = None) -
     from deploy.runs.reading import newest_to_answer
 
     return newest_to_answer(found.directory, say).directory
+
+
+def newest_of(reference: Path) -> Path:
+    """What training starts from: a run's newest whole checkpoint where its directory is named, else what is named.
+
+    Raises UserError where the run has none.
+    """
+    if not _is_run(reference):
+        return reference
+    from deploy.runs.reading import newest_to_answer
+
+    return newest_to_answer(_unlinked(reference)).directory
+
+
+def from_newest(recipe: Recipe) -> Recipe:
+    """The recipe, whose `model.checkpoint` may name a run's directory. Raises UserError as `newest_of`."""
+    checkpoint = recipe.model.checkpoint
+    if checkpoint is None or (newest := newest_of(checkpoint)) == checkpoint:
+        return recipe
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpoint": newest})})
 
 
 def _find_here(reference: str, runs_dir: Path) -> Found | None:

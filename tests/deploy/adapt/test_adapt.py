@@ -24,7 +24,14 @@ from learner.model.autoregressive.source import Source
 from learner.model.checkpoint import StoredWeights, load_policy
 from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.storage.references import REFERENCES
-from tests.tiny_autoregressive import END, END_OF_TURN, RESERVED, TURN, write_gguf, write_source
+from tests.learner.model.autoregressive.tiny_autoregressive import (
+    END,
+    END_OF_TURN,
+    RESERVED,
+    TURN,
+    write_gguf,
+    write_source,
+)
 
 # A byte or so for each token: the prompts of the task are long.
 _SMALL = ("sft.max_tokens=64", "sft.num_steps=3")
@@ -89,6 +96,26 @@ def test_a_directory_becomes_a_run_whose_version_0_refers_to_its_weights(here: P
     assert job.recipe is not None
     assert (job.recipe.rollout.sampling.block_length, job.recipe.rollout.sampling.steps_per_block) == (8, 2)
     assert (job.recipe.sft.data, job.recipe.sft.max_tokens) == (Path("chat.jsonl"), 64)
+
+
+def test_training_starts_from_the_newest_checkpoint_of_a_run_that_is_named(
+    here: Path, d1: Callable, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert d1("adapt", "tiny", "runs/one", "--data", "chat.jsonl", *_SMALL).status == 0
+    (here / "r.yaml").write_text(
+        "{task: {name: sums}, num_train_problems: 20, sft: {num_labels: 4, num_steps: 2}, "
+        "learner: {num_rounds: 1, num_workers: 1}, evaluation: {num_problems: 2}, rollout: {num_samplers: 1, "
+        "sampling: {gen_length: 16, block_length: 16, num_denoise_steps: 4}}}"
+    )
+    initial = Path("runs", "one", "checkpoints", "initial")
+    started: list[Any] = []
+    monkeypatch.setattr(
+        "deploy.job.job.run", lambda recipe, **more: started.append((recipe.model.checkpoint, more["start_from"]))
+    )
+    for words in (["train", "r.yaml", "--from", "runs/one"], ["sft", "r.yaml", "model.checkpoint=runs/one"]):
+        ended = d1(*words)
+        assert ended.status == 0, ended.err
+    assert started == [(None, initial), (initial, None)]
 
 
 def test_weights_of_a_gguf_file_are_the_runs_own(here: Path, d1: Callable, job: Job) -> None:
@@ -174,8 +201,8 @@ def test_the_models_own_responses_are_trained_on_and_an_earlier_try_goes_on(
 @pytest.mark.nightly
 def test_an_adaptation_that_is_killed_goes_on_and_is_a_run_like_any_other(here: Path, cluster: dict[str, str]) -> None:
     d1 = str(Path(sys.executable).with_name("d1"))
-    words = ["adapt", "tiny.gguf", "runs/one", "--data", "chat.jsonl", "sft.num_steps=3000", "sft.max_tokens=64"]
-    command = [d1, *words, "checkpoint_every_s=0.5", "evaluation.num_problems=1"]
+    words = ["adapt", "tiny.gguf", "runs/one", "--data", "chat.jsonl", "sft.num_steps=300", "sft.max_tokens=64"]
+    command = [d1, *words, "checkpoint_every_s=0.5", "sft.eval_every_steps=0", "evaluation.num_problems=1"]
     killed = subprocess.Popen(command, env=cluster, stdout=subprocess.DEVNULL)
     while not list((here / "runs" / "one" / "checkpoints").glob("sft-*/manifest.json")):
         assert killed.poll() is None

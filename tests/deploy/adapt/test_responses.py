@@ -22,7 +22,7 @@ from learner.model.autoregressive.source import Source, open_source
 from rewards import SumsConfig
 from rewards.data.demonstrations import read_demonstrations
 from rewards.data.prompts import user_turn
-from tests.tiny_autoregressive import write_gguf, write_source
+from tests.learner.model.autoregressive.tiny_autoregressive import write_gguf, write_source
 
 PROMPTS = [user_turn(f"what is {number} + {number * number}?") for number in range(10)]
 SAMPLING = Sampling(max_new_tokens=12, temperature=1.0)

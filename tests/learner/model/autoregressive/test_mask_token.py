@@ -10,7 +10,7 @@ import pytest
 
 from learner.model.autoregressive.mask_token import take_mask_token
 from learner.model.tokenizer import load_tokenizer
-from tests.tiny_autoregressive import END, END_OF_TURN, RESERVED, TURN, write_tokenizer
+from tests.learner.model.autoregressive.tiny_autoregressive import END, END_OF_TURN, RESERVED, TURN, write_tokenizer
 
 ENDS = (END, TURN, END_OF_TURN)
 CODE = ("<repo_name>", "<file_sep>", "<jupyter_script>", "<empty_output>")

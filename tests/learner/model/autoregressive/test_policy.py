@@ -17,7 +17,14 @@ from learner.model.checkpoint import StoredWeights, load_policy
 from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.storage.references import REFERENCES
 from learner.model.tokenizer import ChatTokenizer, load_tokenizer
-from tests.tiny_autoregressive import END, END_OF_TURN, RESERVED, TURN, write_gguf, write_source
+from tests.learner.model.autoregressive.tiny_autoregressive import (
+    END,
+    END_OF_TURN,
+    RESERVED,
+    TURN,
+    write_gguf,
+    write_source,
+)
 
 WITHOUT_RESERVED = (END, TURN, END_OF_TURN)
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from learner.model.autoregressive import gguf_file
 from learner.model.autoregressive.source import open_source
-from tests.tiny_autoregressive import TEMPLATE, write_gguf, write_source
+from tests.learner.model.autoregressive.tiny_autoregressive import TEMPLATE, write_gguf, write_source
 
 
 @pytest.fixture(scope="module")
