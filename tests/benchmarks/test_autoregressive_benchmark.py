@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import autoregressive
-from benchmarks.stories import stories
+from benchmarks.adapted import autoregressive
+from benchmarks.adapted.stories import stories
 from deploy.adapt.generation import Response, TransformersGenerator
 from learner.model.autoregressive.source import Source, open_source
 from rewards import Split, SumsConfig, make_task
-from tests.tiny_autoregressive import write_source
+from tests.learner.model.autoregressive.tiny_autoregressive import write_source
 
 TASK = SumsConfig()
 

@@ -1,7 +1,7 @@
 """How many of a task's held-out problems an autoregressive model solves by itself, with d1's prompts and graders.
 
-    python -m benchmarks.autoregressive smollm2 gsm8k --count 40 --out runs/autoregressive
-    python -m benchmarks.autoregressive smollm2 gsm8k heldout_data=test.jsonl train_data=train.jsonl
+    python -m benchmarks.adapted.autoregressive smollm2 gsm8k --count 40 --out runs/autoregressive
+    python -m benchmarks.adapted.autoregressive smollm2 gsm8k heldout_data=test.jsonl train_data=train.jsonl
 
 Decoding is greedy. Each batch is kept as it is done, in the format of `d1 eval`: called again, it goes on from there.
 """

@@ -1,6 +1,6 @@
 """Prompts for very short stories, one a line: what the demo's adapter is trained on.
 
-    python -m benchmarks.stories > stories.txt
+    python -m benchmarks.adapted.stories > stories.txt
     d1 adapt smollm2 stories --prompts stories.txt
 
 They are the same ones each time.
