@@ -144,6 +144,10 @@ def adapt(
         str | None,
         typer.Option(metavar="TOKEN", help="The mask token; a new one appends a row. Without it, a reserved one."),
     ] = None,
+    distill_rounds: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Then N rounds of on-policy distillation from MODEL, on a task's prompts."),
+    ] = 0,
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -161,6 +165,7 @@ def adapt(
             block_length=block_length,
             shift=shift,
             mask_token=mask_token,
+            distill_rounds=distill_rounds,
             overrides=tuple(overrides or ()),
         )
         recipe = adaptation.recipe()
@@ -169,7 +174,8 @@ def adapt(
         _fetch(recipe, dry_run=dry_run)
         adaptation.check_resumable()
     start_from = None if resume else _policy_of(adaptation, recipe, dry_run=dry_run)
-    order = _Order(command=command(*adaptation.words), stages=Stages.SFT, start_from=start_from, resume=resume)
+    stages = Stages.ALL if recipe.learner.num_rounds else Stages.SFT
+    order = _Order(command=command(*adaptation.words), stages=stages, start_from=start_from, resume=resume)
     try:
         _carry_out(recipe, order, dry_run)
     finally:
@@ -182,9 +188,8 @@ def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path
     """Write the policy that an adaptation starts from, and before it what it is trained on; where the policy is."""
     from deploy.adapt.adaptation import opened
 
-    model, out = adaptation.model, adaptation.out
-    if out.exists():
-        raise UserError(f"there already is {out}; go on with --resume, or take another OUT")
+    model = adaptation.model
+    adaptation.check_creatable()
     if dry_run and adaptation.prompts is not None:
         raise UserError("--dry-run looks at what is trained on, which --prompts has the model write; give --data FILE")
     with saying(f"opening {model}"):

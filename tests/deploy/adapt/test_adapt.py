@@ -62,10 +62,11 @@ class Job:
 
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
+        self.stages: Stages | None = None
 
     def run(self, recipe: Recipe, *, stages: Stages, start_from: Any, resume: bool, serve: bool, **_: Any) -> None:
-        assert (stages, serve) == (Stages.SFT, False)
-        self.recipe = recipe
+        assert not serve
+        self.recipe, self.stages = recipe, stages
         if resume:
             check_resumable(recipe, make_spec(recipe, stages))
         else:
@@ -96,6 +97,32 @@ def test_a_directory_becomes_a_run_whose_version_0_refers_to_its_weights(here: P
     assert job.recipe is not None
     assert (job.recipe.rollout.sampling.block_length, job.recipe.rollout.sampling.steps_per_block) == (8, 2)
     assert (job.recipe.sft.data, job.recipe.sft.max_tokens) == (Path("chat.jsonl"), 64)
+
+
+@pytest.mark.parametrize("data", ["notes", "notes/a.md", "text.txt"])
+def test_plain_text_is_trained_on_however_little_there_is(data: str, here: Path, d1: Callable, job: Job) -> None:
+    (here / "notes").mkdir()
+    for path in ("notes/a.md", "notes/b.txt", "text.txt"):
+        (here / path).write_text("the sky is blue because of light. " * 40)
+    ended = d1("adapt", "tiny", "runs/one", "--data", data, *_SMALL)
+    assert (ended.status, job.stages) == (0, Stages.SFT), ended.err
+
+
+def test_rounds_of_distillation_come_after_sft_now_or_later(here: Path, d1: Callable, job: Job) -> None:
+    words = ["adapt", "tiny", "runs/one", "--data", "chat.jsonl", "task.name=sums", "num_train_problems=30", *_SMALL]
+    for more in ([], ["--distill-rounds", "2", "--resume"], ["--distill-rounds", "3", "--resume"]):
+        ended = d1(*words, *more)
+        assert ended.status == 0, ended.err
+        assert job.stages == (Stages.ALL if more else Stages.SFT)
+    assert job.recipe is not None
+    learner = job.recipe.learner
+    assert (learner.num_rounds, learner.algorithm, job.recipe.control.enabled) == (3, "opdlm", False)
+    d1(*words, "--distill-rounds", "2", "--block-length", "8", "--resume").assert_refused("--block-length is 8")
+    (here / "prompts.txt").write_text("what is 3 + 4?")
+    for what in (["--data", "chat.jsonl"], ["--prompts", "prompts.txt"], ["--data", "chat.jsonl", "task.max_number=50"]):
+        ended = d1("adapt", "tiny", "runs/two", *what, "--distill-rounds", "2")
+        ended.assert_refused("no task is named: give --prompts TASK, or task.name=TASK; the tasks are countdown,")
+    assert [path.name for path in (here / "runs").iterdir()] == ["one"]
 
 
 def test_training_starts_from_the_newest_checkpoint_of_a_run_that_is_named(
@@ -140,6 +167,8 @@ def test_weights_of_a_gguf_file_are_the_runs_own(here: Path, d1: Callable, job: 
         (["tiny", "runs/one", "--data", "chat.jsonl", "sft.num_steps=0"], "nothing to do"),
         (["tiny", "runs/one", "--data", "none.jsonl"], "sft.data: none.jsonl"),
         (["tiny", "tiny", "--data", "chat.jsonl"], "there already is tiny; go on with --resume"),
+        (["tiny", "chat.jsonl/one", "--data", "chat.jsonl"], "chat.jsonl: it is a file; take another OUT"),
+        (["tiny", "/proc/one", "--data", "chat.jsonl"], "/proc/one cannot be made in /proc: "),
         (["tiny", "runs/one", "--data", "chat.jsonl", "--resume"], "there is no run to resume in runs/one"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "sft.max_tokens=1000"], "takes canvases of 512 tokens"),
     ],
