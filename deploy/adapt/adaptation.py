@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.run_log import CHECKPOINTS
+from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError
 from deploy.machine import nearest_existing
 from deploy.recipe.overrides import load_recipe, parse_override
@@ -210,6 +210,8 @@ def opened(model: str) -> Source:
     """The source of a name. Raises UserError where there is none that can be adapted."""
     from learner.model.autoregressive.source import open_source
 
+    if (Path(model) / RECIPE).is_file():
+        raise UserError(f"{model} is a run, and its policy a diffusion policy already; train it with --from {model}")
     try:
         return open_source(model)
     except ValueError as error:

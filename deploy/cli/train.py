@@ -146,7 +146,9 @@ def adapt(
     ] = None,
     distill_rounds: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Then N rounds of on-policy distillation from MODEL, on a task's prompts."),
+        typer.Option(
+            min=0, metavar="N", help="Then N rounds of on-policy distillation from MODEL, on a task's prompts."
+        ),
     ] = 0,
     resume: Resume = False,
     dry_run: DryRun = False,

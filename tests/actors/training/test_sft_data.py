@@ -209,4 +209,3 @@ def test_of_few_texts_the_last_chunks_are_held_out(
     held_out = [] if data.held_out is None else data.held_out.ids.tolist()
     assert len(held_out) == num_held_out
     assert data.train.ids.tolist() + held_out == every
-

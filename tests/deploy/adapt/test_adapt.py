@@ -118,8 +118,15 @@ def test_rounds_of_distillation_come_after_sft_now_or_later(here: Path, d1: Call
     learner = job.recipe.learner
     assert (learner.num_rounds, learner.algorithm, job.recipe.control.enabled) == (3, "opdlm", False)
     d1(*words, "--distill-rounds", "2", "--block-length", "8", "--resume").assert_refused("--block-length is 8")
+    d1("adapt", "runs/one", "runs/two", "--data", "chat.jsonl").assert_refused(
+        "runs/one is a run, and its policy a diff"
+    )
     (here / "prompts.txt").write_text("what is 3 + 4?")
-    for what in (["--data", "chat.jsonl"], ["--prompts", "prompts.txt"], ["--data", "chat.jsonl", "task.max_number=50"]):
+    for what in (
+        ["--data", "chat.jsonl"],
+        ["--prompts", "prompts.txt"],
+        ["--data", "chat.jsonl", "task.max_number=50"],
+    ):
         ended = d1("adapt", "tiny", "runs/two", *what, "--distill-rounds", "2")
         ended.assert_refused("no task is named: give --prompts TASK, or task.name=TASK; the tasks are countdown,")
     assert [path.name for path in (here / "runs").iterdir()] == ["one"]
