@@ -125,8 +125,9 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], li
         default = "" if sft.max_tokens else " (its default, the canvas of the rollout)"
         raise ValueError(
             f"{asked}sft.data {sft.data} leaves {len(train)} to train on: {num_overlong} are longer than "
-            f"sft.max_tokens {limit}{default}, {len(held_out)} are held out; raise sft.max_tokens, take "
-            "sft.overlong=truncate, or ask for fewer with sft.num_labels or sft.num_eval"
+            f"sft.max_tokens {limit}{default}, {len(held_out)} are held out; raise sft.max_tokens"
+            f"{', take sft.overlong=truncate,' if sft.overlong == 'drop' else ''} or ask for fewer with sft.num_labels "
+            "or sft.num_eval"
         )
     return train[: sft.num_labels], held_out, num_overlong
 

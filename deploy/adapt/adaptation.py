@@ -94,7 +94,7 @@ class Adaptation:
         if self.distill_rounds:
             own["learner.num_rounds"] = self.distill_rounds
         recipe = load_recipe(_RECIPE, [*(f"{key}={json.dumps(value)}" for key, value in own.items()), *self.overrides])
-        if not recipe.sft.num_steps:
+        if not recipe.sft.num_steps and not recipe.learner.num_rounds:
             raise UserError("sft.num_steps is 0, which leaves `d1 adapt` nothing to do; give it steps")
         if recipe.learner.num_rounds and self.prompts not in task_names() and not self._says_task():
             raise UserError(

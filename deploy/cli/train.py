@@ -175,11 +175,16 @@ def adapt(
     if resume:
         _fetch(recipe, dry_run=dry_run)
         adaptation.check_resumable()
-    start_from = None if resume else _policy_of(adaptation, recipe, dry_run=dry_run)
     stages = Stages.ALL if recipe.learner.num_rounds else Stages.SFT
-    order = _Order(command=command(*adaptation.words), stages=stages, start_from=start_from, resume=resume)
+    again = command(*adaptation.words)
     try:
+        start_from = None if resume else _policy_of(adaptation, recipe, dry_run=dry_run)
+        order = _Order(command=again, stages=stages, start_from=start_from, resume=resume)
         _carry_out(recipe, order, dry_run)
+    except KeyboardInterrupt as interrupt:
+        if adaptation.is_answering:
+            sys.stderr.write(f"d1: stopped; the responses so far are kept; resume with: {again} --resume\n")
+        raise typer.Exit(EXIT_INTERRUPTED) from interrupt
     finally:
         shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
     if not dry_run:

@@ -17,7 +17,6 @@ import pytest
 from actors.run_log import read_events
 from deploy.adapt import responses
 from deploy.adapt.generation import Sampling
-from deploy.errors import UserError
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
 from learner.model.autoregressive.source import Source
@@ -216,14 +215,17 @@ def test_the_models_own_responses_are_trained_on_and_an_earlier_try_goes_on(
         asked.append((source.name, len(prompts), sampling.max_new_tokens))
         if len(asked) == 1:
             path.write_text("")
-            raise UserError("it was stopped")
+            raise KeyboardInterrupt
         shutil.copyfile(here / "chat.jsonl", path)
         return "40 responses"
 
     monkeypatch.setattr(responses, "write_responses", write)
     words = ["adapt", "tiny", "runs/one", "--prompts", "sums", "num_train_problems=30", "sft.max_tokens=96"]
     d1(*words, "--dry-run").assert_refused("--dry-run looks at what is trained on")
-    d1(*words).assert_refused("it was stopped")
+    ended = d1(*words)
+    assert ended.status == 130
+    assert ended.err.endswith(f"d1 {' '.join(words)} --resume\n")
+    assert "Traceback" not in ended.err
     ended = d1(*words, "--resume")
     assert ended.status == 0, ended.err
     assert "d1: one.responses.jsonl: 40 responses\n" in ended.err
