@@ -52,7 +52,7 @@ class Source:
 
         arguments = self._arguments()
         if self.gguf_file is not None:
-            # With the package kernels it would keep them packed.
+            # With the package kernels it keeps those of some architectures packed.
             arguments["quantization_config"] = GgufConfig(dequantize=True)
         try:
             with _quiet():

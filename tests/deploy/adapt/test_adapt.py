@@ -238,20 +238,24 @@ def test_the_models_own_responses_are_trained_on_and_an_earlier_try_goes_on(
 @pytest.mark.ray
 @pytest.mark.nightly
 def test_an_adaptation_that_is_killed_goes_on_and_is_a_run_like_any_other(here: Path, cluster: dict[str, str]) -> None:
-    d1 = str(Path(sys.executable).with_name("d1"))
-    words = ["adapt", "tiny.gguf", "runs/one", "--data", "chat.jsonl", "sft.num_steps=300", "sft.max_tokens=64"]
-    command = [d1, *words, "checkpoint_every_s=0.5", "sft.eval_every_steps=0", "evaluation.num_problems=1"]
-    killed = subprocess.Popen(command, env=cluster, stdout=subprocess.DEVNULL)
-    while not list((here / "runs" / "one" / "checkpoints").glob("sft-*/manifest.json")):
+    d1, run = str(Path(sys.executable).with_name("d1")), here / "runs" / "one"
+    words = ["adapt", "tiny.gguf", "runs/one", "--data", "chat.jsonl", "sft.num_steps=100", "sft.max_tokens=64"]
+    words += ["checkpoint_every_s=0.5", "sft.eval_every_steps=0", "task.name=sums", "num_train_problems=50"]
+    words += ["evaluation.num_problems=1", "rollout.sampling.gen_length=16", "learner.groups_per_round=4"]
+    killed = subprocess.Popen([d1, *words], env=cluster, stdout=subprocess.DEVNULL)
+    while not list((run / "checkpoints").glob("sft-*/manifest.json")):
         assert killed.poll() is None
         time.sleep(0.1)
     killed.kill()
     killed.wait()
-    subprocess.run([*command, "--resume"], env=cluster, check=True, timeout=600)
-    phases = [event for event in read_events(here / "runs" / "one") if event["event"] == "phase"]
-    assert phases[-1]["from_step"] > 0
-    config = StoredWeights(here / "runs" / "one" / "checkpoints" / "sft").config
-    assert config.family == "a2d-llama"
+    subprocess.run([d1, *words, "--distill-rounds", "2", "--resume"], env=cluster, check=True, timeout=600)
+    events = read_events(run)
+    phases = [event for event in events if event["event"] == "phase"]
+    assert [phase["phase"] for phase in phases] == ["sft", "sft", "rl"]
+    assert phases[1]["from_step"] > 0
+    divergences = [event["teacher_divergence"] for event in events if event["event"] == "round"]
+    assert (len(divergences), min(divergences) > 0) == (2, True)
+    assert StoredWeights(run / "checkpoints" / "rl-000002").config.family == "a2d-llama"
     for more in (
         ["sample", "runs/one", "what is 3 + 4?", "--gen-length", "16"],
         ["eval", "runs/one", "--tasks", "sums", "--problems", "1", "--lengths", "16"],

@@ -7,11 +7,13 @@ import json
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from learner.model.autoregressive import gguf_file
 from learner.model.autoregressive.source import open_source
@@ -53,12 +55,16 @@ def test_a_gguf_file_holds_the_model_the_tokenizer_and_the_chat_template(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if kind == "F32" else 0.03)
 
 
-def test_weights_of_a_gguf_file_are_numbers_where_they_could_stay_packed(
+def test_weights_of_a_gguf_file_are_asked_for_as_numbers(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transformers.quantizers.quantizer_gguf.get_gguf_kernel", object)
+    asked, load = dict[str, Any](), AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *words, **more: asked.update(more) or load(*words, **more)
+    )
     write_gguf(tmp_path / "tiny.gguf", llama)
     weights = open_source(str(tmp_path / "tiny.gguf")).load_model().state_dict()
+    assert asked["quantization_config"].dequantize
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
