@@ -17,8 +17,10 @@ from learner.sft.documents import Documents, Example, make_documents
 from learner.sft.packing import packed_padding_share, padding_share
 from rewards import Problem
 from rewards.data.demonstrations import Demonstration, read_demonstrations
-from rewards.data.texts import SEPARATOR
 from rewards.problem import chat
+
+# Chunks for each one that is held out of few texts.
+_LEAST_TRAINED_FOR_ONE = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,10 +106,9 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], li
     sft, limit = spec.sft, spec.sft_tokens
     assert sft.data is not None, "there is a file"
     kept: list[_Keyed] = []
-    num_overlong, num_texts = 0, 0
+    num_overlong = 0
     for demonstration in read_demonstrations(sft.data):
         if demonstration.is_text:
-            num_texts += 1
             kept += _chunks(demonstration.completion, tokenizer, limit)
             continue
         prompt, completion = _encode(demonstration, tokenizer)
@@ -119,18 +120,14 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], li
         example = Example(prompt_ids=prompt, completion_ids=completion[:num_slots], num_slots=num_slots)
         kept.append(_Keyed(key=_prompt_key(demonstration), example=example))
     train, held_out = _hold_out(kept, sft.num_eval)
-    if not train and num_texts and sft.num_eval:
-        raise ValueError(
-            f"sft.data {sft.data} has nothing left to train on: sft.num_eval {sft.num_eval} holds out whole texts, and "
-            f"there are {num_texts}; give more (in one file {SEPARATOR} divides them), or take sft.num_eval=0"
-        )
     if not train or (sft.num_labels is not None and sft.num_labels > len(train)):
         asked = "" if sft.num_labels is None else f"sft.num_labels is {sft.num_labels} and "
         default = "" if sft.max_tokens else " (its default, the canvas of the rollout)"
         raise ValueError(
             f"{asked}sft.data {sft.data} leaves {len(train)} to train on: {num_overlong} are longer than "
-            f"sft.max_tokens {limit}{default}, {len(held_out)} are held out; raise sft.max_tokens, take "
-            "sft.overlong=truncate, or ask for fewer"
+            f"sft.max_tokens {limit}{default}, {len(held_out)} are held out; raise sft.max_tokens"
+            f"{', take sft.overlong=truncate,' if sft.overlong == 'drop' else ''} or ask for fewer with sft.num_labels "
+            "or sft.num_eval"
         )
     return train[: sft.num_labels], held_out, num_overlong
 
@@ -164,13 +161,18 @@ def _hold_out(examples: Sequence[_Keyed], num_eval: int) -> tuple[list[Example],
 
     Which ones hangs on the prompts alone, not on the run's seed nor on the order of the lines: so runs are comparable,
     and what was held out stays so, but for a few, when lines are added to the file. Texts are held out whole, and
-    `num_eval` chunks of them are evaluated: a text may have thousands.
+    `num_eval` chunks of them are evaluated: a text may have thousands. Where whole texts would be more than half of all
+    chunks, the last chunks are held out instead, at most a fifth.
     """
     held_out_keys = set(sorted(one.key for one in examples)[:num_eval])
     train = [one.example for one in examples if one.key not in held_out_keys]
     held_out = [one.example for one in sorted(examples, key=lambda one: one.key) if one.key in held_out_keys]
-    are_texts = all(not example.prompt_ids for example in held_out)
-    return train, held_out[:num_eval] if are_texts else held_out
+    if any(example.prompt_ids for example in held_out):
+        return train, held_out
+    if len(held_out) > len(train):
+        end = len(examples) - min(num_eval, len(examples) // _LEAST_TRAINED_FOR_ONE)
+        return [one.example for one in examples[:end]], [one.example for one in examples[end:]]
+    return train, held_out[:num_eval]
 
 
 def _prompt_key(demonstration: Demonstration) -> int:

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.run_log import CHECKPOINTS
+from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError
+from deploy.machine import nearest_existing
 from deploy.recipe.overrides import load_recipe, parse_override
 from deploy.recipe.recipe import Recipe
 from deploy.runs.run_directory import scratch_policy
 from learner.model.checkpoint_files import load_config
 from learner.model.storage.throughput import Say
-from rewards.data.sources import rows_of
+from rewards.data.demonstrations import read_demonstrations
 from rewards.tasks.table import task_names
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Adaptation:
     """Whether the output at a slot goes on predicting the next one."""
     mask_token: str | None = None
     """The mask token; None: one that is reserved."""
+    distill_rounds: int = 0
+    """Rounds of on-policy distillation from the source after SFT; 0: none."""
     overrides: tuple[str, ...] = ()
     """Changes to the recipe, `dotted.key=value`."""
 
@@ -65,6 +68,7 @@ class Adaptation:
             "--prompts": self.prompts,
             "--block-length": self.block_length,
             "--mask-token": self.mask_token,
+            "--distill-rounds": self.distill_rounds or None,
         }
         given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
         return ["adapt", self.model, str(self.out), *given, *(["--shift"] if self.shift else []), *self.overrides]
@@ -87,15 +91,29 @@ class Adaptation:
             own["sft.max_tokens"] = _TOKENS_OF_RESPONSES
         if self.prompts in task_names():
             own["task.name"] = self.prompts
+        if self.distill_rounds:
+            own["learner.num_rounds"] = self.distill_rounds
         recipe = load_recipe(_RECIPE, [*(f"{key}={json.dumps(value)}" for key, value in own.items()), *self.overrides])
-        if not recipe.sft.num_steps:
+        if not recipe.sft.num_steps and not recipe.learner.num_rounds:
             raise UserError("sft.num_steps is 0, which leaves `d1 adapt` nothing to do; give it steps")
+        if recipe.learner.num_rounds and self.prompts not in task_names() and not self._says_task():
+            raise UserError(
+                "the rounds of distillation ask a task's prompts, and no task is named: give --prompts TASK, or "
+                f"task.name=TASK; the tasks are {', '.join(task_names())}"
+            )
         if self.prompts is None and recipe.sft.data is not None:
             _look_at(recipe.sft.data)
         return recipe
 
+    def _given(self) -> set[str]:
+        """The keys of the overrides."""
+        return {key for key, _ in map(parse_override, self.overrides)}
+
+    def _says_task(self) -> bool:
+        return not self._given().isdisjoint(("task", "task.name"))
+
     def _check(self) -> None:
-        given = {key for key, _ in map(parse_override, self.overrides)}
+        given = self._given()
         if taken := sorted(given.intersection(_OWN_KEYS)):
             raise UserError(f"the override {taken[0]}=... is what MODEL and OUT say; leave it out")
         if self.data is not None and self.prompts is not None:
@@ -150,6 +168,17 @@ class Adaptation:
             raise UserError(str(error)) from error
         return directory, mask
 
+    def check_creatable(self) -> None:
+        """Raise UserError where the run directory cannot be made: before a model is opened."""
+        from deploy.job.preflight import why_not_writable
+
+        if self.out.is_file() or (self.out.is_dir() and any(self.out.iterdir())):
+            raise UserError(f"there already is {self.out}; go on with --resume, or take another OUT")
+        nearest = nearest_existing(self.out.absolute().parent)
+        obstacle = why_not_writable(nearest) if nearest.is_dir() else "it is a file"
+        if obstacle is not None:
+            raise UserError(f"{self.out} cannot be made in {nearest}: {obstacle}; take another OUT")
+
     def check_resumable(self) -> None:
         """Raise UserError where the run has not begun, or with another policy than is asked for."""
         initial = self.out / CHECKPOINTS / "initial"
@@ -172,7 +201,7 @@ class Adaptation:
 def _look_at(data: Path) -> None:
     """Raise UserError where there is no such data: before a model is opened, which takes longer."""
     try:
-        next(rows_of(data))
+        read_demonstrations(data)
     except ValueError as error:
         raise UserError(f"sft.data: {error}") from error
 
@@ -181,6 +210,8 @@ def opened(model: str) -> Source:
     """The source of a name. Raises UserError where there is none that can be adapted."""
     from learner.model.autoregressive.source import open_source
 
+    if (Path(model) / RECIPE).is_file():
+        raise UserError(f"{model} is a run, and its policy a diffusion policy already; train it with --from {model}")
     try:
         return open_source(model)
     except ValueError as error:

@@ -90,7 +90,14 @@ class ResponseFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
                 _lock(path, file)
-                yield cls(path, file, facts, _resumed(path, file, facts, Written(num_prompts=num_prompts)))
+                written = _resumed(path, file, facts, Written(num_prompts=num_prompts))
+                try:
+                    yield cls(path, file, facts, written)
+                except UserError:
+                    # What cannot be answered leaves nothing; who is stopped before the first answer goes on from here.
+                    if not _beside(path).exists():
+                        path.unlink()
+                    raise
         except OSError as error:
             raise UserError(f"cannot write {path}: {reason(error)}") from error
 

@@ -144,6 +144,12 @@ def adapt(
         str | None,
         typer.Option(metavar="TOKEN", help="The mask token; a new one appends a row. Without it, a reserved one."),
     ] = None,
+    distill_rounds: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Then N rounds of on-policy distillation from MODEL, on a task's prompts."
+        ),
+    ] = 0,
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -161,6 +167,7 @@ def adapt(
             block_length=block_length,
             shift=shift,
             mask_token=mask_token,
+            distill_rounds=distill_rounds,
             overrides=tuple(overrides or ()),
         )
         recipe = adaptation.recipe()
@@ -168,10 +175,16 @@ def adapt(
     if resume:
         _fetch(recipe, dry_run=dry_run)
         adaptation.check_resumable()
-    start_from = None if resume else _policy_of(adaptation, recipe, dry_run=dry_run)
-    order = _Order(command=command(*adaptation.words), stages=Stages.SFT, start_from=start_from, resume=resume)
+    stages = Stages.ALL if recipe.learner.num_rounds else Stages.SFT
+    again = command(*adaptation.words)
     try:
+        start_from = None if resume else _policy_of(adaptation, recipe, dry_run=dry_run)
+        order = _Order(command=again, stages=stages, start_from=start_from, resume=resume)
         _carry_out(recipe, order, dry_run)
+    except KeyboardInterrupt as interrupt:
+        if adaptation.is_answering:
+            sys.stderr.write(f"d1: stopped; the responses so far are kept; resume with: {again} --resume\n")
+        raise typer.Exit(EXIT_INTERRUPTED) from interrupt
     finally:
         shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
     if not dry_run:
@@ -182,9 +195,8 @@ def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path
     """Write the policy that an adaptation starts from, and before it what it is trained on; where the policy is."""
     from deploy.adapt.adaptation import opened
 
-    model, out = adaptation.model, adaptation.out
-    if out.exists():
-        raise UserError(f"there already is {out}; go on with --resume, or take another OUT")
+    model = adaptation.model
+    adaptation.check_creatable()
     if dry_run and adaptation.prompts is not None:
         raise UserError("--dry-run looks at what is trained on, which --prompts has the model write; give --data FILE")
     with saying(f"opening {model}"):

@@ -166,7 +166,7 @@ def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:
     nearest = machine.nearest_existing(run_dir.parent)
     if not nearest.is_dir():
         yield f"runs_dir {runs_dir} cannot be made: {nearest} is a file; take another runs_dir"
-    elif obstacle := _why_not_writable(nearest):
+    elif obstacle := why_not_writable(nearest):
         yield f"runs_dir {runs_dir} cannot be written to: {nearest}: {obstacle}; take another runs_dir"
     elif resume and not run_dir.is_dir():
         yield f"there is no run {recipe.name} in {run_dir.parent} to resume; start it without --resume"
@@ -176,7 +176,7 @@ def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:
         )
 
 
-def _why_not_writable(directory: Path) -> str | None:
+def why_not_writable(directory: Path) -> str | None:
     """Why no file can be made there: tried, for a superuser's permissions say nothing, nor do anybody's of the room."""
     try:
         with TemporaryFile(dir=directory) as file:

@@ -238,7 +238,8 @@ def _facts(event: Event, validation_loss: float | None) -> str:
     if event["event"] == "sft":
         validation = "" if validation_loss is None else f"validation {metric(validation_loss)}  "
         return f"loss {metric(event['loss'])}  {validation}{rate}"
-    return f"reward {event['reward']:.3f}  correct {100 * event['correct']:.0f} %  {rate}"
+    divergence = f"divergence {metric(event['teacher_divergence'])}  " if "teacher_divergence" in event else ""
+    return f"{divergence}reward {event['reward']:.3f}  correct {100 * event['correct']:.0f} %  {rate}"
 
 
 def _time_left(event: Event, phase: Event) -> str:

@@ -443,6 +443,10 @@ def save_checkpoint(
         # On a full disk it would be in its own way.
         shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f"{directory} cannot be written: {error}") from error
+    except BaseException:
+        # Somebody stopped it, who may not come back.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     _put_in_place(partial, directory)
 
 

@@ -91,7 +91,7 @@ def load_tokenizer(directory: Path) -> Any:
     merges, the same split of a text into words.
 
     Raises:
-        ValueError: there is no tokenizer.
+        ValueError: there is no tokenizer, or it is damaged.
     """
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
@@ -101,7 +101,11 @@ def load_tokenizer(directory: Path) -> Any:
         kind = Qwen2Tokenizer
     else:
         raise ValueError(f"{directory} has no tokenizer.json, nor vocab.json and merges.txt")
-    return kind.from_pretrained(directory, local_files_only=True)
+    try:
+        return kind.from_pretrained(directory, local_files_only=True)
+    except Exception as error:
+        # The package tokenizers raises nothing more special.
+        raise ValueError(f"the tokenizer in {directory} cannot be read: {error}") from error
 
 
 class ChatTokenizer:

@@ -111,7 +111,7 @@ class SftConfig(BaseModel):
         if self.num_samples > self.num_eval:
             raise ValueError(
                 f"num_samples is {self.num_samples} and num_eval is {self.num_eval}: samples complete the prompts of "
-                "held-out examples; take a larger num_eval"
+                "held-out examples; take a larger num_eval, or fewer samples"
             )
         if self.attention_annealing_steps > self.num_steps > 0:
             raise ValueError(

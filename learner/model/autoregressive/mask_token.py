@@ -46,6 +46,8 @@ def take_mask_token(tokenizer: PreTrainedTokenizerFast, vocab_size: int, name: s
     Raises:
         ValueError: nothing can be spared, or the named token has a meaning of its own.
     """
+    if name is not None and not name.strip():
+        raise ValueError("--mask-token is blank; name a token of the vocabulary, or a new one such as <|mask|>")
     vocabulary = tokenizer.get_vocab()
     has_spare_row = max(vocabulary.values()) + 1 < vocab_size
     chosen = name or _spare(tokenizer, _NEW if has_spare_row else None)

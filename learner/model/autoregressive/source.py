@@ -48,8 +48,12 @@ class Source:
 
         Raises ValueError where the weights cannot be read.
         """
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GgufConfig
 
+        arguments = self._arguments()
+        if self.gguf_file is not None:
+            # With the package kernels it keeps those of some architectures packed.
+            arguments["quantization_config"] = GgufConfig(dequantize=True)
         try:
             with _quiet():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -58,7 +62,7 @@ class Source:
                     use_safetensors=True,
                     ignore_mismatched_sizes=True,
                     output_loading_info=True,
-                    **self._arguments(),
+                    **arguments,
                 )
         except (ValueError, OSError, RuntimeError, KeyError, IndexError) as error:
             raise ValueError(f"the weights of {self.path} cannot be loaded: {_first_line(error)}") from error
@@ -116,6 +120,9 @@ def open_source(name: str) -> Source:
         return _of_gguf(name, Path(name))
     raw = RawConfig.read(find_checkpoint(name, config_only=True))
     architecture = _checked(raw["model_type"], raw.path)
+    if (quantised := raw.get("quantization_config")) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ValueError(f"{raw.path} has quantised weights ({method}); take the checkpoint that they were made from")
     is_fetched = is_hub_id(name)
     directory = find_checkpoint(name)
     try:
@@ -163,4 +170,6 @@ def _quiet() -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    # A headline says where; what is wrong comes after it.
+    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
+    return said.rstrip(".")

@@ -194,10 +194,18 @@ def test_texts_are_held_out_whole(spec: RunSpec, tmp_path: Path) -> None:
     assert held_out.isdisjoint(text.split()[0] for _, text in _texts(spec, data.train))
 
 
-def test_a_lone_text_cannot_be_held_out(spec: RunSpec, tmp_path: Path) -> None:
-    (tmp_path / "data.txt").write_text("1 2 3")
-    sentence = (
-        r"data.txt has nothing left to train on: sft.num_eval 2 holds out whole texts, and there are 1; give more"
-    )
-    with pytest.raises(ValueError, match=sentence):
-        _load(spec, data=tmp_path / "data.txt", num_labels=None, num_eval=2)
+@pytest.mark.parametrize(
+    ("num_chunks", "num_eval", "num_held_out"), [((20,), 3, 3), ((20,), 9, 4), ((18, 2), 3, 3), ((1,), 2, 0)]
+)
+def test_of_few_texts_the_last_chunks_are_held_out(
+    num_chunks: tuple[int, ...], num_eval: int, num_held_out: int, spec: RunSpec, tmp_path: Path
+) -> None:
+    tokenizer = ChatTokenizer(spec.initial_checkpoint)
+    texts = [" ".join("1" * (4 * count - 1)) for count in num_chunks]
+    (tmp_path / "data.txt").write_text("<|endoftext|>".join(texts))
+    every = _load(spec, data=tmp_path / "data.txt", num_labels=None, max_tokens=8).train.ids.tolist()
+    assert (len(every), len(tokenizer.encode_completion("1 1"))) == (sum(num_chunks), 3)
+    data = _load(spec, data=tmp_path / "data.txt", num_labels=None, max_tokens=8, num_eval=num_eval)
+    held_out = [] if data.held_out is None else data.held_out.ids.tolist()
+    assert len(held_out) == num_held_out
+    assert data.train.ids.tolist() + held_out == every

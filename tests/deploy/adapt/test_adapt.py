@@ -17,7 +17,6 @@ import pytest
 from actors.run_log import read_events
 from deploy.adapt import responses
 from deploy.adapt.generation import Sampling
-from deploy.errors import UserError
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
 from learner.model.autoregressive.source import Source
@@ -62,10 +61,11 @@ class Job:
 
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
+        self.stages: Stages | None = None
 
     def run(self, recipe: Recipe, *, stages: Stages, start_from: Any, resume: bool, serve: bool, **_: Any) -> None:
-        assert (stages, serve) == (Stages.SFT, False)
-        self.recipe = recipe
+        assert not serve
+        self.recipe, self.stages = recipe, stages
         if resume:
             check_resumable(recipe, make_spec(recipe, stages))
         else:
@@ -96,6 +96,39 @@ def test_a_directory_becomes_a_run_whose_version_0_refers_to_its_weights(here: P
     assert job.recipe is not None
     assert (job.recipe.rollout.sampling.block_length, job.recipe.rollout.sampling.steps_per_block) == (8, 2)
     assert (job.recipe.sft.data, job.recipe.sft.max_tokens) == (Path("chat.jsonl"), 64)
+
+
+@pytest.mark.parametrize("data", ["notes", "notes/a.md", "text.txt"])
+def test_plain_text_is_trained_on_however_little_there_is(data: str, here: Path, d1: Callable, job: Job) -> None:
+    (here / "notes").mkdir()
+    for path in ("notes/a.md", "notes/b.txt", "text.txt"):
+        (here / path).write_text("the sky is blue because of light. " * 40)
+    ended = d1("adapt", "tiny", "runs/one", "--data", data, *_SMALL)
+    assert (ended.status, job.stages) == (0, Stages.SFT), ended.err
+
+
+def test_rounds_of_distillation_come_after_sft_now_or_later(here: Path, d1: Callable, job: Job) -> None:
+    words = ["adapt", "tiny", "runs/one", "--data", "chat.jsonl", "task.name=sums", "num_train_problems=30", *_SMALL]
+    for more in ([], ["--distill-rounds", "2", "--resume"], ["--distill-rounds", "3", "--resume"]):
+        ended = d1(*words, *more)
+        assert ended.status == 0, ended.err
+        assert job.stages == (Stages.ALL if more else Stages.SFT)
+    assert job.recipe is not None
+    learner = job.recipe.learner
+    assert (learner.num_rounds, learner.algorithm, job.recipe.control.enabled) == (3, "opdlm", False)
+    d1(*words, "--distill-rounds", "2", "--block-length", "8", "--resume").assert_refused("--block-length is 8")
+    d1("adapt", "runs/one", "runs/two", "--data", "chat.jsonl").assert_refused(
+        "runs/one is a run, and its policy a diff"
+    )
+    (here / "prompts.txt").write_text("what is 3 + 4?")
+    for what in (
+        ["--data", "chat.jsonl"],
+        ["--prompts", "prompts.txt"],
+        ["--data", "chat.jsonl", "task.max_number=50"],
+    ):
+        ended = d1("adapt", "tiny", "runs/two", *what, "--distill-rounds", "2")
+        ended.assert_refused("no task is named: give --prompts TASK, or task.name=TASK; the tasks are countdown,")
+    assert [path.name for path in (here / "runs").iterdir()] == ["one"]
 
 
 def test_training_starts_from_the_newest_checkpoint_of_a_run_that_is_named(
@@ -140,6 +173,8 @@ def test_weights_of_a_gguf_file_are_the_runs_own(here: Path, d1: Callable, job: 
         (["tiny", "runs/one", "--data", "chat.jsonl", "sft.num_steps=0"], "nothing to do"),
         (["tiny", "runs/one", "--data", "none.jsonl"], "sft.data: none.jsonl"),
         (["tiny", "tiny", "--data", "chat.jsonl"], "there already is tiny; go on with --resume"),
+        (["tiny", "chat.jsonl/one", "--data", "chat.jsonl"], "chat.jsonl: it is a file; take another OUT"),
+        (["tiny", "/proc/one", "--data", "chat.jsonl"], "/proc/one cannot be made in /proc: "),
         (["tiny", "runs/one", "--data", "chat.jsonl", "--resume"], "there is no run to resume in runs/one"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "sft.max_tokens=1000"], "takes canvases of 512 tokens"),
     ],
@@ -180,14 +215,17 @@ def test_the_models_own_responses_are_trained_on_and_an_earlier_try_goes_on(
         asked.append((source.name, len(prompts), sampling.max_new_tokens))
         if len(asked) == 1:
             path.write_text("")
-            raise UserError("it was stopped")
+            raise KeyboardInterrupt
         shutil.copyfile(here / "chat.jsonl", path)
         return "40 responses"
 
     monkeypatch.setattr(responses, "write_responses", write)
     words = ["adapt", "tiny", "runs/one", "--prompts", "sums", "num_train_problems=30", "sft.max_tokens=96"]
     d1(*words, "--dry-run").assert_refused("--dry-run looks at what is trained on")
-    d1(*words).assert_refused("it was stopped")
+    ended = d1(*words)
+    assert ended.status == 130
+    assert ended.err.endswith(f"d1 {' '.join(words)} --resume\n")
+    assert "Traceback" not in ended.err
     ended = d1(*words, "--resume")
     assert ended.status == 0, ended.err
     assert "d1: one.responses.jsonl: 40 responses\n" in ended.err
@@ -200,20 +238,24 @@ def test_the_models_own_responses_are_trained_on_and_an_earlier_try_goes_on(
 @pytest.mark.ray
 @pytest.mark.nightly
 def test_an_adaptation_that_is_killed_goes_on_and_is_a_run_like_any_other(here: Path, cluster: dict[str, str]) -> None:
-    d1 = str(Path(sys.executable).with_name("d1"))
-    words = ["adapt", "tiny.gguf", "runs/one", "--data", "chat.jsonl", "sft.num_steps=300", "sft.max_tokens=64"]
-    command = [d1, *words, "checkpoint_every_s=0.5", "sft.eval_every_steps=0", "evaluation.num_problems=1"]
-    killed = subprocess.Popen(command, env=cluster, stdout=subprocess.DEVNULL)
-    while not list((here / "runs" / "one" / "checkpoints").glob("sft-*/manifest.json")):
+    d1, run = str(Path(sys.executable).with_name("d1")), here / "runs" / "one"
+    words = ["adapt", "tiny.gguf", "runs/one", "--data", "chat.jsonl", "sft.num_steps=100", "sft.max_tokens=64"]
+    words += ["checkpoint_every_s=0.5", "sft.eval_every_steps=0", "task.name=sums", "num_train_problems=50"]
+    words += ["evaluation.num_problems=1", "rollout.sampling.gen_length=16", "learner.groups_per_round=4"]
+    killed = subprocess.Popen([d1, *words], env=cluster, stdout=subprocess.DEVNULL)
+    while not list((run / "checkpoints").glob("sft-*/manifest.json")):
         assert killed.poll() is None
         time.sleep(0.1)
     killed.kill()
     killed.wait()
-    subprocess.run([*command, "--resume"], env=cluster, check=True, timeout=600)
-    phases = [event for event in read_events(here / "runs" / "one") if event["event"] == "phase"]
-    assert phases[-1]["from_step"] > 0
-    config = StoredWeights(here / "runs" / "one" / "checkpoints" / "sft").config
-    assert config.family == "a2d-llama"
+    subprocess.run([d1, *words, "--distill-rounds", "2", "--resume"], env=cluster, check=True, timeout=600)
+    events = read_events(run)
+    phases = [event for event in events if event["event"] == "phase"]
+    assert [phase["phase"] for phase in phases] == ["sft", "sft", "rl"]
+    assert phases[1]["from_step"] > 0
+    divergences = [event["teacher_divergence"] for event in events if event["event"] == "round"]
+    assert (len(divergences), min(divergences) > 0) == (2, True)
+    assert StoredWeights(run / "checkpoints" / "rl-000002").config.family == "a2d-llama"
     for more in (
         ["sample", "runs/one", "what is 3 + 4?", "--gen-length", "16"],
         ["eval", "runs/one", "--tasks", "sums", "--problems", "1", "--lengths", "16"],

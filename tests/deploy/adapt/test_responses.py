@@ -208,6 +208,7 @@ def test_prompts_without_room_are_counted_and_all_of_them_refused(source: Source
     assert written.is_whole
     with pytest.raises(UserError, match="no prompt fits into the context"):
         write_responses(source, [long], tmp_path / "long.jsonl", SAMPLING)
+    assert not (tmp_path / "long.jsonl").exists()
     # The longest that fits leaves room for every token of an answer.
     [one] = encoded(source, source.tokenizer(), PROMPTS[:1], CONTEXT - len(source_ids(source, PROMPTS[0])))
     assert one.index == 0

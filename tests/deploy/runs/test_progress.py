@@ -49,6 +49,12 @@ def test_a_log_says_what_sft_trains_on_and_what_it_comes_to(recorder: Any) -> No
     assert loss == "validation loss after 20 steps: 1.235"
 
 
+def test_a_round_shows_the_divergence_from_the_teacher_that_it_learns_from(recorder: Any) -> None:
+    recorder.add("phase", phase="rl", num_steps=2)
+    recorder.add("round", round=0, reward=0.5, correct=0.25, tokens_per_s=10.0, teacher_divergence=1.23456)
+    assert "  divergence 1.235  reward 0.500  correct 25 %" in _shown(recorder.events, is_terminal=False)
+
+
 def test_a_log_shows_sft_with_its_validation_loss_the_time_left_and_harmless_samples(recorder: Any) -> None:
     recorder.add("phase", phase="sft", num_steps=40, from_step=10)
     recorder.add("sft_eval", phase="sft", step=10, loss=2.5, loss_at_t=[1.0])

@@ -60,6 +60,12 @@ def test_a_named_token_is_taken_or_made(
     assert (mask.token, mask.id, mask.is_new_row) == (name, index, is_new_row)
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_blank_token_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--mask-token is blank"):
+        take_mask_token(made(tmp_path, ENDS), 310, name)
+
+
 @pytest.mark.parametrize("name", [None, TURN, END_OF_TURN])
 def test_a_token_with_a_meaning_is_not_taken(name: str | None, tmp_path: Path) -> None:
     sentence = "no token to spare .* pass --mask-token NEW" if name is None else "has a meaning of its own"

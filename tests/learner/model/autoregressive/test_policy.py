@@ -96,6 +96,19 @@ def test_a_gguf_file_becomes_the_policy_that_its_directory_does(tmp_path: Path) 
     assert ids[0] == ids[1]
 
 
+def test_a_policy_whose_writing_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    write_source(tmp_path / "source")
+    write_gguf(tmp_path / "tiny.gguf", tmp_path / "source")
+    monkeypatch.setattr("learner.model.checkpoint.save_file", stop)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        write_policy(open_source(str(tmp_path / "tiny.gguf")), tmp_path / "out" / "policy")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", ["tied", "untied", "gguf"])
 def test_a_new_row_is_the_mean_of_the_others(kind: str, tmp_path: Path) -> None:
     write_source(

@@ -7,11 +7,13 @@ import json
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from learner.model.autoregressive import gguf_file
 from learner.model.autoregressive.source import open_source
@@ -51,6 +53,19 @@ def test_a_gguf_file_holds_the_model_the_tokenizer_and_the_chat_template(
     with torch.no_grad():
         expected, found = original.load_model()(ids).logits, source.load_model()(ids).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if kind == "F32" else 0.03)
+
+
+def test_weights_of_a_gguf_file_are_asked_for_as_numbers(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, load = dict[str, Any](), AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *words, **more: asked.update(more) or load(*words, **more)
+    )
+    write_gguf(tmp_path / "tiny.gguf", llama)
+    weights = open_source(str(tmp_path / "tiny.gguf")).load_model().state_dict()
+    assert asked["quantization_config"].dequantize
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
 def test_the_packaged_model_is_found_without_an_import(
@@ -153,6 +168,19 @@ def test_another_architecture_is_refused_by_name(model_type: str, sentence: str,
     assert sentence in refusal(copied)
 
 
+def test_quantised_weights_are_refused(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    assert "has quantised weights (awq); take the checkpoint that they were made from" in refusal(copied)
+
+
+def test_a_config_that_contradicts_itself_is_refused_with_the_reason(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"num_attention_heads": 5}))
+    with pytest.raises(ValueError, match=r"config.json makes no model: .*64.* is not a multiple of .*5"):
+        open_source(str(copied)).config()
+
+
 def test_pickled_weights_are_refused(copied: Path) -> None:
     (copied / "model.safetensors").rename(copied / "pytorch_model.bin")
     assert "has no safetensors weights, and pickled ones (pytorch_model.bin) are never read" in refusal(copied)
@@ -161,6 +189,13 @@ def test_pickled_weights_are_refused(copied: Path) -> None:
 def test_a_source_without_a_tokenizer_is_refused(copied: Path) -> None:
     (copied / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="has no tokenizer"):
+        open_source(str(copied)).tokenizer()
+
+
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_a_damaged_tokenizer_is_refused_by_its_place(text: str, copied: Path) -> None:
+    (copied / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=f"the tokenizer in {copied} cannot be read: "):
         open_source(str(copied)).tokenizer()
 
 
