@@ -12,7 +12,7 @@ from learner.model.families.rotary import read_rotary, write_rotary
 def read_shape(raw: RawConfig, *, may_scale: bool = False, default_theta: float | None = None) -> dict[str, Any]:
     """Read the fields of `TransformerConfig` that all of them state.
 
-    The keywords are `read_rotary`'s. Raises ValueError that names a missing key, or a rotation that d1 does not compute.
+    The keywords are `read_rotary`'s. Raises ValueError that names a missing key, or a rotation that is not computed.
     """
     rotary = read_rotary(raw, may_scale=may_scale, default_theta=default_theta)
     return {
