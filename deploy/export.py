@@ -14,7 +14,7 @@ from deploy.errors import UserError, reason
 from deploy.runs.references import find_checkpoint_of
 from deploy.sampling.policy import read_tokenizer
 from learner.model.adapter import Adapter, check_under_peft, read_chain, write_peft_adapter
-from learner.model.checkpoint import StoredWeights, load_merged, load_policy, write_policy
+from learner.model.checkpoint import load_merged, load_policy, write_policy
 from learner.model.checkpoint_files import (
     ADAPTER,
     MANIFEST,
@@ -26,6 +26,7 @@ from learner.model.checkpoint_files import (
     verify_checkpoint,
     weight_files,
 )
+from learner.model.storage.weights import StoredWeights
 
 
 def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> Path:

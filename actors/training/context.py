@@ -24,8 +24,8 @@ from actors.training.publication import Publisher
 from actors.training.shards import Travel
 from actors.training.starting import agreed_checkpoint, base_of, load_sharded, start_of, verified_weights
 from learner.model.adapter import Adapter, read_chain
-from learner.model.checkpoint import StoredWeights
 from learner.model.checkpoint_files import ADAPTER, checkpoint_chain, verify_checkpoint, weight_bytes
+from learner.model.storage.weights import StoredWeights
 from learner.parallel.asleep import asleep
 from learner.parallel.ranks import Ranks
 

@@ -12,9 +12,10 @@ from actors.checkpoints.selection import FoundCheckpoint, Position, newest_check
 from actors.spec import Phase, RunSpec
 from learner.hardware import limit_memory, placed_on
 from learner.model.adapter import read_chain
-from learner.model.checkpoint import StoredWeights, stored_dtype
+from learner.model.checkpoint import stored_dtype
 from learner.model.checkpoint_files import Base, chain_digest, verify_checkpoint
 from learner.model.storage.throughput import Say
+from learner.model.storage.weights import StoredWeights
 from learner.parallel.loading import load_by_rows
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh

@@ -21,10 +21,11 @@ from actors.messages import Generation
 from actors.weights.store import Manifest, VersionMissingError
 from actors.weights.tensors import Arrived, Rows, as_verified
 from learner.model.adapter import put_beside, read_chain
-from learner.model.checkpoint import StoredWeights, round_weights
+from learner.model.checkpoint import round_weights
 from learner.model.checkpoint_files import Base, chain_digest, checkpoint_chain, verify_own_files
 from learner.model.lora import is_adapter, plain_name, set_adapter
 from learner.model.lora_config import BaseWeights
+from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import Transformer
 
 _VISIBLE_WITHIN_S, _POLL_S = 60.0, 0.5

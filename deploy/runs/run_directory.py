@@ -41,7 +41,7 @@ from rewards.data.sources import from_anywhere
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from learner.model.checkpoint import StoredWeights
+    from learner.model.storage.weights import StoredWeights
 
 _PHASES = {
     Stages.ALL: (Phase.SFT, Phase.RL),
@@ -233,8 +233,9 @@ def _check_canvas(recipe: Recipe, source: Path) -> TransformerConfig:
 
 def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None, say: Say | None) -> None:
     # These import torch, and those of `_digest` Ray: seconds, not to be spent where a recipe is only looked at.
-    from learner.model.checkpoint import StoredWeights, load_merged, load_weights, save_checkpoint
+    from learner.model.checkpoint import load_merged, load_weights, save_checkpoint
     from learner.model.networks import make_model
+    from learner.model.storage.weights import StoredWeights
     from learner.model.transformer import init_weights
 
     if reference is not None:

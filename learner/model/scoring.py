@@ -133,13 +133,15 @@ def _both(
 
 def _counted(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> tuple[Tensor, Tensor]:
     """[C, V] the probabilities of policy and teacher, 0 of tokens that do not count."""
-    ours_CV, theirs_CV = ours_CV.exp(), (ours_CV + more_CV).exp_()
+    theirs_CV = ours_CV + more_CV
+    ours_CV = ours_CV.exp()
     if compared.top_k is not None and compared.top_k < theirs_CV.shape[1]:
         is_left_out_CV = torch.ones_like(theirs_CV, dtype=torch.bool)
+        # By log-probabilities: of a sure teacher most probabilities are 0 in float32, and equal.
         is_left_out_CV.scatter_(1, theirs_CV.topk(compared.top_k, dim=1).indices, value=False)
         ours_CV.masked_fill_(is_left_out_CV, 0.0)
-        theirs_CV.masked_fill_(is_left_out_CV, 0.0)
-    return ours_CV, theirs_CV
+        theirs_CV.masked_fill_(is_left_out_CV, -torch.inf)
+    return ours_CV, theirs_CV.exp_()
 
 
 def _divergence(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> Tensor:

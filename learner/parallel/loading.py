@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from learner.model.checkpoint import StoredWeights
 from learner.model.lora_config import WHOLE, LoraConfig
 from learner.model.networks import make_on_meta
 from learner.model.storage.throughput import Say
+from learner.model.storage.weights import StoredWeights
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
 

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from learner.hardware import placed_on
 from learner.model.adapter import Adapter
 from learner.model.attention.within import has_kernel
-from learner.model.checkpoint import StoredWeights
 from learner.model.config import TransformerConfig
 from learner.model.lora import (
     adapted_layers,
@@ -41,6 +40,7 @@ from learner.model.moe.experts import expert_biases
 from learner.model.networks import make_on_meta
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
 from learner.model.storage.throughput import Say
+from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import Transformer
 from learner.parallel.compiling import compile_blocks
 from learner.parallel.patience import COLLECTIVE_TIMEOUT_S

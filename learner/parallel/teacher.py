@@ -13,8 +13,8 @@ from learner.batch import CompletionBatch, canvas
 from learner.estimators import Terms, Views, token_streams
 from learner.flops import CanvasSums, forward_flops
 from learner.model.adapter import read_chain
-from learner.model.checkpoint import StoredWeights
 from learner.model.lora_config import WHOLE
+from learner.model.storage.weights import StoredWeights
 from learner.model.wanted import Compared
 from learner.objectives.distillation import DistillationConfig, read_causally
 from learner.parallel.sharding import ShardedPolicy

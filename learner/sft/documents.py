@@ -15,6 +15,8 @@ from learner.model.deferred import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from learner.model.config import TransformerConfig
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
@@ -56,6 +58,15 @@ class Documents:
     def num_trained(self) -> int:
         """Slots that are trained on, of all rows."""
         return int((self.lengths - self.prompt_lengths).sum())
+
+    def predicted_by(self, policy: TransformerConfig) -> Self:
+        """The documents with no slot to train on that the policy has no output for.
+
+        Where an output predicts the slot after it, none predicts the first slot of a text without a prompt.
+        """
+        if not policy.predicts_next:
+            return self
+        return replace(self, prompt_lengths=self.prompt_lengths.clamp(min=1).minimum(self.lengths))
 
     def select(self, rows: Tensor | slice) -> Self:
         """The documents of some of the rows."""

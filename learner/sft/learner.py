@@ -31,7 +31,7 @@ class SftLearner:
     def __init__(self, policy: ShardedPolicy, config: SftConfig, documents: Documents, seed: int) -> None:
         self.policy = policy
         self.config = config
-        self._documents = documents
+        self._documents = documents.predicted_by(policy.config)
         self._seed = seed
         self.optimizer = PolicyOptimizer(policy, betas=config.betas, weight_decay=config.weight_decay)
         self.num_trained = 0
@@ -128,6 +128,7 @@ def evaluation_loss(
         micro_batch_tokens: the most of one forward, as `SftConfig` has it.
     """
     device, spares_padding = policy.device, policy.spares_padding
+    documents = documents.predicted_by(policy.config)
     shard = documents.shard(policy.rank, policy.world_size)
     size = -(-batch_size // policy.world_size)
     sums = torch.zeros(len(EVALUATION_T), device=device)

@@ -20,10 +20,11 @@ from actors.weights.fetching import PolicyLoader, StagingReader, StoreReader, lo
 from actors.weights.store import Manifest, VersionMissingError
 from actors.weights.tensors import Arrived, make_manifest
 from learner.model.adapter import Adapter
-from learner.model.checkpoint import StoredWeights, save_checkpoint
+from learner.model.checkpoint import save_checkpoint
 from learner.model.checkpoint_files import Base, chain_digest
 from learner.model.config import TransformerConfig
 from learner.model.lora import adapter_names, merge_adapters, merged
+from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import Transformer, init_weights
 
 SCALING = 0.37

@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from learner.model.adapter import Adapter
-from learner.model.checkpoint import StoredWeights, load_merged, load_policy, save_checkpoint
+from learner.model.checkpoint import load_merged, load_policy, save_checkpoint
 from learner.model.checkpoint_files import ADAPTER
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.lora_config import TARGETS, LoraConfig
 from learner.model.networks import make_model
+from learner.model.storage.weights import StoredWeights
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy

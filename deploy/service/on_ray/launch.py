@@ -73,7 +73,7 @@ def serve_checkpoint(
     from deploy.recipe.recipe import ServiceSection
     from deploy.service.api.text_codec import TextCodec
     from learner.model.adapter import check_under_peft, read_chain
-    from learner.model.checkpoint import StoredWeights
+    from learner.model.storage.weights import StoredWeights
 
     directory, service = directory.resolve(), ServiceSection()
     address = Address(host=host or service.host, port=port or service.port)

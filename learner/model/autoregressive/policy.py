@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from learner.model.autoregressive.mask_token import MaskToken, take_mask_token
 from learner.model.autoregressive.source import Source
-from learner.model.checkpoint import StoredWeights, save_checkpoint
+from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
 from learner.model.deferred import torch
 from learner.model.families import FAMILIES, read_config
 from learner.model.families.raw_config import RawConfig
 from learner.model.networks import make_on_meta
 from learner.model.storage.throughput import Say
+from learner.model.storage.weights import StoredWeights
 
 if TYPE_CHECKING:
     from torch import Tensor

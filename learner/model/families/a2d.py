@@ -15,7 +15,7 @@ from learner.model.config import Family, TransformerConfig
 from learner.model.families import dream, sdar
 from learner.model.families.ids import read_ids
 from learner.model.families.raw_config import RawConfig
-from learner.model.families.rotary import read_rotary, write_rotary
+from learner.model.families.shape import read_shape, write_shape
 
 # The names of Qwen2, which Dream began as, and of Qwen3.
 OUTER_NAMES, BLOCK_PREFIX = dream.OUTER_NAMES, dream.BLOCK_PREFIX
@@ -38,6 +38,8 @@ _FIXED_OF: Mapping[str, dict[str, Any]] = {
     "a2d-qwen2": _FIXED | {"attention_bias": True, "use_mrope": False, "use_sliding_window": False},
     "a2d-qwen3": _FIXED | {"attention_bias": False, "use_sliding_window": False},
 }
+# The base of the rotary frequencies that all three architectures take where their configs name none (Llama 2).
+_THETA = 10_000.0
 # Of dllm, OPDLM and others.
 _MASKS = ("<|mask|>", "<|MASK|>", "<|mdm_mask|>")
 
@@ -50,26 +52,17 @@ def read_config(family: Family, raw: RawConfig) -> TransformerConfig:
     """
     raw.check(_FIXED_OF[family], may_lack=True)
     _check_architecture(family, raw)
-    vocab_size, rotary = raw["vocab_size"], read_rotary(raw, may_scale=True)
     return TransformerConfig(
         family=family,
-        vocab_size=vocab_size,
-        d_model=raw["hidden_size"],
-        num_layers=raw["num_hidden_layers"],
-        num_heads=raw["num_attention_heads"],
-        num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
+        **read_shape(raw, may_scale=True, default_theta=_THETA),
         head_width=raw["head_dim"] if family == "a2d-qwen3" else raw.get("head_dim"),
         mlp_hidden_size=raw["intermediate_size"],
-        max_sequence_length=raw["max_position_embeddings"],
         qkv_bias=family == "a2d-qwen2",
         qk_norm=family == "a2d-qwen3",
         block_length=raw.get("block_size"),
         predicts_next=raw.get("right_shift_logits", False),
         tied_embeddings=raw.get("tie_word_embeddings", False),
-        rope_theta=rotary.theta,
-        rope_scaling=rotary.scaling,
-        rms_norm_eps=raw["rms_norm_eps"],
-        **read_ids(raw, vocab_size, mask_token=_MASKS),
+        **read_ids(raw, raw["vocab_size"], mask_token=_MASKS),
     )
 
 
@@ -91,23 +84,10 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "model_type": config.family,
         "architectures": [_ARCHITECTURES[config.family][0]],
         **{key: value for key, value in fixed.items() if key != "use_mrope"},
-        **write_rotary(config),
+        **write_shape(config),
         "block_size": config.block_length,
         "bos_token_id": config.eos_token_id,
-        "eos_token_id": config.eos_token_id,
         **head_dim,
-        "hidden_size": config.d_model,
-        "initializer_range": 0.02,
         "intermediate_size": config.mlp_hidden_size,
-        "mask_token_id": config.mask_token_id,
-        "max_position_embeddings": config.max_sequence_length,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": config.num_kv_heads,
-        "pad_token_id": config.pad_token_id,
         "right_shift_logits": config.predicts_next,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tied_embeddings,
-        "use_cache": False,
-        "vocab_size": config.vocab_size,
     }

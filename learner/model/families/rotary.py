@@ -29,6 +29,8 @@ _READ = (_PARAMETERS, _SCALING, "rotary_dim", "rope_full_precision")
 _ORIGINAL = "original_max_position_embeddings"
 _INERT = (_ORIGINAL,)
 _INERT_AT_ONE = ("attention_factor", "factor")
+# Beside a scaling these do nothing: transformers ignores what YaRN's own code wrote there about its training.
+_IGNORED = ("finetuned",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,13 +45,16 @@ class Rotary:
     """How positions are scaled; None: not at all."""
 
 
-def read_rotary(raw: RawConfig, partial_of: int | None = None, *, may_scale: bool = False) -> Rotary:
+def read_rotary(
+    raw: RawConfig, partial_of: int | None = None, *, may_scale: bool = False, default_theta: float | None = None
+) -> Rotary:
     """Read the rotary settings of a config.
 
     Args:
         raw: the config.
         partial_of: the width of a head, for a family that may rotate a part of it.
         may_scale: whether the family's positions may be scaled.
+        default_theta: the base where the config has none; None: it must have one.
 
     Raises:
         ValueError: the base is missing, two settings contradict each other, or they ask for a rotation that d1 does
@@ -68,6 +73,7 @@ def read_rotary(raw: RawConfig, partial_of: int | None = None, *, may_scale: boo
                 scalings[place] = None
     scaling = _only(raw, scalings)
     theta, factor = _agreed(raw, _THETA, stated), _agreed(raw, _PARTIAL, stated)
+    theta = default_theta if theta is None else theta
     if theta is None:
         raise ValueError(f"{raw.path} has no {_THETA}")
     if partial_of is not None:
@@ -139,7 +145,7 @@ def _read_scaling(raw: RawConfig, place: str, settings: Mapping[str, Any]) -> Ro
     """The scaling of these settings. What is missing or null is as in transformers' `modeling_rope_utils`."""
     kept = {key: value for key, value in settings.items() if value is not None}
     kind = next(kept[key] for key in _KINDS if key in kept)
-    given = {key: value for key, value in kept.items() if key not in (*_KINDS, _THETA, _PARTIAL)}
+    given = {key: value for key, value in kept.items() if key not in (*_KINDS, *_IGNORED, _THETA, _PARTIAL)}
     if kind == "linear":
         given = {key: value for key, value in given.items() if key not in _INERT}
     else:

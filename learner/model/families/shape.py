@@ -9,11 +9,12 @@ from learner.model.families.raw_config import RawConfig
 from learner.model.families.rotary import read_rotary, write_rotary
 
 
-def read_shape(raw: RawConfig) -> dict[str, Any]:
+def read_shape(raw: RawConfig, *, may_scale: bool = False, default_theta: float | None = None) -> dict[str, Any]:
     """Read the fields of `TransformerConfig` that all of them state.
 
-    Raises ValueError that names a missing key, or rotary positions that are scaled.
+    The keywords are `read_rotary`'s. Raises ValueError that names a missing key, or a rotation that is not computed.
     """
+    rotary = read_rotary(raw, may_scale=may_scale, default_theta=default_theta)
     return {
         "vocab_size": raw["vocab_size"],
         "d_model": raw["hidden_size"],
@@ -21,7 +22,8 @@ def read_shape(raw: RawConfig) -> dict[str, Any]:
         "num_heads": raw["num_attention_heads"],
         "num_kv_heads": raw.get("num_key_value_heads", raw["num_attention_heads"]),
         "max_sequence_length": raw["max_position_embeddings"],
-        "rope_theta": read_rotary(raw).theta,
+        "rope_theta": rotary.theta,
+        "rope_scaling": rotary.scaling,
         "rms_norm_eps": raw["rms_norm_eps"],
     }
 

@@ -20,9 +20,10 @@ from deploy.adapt.generation import Sampling
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
 from learner.model.autoregressive.source import Source
-from learner.model.checkpoint import StoredWeights, load_policy
+from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.storage.references import REFERENCES
+from learner.model.storage.weights import StoredWeights
 from tests.learner.model.autoregressive.tiny_autoregressive import (
     END,
     END_OF_TURN,

@@ -21,8 +21,9 @@ from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 from deploy.runs.mirror import Mirror, fetch_run, mirror_for
 from learner.model.adapter import Adapter
-from learner.model.checkpoint import StoredWeights, load_policy, save_checkpoint
+from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.checkpoint_files import verify_checkpoint, weight_files
+from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import Transformer
 
 HAS_S3 = find_spec("s3fs") is not None and find_spec("moto") is not None

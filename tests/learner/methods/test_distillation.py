@@ -197,6 +197,27 @@ def test_a_divergence_and_its_derivatives_are_those_of_plain_loops(
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("reverse_kl", [0.0, 0.35, 1.0])
+def test_the_likeliest_tokens_of_a_sure_teacher_are_found_among_those_without_probability(reverse_kl: float) -> None:
+    """In float32 all but its first token have none: beyond 104 nats."""
+    logits_NV, teacher_NV = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(0))
+    teacher_NV = 200.0 * teacher_NV
+    slot_N = torch.arange(3)
+    compared = Compared(stream=teacher_NV, weight=torch.eye(12), reverse_kl=reverse_kl, top_k=3)
+    wanted = Wanted(slot=slot_N, token=slot_N, compared=compared)
+    found_N = scoring.wanted_logps(logits_NV.requires_grad_(), torch.eye(12), wanted)
+    (slope_NV,) = torch.autograd.grad(found_N.sum(), logits_NV)
+
+    wide_NV = logits_NV.detach().double().requires_grad_()
+    theirs_NK, ids_NK = teacher_NV.double().log_softmax(-1).topk(3)
+    ours_NK = wide_NV.log_softmax(-1).gather(1, ids_NK)
+    more_NK = theirs_NK - ours_NK
+    expected_N = (((1 - reverse_kl) * theirs_NK.exp() - reverse_kl * ours_NK.exp()) * more_NK).sum(1)
+    torch.testing.assert_close(found_N.double(), expected_N, atol=1e-4, rtol=1e-5)
+    (expected_NV,) = torch.autograd.grad(expected_N.sum(), wide_NV)
+    torch.testing.assert_close(slope_NV.double(), expected_NV, atol=1e-4, rtol=1e-4)
+
+
 def test_a_teacher_of_a_checkpoint_says_what_the_autoregressive_model_says(
     policy: Transformer, rollouts: RolloutBatch, tmp_path: Path
 ) -> None:

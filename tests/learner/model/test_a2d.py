@@ -193,6 +193,19 @@ def test_scaled_positions_are_those_of_transformers(tmp_path: Path, name: str) -
         assert float(rope_tables(1, found, CPU)[0][0, 0]) == pytest.approx(magnitude, abs=1e-6)
 
 
+@families
+def test_what_published_configs_say_beside_it_changes_nothing(tmp_path: Path, family: str) -> None:
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 16}
+    _written(tmp_path, family, {"rope_theta": 1e4, "rope_scaling": yarn | {"rope_type": "yarn"}})
+    expected = load_config(tmp_path)
+    inert = {"layer_types": ["full_attention"] * 2, "max_window_layers": 1, "partial_rotary_factor": 1.0}
+    inert |= {"pretraining_tp": 1, "rope_interleaved": False, "sliding_window": 32, "use_sliding_window": False}
+    both = yarn | {"rope_type": "yarn", "type": "yarn", "finetuned": True}
+    _written(tmp_path, family, inert | {"rope_scaling": both, "original_max_position_embeddings": 16})
+    # Llama 2's configs have no base, which is then the architectures' 10,000.
+    assert load_config(tmp_path) == expected
+
+
 @pytest.mark.parametrize("family", ["a2d-llama", "a2d-qwen3"])
 @pytest.mark.parametrize(
     ("settings", "sentence"),
@@ -203,7 +216,7 @@ def test_scaled_positions_are_those_of_transformers(tmp_path: Path, name: str) -
         ({"rope_scaling": {"rope_type": "yarn"}}, "has no rope_scaling.factor; of rope_type 'yarn'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "has rope_scaling.factor = '2'; of rope_type 'lin"),
         ({"rope_scaling": {"rope_type": "linear", "factor": True}}, "has rope_scaling.factor = True; of rope_type"),
-        ({"rope_scaling": SCALINGS["yarn"] | {"finetuned": 1}}, "has rope_scaling.finetuned = 1; of rope_type 'yarn'"),
+        ({"rope_scaling": SCALINGS["yarn"] | {"mscales": 1}}, "has rope_scaling.mscales = 1; of rope_type 'yarn'"),
         ({"rope_scaling": SCALINGS["llama3"] | {"high_freq_factor": 1.0}}, "high_freq_factor 1.0 must be above low"),
         (
             {"rope_scaling": SCALINGS["yarn"], "rope_parameters": SCALINGS["linear"] | {"rope_theta": 1e4}},

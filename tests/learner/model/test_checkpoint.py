@@ -7,21 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.model import checkpoint
 from learner.model.adapter import Adapter, read_adapter
-from learner.model.checkpoint import (
-    StoredWeights,
-    empty_policy,
-    load_merged,
-    load_policy,
-    load_weights,
-    save_checkpoint,
-    stored_dtype,
-)
+from learner.model.checkpoint import empty_policy, load_merged, load_policy, load_weights, save_checkpoint, stored_dtype
 from learner.model.checkpoint_files import chain_digest, load_config, verify_checkpoint
 from learner.model.lora_config import LoraConfig
+from learner.model.storage import weights as stored_weights
 from learner.model.storage.reading import Extent, read_extents
 from learner.model.storage.throughput import Throughput
+from learner.model.storage.weights import StoredWeights
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
@@ -158,7 +151,7 @@ def test_no_tensor_is_read_before_all_headers_are_right(sharded: Path, monkeypat
         read.extend(extents)
         read_extents(extents, progress)
 
-    monkeypatch.setattr(checkpoint, "read_extents", watched)
+    monkeypatch.setattr(stored_weights, "read_extents", watched)
     load_policy(sharded)
     assert len({(extent.path, extent.begin) for extent in read}) == len(read) == 21
     read.clear()

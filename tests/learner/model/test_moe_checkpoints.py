@@ -13,12 +13,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from learner.model.checkpoint import StoredWeights, load_policy, save_checkpoint, stored_dtype
+from learner.model.checkpoint import load_policy, save_checkpoint, stored_dtype
 from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.moe.config import MoEConfig
 from learner.model.networks import make_model, make_on_meta
+from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import Transformer, init_weights
 
 BIAS = "blocks.1.mlp.router.expert_bias"

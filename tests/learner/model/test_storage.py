@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.model.checkpoint import StoredWeights, load_policy, save_checkpoint, stored_dtype
+from learner.model.checkpoint import load_policy, save_checkpoint, stored_dtype
 from learner.model.checkpoint_files import most_weight_bytes, verify_checkpoint, weight_files
 from learner.model.storage import hashing, reading
 from learner.model.storage.hashing import checksums
 from learner.model.storage.reading import Extent, read_extents
 from learner.model.storage.references import REFERENCES, check_unchanged
 from learner.model.storage.throughput import Throughput
+from learner.model.storage.weights import StoredWeights
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import Transformer
 from tests.stand_in_gpu import stand_in_gpu

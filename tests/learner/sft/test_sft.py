@@ -57,6 +57,24 @@ def test_padding_is_trained_on_or_the_document_ends_with_the_first_end_of_text()
     assert make_documents([short], EOS_ID, trains_padding=False).ids.tolist() == [[1, 2, 5, EOS_ID]]
 
 
+@pytest.mark.parametrize("predicts_next", [True, False])
+def test_the_first_slot_of_a_text_is_trained_on_where_an_output_predicts_it(
+    config: TransformerConfig, predicts_next: bool
+) -> None:
+    texts = [Example(prompt_ids=(), completion_ids=(5, 6, 7)[:length], num_slots=length) for length in (3, 1)]
+    documents = make_documents([*texts, *_examples(1)], EOS_ID, trains_padding=False)
+    policy = config.model_copy(update={"predicts_next": predicts_next})
+    lengths = documents.predicted_by(policy).prompt_lengths.tolist()
+    assert lengths == [*([1, 1] if predicts_next else [0, 0]), int(documents.prompt_lengths[2])]
+    model = make_model(policy)
+    init_weights(model, seed=0)
+    learner, asked = SftLearner(ShardedPolicy(model, None), CONFIG, documents, seed=0), []
+    model.register_forward_pre_hook(lambda _module, given: asked.append(given[0][:, 0]))
+    learner.step(0, lr=0.0)
+    evaluation_loss(ShardedPolicy(model, None), documents, batch_size=3)
+    assert any((first == MASK_ID).any() for first in asked) == (not predicts_next)
+
+
 @pytest.mark.parametrize("trains_padding", [True, False])
 def test_only_slots_that_are_trained_on_are_masked_and_all_of_them_can_be(trains_padding: bool) -> None:
     documents = _documents(trains_padding=trains_padding)

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from learner.model.autoregressive.policy import write_policy
 from learner.model.autoregressive.source import open_source
-from learner.model.checkpoint import StoredWeights, load_policy
+from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.storage.references import REFERENCES
+from learner.model.storage.weights import StoredWeights
 from learner.model.tokenizer import ChatTokenizer, load_tokenizer
 from tests.learner.model.autoregressive.tiny_autoregressive import (
     END,

@@ -135,12 +135,21 @@ def test_what_scales_positions_is_refused_by_its_name(
 
 
 @families
+@pytest.mark.parametrize("settings", [{}, {"rope_theta": None}, {"rope_parameters": {"rope_type": "default"}}])
+def test_a_base_is_missing_unless_the_architectures_have_a_default(
+    config: TransformerConfig, tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    raw = _raw(config, family) | settings
+    if family.startswith("a2d"):
+        assert _load(tmp_path, raw).rope_theta == 1e4
+    else:
+        assert _refusal(tmp_path, raw) == "config.json has no rope_theta"
+
+
+@families
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({}, "config.json has no rope_theta"),
-        ({"rope_theta": None}, "config.json has no rope_theta"),
-        ({"rope_parameters": {"rope_type": "default"}}, "config.json has no rope_theta"),
         (
             {"rope_theta": 10_000, "rope_parameters": {"rope_theta": 1e6}},
             "config.json has rope_theta = 10000 and rope_parameters.rope_theta = 1000000.0; they should be equal",

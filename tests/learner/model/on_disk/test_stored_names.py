@@ -15,10 +15,11 @@ from torch import Tensor
 from deploy.errors import UserError
 from deploy.export import export_policy
 from learner.model.attention.rotary import rope_frequencies
-from learner.model.checkpoint import StoredWeights, load_policy, save_checkpoint, stored_dtype
+from learner.model.checkpoint import load_policy, save_checkpoint, stored_dtype
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.networks import make_model
+from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import init_weights
 
 Tensors = dict[str, Tensor]

@@ -1,0 +1,274 @@
+"""The weights of a checkpoint by our names, which are read from its files when they are asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from learner.model.attention.rotary import rope_frequencies
+from learner.model.checkpoint_files import load_config, weight_files
+from learner.model.config import TransformerConfig
+from learner.model.families import FAMILIES
+from learner.model.families.layout import Piece, rows_of, within
+from learner.model.families.stored_names import is_rotary_buffer, plain_names
+from learner.model.networks import make_on_meta
+from learner.model.storage.reading import Extent, read_extents
+from learner.model.storage.throughput import Say, Throughput
+
+# As safetensors names them. Quantised weights mean nothing without their scales.
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+# A safetensors file begins with the length of its header.
+_LENGTH_BYTES = 8
+# A wrong config.json makes every tensor wrong: so many are named, the others counted.
+_MOST_NAMED = 3
+# Numbers of a tensor that are compared at a time.
+_COMPARED = 2**24
+
+
+class StoredWeights(Mapping[str, "StoredTensor"]):
+    """The weights of a checkpoint directory by our names; what is read of them is read when it is asked for."""
+
+    def __init__(self, directory: Path, config: TransformerConfig | None = None) -> None:
+        """Look at the headers, which are small.
+
+        `config` takes the place of the directory's, where that is another model's with the same tensors.
+        Raises ValueError if there are no weights, or a tensor is not as the config makes it.
+        """
+        self.directory = directory
+        """Where it is."""
+        self.config = config or load_config(directory)
+        """The policy's shape and family."""
+        parameters = dict(make_on_meta(self.config).to(torch.bfloat16).named_parameters())
+        family = FAMILIES[self.config.family]
+        layout = family.layout({name: held.shape for name, held in parameters.items()})
+        found = _read_headers(weight_files(directory))
+        stored, self.is_renamed = self._in_our_names(found)
+        """Whether its tensors have other names than the family's original code gives them."""
+        surplus = {name for name in stored.keys() - layout.stored_shapes.keys() if self._is_known_surplus(name)}
+        shapes = {name: header.shape for name, header in stored.items() if name not in surplus}
+        _check_shapes(directory, shapes, layout.stored_shapes)
+        self._check_surplus({name: stored[name] for name in surplus}, stored[family.outer_names["embed.weight"]])
+        self._tensors = {
+            name: StoredTensor(held.shape, layout.of_ours[name], stored) for name, held in parameters.items()
+        }
+        pieces = [layout.of_ours[name] for name, held in parameters.items() if held.dtype is torch.bfloat16]
+        kinds = {stored[piece.stored].dtype for of_one in pieces for piece in of_one}
+        self.dtype = torch.bfloat16 if kinds == {torch.bfloat16} else torch.float32
+        """What holds them as they are: bfloat16 where all are in it that it may hold, else float32."""
+
+    def _in_our_names(self, found: Mapping[str, StoredHeader]) -> tuple[dict[str, StoredHeader], bool]:
+        """The tensors by the family's names, and whether they were stored under others."""
+        names = FAMILIES[self.config.family].outer_names
+        plain = plain_names(found, names["norm.weight"])
+        if self.config.tied_embeddings and names["embed.weight"] not in plain.values():
+            # The one matrix may be stored under either name.
+            plain = {
+                name: names["embed.weight"] if ours == names["head.weight"] else ours for name, ours in plain.items()
+            }
+        stored: dict[str, StoredHeader] = {}
+        for name, ours in plain.items():
+            if ours in stored and not _are_equal(found[name], stored[ours]):
+                raise ValueError(
+                    f"{ours} is in {stored[ours].path} and, as {name}, in {found[name].path}; one of them is of "
+                    "another checkpoint"
+                )
+            stored[ours] = found[name]
+        return stored, any(name != ours for name, ours in plain.items())
+
+    def _is_known_surplus(self, name: str) -> bool:
+        is_head = name == FAMILIES[self.config.family].outer_names["head.weight"]
+        return is_rotary_buffer(name) or (is_head and self.config.tied_embeddings)
+
+    def _check_surplus(self, surplus: Mapping[str, StoredHeader], embedding: StoredHeader) -> None:
+        """Raise ValueError where a tensor that is stored beside ours is not what ours make of it."""
+        for name, header in surplus.items():
+            if is_rotary_buffer(name):
+                if not _are_frequencies(header, rope_frequencies(self.config, torch.device("cpu"))):
+                    raise ValueError(
+                        f"{name} in {header.path} holds other rotary frequencies than those that config.json makes; "
+                        "correct its rotary settings, or remove the tensor"
+                    )
+            elif not _are_equal(header, embedding):
+                raise ValueError(
+                    f"{name} in {header.path} is not {FAMILIES[self.config.family].outer_names['embed.weight']}, and "
+                    "config.json says that they are one tensor; untie them there, or remove the one that is wrong"
+                )
+
+    def read_into(
+        self, destinations: Mapping[str, Tensor], rows: Mapping[str, slice] | None = None, say: Say | None = None
+    ) -> None:
+        """Read tensors to where they belong, in their precision and on their device, in several threads.
+
+        Args:
+            destinations: by our names; each in one piece.
+            rows: which rows of a tensor its destination holds; all, where it is not listed.
+            say: is told at which rate they are read.
+
+        Raises ValueError where a file has become shorter, OSError where it cannot be read.
+        """
+        extents = [
+            extent
+            for name, destination in destinations.items()
+            for extent in self._tensors[name].extents((rows or {}).get(name, slice(None)), destination.detach())
+        ]
+        num_bytes = sum(extent.num_bytes for extent in extents)
+        read_extents(extents, Throughput(f"loading {self.directory.name}", num_bytes, say))
+
+    def whole_ones(self, names: Iterable[str], say: Say | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Tensors by our names, whole, in float32 on the CPU: read one after the other, and not kept here.
+
+        `say` is told at which rate they are read. Raises as `read_into` does.
+        """
+        everything, tensors = slice(None), {name: self._tensors[name] for name in names}
+        on_meta = (tensor.extents(everything, torch.empty(*tensor.shape, device="meta")) for tensor in tensors.values())
+        num_bytes = sum(extent.num_bytes for extents in on_meta for extent in extents)
+        progress = Throughput(f"loading {self.directory.name}", num_bytes, say)
+        for name, tensor in tensors.items():
+            whole = torch.empty(*tensor.shape)
+            read_extents(list(tensor.extents(everything, whole)), progress)
+            yield name, whole
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredHeader:
+    """Where one of a checkpoint's tensors is."""
+
+    path: Path
+    """Its file."""
+    begin: int
+    """Its first byte there."""
+    dtype: torch.dtype
+    """What its numbers are."""
+    shape: list[int]
+    """Of the checkpoint's tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One of our tensors in files, of which any rows can be read."""
+
+    shape: Sequence[int]
+    """Ours."""
+    pieces: Sequence[Piece]
+    """What of the checkpoint's tensors it is made of."""
+    stored: Mapping[str, StoredHeader]
+    """The checkpoint's tensors by name."""
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Some rows, on the CPU."""
+        begin, end, _ = rows.indices(self.shape[0])
+        kinds = (self.stored[piece.stored].dtype for piece in self.pieces)
+        found = torch.empty(end - begin, *self.shape[1:], dtype=reduce(torch.promote_types, kinds))
+        read_extents(list(self.extents(rows, found)))
+        return found
+
+    def extents(self, rows: slice, destination: Tensor) -> Iterator[Extent]:
+        """Where some rows are in the files, for a destination of their shape."""
+        begin, end, _ = rows.indices(self.shape[0])
+        inner, width = rows_of(self.shape) // self.shape[0], self.shape[-1] if len(self.shape) > 1 else 1
+        numbers, first = destination.view(-1), 0
+        assert len(numbers) == (end - begin) * inner * width, "a destination has the shape of its rows"
+        for name, part in within(self.pieces, begin * inner, end * inner):
+            held, after = self.stored[name], first + (part.stop - part.start) * width
+            yield Extent(
+                path=held.path,
+                begin=held.begin + part.start * width * held.dtype.itemsize,
+                dtype=held.dtype,
+                destination=numbers[first:after],
+            )
+            first = after
+
+
+def _whole(header: StoredHeader) -> StoredTensor:
+    """A tensor of a checkpoint as it stands there."""
+    piece = Piece(ours="", our_begin=0, stored="", stored_begin=0, num_rows=rows_of(header.shape))
+    return StoredTensor(header.shape, [piece], {"": header})
+
+
+def _are_equal(one: StoredHeader, other: StoredHeader) -> bool:
+    """Whether two tensors hold the same numbers; one without an axis or numbers equals none."""
+    if one.shape != other.shape or not math.prod(one.shape or [0]):
+        return False
+    step = max(1, _COMPARED * one.shape[0] // math.prod(one.shape))
+    parts, wider = range(0, one.shape[0], step), torch.promote_types(one.dtype, other.dtype)
+    pairs = (tuple(_whole(each)[slice(begin, begin + step)].to(wider) for each in (one, other)) for begin in parts)
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+def _are_frequencies(header: StoredHeader, expected: Tensor) -> bool:
+    """Whether a tensor holds these frequencies, as far as its precision goes."""
+    if header.shape != list(expected.shape):
+        return False
+    # Half precision has 8 bits or more, and steps of 6e-8 near 0.
+    relative, absolute = (2**-8, 6e-8) if header.dtype.itemsize == 2 else (1e-4, 0.0)
+    return torch.allclose(_whole(header)[slice(None)].float(), expected, rtol=relative, atol=absolute)
+
+
+def _read_headers(paths: Iterable[Path]) -> dict[str, StoredHeader]:
+    """The tensors of several files by name. Raises ValueError where two files have different ones of one name."""
+    found: dict[str, StoredHeader] = {}
+    for path in paths:
+        for name, header in _read_header(path).items():
+            if name in found and not _are_equal(header, found[name]):
+                raise ValueError(f"{name} is in {found[name].path} and in {path}; one of them is of another checkpoint")
+            found[name] = header
+    return found
+
+
+def _read_header(path: Path) -> dict[str, StoredHeader]:
+    """The tensors of a file by name. Raises ValueError for what is no whole safetensors file."""
+    try:
+        # It checks that the header is one, and that the file is as long as that says.
+        with safe_open(path, framework="pt"), path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = {name: about for name, about in json.loads(file.read(length)).items() if name != "__metadata__"}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read, get it again: {error}") from error
+    for name, about in header.items():
+        if about["dtype"] not in _DTYPES:
+            kind, readable = about["dtype"], ", ".join(_DTYPES)
+            raise ValueError(f"{path}: {name} is {kind}; d1 reads {readable}, not quantised weights")
+    return {
+        name: StoredHeader(
+            path=path,
+            begin=_LENGTH_BYTES + length + about["data_offsets"][0],
+            dtype=_DTYPES[about["dtype"]],
+            shape=about["shape"],
+        )
+        for name, about in header.items()
+    }
+
+
+def _check_shapes(directory: Path, stored: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
+    """Raise ValueError that names what differs."""
+    wrong = list(_differences(stored, expected))
+    if wrong:
+        more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        raise ValueError(f"the weights in {directory} do not fit: {'; '.join(wrong[:_MOST_NAMED])}{more}")
+
+
+def _differences(stored: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> Iterator[str]:
+    for name, shape in expected.items():
+        if name not in stored:
+            yield f"there is no {name}; config.json makes {shape}"
+        elif stored[name] != shape:
+            yield f"{name} is {stored[name]}; config.json makes {shape}"
+    for name in sorted(stored.keys() - expected.keys()):
+        yield f"{name} is {stored[name]}; config.json makes no such tensor"
