@@ -157,15 +157,18 @@ def _checked(architecture: str, path: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from reporting what is said in one sentence here."""
+    """Keep transformers from reporting what is said in one sentence here, and from drawing progress bars."""
     from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
+    verbosity, draws = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        if draws:
+            logging.enable_progress_bar()
 
 
 def _first_line(error: Exception) -> str:
