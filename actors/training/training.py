@@ -16,7 +16,7 @@ from actors.spec import Phase, RunSpec
 from actors.training.context import Client, RunContext
 from actors.training.ending import Pulse, StopRequestedError
 from actors.training.rounds import run_rounds
-from actors.training.sft import run_control, run_sft
+from actors.training.sft.stage import run_control, run_sft
 from learner.parallel.ranks import Ranks
 
 

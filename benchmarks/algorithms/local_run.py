@@ -22,7 +22,7 @@ from actors.plan import RunPlan
 from actors.spec import Phase, sampler_facts
 from actors.training.choosing import GroupChoice
 from actors.training.collate import collate
-from actors.training.sft_data import load_sft_data
+from actors.training.sft.data import load_sft_data
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import create_run_dir, make_spec
 from learner.batch import RolloutBatch

@@ -19,7 +19,7 @@ from actors.plan import RunPlan
 from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS, RECIPE
 from actors.spec import Phase, RunSpec
-from actors.training.sft_data import load_sft_data
+from actors.training.sft.data import load_sft_data
 from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe, resolved_yaml
 from deploy.recipe.recipe import Recipe, Stages

@@ -18,7 +18,7 @@ from actors.plan import RunPlan
 from actors.portioning import evaluated_together
 from actors.run_log import read_events
 from actors.spec import RunSpec
-from actors.training.sft_data import load_sft_data
+from actors.training.sft.data import load_sft_data
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from actors.plan import RunPlan
 from actors.spec import RunSpec
-from actors.training.sft_data import SftData, load_sft_data
+from actors.training.sft.data import SftData, load_sft_data
 from learner.model.tokenizer import ChatTokenizer
 from learner.sft.documents import Documents
 

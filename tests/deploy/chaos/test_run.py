@@ -87,6 +87,7 @@ def test_a_round_that_comes_again_unannounced_is_found(tmp_path: Path, reference
     assert "was trained twice" in found
 
 
+@pytest.mark.nightly
 def test_a_process_that_outlives_its_run_is_found_and_ended(tmp_path: Path, reference: History) -> None:
     record, _ = _disturbed(tmp_path, _plan("orphan"), _fault(Target.SAMPLER))
     assert judge(TERMS, reference, record) == ["one: `d1 train` number 1: 1 processes were left: sleep 1000"]

@@ -311,7 +311,7 @@ def test_of_problems_that_exist_a_few_are_made_and_the_memory_of_all_counts(
     ("override", "sentence"),
     [
         ("rollout.max_prompt_tokens=3", "every prompt of task sums is longer than rollout.max_prompt_tokens 3; raise"),
-        ("rollout.sampling={gen_length: 2, block_length: 2, num_denoise_steps: 2}", "a demonstration of task sums has"),
+        ("rollout.sampling={gen_length: 2, block_length: 2, num_denoise_steps: 2}", "demonstration of task sums has"),
         ("runs_dir=/proc/x", "runs_dir /proc/x cannot be written to: /proc: no such file or directory; take another"),
     ],
     ids=lambda value: value[:20],

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from learner.model.checkpoint import load_policy
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
-from tests.tiny_published import FAMILIES, publish
+from tests.published.tiny_published import FAMILIES, publish
 
 
 @pytest.mark.parametrize("family", FAMILIES)

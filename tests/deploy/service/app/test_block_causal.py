@@ -10,7 +10,7 @@ from deploy.requests.body import CompletionRequest
 from rollout.request import canvas_of
 from tests.deploy.service.app.asking import assert_error, events_of
 from tests.learner.model.on_disk.adapted import adapted
-from tests.tiny_published import FAMILIES, publish
+from tests.published.tiny_published import FAMILIES, publish
 
 ASK = {"prompt": [7, 8, 9, 10, 11], "seed": 1, "temperature": 1.0}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}

@@ -11,8 +11,8 @@ from actors.plan import RunPlan
 from actors.spec import Phase
 from actors.training.context import RunContext
 from actors.training.ending import Limit, StopRequestedError, Stopwatch, updating
-from actors.training.sft_data import SftData, load_sft_data
-from actors.training.sft_samples import completed
+from actors.training.sft.data import SftData, load_sft_data
+from actors.training.sft.samples import completed
 from learner.model.checkpoint_files import LEARNER_STATE
 from learner.model.tokenizer import ChatTokenizer
 from learner.sft.documents import Documents

@@ -27,11 +27,11 @@ from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
 from tests.learner.batches import batch_of
+from tests.published.tiny_published import FAMILIES, publish
 from tests.ranks import run_ranks
 from tests.rollout.slow import sample
 from tests.rollout.test_sampler import _check_equal
 from tests.test_likelihoods import _sampled
-from tests.tiny_published import FAMILIES, publish
 
 RL = LearnerConfig(num_rounds=1, group_size=4, groups_per_round=2, inner_updates=1, lr=1e-3)
 LORA = LoraConfig(rank=4, alpha=8, targets=("q_proj", "out_proj"))
