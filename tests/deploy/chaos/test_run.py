@@ -73,6 +73,7 @@ def test_a_worker_is_replaced_and_the_history_is_the_undisturbed_one(tmp_path: P
     assert "round 5" in (tmp_path / "one.log").read_text()
 
 
+@pytest.mark.nightly
 def test_a_run_that_ended_is_resumed_as_a_user_would(tmp_path: Path, reference: History) -> None:
     faults = (_fault(Target.CONTROLLER), _fault(Target.DRIVER, number=2))
     record, _ = _disturbed(tmp_path, _plan(), *faults)
