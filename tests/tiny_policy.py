@@ -1,9 +1,13 @@
-"""The shape of tiny policies whose vocabulary is a tokenizer's."""
+"""Tiny policies: their shape where the vocabulary is a tokenizer's, and random weights."""
 
 from __future__ import annotations
 
+import torch
+
 from learner.model.config import TransformerConfig
+from learner.model.networks import make_model
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer
+from learner.model.transformer import Transformer, init_weights
 
 
 def config_of(
@@ -22,3 +26,15 @@ def config_of(
         eos_token_id=tokenizer.token_id(EOS),
         pad_token_id=tokenizer.token_id(EOS),
     )
+
+
+def random_policy(config: TransformerConfig) -> Transformer:
+    """Random weights, no norm and no bias of which is trivial."""
+    model = make_model(config)
+    init_weights(model, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return model

@@ -18,14 +18,13 @@ from typing import Any
 from deploy.adapt.generation import Response, Sampling, batches_of, encoded, open_generator
 from deploy.errors import UserError
 from deploy.evaluation.measures import measures
+from deploy.evaluation.problems import heldout
 from deploy.evaluation.record import Record, take_lock
 from deploy.evaluation.worker import Answered, answer_of
 from deploy.grading.tasks import opened, task_config
 from deploy.printing import duration, share
 from learner.model.autoregressive.source import Source, open_source
-from rewards import Grader, Problem, RewardConfig, Sample, Split, TaskConfig
-
-_GENERATED = 500
+from rewards import Grader, Problem, RewardConfig, Sample, TaskConfig
 
 
 def scored(
@@ -44,11 +43,12 @@ def scored(
     Raises UserError as `Record` and ValueError as `encoded`.
     """
     tokenizer, made = source.tokenizer(), opened(task)
-    count = count or made.size(Split.HELDOUT) or min(_GENERATED, made.at_most(Split.HELDOUT))
-    problems = made.problems(Split.HELDOUT, count, seed=0)
+    problems = heldout(made, count or None)
     asked = encoded(source, tokenizer, [problem.messages for problem in problems], max_new_tokens)
-    if len(asked) < count:
-        raise ValueError(f"{count - len(asked)} prompts have no room for an answer; take a smaller max_new_tokens")
+    if len(asked) < len(problems):
+        raise ValueError(
+            f"{len(problems) - len(asked)} prompts have no room for an answer; take a smaller max_new_tokens"
+        )
     facts = {"model": str(source.path), "task": task.model_dump(mode="json"), "max_new_tokens": max_new_tokens}
     batches = list(batches_of(asked, batch_size))
     record = Record(out / f"{task.name}-{max_new_tokens}.jsonl", facts, list(map(len, batches)))
@@ -65,7 +65,7 @@ def scored(
         answers = tuple(answer_of(sample, 0, grade) for sample, grade in graded)
         record.add(Answered(index=index, answers=answers, seconds=time.monotonic() - began))
         done = record.recorded.answers
-        print(f"{len(done)} of {count}, {sum(one.correct for one in done)} right", file=sys.stderr, flush=True)
+        print(f"{len(done)} of {len(problems)}, {sum(one.correct for one in done)} right", file=sys.stderr, flush=True)
     return measures(record.recorded)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from deploy.adapt.prompts import Conversation
 from learner.counter import uniform
+from learner.model.autoregressive.source import stated_ends
 from rewards.problem import chat
 from rollout.drawing import Law, draw, predictions
 
@@ -113,9 +114,7 @@ def open_generator(source: Source, tokenizer: Any, sampling: Sampling) -> Genera
 
     Raises ValueError where its weights cannot be read.
     """
-    config = source.config()
-    ends = [tokenizer.eos_token_id, config.get("eos_token_id"), config.generation.get("eos_token_id")]
-    stop_ids = sorted({token for end in ends for token in (end if isinstance(end, list) else [end])} - {None})
+    stop_ids = sorted(stated_ends(source.config(), tokenizer))
     if not stop_ids:
         raise ValueError(f"{source.path} names no eos_token_id; its responses would not end")
     # vLLM reads GGUF files of few architectures and quantisations; transformers reads what the source allows.

@@ -17,24 +17,14 @@ from rewards.tasks.table import task_names
 Conversation = tuple[Message, ...]
 """A prompt: turns, of which the last is not the assistant's."""
 
-# Of a task that generates its problems, which has no size of its own.
-_GENERATED = 2000
 
+def task_prompts(config: TaskConfig, count: int) -> list[Conversation]:
+    """The prompts of a task's first `count` training problems, as the policy sees them.
 
-def task_prompts(config: TaskConfig, count: int | None = None) -> list[Conversation]:
-    """The prompts of a task's training problems, as the policy sees them.
-
-    Args:
-        config: the task.
-        count: how many; None: all, or 2,000 of a task that generates its problems.
-
-    Raises:
-        UserError: it has fewer, or its data is not at hand.
+    Raises UserError where it has fewer, or its data is not at hand.
     """
     task = opened(config)
     try:
-        if count is None:
-            count = task.size(Split.TRAIN) or min(_GENERATED, task.at_most(Split.TRAIN))
         return [problem.messages for problem in task.problems(Split.TRAIN, count, seed=0)]
     except ValueError as error:
         raise UserError(str(error)) from error

@@ -55,7 +55,7 @@ def problems_of(cell: Cell, tell: Callable[[str], object]) -> list[Problem]:
     """
     task = opened(cell.task)
     try:
-        found = _of_d1(cell, task) if cell.protocol == "d1" else _heldout(task, cell.num_problems)
+        found = _of_d1(cell, task) if cell.protocol == "d1" else heldout(task, cell.num_problems)
     except ValueError as error:
         raise UserError(str(error)) from error
     for remark in task.remarks():
@@ -142,8 +142,12 @@ def _requests(
     return tuple(RenoisingRequest(prompt_ids=prompt, params=params, seed=seed) for prompt, seed in pairs)
 
 
-def _heldout(task: Task, count: int | None) -> list[Problem]:
-    """The split does not hang on a run's seed: these are the problems that a run is evaluated on."""
+def heldout(task: Task, count: int | None) -> list[Problem]:
+    """The held-out problems of a task, `count` of them; None: all, or 500 of a task that generates them.
+
+    The split does not depend on a run's seed: these are the problems that a run is evaluated on. Raises ValueError
+    where there are fewer.
+    """
     if count is None:
         count = task.size(Split.HELDOUT) or min(_MADE, task.at_most(Split.HELDOUT))
     return task.problems(Split.HELDOUT, count, seed=0)
@@ -152,7 +156,7 @@ def _heldout(task: Task, count: int | None) -> list[Problem]:
 def _of_d1(cell: Cell, task: Task) -> list[Problem]:
     size = task.size(Split.HELDOUT)
     if size is None:
-        return first_d1.chosen(cell.task.name, _heldout(task, None))
+        return first_d1.chosen(cell.task.name, heldout(task, None))
     found = task.problems(Split.HELDOUT, size, seed=0)
     return first_d1.chosen(cell.task.name, unshuffled(found, task=cell.task.name, split=Split.HELDOUT, seed=0))
 

@@ -161,18 +161,22 @@ def _slope(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> Tensor:
     return slope_CV.addcmul_(ours_CV.exp(), slope_CV.sum(dim=1, keepdim=True), value=-1.0)
 
 
+def _chunk_size(x_MD: Tensor, weight_VD: Tensor) -> int:
+    """Slots of a chunk."""
+    most = _MOST_LOGITS_CPU if x_MD.device.type == "cpu" else MOST_LOGITS_GPU
+    return max(1, most // len(weight_VD))
+
+
 def _even_chunks(x_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
     """Of slots; where there are none, one empty chunk."""
-    most = _MOST_LOGITS_CPU if x_ND.device.type == "cpu" else MOST_LOGITS_GPU
-    size = max(1, most // len(weight_VD))
+    size = _chunk_size(x_ND, weight_VD)
     for begin in range(0, max(1, len(x_ND)), size):
         yield slice(begin, begin + size)
 
 
 def _chunks(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Iterator[tuple[slice, Tensor, slice]]:
     """Of each chunk: its slots, those within it that are wanted, and where these are among all N."""
-    most = _MOST_LOGITS_CPU if x_MD.device.type == "cpu" else MOST_LOGITS_GPU
-    size = max(1, most // len(weight_VD))
+    size = _chunk_size(x_MD, weight_VD)
     # Where nothing is scored there is one empty chunk.
     begins = range(0, max(1, len(x_MD)), size)
     slot_N = wanted.slot if wanted.slot_on_host is None else wanted.slot_on_host

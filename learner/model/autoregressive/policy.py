@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from learner.model.autoregressive.mask_token import MaskToken, take_mask_token
-from learner.model.autoregressive.source import Source
+from learner.model.autoregressive.source import Source, stated_ends
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
 from learner.model.deferred import torch
@@ -82,11 +82,9 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerFast, vocab_
 
 def _ends(raw: RawConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """The ids that end a text, the tokenizer's own first: what SFT fills a canvas with."""
-    stated = [raw.get("eos_token_id"), raw.generation.get("eos_token_id")]
-    listed = [one for value in stated for one in (value if isinstance(value, list) else [value])]
     vocabulary = tokenizer.get_vocab()
     named = [vocabulary[token] for token in _ENDS if token in vocabulary]
-    return [one for one in dict.fromkeys([tokenizer.eos_token_id, *listed, *named]) if one is not None]
+    return list(dict.fromkeys([*stated_ends(raw, tokenizer), *named]))
 
 
 def _weights(source: Source, config: TransformerConfig, mask: MaskToken) -> StoredWeights | Mapping[str, Tensor]:

@@ -137,6 +137,13 @@ def open_source(name: str) -> Source:
     return Source(name=name, directory=directory, architecture=architecture, is_fetched=is_fetched)
 
 
+def stated_ends(raw: RawConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The ids that a checkpoint says end a text: the tokenizer's, the config's, and `generation_config.json`'s."""
+    stated = [tokenizer.eos_token_id, raw.get("eos_token_id"), raw.generation.get("eos_token_id")]
+    listed = [one for value in stated for one in (value if isinstance(value, list) else [value])]
+    return [one for one in dict.fromkeys(listed) if one is not None]
+
+
 def _of_gguf(name: str, path: Path) -> Source:
     architecture = _checked(check_gguf(path), path)
     return Source(name=name, directory=path.absolute().parent, architecture=architecture, gguf_file=path.name)

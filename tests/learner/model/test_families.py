@@ -17,8 +17,8 @@ from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
-from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy
+from tests.tiny_policy import random_policy
 
 # As LLaDA-8B-Instruct's and Dream-v0-Instruct-7B's config.json have them on the hub.
 LLADA_8B: dict[str, Any] = {
@@ -119,13 +119,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def variant(request: pytest.FixtureRequest, config: TransformerConfig, tmp_path: Path) -> Path:
     """A random checkpoint of each variant of the families, no norm and no bias of which is trivial."""
     shape = TransformerConfig(**config.model_dump() | VARIANTS[request.param])
-    model = make_model(shape)
-    init_weights(model, seed=3)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+    model = random_policy(shape)
     save_checkpoint(tmp_path / "variant", shape, model.state_dict(), tmp_path)
     return tmp_path / "variant"
 

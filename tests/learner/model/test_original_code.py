@@ -15,8 +15,9 @@ from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
-from learner.model.networks import make_model, make_on_meta
-from learner.model.transformer import Transformer, init_weights
+from learner.model.networks import make_on_meta
+from learner.model.transformer import Transformer
+from tests.tiny_policy import random_policy
 
 IDS = torch.randint(0, 38, (2, 11), generator=torch.Generator().manual_seed(5))
 BLOCK = 4
@@ -77,16 +78,7 @@ GOLDEN = {
 
 
 def _model(config: TransformerConfig, family: str) -> Transformer:
-    """Random weights, no norm and no bias of which is trivial."""
-    shape = TransformerConfig(**config.model_dump() | {"family": family} | SHAPES[family])
-    model = make_model(shape)
-    init_weights(model, seed=3)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return random_policy(TransformerConfig(**config.model_dump() | {"family": family} | SHAPES[family]))
 
 
 @pytest.fixture(params=SHAPES)
