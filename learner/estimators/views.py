@@ -63,8 +63,8 @@ class Views:
     spares_padding: bool = False
     """Whether canvases of unequal length go through the policy back to back. Else they are padded, behind a mask."""
     opened: Tensor | None = None
-    """[S, S] bool: which slots of a canvas see which others, where that is less than the policy's attention shows them;
-    not for canvases that go back to back. None: all that it shows."""
+    """[S, S] bool: an attention mask over the columns of a canvas, applied on top of the policy's own. Not for canvases
+    that go back to back. None: the policy's own attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,8 @@ def token_logps(
         views: on the CPU, where it is seen at once how large everything is: the host waits for no device.
         law: the distribution.
         device: where the model computes; None: where its weights are.
-        compared: a teacher's distributions, in the order of the scored tokens: the divergence from these is then given.
+        compared: a teacher's distributions, in the order of the scored tokens; the result is then the divergence from
+            them.
     """
     device = device or next(model.parameters()).device
     rows, beside = _rows(views, device)

@@ -203,12 +203,12 @@ class Transformer(nn.Module):
             ragged: the rows that `ids_BL`, one row, is made of, back to back and without padding, where attention is
                 bidirectional: positions count from 0 in each, and no slot sees another row. `queries_BQ` are as many as
                 it says are asked for. What else says what is seen does not go with it.
-            opened_SS: whether the slot at one place of a canvas sees what stands at another, of what attention shows it
-                otherwise: for policies in training (`learner/sft/annealing.py`), without `memory`. None: it does.
+            opened_SS: an attention mask over the columns of a canvas, applied on top of the policy's own, for attention
+                annealing (`learner/sft/annealing.py`); not with `memory`. None: the policy's own attention.
             flex: hide what a slot does not see by FlexAttention, which skips it, and not by a mask. Made to be
                 compiled; it cannot be trained through here.
             wanted: tokens at the scored slots whose log-probabilities are all that is asked for.
-            before_head: give what the head would read, [N, D].
+            before_head: return the head's input, [N, D], instead of logits.
 
         Returns:
             [N, V] with `scored_N`, otherwise [B, Q, V] (Q = L without `queries_BQ`); with `wanted` one log-probability

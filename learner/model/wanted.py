@@ -20,7 +20,7 @@ CLEAN, FILL = -1, -2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A teacher's distributions, which are computed from this a few at a time, and how the policy's are compared."""
+    """A teacher's distributions, computed chunk by chunk from its stream and head, and the divergence from them."""
 
     stream: Tensor
     """[N, D of the teacher] what its head reads at each wanted token's slot."""
@@ -29,7 +29,7 @@ class Compared:
     reverse_kl: float
     """The divergence is (1 - reverse_kl) KL(teacher || policy) + reverse_kl KL(policy || teacher)."""
     top_k: int | None
-    """Over how many of the teacher's most likely tokens both are summed; None: over all."""
+    """Both terms are summed over this many of the teacher's most likely tokens; None: over the whole vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +55,8 @@ class Wanted:
     float32_head: bool = False
     """Whether logits are in float32, of a stream and a head in half precision too: not rounded to it."""
     compared: Compared | None = None
-    """With what the policy's distributions are compared: their divergences are then what is given, in place of
-    log-probabilities. Both are under the law. None: with nothing."""
+    """A teacher's distributions under the same law. The forward then returns the policy's divergence from them instead
+    of log-probabilities. None: there is no teacher."""
 
 
 def query_grid(slots_N: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:

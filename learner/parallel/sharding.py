@@ -281,7 +281,7 @@ class ShardedPolicy:
         return copy
 
     def frozen_like(self, config: TransformerConfig) -> ShardedPolicy:
-        """A policy of a shape, sharded as this one and without gradients, whose weights are anything yet.
+        """A policy of another shape without gradients, sharded as this one. Its weights are not initialised.
 
         It is held in the precision that it computes in: what FSDP gathers of it is rounded to that in any case.
         """

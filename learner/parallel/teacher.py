@@ -24,7 +24,7 @@ class Teacher:
     """An autoregressive model, sharded as the policy that learns from it is."""
 
     def __init__(self, model: ShardedPolicy, objective: DistillationConfig) -> None:
-        """Take a model that reads causally; `objective` says how it is compared with."""
+        """Wrap a model with causal attention; `objective` gives the divergence from it."""
         self.model, self._objective = model, objective
 
     @classmethod
@@ -36,7 +36,7 @@ class Teacher:
 
     @classmethod
     def load(cls, directory: Path, policy: ShardedPolicy, objective: DistillationConfig) -> Teacher:
-        """That of a checkpoint, sharded as `policy` is; each rank reads its own rows.
+        """The teacher of a checkpoint, sharded as `policy` is; each rank reads its own rows.
 
         Raises ValueError where there is no checkpoint, it is an adapter, or its weights do not fit its config.
         """
