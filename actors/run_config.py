@@ -235,7 +235,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        if self.sft.data is None:
+        if self.sft.data is None and self.sft.num_steps:
             self._check_labels()
         if self.most_groups_per_round > self.num_train_problems:
             oversampling = self.rollout.max_oversampling

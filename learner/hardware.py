@@ -22,6 +22,16 @@ _PEAK_FLOP_PER_S = {
 }
 
 
+_LEAST_SHARED_PARAMETERS = 50_000_000
+
+
+def threads_for(model: torch.nn.Module, num_threads: int) -> int:
+    """How many of the CPU's threads a policy computes with: one for a small policy, whose steps are too short to share.
+    On busy cores the others would wait for long."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return 1 if num_parameters < _LEAST_SHARED_PARAMETERS else num_threads
+
+
 def placed_on(device: str | torch.device) -> torch.device:
     """The device that tensors name when they are placed on `cpu`, `cuda` or `cuda:1`: a GPU always has an index.
 

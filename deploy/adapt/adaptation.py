@@ -31,6 +31,11 @@ _TOKENS_OF_RESPONSES = 512
 _SLOTS_PER_STEP = 4
 
 
+def trains(recipe: Recipe) -> bool:
+    """Whether the recipe has SFT steps or rounds; without them the untrained policy is all that is written."""
+    return recipe.sft.num_steps > 0 or recipe.learner.num_rounds > 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adaptation:
     """An autoregressive model, how its policy differs from it, and where the run is."""
@@ -45,8 +50,8 @@ class Adaptation:
     """A task or a file of prompts, of which the model's own responses are trained on."""
     block_length: int | None = None
     """Slots of a block of a block-causal policy; None: every slot sees every other."""
-    shift: bool = False
-    """Whether the output at a slot goes on predicting the next one."""
+    shift: bool = True
+    """Whether the output at a slot predicts the token of the next slot, as in the source."""
     mask_token: str | None = None
     """The mask token; None: one that is reserved."""
     distill_rounds: int = 0
@@ -71,10 +76,13 @@ class Adaptation:
             "--distill-rounds": self.distill_rounds or None,
         }
         given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-        return ["adapt", self.model, str(self.out), *given, *(["--shift"] if self.shift else []), *self.overrides]
+        return ["adapt", self.model, str(self.out), *given, *([] if self.shift else ["--no-shift"]), *self.overrides]
 
     def recipe(self) -> Recipe:
-        """The recipe of the run. Raises UserError as `load_recipe`, and where nothing is named to train on."""
+        """The recipe of the run. One without steps and rounds asks for the untrained policy alone.
+
+        Raises UserError as `load_recipe`, and if training data is missing, or is given and nothing trains on it.
+        """
         self._check()
         out = self.out.absolute()
         own: dict[str, str | int] = {
@@ -94,8 +102,8 @@ class Adaptation:
         if self.distill_rounds:
             own["learner.num_rounds"] = self.distill_rounds
         recipe = load_recipe(_RECIPE, [*(f"{key}={json.dumps(value)}" for key, value in own.items()), *self.overrides])
-        if not recipe.sft.num_steps and not recipe.learner.num_rounds:
-            raise UserError("sft.num_steps is 0, which leaves `d1 adapt` nothing to do; give it steps")
+        if not trains(recipe) and self._names_data():
+            raise UserError("sft.num_steps is 0, so nothing trains on the given data; leave one of them out")
         if recipe.learner.num_rounds and self.prompts not in task_names() and not self._says_task():
             raise UserError(
                 "the rounds of distillation ask a task's prompts, and no task is named: give --prompts TASK, or "
@@ -105,22 +113,26 @@ class Adaptation:
             _look_at(recipe.sft.data)
         return recipe
 
-    def _given(self) -> set[str]:
-        """The keys of the overrides."""
-        return {key for key, _ in map(parse_override, self.overrides)}
+    def _given(self) -> dict[str, object]:
+        """The overrides by key."""
+        return dict(map(parse_override, self.overrides))
 
     def _says_task(self) -> bool:
-        return not self._given().isdisjoint(("task", "task.name"))
+        return not self._given().keys().isdisjoint(("task", "task.name"))
+
+    def _names_data(self) -> bool:
+        return self.data is not None or self.prompts is not None or "sft.data" in self._given()
 
     def _check(self) -> None:
         given = self._given()
-        if taken := sorted(given.intersection(_OWN_KEYS)):
+        if taken := sorted(given.keys() & set(_OWN_KEYS)):
             raise UserError(f"the override {taken[0]}=... is what MODEL and OUT say; leave it out")
         if self.data is not None and self.prompts is not None:
             raise UserError("--data and --prompts both say what to train on; give one of them")
-        if self.data is None and self.prompts is None and "sft.data" not in given:
+        if not self._names_data() and given.get("sft.num_steps") != 0:
             raise UserError(
-                "there is nothing to train on: give --data FILE, or --prompts TASK for the model's own responses to it"
+                "there is nothing to train on: give --data FILE, or --prompts TASK for the model's own responses to "
+                "it; for the untrained policy alone, sft.num_steps=0"
             )
 
     @property

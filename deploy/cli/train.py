@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli.options import DryRun, Overrides, RecipePath, Resume, ResumeOrStart, Serve
-from deploy.errors import EXIT_INTERRUPTED, UserError
+from deploy.errors import EXIT_INTERRUPTED, UserError, reason
 from deploy.printing import printable
 from deploy.program import command, program
 from deploy.waiting import saying
@@ -138,8 +138,8 @@ def adapt(
         typer.Option(min=1, metavar="N", help="Attend in blocks of N slots; without it every slot sees every other."),
     ] = None,
     shift: Annotated[
-        bool, typer.Option("--shift/--no-shift", help="Go on predicting the next slot's token, as MODEL does.")
-    ] = False,
+        bool, typer.Option("--shift/--no-shift", help="Keep predicting the token of the next slot, as MODEL does.")
+    ] = True,
     mask_token: Annotated[
         str | None,
         typer.Option(metavar="TOKEN", help="The mask token; a new one appends a row. Without it, a reserved one."),
@@ -155,7 +155,7 @@ def adapt(
 ) -> None:
     """Turn an autoregressive model into a diffusion policy: open its attention, and train it on masked tokens."""
     with saying("reading the recipe"):
-        from deploy.adapt.adaptation import Adaptation
+        from deploy.adapt.adaptation import Adaptation, trains
         from deploy.recipe.recipe import Stages
         from deploy.runs.run_directory import scratch_policy
 
@@ -171,6 +171,9 @@ def adapt(
             overrides=tuple(overrides or ()),
         )
         recipe = adaptation.recipe()
+    if not trains(recipe):
+        _write_alone(adaptation, recipe, resume=resume, dry_run=dry_run)
+        return
     resume = resume and not adaptation.is_answering
     if resume:
         _fetch(recipe, dry_run=dry_run)
@@ -189,6 +192,18 @@ def adapt(
         shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
     if not dry_run:
         _say_what_next(recipe.run_dir)
+
+
+def _write_alone(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_run: bool) -> None:
+    """Write the policy without training it: OUT is then a checkpoint, and no run."""
+    if resume or dry_run:
+        option = "--resume" if resume else "--dry-run"
+        raise UserError(f"{option} is for training, and sft.num_steps is 0; leave one of them out")
+    try:
+        _policy_of(adaptation, recipe, dry_run=False).rename(recipe.run_dir)
+    except OSError as error:
+        raise UserError(f"{adaptation.out} cannot be written: {reason(error)}") from error
+    _say_what_next(recipe.run_dir)
 
 
 def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path:

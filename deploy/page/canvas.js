@@ -6,7 +6,11 @@ import { shadeOf } from "./scale.js";
 
 const MAX_SLOT_CHARS = 20_000;
 const MAX_TIP_CHARS = 60;
+// What a cell has room for, in letters that become smaller.
 const SHORT_CHARS = 5;
+const WORD_CHARS = 7;
+// A token that is no text in most vocabularies; which ones are not the page hears when the text is whole.
+const SPECIAL = /^<\|[^|]*\|>$/;
 
 /** A listbox of slots: arrow keys walk through it, and pointer or focus shows a slot's step and confidence. */
 export class CanvasView {
@@ -85,7 +89,8 @@ export class CanvasView {
 
   #paint(span, slot, before) {
     const isNew = before !== undefined && !slot.masked && (before.masked || before.text !== slot.text);
-    const marks = [slot.text === "" ? " empty" : "", slot.text.length > SHORT_CHARS ? " long" : "", this.#notes[span.dataset.slot] ? " outside" : "", isNew ? " new" : ""].join("");
+    const isOutside = this.#notes[span.dataset.slot] || SPECIAL.test(slot.text);
+    const marks = [slot.text === "" ? " empty" : "", sizeOf(slot.text), isOutside ? " outside" : "", isNew ? " new" : ""].join("");
     span.className = slot.masked ? `slot masked${isLost(slot) ? " lost" : ""}` : `slot ${this.#shade(slot)}${marks}`;
     span.textContent = slot.masked ? "" : shortened(slot.text, MAX_SLOT_CHARS).replaceAll("\n", "↵");
     span.setAttribute("aria-label", this.#describe(Number(span.dataset.slot)));
@@ -215,6 +220,12 @@ function inWords(slot) {
     return isLost(slot) ? `masked again${slot.lost === "" ? "" : `, it was ${onOneLine(slot.lost)}`}` : "masked";
   }
   return slot.text === "" ? "rest of the character before" : onOneLine(slot.text);
+}
+
+/** The class of a text that needs smaller letters. A space before a word takes no room. */
+function sizeOf(text) {
+  const chars = text.trimStart().length;
+  return chars > WORD_CHARS ? " long" : chars > SHORT_CHARS ? " word" : "";
 }
 
 /** Whether it held a token that was taken back. */

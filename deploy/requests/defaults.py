@@ -35,12 +35,27 @@ class Defaults:
         return cls(values=_at_temperature_0(sampling), room=None)
 
     @classmethod
-    def of_policy(cls, max_sequence_length: int, block_length: int | None = None) -> Defaults:
+    def of_policy(
+        cls, max_sequence_length: int, block_length: int | None = None, gen_length: int | None = None
+    ) -> Defaults:
         """d1's own, no longer than the policy takes; of a block-causal one in its own blocks, all of a block that it is
-        sure of at once (as SDAR and LLaDA2 are decoded)."""
+        sure of at once (as SDAR and LLaDA2 are decoded).
+
+        Args:
+            max_sequence_length: tokens that the policy takes.
+            block_length: slots of a block of a block-causal policy; None: every slot sees every other.
+            gen_length: the length that the checkpoint states. It is one block where d1's own does not divide it.
+        """
         params = SamplingParams()
+        length = gen_length or params.gen_length
         if block_length is not None:
-            params = SamplingParams(block_length=block_length, steps_per_block=block_length, threshold=_SURE)
+            params = SamplingParams(
+                gen_length=length, block_length=block_length, steps_per_block=block_length, threshold=_SURE
+            )
+        elif gen_length is not None:
+            block = length if length % params.block_length else params.block_length
+            steps = _half_as_many_steps(length, block)
+            params = SamplingParams(gen_length=length, block_length=block, num_denoise_steps=steps)
         return cls(values=_at_temperature_0(params), room=max_sequence_length)
 
     def complete(self, layers: Sequence[Values], num_prompt_tokens: int) -> dict[str, Any]:
@@ -54,7 +69,7 @@ class Defaults:
         if "gen_length" not in given and self.room is not None:
             values["gen_length"] = _fitting(values, "block_length" in given, self.room - num_prompt_tokens)
         if "block_length" not in given:
-            values["block_length"] = min(values["block_length"], values["gen_length"])
+            values["block_length"] = self._block_of(values["gen_length"])
         shape = ("gen_length", "block_length")
         if "steps_per_block" in values:
             if "steps_per_block" not in given:
@@ -62,6 +77,12 @@ class Defaults:
         elif "steps" not in given and any(values[key] != self.values[key] for key in shape):
             values["steps"] = _half_as_many_steps(values["gen_length"], values["block_length"])
         return values
+
+    def _block_of(self, gen_length: int) -> int:
+        """The default block of another length: a canvas of one block stays one where that block does not divide it."""
+        block = int(self.values["block_length"])
+        is_one = block == self.values["gen_length"] and gen_length % block != 0
+        return gen_length if is_one else min(block, gen_length)
 
 
 def overlay(lower: Values, upper: Values) -> dict[str, Any]:

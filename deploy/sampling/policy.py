@@ -19,19 +19,16 @@ from deploy.recipe.overrides import load_recipe
 from deploy.requests.defaults import Defaults
 from deploy.requests.structured.grammars import Grammars
 from deploy.runs.references import find_checkpoint_of
-from learner.hardware import placed_on
+from learner.hardware import placed_on, threads_for
 from learner.model.checkpoint import load_policy
-from learner.model.checkpoint_files import open_tokenizer, tokenizer_directory
+from learner.model.checkpoint_files import open_tokenizer, stated_length, tokenizer_directory
 from learner.model.config import TransformerConfig
 from learner.model.storage.throughput import Say
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
-from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 
 Device = Literal["cpu", "cuda"]
-
-_LEAST_SHARED_PARAMETERS = 50_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +87,14 @@ def load_ready(
     with as_user_errors(reference):
         model = load_policy(directory, engine.torch_dtype, placed_on(device), say)
         position = find_position(directory)
-    if device == "cpu":
-        _choose_threads(model)
+        defaults = _defaults(directory, model.config)
+    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_for(model, torch.get_num_threads()))
     return ReadyPolicy(
         name=reference,
         sampler=Sampler(model, 0 if position is None else position.policy_version, engine),
         tokenizer=read_tokenizer(directory),
-        defaults=_defaults(directory, model.config),
+        defaults=defaults,
     )
 
 
@@ -119,19 +117,12 @@ def choose_device(wanted: Device | None) -> Device:
     return wanted or ("cuda" if has_gpu else "cpu")
 
 
-def _choose_threads(model: Transformer) -> None:
-    """One thread for a small policy: its steps are too short to share, and on busy cores the others wait for long."""
-    is_small = sum(parameter.numel() for parameter in model.parameters()) < _LEAST_SHARED_PARAMETERS
-    if is_small and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-
-
 def _defaults(directory: Path, config: TransformerConfig) -> Defaults:
     checkpoints = directory.resolve().parent
     recipe = checkpoints.parent / RECIPE
     if checkpoints.name == CHECKPOINTS and recipe.is_file():
         return Defaults.of_run(load_recipe(recipe, []).evaluated_params[0])
-    return Defaults.of_policy(config.max_sequence_length, config.block_length)
+    return Defaults.of_policy(config.max_sequence_length, config.block_length, stated_length(directory))
 
 
 def read_tokenizer(directory: Path) -> ChatTokenizer | None:

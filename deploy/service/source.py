@@ -19,8 +19,10 @@ from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.run_view import RunView
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_checkpoint
+from deploy.service.example import Examples
 from deploy.service.gateway.address import Address
 from deploy.service.gateway.callers import Callers
+from learner.model.checkpoint_files import stated_length
 from learner.model.renoising.config import RenoisingConfig
 from rollout.config import EngineConfig
 
@@ -105,16 +107,25 @@ class Source:
         elif isinstance(codec.config, RenoisingConfig):
             defaults = RenoisingDefaults(config=codec.config)
         else:
-            defaults = Defaults.of_policy(codec.config.max_sequence_length, codec.config.block_length)
+            length = stated_length(self.path)
+            defaults = Defaults.of_policy(codec.config.max_sequence_length, codec.config.block_length, length)
         names = read_recipe(self.path).service.served_names if self.is_run else ()
         return ServicePlanner(codec, defaults, self.name, served_names=names)
 
-    def versions(self, device: str | torch.device) -> Versions:
-        """The versions of an engine, the newest of them loaded."""
+    def examples(self) -> Examples:
+        """What its policy could be asked."""
+        return Examples(self.path)
+
+    def versions(self, device: str | torch.device, num_threads: int = 1) -> Versions:
+        """The versions of an engine, the newest of them loaded; on a CPU it computes with so many threads at most."""
         # Here and not above: of a service's processes its engines alone compute, and load torch.
+        import torch
+
         from deploy.service.engine.canary import HeldoutCanary
+        from deploy.service.engine.loaded_version import network_of
         from deploy.service.engine.loading import VersionLoader
         from deploy.service.engine.versions import Versions
+        from learner.hardware import threads_for
 
         policy = self.newest()
         assert policy.checkpoint is not None, "it was found as a checkpoint"
@@ -133,8 +144,10 @@ class Source:
             engine, most_live = EngineConfig(dtype=self.dtype), _MAX_LIVE_OF_CHECKPOINT
             locate = _nothing
         loader = VersionLoader(checkpoint, engine, device)
+        sampler = loader.load(policy)
+        torch.set_num_threads(threads_for(network_of(sampler), num_threads))
         return Versions(
-            loader.load(policy),
+            sampler,
             policy,
             load=loader.load,
             locate=locate,

@@ -99,6 +99,23 @@ def tokenizer_directory(directory: Path) -> Path:
     return next(having, chain[-1])
 
 
+def stated_length(directory: Path) -> int | None:
+    """The completion length that a checkpoint states: `max_new_tokens` of `generation_config.json`, of a peft adapter's
+    own or its base's. None where there is none.
+
+    Raises ValueError where the file is damaged or the length is not a positive whole number.
+    """
+    for one in _under_peft(directory, find_tokenizer):
+        stated = RawConfig(one / CONFIG, {}).generation.get("max_new_tokens")
+        if stated is not None:
+            if not isinstance(stated, int) or isinstance(stated, bool) or stated < 1:
+                raise ValueError(
+                    f"{one / GENERATION_CONFIG} has max_new_tokens {stated!r}; it is a whole number from 1"
+                )
+            return stated
+    return None
+
+
 def policy_files(directory: Path) -> list[Path]:
     """The files of a checkpoint that are not d1's own: config, weights and tokenizer, as the original code reads them.
 

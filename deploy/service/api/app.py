@@ -36,6 +36,7 @@ from deploy.service.api.text_codec import TextCodec
 from deploy.service.api.writer import AnswerWriter, Events, as_json
 from deploy.service.contract import Backend, EngineState
 from deploy.service.errors import ErrorBody, ServiceError, install_handlers
+from deploy.service.example import Examples
 from deploy.service.gateway.access import MAX_BODY_BYTES, AccessControl
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.callers import ANYBODY, Callers
@@ -66,6 +67,8 @@ class Service:
     """Makes jobs."""
     run: RunView | None
     """The run whose policy it is; None of a checkpoint by itself."""
+    examples: Examples
+    """What its policy could be asked."""
     registry: RegistryReader | None
     """Where the run's versions are announced; None of a checkpoint by itself."""
     max_open: int = 256
@@ -338,10 +341,10 @@ def _add_run(app: FastAPI, service: Service, watch: EngineWatch) -> None:
     async def summary() -> replies.Run:
         return await asyncio.to_thread(run().summary)
 
-    @app.get("/v1/run/problems", **described(replies.RunProblems, 404))
+    # Of a checkpoint too: its model card may have some.
+    @app.get("/v1/run/problems", **described(replies.RunProblems))
     async def problems() -> replies.RunProblems:
-        view = run()
-        return await asyncio.to_thread(lambda: view.problems)
+        return await asyncio.to_thread(service.examples.problems)
 
     @app.get("/v1/run/events", **described(replies.RunEvents, 400, 404))
     async def events(after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> replies.RunEvents:

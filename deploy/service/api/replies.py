@@ -305,7 +305,7 @@ class Run(Body):
 
 
 class RunProblems(Body):
-    """Some held-out problems of its task that are a single turn, for whoever wants to ask one."""
+    """Some held-out problems of its task, or examples of a checkpoint's model card, that are a single turn."""
 
     task: str | None
     prompts: list[str]

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,11 +25,9 @@ from deploy.service.api.replies import (
     Run,
     RunEvents,
     RunHistory,
-    RunProblems,
     Samples,
 )
 from deploy.service.checkpoints import Checkpoints
-from deploy.service.example import example_problems
 
 MAX_EVENTS = 1000
 MAX_SAMPLES = 200
@@ -63,13 +60,6 @@ class RunView:
             num_rounds=(recipe.get("learner") or {}).get("num_rounds"),
             recipe=recipe,
         )
-
-    @cached_property
-    def problems(self) -> RunProblems:
-        """What its policy could be asked. The first time this reads the task's data."""
-        task, problems = example_problems(self._directory)
-        turns = [problem.messages[0] for problem in problems if len(problem.messages) == 1]
-        return RunProblems(task=task, prompts=[turn.content for turn in turns if turn.role == "user"])
 
     def events(self, after: int) -> RunEvents:
         """The events after the first `after`, a page of them at most."""

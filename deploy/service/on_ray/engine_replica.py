@@ -35,11 +35,10 @@ from deploy.service.source import Source
 class EngineReplica:
     """Denoises with the newest version of one run, or with a checkpoint."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, num_threads: int) -> None:
         """Begin with the newest checkpoint, or with what the registry already announces."""
-        # One thread for each process that shares the machine with a run.
-        torch.set_num_threads(1)
-        versions = source.versions(given_device())
+        torch.set_num_threads(num_threads)
+        versions = source.versions(given_device(), num_threads)
         self._follower: VersionFollower | None = None
         follower_status: Callable[[], FollowerStatus] | None = None
         if (registry := source.registry()) is not None:

@@ -85,6 +85,7 @@ class Ingress:
             codec=codec,
             planner=source.planner(codec),
             run=source.run_view(),
+            examples=source.examples(),
             registry=source.registry_reader(),
         )
         self._app = create_app(service)

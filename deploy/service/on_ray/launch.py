@@ -16,7 +16,7 @@ from typing import Any, Literal
 from actors.run_log import CHECKPOINTS
 from deploy.errors import RunFailedError, UserError
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
-from deploy.machine import why_not_bindable
+from deploy.machine import num_cpus, why_not_bindable
 from deploy.ray_session import RaySession, ray_session, registry_of_cluster
 from deploy.service.example import example_request
 from deploy.service.gateway.address import Address
@@ -32,7 +32,7 @@ from deploy.service.gateway.api_keys import (
 from deploy.service.gateway.callers import is_loopback
 from deploy.service.source import Source
 from deploy.waiting import saying
-from learner.model.checkpoint_files import checkpoint_chain, most_weight_bytes, weight_files
+from learner.model.checkpoint_files import checkpoint_chain, most_weight_bytes, stated_length, weight_files
 from learner.parallel.patience import patience_s
 
 _READY_TIMEOUT_S = 180.0
@@ -85,6 +85,7 @@ def serve_checkpoint(
             weight_files(chain.weights)
             if chain.adapter is not None:
                 check_under_peft(directory, StoredWeights(chain.weights))
+            stated_length(directory)
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
     # Only now: this writes a key into the directory, which might have been anybody's.
@@ -173,6 +174,8 @@ def _serve(
                 address.port,
                 num_replicas,
                 num_gpus=num_gpus,
+                # A core is left to who asks, a browser say: a thread that waits for a core makes all others wait.
+                num_threads=max(1, (num_cpus() - 1) // num_replicas) if is_ours else 1,
                 admin_port=admin_port,
                 say=waiting.change,
             )
@@ -196,6 +199,7 @@ def deploy_source(
     num_replicas: int,
     *,
     num_gpus: float = 0,
+    num_threads: int = 1,
     admin_port: int | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> str:
@@ -209,6 +213,7 @@ def deploy_source(
         port: likewise.
         num_replicas: the engines.
         num_gpus: of each engine; without, it computes on the CPU.
+        num_threads: of the CPU, for each engine; one for each process that shares the machine with a run.
         admin_port: of the admin listener; None for the recipe's.
         say: is told what is waited for, each time that it is something else.
 
@@ -221,7 +226,9 @@ def deploy_source(
 
     name, admin = f"d1-{source.name}", source.admin_address(admin_port)
     address = Address(host=host, port=port)
-    application = bound_application(source, address, num_replicas, num_gpus=num_gpus, admin=admin)
+    application = bound_application(
+        source, address, num_replicas, num_gpus=num_gpus, num_threads=num_threads, admin=admin
+    )
     say("starting Ray Serve")
     _start_serve()
     running = set(serve.status().applications)
@@ -259,6 +266,7 @@ def bound_application(
     *,
     num_gpus: float,
     admin: Address | None,
+    num_threads: int = 1,
     num_ingresses: int | None = None,
 ) -> Any:
     """The engines, the ingress before them and the admin listener, unstarted: a bound class carries its options to the
@@ -269,6 +277,7 @@ def bound_application(
         address: where each ingress listens.
         num_replicas: the engines.
         num_gpus: of each engine.
+        num_threads: as in `deploy_source`.
         admin: where the admin listener listens, if there is to be one.
         num_ingresses: None for one, on the head node.
 
@@ -285,7 +294,7 @@ def bound_application(
     resources = {"num_cpus": 0.01, "num_gpus": num_gpus}
     _check_keys(address.host)
     keys = read_keys(source.path)
-    engines = engine_class.options(num_replicas=num_replicas, ray_actor_options=resources).bind(source)
+    engines = engine_class.options(num_replicas=num_replicas, ray_actor_options=resources).bind(source, num_threads)
     listener = None
     if admin is not None:
         _check_admin(admin, address)

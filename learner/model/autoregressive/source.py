@@ -167,14 +167,14 @@ def _quiet() -> Iterator[None]:
     """Keep transformers from reporting what is said in one sentence here, and from drawing progress bars."""
     from transformers.utils import logging
 
-    verbosity, draws = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        if draws:
+        if shows_progress:
             logging.enable_progress_bar()
 
 

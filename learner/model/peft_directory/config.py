@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
 
+from learner.model.autoregressive.gguf_file import PACKAGED
 from learner.model.families.raw_config import CONFIG
 from learner.model.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, find_checkpoint, is_hub_id
 
@@ -196,6 +198,8 @@ def find_base(directory: Path, find: Callable[[Path | str], Path] = find_checkpo
     if places:
         raise ValueError(f"the base {places[0]} of the adapter in {directory} is not a checkpoint: it has no {CONFIG}")
     revision = f"@{config.revision}" if config.revision and is_hub_id(named) else ""
+    if not is_hub_id(named):
+        raise ValueError(f"the base {named} of the adapter in {directory} is not here: {_how_to_get(named, directory)}")
     try:
         return find(named + revision)
     except ValueError as error:
@@ -203,6 +207,16 @@ def find_base(directory: Path, find: Callable[[Path | str], Path] = find_checkpo
             f"the base {named} of the adapter in {directory} is not here: {error}; if it has moved, write its path "
             f"into base_model_name_or_path of {directory / ADAPTER_CONFIG}"
         ) from error
+
+
+def _how_to_get(named: str, directory: Path) -> str:
+    """What to do for a base that should be in a directory, in a clause."""
+    model = PACKAGED if Path(named).name == PACKAGED else "MODEL"
+    place = named if Path(named).is_absolute() else os.path.relpath(directory / named)
+    return (
+        f"`d1 adapt {model} {place} sft.num_steps=0` makes the policy of an autoregressive model; if it has moved, "
+        f"write its path into base_model_name_or_path of {directory / ADAPTER_CONFIG}"
+    )
 
 
 def _check_files(directory: Path) -> None:

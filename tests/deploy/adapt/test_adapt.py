@@ -32,6 +32,7 @@ from tests.learner.model.autoregressive.tiny_autoregressive import (
     write_gguf,
     write_source,
 )
+from tests.learner.model.on_disk.original import change_config, make_adapter
 
 # A byte or so for each token: the prompts of the task are long.
 _SMALL = ("sft.max_tokens=64", "sft.num_steps=3")
@@ -83,7 +84,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
 
 
 def test_a_directory_becomes_a_run_whose_version_0_refers_to_its_weights(here: Path, d1: Callable, job: Job) -> None:
-    ended = d1("adapt", "tiny", "runs/one", "--data", "chat.jsonl", "--block-length", "8", "--shift", *_SMALL)
+    ended = d1("adapt", "tiny", "runs/one", "--data", "chat.jsonl", "--block-length", "8", *_SMALL)
     assert ended.status == 0, ended.err
     assert f"d1: the mask token is {RESERVED} (id 3)\n" in ended.err
     assert "d1 sample runs/one 'Why is the sky blue?'" in ended.out
@@ -163,6 +164,27 @@ def test_weights_of_a_gguf_file_are_the_runs_own(here: Path, d1: Callable, job: 
     assert [path.name for path in (here / "runs").iterdir()] == ["one"]
 
 
+def test_without_steps_the_policy_alone_is_written_and_an_adapter_of_it_is_sampled(
+    here: Path, d1: Callable, job: Job
+) -> None:
+    ended = d1("adapt", "tiny.gguf", "runs/one", "sft.num_steps=0")
+    assert ended.status == 0, ended.err
+    assert "d1 sample runs/one 'Why is the sky blue?'" in ended.out
+    assert job.recipe is None
+    assert [path.name for path in (here / "runs").iterdir()] == ["one"]
+    verify_checkpoint(here / "runs" / "one")
+    asked = ("what is 3 + 4?", "--gen-length", "16", "--json")
+    answers = [json.loads(d1("sample", "runs/one", *asked).out)["token_ids"]]
+    adapter = here / "recipes" / "story"
+    make_adapter(here / "runs" / "one", adapter, r=2, std=0.5, target_modules=["q_proj", "down_proj"])
+    change_config(adapter, base_model_name_or_path="../../runs/one")
+    answers.append(json.loads(d1("sample", "recipes/story", *asked).out)["token_ids"])
+    assert answers[0] != answers[1]
+    (adapter / "generation_config.json").write_text('{"max_new_tokens": 12}')
+    (own,) = [json.loads(d1("sample", "recipes/story", *asked[:1], "--keep-after-eos", "--json").out)]
+    assert (own["num_tokens"], own["num_forwards"]) == (12, 6)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -171,7 +193,10 @@ def test_weights_of_a_gguf_file_are_the_runs_own(here: Path, d1: Callable, job: 
         (["tiny", "runs/one"], "there is nothing to train on: give --data FILE, or --prompts TASK"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "--prompts", "sums"], "--data and --prompts both say"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "name=two"], "name=... is what MODEL and OUT say"),
-        (["tiny", "runs/one", "--data", "chat.jsonl", "sft.num_steps=0"], "nothing to do"),
+        (["tiny", "runs/one"], "for the untrained policy alone, sft.num_steps=0"),
+        (["tiny", "runs/one", "--data", "chat.jsonl", "sft.num_steps=0"], "so nothing trains on the given data"),
+        (["tiny", "runs/one", "--resume", "sft.num_steps=0"], "--resume is for training, and sft.num_steps is 0"),
+        (["tiny", "tiny", "sft.num_steps=0"], "there already is tiny"),
         (["tiny", "runs/one", "--data", "none.jsonl"], "sft.data: none.jsonl"),
         (["tiny", "tiny", "--data", "chat.jsonl"], "there already is tiny; go on with --resume"),
         (["tiny", "chat.jsonl/one", "--data", "chat.jsonl"], "chat.jsonl: it is a file; take another OUT"),
@@ -203,7 +228,9 @@ def test_a_run_goes_on_as_it_began_wherever_it_is_now(here: Path, d1: Callable, 
     assert d1("adapt", "tiny", "runs/one", *words).status == 0
     (here / "runs" / "one").rename(here / "runs" / "two")
     assert d1("adapt", "tiny", "runs/two", *words, "--resume").status == 0
-    d1("adapt", "tiny", "runs/two", *words, "--resume", "--shift").assert_refused("--shift is True", "began with False")
+    d1("adapt", "tiny", "runs/two", *words, "--resume", "--no-shift").assert_refused(
+        "--shift is False", "began with True"
+    )
     d1("adapt", "tiny", "runs/two", *words, "--resume", "sft.lr=1").assert_refused("sft.lr is 1.0")
 
 

@@ -77,6 +77,8 @@ class FakeService:
         self.queries: list[str] = []
         self.num_gone = 0
         self.run: Json | None = {"name": "tiny", "began_at": 0.0, "phase": "rl", "num_rounds": 400, "recipe": {}}
+        self.card: list[str] = []
+        """The prompts of a checkpoint's model card."""
         self.events: list[Json] = []
         self.samples: list[Json] = []
         self.problems: Json = {"task": "sums", "prompts": ["1 + 2", "2 + 2"]}
@@ -216,7 +218,7 @@ class FakeService:
 
         @app.get("/v1/run/problems")
         async def problems() -> Any:
-            return self.problems if self.run else no_run()
+            return self.problems if self.run else {"task": None, "prompts": self.card}
 
         @app.get("/v1/run/history")
         async def history(after: str = str(BEGINNING)) -> Any:

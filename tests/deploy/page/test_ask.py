@@ -156,6 +156,7 @@ def test_what_follows_the_text_is_shown_as_that_and_neither_copied_nor_spoken(
     _ask(page)
     slot = _canvas(page).locator(".slot")
     expect(slot.nth(7)).to_have_accessible_name(f"Slot 8: {EOS}, step 1, confidence 50.0 %")
+    expect(slot.nth(7)).to_have_class(re.compile("outside"))
     service.allowed = OPEN
     _expect_done(page)
     expect(page.locator("#announcement")).to_have_text("policy: 5 😀é")
@@ -505,13 +506,18 @@ def test_what_the_policy_does_is_said_and_its_problems_are_asked_with_a_click(
     assert (asked["path"], asked["messages"][0]["content"]) == ("/v1/chat/completions", "two\nlines")
 
 
-def test_a_checkpoint_without_a_run_has_no_problems(open_page: Open, service: FakeService) -> None:
+def test_a_checkpoint_without_a_run_has_the_prompts_of_its_model_card(open_page: Open, service: FakeService) -> None:
     service.run = None
     page = open_page(expected=(NETWORK,))
     _ask(page)
     _expect_done(page)
-    expect(page.locator("#about")).to_be_hidden()
     expect(page.locator("#chips")).to_be_hidden()
+    service.card = ["Write a story about a fox."]
+    page.reload()
+    page.click("text=Write a story about a fox.")
+    _expect_done(page)
+    assert service.requests[-1]["messages"][0]["content"] == "Write a story about a fox."
+    expect(page.locator("#about")).to_be_hidden()
 
 
 def test_cells_stay_where_they_are_while_they_fill(open_page: Open, service: FakeService) -> None:

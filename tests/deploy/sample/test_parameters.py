@@ -122,6 +122,31 @@ def test_lengths_that_are_left_out_fit_into_the_policy(
 
 
 @pytest.mark.parametrize(
+    ("given", "num_prompt_tokens", "expected"),
+    [
+        ({}, 10, (72, 72, 36)),
+        ({}, 250, (50, 50, 25)),
+        ({"gen_length": 128}, 10, (128, 128, 64)),
+        ({"gen_length": 144}, 10, (144, 72, 72)),
+        ({"gen_length": 128, "block_length": 32}, 10, (128, 32, 64)),
+    ],
+)
+def test_a_length_that_the_checkpoint_states_is_one_block_where_it_must_be(
+    given: dict[str, int], num_prompt_tokens: int, expected: tuple[int, int, int]
+) -> None:
+    values = Defaults.of_policy(300, gen_length=72).complete([given], num_prompt_tokens)
+    assert (values["gen_length"], values["block_length"], values["steps"]) == expected
+    assert Defaults.of_policy(300, gen_length=64).values["block_length"] == 32
+    assert Defaults.of_policy(300, 4, 72).values["gen_length"] == 72
+
+
+def test_a_stated_length_that_is_none_is_refused_in_a_sentence(d1: Callable, checkpoints: Path, workdir: Path) -> None:
+    shutil.copytree(checkpoints / "with", "model")
+    (workdir / "model" / "generation_config.json").write_text('{"max_new_tokens": "many"}')
+    d1("sample", "model", "What is 2 + 3?").assert_refused("generation_config.json has max_new_tokens 'many'")
+
+
+@pytest.mark.parametrize(
     ("lower", "upper", "schedule", "parameters"),
     [
         ({"schedule": "quota"}, {"threshold": 0.9}, "threshold", {"threshold": 0.9}),

@@ -32,6 +32,7 @@ from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
 from deploy.service.engine.loading import VersionLoader
 from deploy.service.engine.versions import Versions
+from deploy.service.example import Examples
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.rate_limits import RateLimits
 from learner.model.checkpoint import save_checkpoint
@@ -143,7 +144,14 @@ def codec(run_to_copy):
 def service(run_dir, host, codec):
     """What an application is made of, with an engine in this process."""
     planner = ServicePlanner(codec, Defaults.of_run(read_recipe(run_dir).rollout.sampling), "tiny")
-    return Service(backend=host, codec=codec, planner=planner, run=RunView(run_dir), registry=None)
+    return Service(
+        backend=host,
+        codec=codec,
+        planner=planner,
+        run=RunView(run_dir),
+        examples=Examples(run_dir),
+        registry=None,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import shlex
 import pytest
 import yaml
 
-from deploy.service.example import example_request
+from deploy.service.example import Examples, example_request
 from deploy.service.on_ray.launch import banner
 from rewards import Split, make_task
 from rewards.problem import Message
@@ -84,3 +84,30 @@ def test_a_conversation_is_asked_as_one(run_dir, monkeypatch):
     path, body = example_request(run_dir)
     assert path == "/v1/chat/completions"
     assert [turn["role"] for turn in json.loads(shlex.split(body)[0])["messages"]] == ["user", "assistant", "user"]
+
+
+CARD = """---
+license: apache-2.0
+widget:
+- text: Write a story about a fox.
+- messages:
+  - {role: user, content: "Why?"}
+- messages: [{role: user, content: a}, {role: assistant, content: b}]
+---
+# A model
+"""
+
+
+def test_a_checkpoint_is_asked_what_its_model_card_shows(tmp_path):
+    (tmp_path / "README.md").write_text(CARD)
+    shown = Examples(tmp_path).problems()
+    assert (shown.task, shown.prompts) == (None, ["Write a story about a fox.", "Why?"])
+    (turn, *_) = json.loads(shlex.split(example_request(tmp_path)[1])[0])["messages"]
+    assert turn["content"] == "a"
+
+
+@pytest.mark.parametrize("card", ["", "# A model", "---\nwidget: [1]\n---\n", "---\n{\n---\n", "---\n- a\n---\n"])
+def test_a_model_card_without_examples_has_none(card, tmp_path):
+    (tmp_path / "README.md").write_text(card)
+    assert Examples(tmp_path).problems().prompts == []
+    assert "2 + 3" in example_request(tmp_path)[1]

@@ -38,6 +38,7 @@ def application(policies):
         codec=codec,
         planner=source.planner(codec),
         run=source.run_view(),
+        examples=source.examples(),
         registry=None,
     )
     yield guarded(create_app(service), ApiKeys.of(KEY, "test"), RateLimits("1000000/second"))

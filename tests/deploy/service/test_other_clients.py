@@ -14,6 +14,7 @@ import yaml
 from deploy.service.api.app import Service, create_app
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
+from deploy.service.example import Examples
 from deploy.service.source import Source
 from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import ChatTokenizer
@@ -212,7 +213,9 @@ def long_url(tmp_path, tokenizer_dir, listen):
     versions, codec = source.versions("cpu"), source.codec()
     engine = Engine(versions)
     backend, planner = EngineHost(versions, engine), source.planner(codec)
-    service = Service(backend=backend, codec=codec, planner=planner, run=None, registry=None)
+    service = Service(
+        backend=backend, codec=codec, planner=planner, run=None, examples=Examples(tmp_path), registry=None
+    )
     yield listen(create_app(service), TOKEN)
     engine.close()
 

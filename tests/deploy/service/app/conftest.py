@@ -47,7 +47,14 @@ def serve(open_client):
         versions, codec = source.versions("cpu"), source.codec()
         engines.append(Engine(versions))
         host = EngineHost(versions, engines[-1])
-        service = Service(backend=host, codec=codec, planner=source.planner(codec), run=None, registry=None)
+        service = Service(
+            backend=host,
+            codec=codec,
+            planner=source.planner(codec),
+            run=None,
+            examples=source.examples(),
+            registry=None,
+        )
         inside = guarded(create_app(service), ApiKeys.of(TOKEN, "test"), RateLimits("1000000/second"))
         return service, open_client(inside, BEARER)
 

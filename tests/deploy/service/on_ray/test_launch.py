@@ -50,6 +50,15 @@ def test_a_checkpoint_comes_with_its_newest_score(run_dir):
     assert latest_checkpoint(run_dir).num_correct == 4
 
 
+def test_a_policy_that_is_large_enough_computes_with_the_threads_that_it_is_given(run_dir, monkeypatch):
+    source = Source(directory=str(run_dir / "checkpoints" / "sft-1"), is_run=False, registry_url=None)
+    source.versions("cpu", num_threads=2)
+    assert torch.get_num_threads() == 1
+    monkeypatch.setattr("learner.hardware._LEAST_SHARED_PARAMETERS", 1000)
+    source.versions("cpu", num_threads=2)
+    assert torch.get_num_threads() == 2
+
+
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, run_dir, free_port):
     with pytest.raises(UserError, match=r"is not a run: it has no recipe\.yaml"):
         serve_run(tmp_path / "nothing", "127.0.0.1", free_port)

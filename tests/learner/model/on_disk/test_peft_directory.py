@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from itertools import product
@@ -362,7 +363,11 @@ def test_the_base_is_found_from_here_or_from_the_adapter(
 @pytest.mark.parametrize(
     ("base", "why"),
     [
-        ("/nowhere/llada", "/nowhere/llada is no directory, and no hub id either"),
+        (
+            "/nowhere/llada",
+            "`d1 adapt MODEL /nowhere/llada sft.num_steps=0` makes",
+        ),
+        ("../smollm2", "`d1 adapt smollm2 {adapter}/smollm2 sft.num_steps=0` makes"),
         ("org/llada", "there is no directory org/llada, and the model org/llada is not in the cache"),
     ],
 )
@@ -376,6 +381,7 @@ def test_a_base_that_is_not_here_is_named(
     change_config(adapter, base_model_name_or_path=base)
     with pytest.raises(ValueError, match="is not here") as refused:
         load_config(adapter)
+    why = why.format(adapter=os.path.relpath(adapter.parent))
     assert str(refused.value).startswith(f"the base {base} of the adapter in {adapter} is not here: {why}")
     assert str(refused.value).endswith(
         f"; if it has moved, write its path into base_model_name_or_path of {adapter / 'adapter_config.json'}"

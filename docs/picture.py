@@ -1,0 +1,52 @@
+"""Take a picture of the page while a served policy denoises: `python docs/picture.py LINK docs/img/demo.png`.
+
+LINK is the one with the key that `d1 serve` prints on a terminal. Needs Chromium, as the page's tests do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+
+from playwright.sync_api import Page, sync_playwright
+
+_CHROMIUM = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+_PATIENCE_MS = 300_000
+_STEP_REACHED = """share => {
+  const [, step, of] = /step ([0-9]+) of ([0-9]+)/.exec(document.getElementById("where").textContent) ?? [];
+  return step / of >= share;
+}"""
+
+
+def _take(page: Page, link: str, out: str, prompt: str | None, share: float) -> None:
+    page.goto(link)
+    if prompt is None:
+        page.locator("#chips button").first.click()
+    else:
+        page.fill("#prompt", prompt)
+        page.click("#ask")
+    page.wait_for_function(_STEP_REACHED, arg=share, timeout=_PATIENCE_MS)
+    # The buttons and the cells that have just changed.
+    page.mouse.move(0, 0)
+    page.screenshot(path=out, animations="disabled", full_page=True)
+
+
+def main() -> None:
+    """Ask, wait, and write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("link")
+    parser.add_argument("out")
+    parser.add_argument("--prompt", help="left out: the first that the page offers")
+    parser.add_argument("--share", type=float, default=0.5, help="of the denoise steps; 1 is the whole answer")
+    given = parser.parse_args()
+    path = next(filter(None, map(shutil.which, _CHROMIUM)))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        # The page lets nobody evaluate a string; that would wait without end.
+        page = browser.new_page(viewport={"width": 1000, "height": 600}, device_scale_factor=1.5, bypass_csp=True)
+        _take(page, given.link, given.out, given.prompt, given.share)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
