@@ -1,1 +1,1 @@
-"""Compatibility with the first d1: its rewards and answer parsers, defects included (protocol and reward `d1`)."""
+"""Compatibility with the first d1, defects included: rewards and answer parsers of the rules `d1`."""
