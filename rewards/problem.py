@@ -39,7 +39,7 @@ class Message:
     """One turn of a conversation."""
 
     role: str
-    """`user` or `assistant`."""
+    """`system`, `user` or `assistant`."""
     content: str
     """Its text, without any template."""
 

@@ -35,7 +35,7 @@ _COMBINED_BAR = re.compile("(?:[0-9]\u0305)+")
 # Pairs of marks without a space inside and without an operand next to them.
 _EMPHASIS = re.compile(r"(?<![\w)}\]*])(\*{1,3}|_{1,3}|~~|`{1,3})(?=[^\s*])([^*`\n]*[^\s*`])\1(?![\w({\[*])")
 _TAG = re.compile(r"</?(?:b|strong|i|em|u|code|p)>")
-# Not before a number or a root: `> 5` is an inequality.
+# A Markdown quote mark, but not before a number or a root: `> 5` is an inequality.
 _QUOTE = re.compile(r"^>\s+(?=[A-Za-z*_$`]|\\[(\[]|\\boxed)")
 _FENCE = re.compile(r"```(?:math|latex|tex)?\n(.*?)\n?```", re.DOTALL)
 _PYTHON_POWER = re.compile(r"(?<=[\w)}\]])\s*\*\*\s*(-?[\w.]+)?")

@@ -148,7 +148,7 @@ def _value(number: re.Match[str]) -> Fraction | None:
 
 
 def _may_stand_before(before: str, number: re.Match[str]) -> bool:
-    """Whether a number can begin here."""
+    """Return whether a number can begin after `before`."""
     if number["gap"]:
         return _BEFORE_SPACED_SIGN.search(before) is not None
     if number["sign"] and _SUBTRACTED_FROM.search(before):
@@ -157,7 +157,7 @@ def _may_stand_before(before: str, number: re.Match[str]) -> bool:
 
 
 def _may_stand_behind(rest: str, before: str, number: re.Match[str]) -> bool:
-    """Whether a number, with its scale, can end here."""
+    """Return whether a number, with its scale, can end before `rest`."""
     if not _BEHIND.match(rest) or _CHANGES_AT_ONCE.match(rest):
         return False
     if _VARIABLE.match(rest) and not _UNIT.match(rest):
@@ -171,7 +171,7 @@ def _may_stand_behind(rest: str, before: str, number: re.Match[str]) -> bool:
 
 
 def _is_passed_over(before: str, rest: str) -> bool:
-    """Whether the words and signs around a number do not change it."""
+    """Return whether the words and signs around a number do not change it."""
     around = f"{_JOINS.sub(' ', before)} {_JOINS.sub(' ', rest)}"
     if _CHANGES.search(around):
         return False
