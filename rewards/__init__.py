@@ -1,8 +1,9 @@
-"""What is good: the tasks that a policy is trained and evaluated on, each with the one grader that serves both.
+"""Tasks and verifiable rewards: problems, graders and reward terms, for training and evaluation.
 
-A task makes problems of two splits that share no solution, and grades the text of a completion into a reward by parts
-and into right or wrong. The text is a model's and so hostile: it is parsed in bounded time and memory, and executed
-only where it is a program, in a sandbox; no text makes a grader raise. Nothing here knows tensors or Ray.
+A task generates or loads the problems of its splits. Its single grader turns the text of a completion into a reward by
+parts and a correctness flag, for both training and evaluation. Completions are untrusted: they are parsed in bounded
+time and memory, and only programs are executed, in a sandbox. No text makes a grader raise. Nothing here depends on
+tensors or Ray.
 """
 
 from rewards.data.prompts import PromptStyle

@@ -1,4 +1,4 @@
-"""The reward of a completion: the task's parts and the terms of the recipe, added up."""
+"""The reward of a completion: the weighted sum of the task's reward parts and the recipe's terms."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ TermName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,39}$")]
 
 
 class RewardConfig(BaseModel):
-    """What the rounds reward: the task's grade and terms beside it. Evaluations count what the task calls correct."""
+    """The training reward: the task's grade plus additional terms. Evaluation uses only the task's grade."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     task_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    """What each part of the task's reward is multiplied by."""
+    """Factor applied to each part of the task's reward."""
     ungraded: Literal["mask", "zero"] = "mask"
-    """A completion whose grading ran out of time or failed: `mask` leaves it out of the update, `zero` gives it a
-    reward of 0. Either way it is counted."""
+    """What to do with a completion whose grading timed out or failed: `mask` leaves it out of the update, `zero` gives
+    it a reward of 0. Either way it is counted."""
     terms: dict[TermName, AnyTermConfig] = {}
-    """What is added, by the name under which it is a part of the reward. `kind` says what each is."""
+    """Additional reward terms. The key is the name of the reward part, `kind` selects the type of term."""
 
     def check(self, task_parts: Collection[str]) -> None:
-        """Raise ValueError, in one sentence, when a term cannot work here or has the name of a part of the task's."""
+        """Raise ValueError if a term cannot work here or has the same name as a part of the task's reward."""
         for name, term in self.terms.items():
             if name in task_parts:
                 raise ValueError(f"terms.{name}: the task's reward has a part of that name; take another")
@@ -41,28 +41,28 @@ class RewardConfig(BaseModel):
                 raise ValueError(f"terms.{name}: {error}") from error
 
     def resolved(self) -> Self:
-        """The same with absolute paths."""
+        """Return a copy with absolute paths."""
         return self.model_copy(update={"terms": {name: term.resolved() for name, term in self.terms.items()}})
 
 
 class Grader:
-    """The one grader of a task, and the terms of its reward."""
+    """Grades completions with a task's grader and the terms of its reward."""
 
     def __init__(self, task: TaskConfig, reward: RewardConfig) -> None:
-        """Raises ValueError, in one sentence, when a term cannot work here."""
+        """Create the task and the terms. Raises ValueError if a term cannot work here."""
         self._task: Task = make_task(task)
         self._reward = reward
         self._terms = {name: make_term(config) for name, config in reward.terms.items()}
 
     def evaluate(self, samples: Sequence[Sample]) -> list[Grade]:
-        """The task's own grade of each sample: what an evaluation counts. No term is asked, and none costs anything."""
+        """Return the task's own grade of each sample, for evaluation. Terms are not computed."""
         return [task_grade(self._task, sample) for sample in samples]
 
     def grade(self, samples: Sequence[Sample]) -> list[Grade]:
-        """The grade of each sample with all of its parts; `reward` is their sum, exactly.
+        """Return the grade of each sample with all of its parts; `reward` is exactly their sum.
 
-        A term is asked about what the task could grade. Where a term has no value, the grade is an error.
-        Raises RewardUnavailableError when what a term asks does not answer.
+        Terms are computed only for samples that could be graded so far. If a term has no value for a sample, its grade
+        becomes an error. Raises RewardUnavailableError if a service that a term depends on does not answer.
         """
         grades = [self._weighted(grade) for grade in self.evaluate(samples)]
         graded = [index for index, grade in enumerate(grades) if grade.outcome is Outcome.GRADED]
@@ -75,7 +75,7 @@ class Grader:
         return [grade if grade.outcome is Outcome.GRADED else _ungraded(grade, is_zeroed) for grade in grades]
 
     def take_costs(self) -> Mapping[str, float]:
-        """What the terms spent since the last call, by `TERM/WHAT`."""
+        """Return what the terms spent since the last call, keyed by `TERM/WHAT`."""
         return {
             f"{name}/{what}": count for name, term in self._terms.items() for what, count in term.take_costs().items()
         }
@@ -88,7 +88,7 @@ class Grader:
 
 
 def task_grade(task: Task, sample: Sample) -> Grade:
-    """The task's grade, or a counted error: the named boundary at which a grader's failure becomes data."""
+    """Return the task's grade. An exception of the grader becomes a grade with outcome `ERROR`, which is counted."""
     try:
         return task.grade(sample.problem, sample.text)
     except Exception as error:

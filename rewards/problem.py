@@ -1,4 +1,4 @@
-"""What a task is: its problems, and how a completion of one is graded."""
+"""The task interface: problems, splits, grades, and the `Task` protocol."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from enum import StrEnum
 from typing import Literal, Protocol
 
 Rules = Literal["fixed", "d1"]
-"""By whose rules a completion is judged. `fixed`: ours. `d1`: the first d1's, its defects included, to compare with."""
+"""Grading rules. `fixed`: ours. `d1`: those of the first d1 including its defects, for comparisons with it."""
 
 
 class Split(StrEnum):
-    """The disjoint parts of a task. No solution of one occurs in another."""
+    """The splits of a task.
+
+    Generated tasks split by solution, datasets by question, so that no two splits share one. If the user gives both
+    files, overlap between them is not checked.
+    """
 
     TRAIN = "train"
-    """What is trained on."""
+    """Training problems."""
     VALIDATION = "validation"
-    """What choices are made by: which checkpoint is the best. Empty unless a config says which fraction it is."""
+    """For model selection, such as the best checkpoint. Empty unless the config sets `validation_fraction`."""
     HELDOUT = "heldout"
-    """The test: what is reported, and nothing is chosen by."""
+    """The test set: reported, and never used for selection."""
 
 
 class Outcome(StrEnum):
@@ -35,13 +39,13 @@ class Message:
     """One turn of a conversation."""
 
     role: str
-    """`user` or `assistant`."""
+    """`system`, `user` or `assistant`."""
     content: str
     """Its text, without any template."""
 
 
 def chat(messages: Iterable[Message]) -> list[dict[str, str]]:
-    """A conversation as chat templates, APIs and files have it: `role` and `content` of each turn."""
+    """Return a conversation in the format of chat templates, APIs and files: `role` and `content` of each turn."""
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
@@ -50,82 +54,83 @@ class Problem:
     """One item of a task."""
 
     problem_id: str
-    """Unique in its task; equal for equal problems, whatever the seed that made them."""
+    """Unique in its task. Equal problems have equal ids, whatever seed generated them."""
     messages: tuple[Message, ...]
     """The conversation that the policy continues."""
     answer: str
     """The reference answer that the grader compares with (a target, a solved grid, ...)."""
     demonstration: str
-    """One right completion: the label that SFT trains on. Grading it gives full reward."""
+    """A correct completion, the SFT label; grading it gives full reward. Empty if no solution is known."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """What else the grader needs, by name."""
+    """Further data for the grader, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grade:
-    """What one completion is worth."""
+    """The grade of one completion."""
 
     reward: float
     """The scalar that the policy gradient uses: the sum of `parts`."""
     parts: Mapping[str, float]
-    """Reward by part; every completion that is graded has the same names, and one that is not has none."""
+    """Reward by part. All graded completions of a task have the same names. `Grader.grade` returns no parts for a
+    completion that could not be graded."""
     correct: bool
-    """Whether the completion solves the problem: what evaluation counts."""
+    """Whether the completion solves the problem, for evaluation."""
     outcome: Outcome = Outcome.GRADED
     """How grading ended."""
     answer: str | None = None
-    """What was taken as the completion's answer; None when it has none."""
+    """The answer extracted from the completion; None if there is none."""
     detail: str = ""
-    """What a person should know beside: the first test that failed, what ran out of time."""
+    """Further information for a person: the first failed test, or what timed out."""
     items: tuple[int, int] | None = None
-    """How many of how many are right, where accuracy counts the parts of a problem (a Sudoku's empty cells); None where
-    it counts the problem."""
+    """(number right, total) if accuracy counts parts of a problem (the empty cells of a Sudoku); None if it counts
+    problems."""
     is_zeroed: bool = False
-    """Whether the recipe wants it to count as a reward of 0 although it could not be graded (`reward.ungraded`)."""
+    """Whether it counts as a reward of 0 although it could not be graded (`reward.ungraded: zero`)."""
 
     @property
     def counts(self) -> bool:
-        """Whether its reward takes part in the update: the one place that says so."""
+        """Whether its reward takes part in the update. The only place that decides this."""
         return self.outcome is Outcome.GRADED or self.is_zeroed
 
     @property
     def score(self) -> tuple[int, int]:
-        """How many right of how many: what an accuracy adds up."""
+        """(number right, total), to be summed into an accuracy."""
         return self.items or (int(self.correct), 1)
 
 
 class Task(Protocol):
-    """A source of problems and the one grader that serves reward and evaluation."""
+    """A source of problems and the single grader for both reward and evaluation."""
 
     name: str
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """`count` problems of a split, unique by `problem_id`, determined by (split, count, seed).
+        """Return `count` problems of a split, unique by `problem_id`, determined by (split, count, seed).
 
-        Raises ValueError when the split has fewer than `count` problems.
+        Raises ValueError if the split has fewer than `count` problems.
         """
         ...
 
     def size(self, split: Split) -> int | None:
-        """How many problems a split has; None where they are made, or cut from a dataset that is not fetched for it.
+        """Return the number of problems of a split; None if it is not known without generating or downloading them.
 
         Raises ValueError as `problems`.
         """
         ...
 
     def at_most(self, split: Split) -> int:
-        """A number of problems that a split cannot exceed, found without making them; exact where they are data.
+        """Return an upper bound on the number of problems of a split without generating them; exact for datasets.
 
         Raises ValueError as `problems`.
         """
         ...
 
     def remarks(self) -> list[str]:
-        """What a user should know of the data that has been read so far, in sentences: rows that were left out."""
+        """Return sentences for the user about the data read so far, such as how many rows were left out."""
         ...
 
     def example(self) -> Problem:
-        """A problem to look at; it needs no data."""
+        """Return an example problem, which needs no data."""
         ...
 
     def grade(self, problem: Problem, text: str) -> Grade:
@@ -133,8 +138,8 @@ class Task(Protocol):
         ...
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem of a published generation: its question, and what the file says is right.
+        """Return the problem for a published generation, from its question and the ground truth in its file.
 
-        Raises ValueError for a question or a truth that is none of this task.
+        Raises ValueError if the question or the truth does not fit this task.
         """
         ...

@@ -1,4 +1,4 @@
-"""What is graded: a completion's text, and the little that a reward may depend on beside it."""
+"""Input of the graders: a completion's text and the few facts about it that a reward may use."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class Sample:
     """One completion of a problem, as graders see it."""
 
     problem: Problem
-    """What was asked."""
+    """The problem that it answers."""
     text: str
-    """The completion up to its end of text. A model's, and so hostile."""
+    """The completion up to its end-of-text token. Model output, so untrusted."""
     num_tokens: int
-    """Tokens of the completion up to and with its first end of text."""
+    """Tokens of the completion, up to and including its first end-of-text token."""
     num_forwards: int
-    """Forwards of the policy that it took part in."""
+    """Forward passes of the policy that it took part in."""
     max_tokens: int
-    """Tokens that it had room for."""
+    """Maximum number of tokens."""
     is_truncated: bool
-    """Whether it filled that room without an end of text."""
+    """Whether it reached `max_tokens` without an end of text."""
 
     def facts(self) -> dict[str, Any]:
-        """What custom rewards are given, as JSON values by name: see docs/rewards.md."""
+        """Return the keyword arguments of custom rewards as JSON values; see docs/rewards.md."""
         problem = self.problem
         return {
             "problem_id": problem.problem_id,

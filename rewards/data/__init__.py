@@ -1,1 +1,1 @@
-"""Where problems and demonstrations come from."""
+"""Data loading: files, hub datasets, splits, prompts and SFT demonstrations."""

@@ -1,4 +1,4 @@
-"""Where a row of other people's data has what is asked and what is right."""
+"""Column mapping for third-party data: where a row has the question and the reference answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rewards.data.rows import leaves, shown, value_at
 from rewards.problem import Message
 
 _ASKING = ("messages", "prompt", "question")
-# Names that other data has for what is asked and what is right, the likeliest first.
+# Column names for question and answer in third-party data, the likeliest first.
 _ASKED_ELSEWHERE = (*_ASKING, "problem", "query", "instruction", "input", "conversations")
 _RIGHT_ELSEWHERE = (
     *("ground_truth", "answer", "final_answer", "expected_answer", "correct_answer", "gold", "target", "label"),
@@ -27,25 +27,25 @@ _Path = Annotated[str, StringConstraints(min_length=1)]
 
 
 class Columns(BaseModel):
-    """Where a row has what is asked and what is right, in data with other columns: `answer: reward_model.ground_truth`
-    for verl's. A dot leads into a column, a number into a list: `answers.text.0`."""
+    """Paths of question and answer in a row, for data with other column names: `answer: reward_model.ground_truth` for
+    verl's. A dot leads into a column, a number into a list: `answers.text.0`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     prompt: _Path | None = None
-    """What is asked, a text or messages. Absent: `messages`, or else `prompt` or `question`."""
+    """The question, a text or messages. Default: `messages`, or else `prompt` or `question`."""
     answer: _Path | None = None
-    """What is right, a text or a number. Absent: `answer`."""
+    """The reference answer, a text or a number. Default: `answer`."""
 
 
 def asked_in(fields: Mapping[str, object], columns: Columns) -> tuple[Message, ...]:
-    """What a row asks. Raises ValueError, in one sentence without its place, for a row that asks nothing."""
+    """Return the question of a row as a conversation. Raises ValueError, without the row's place, if it has none."""
     name = columns.prompt or _asking(fields)
     return asked(value_at(fields, name), name)
 
 
 def right_in(fields: Mapping[str, object], columns: Columns) -> tuple[object, str]:
-    """What a row says is right, and the path to it. Raises ValueError, in one sentence without its place."""
+    """Return the reference answer of a row and its path. Raises ValueError, without the row's place, if it has none."""
     if columns.answer is None and fields.get("answer") is None:
         raise ValueError(f"answer is missing; it should be {_RIGHT}{_elsewhere(fields, 'answer', _RIGHT_ELSEWHERE)}")
     path = columns.answer or "answer"
@@ -53,9 +53,10 @@ def right_in(fields: Mapping[str, object], columns: Columns) -> tuple[object, st
 
 
 def answer_text(value: object, name: str) -> str:
-    """A right answer as text; a number as people write it, `7` for 7.0. Raises ValueError, in one sentence."""
+    """Return a reference answer as text; a number as people write it, `7` for 7.0. Raises ValueError if it is
+    neither."""
     if isinstance(value, float) and math.isnan(value):
-        # Where pandas has no value.
+        # The missing value of pandas.
         value = None
     match value:
         case bool():
@@ -78,7 +79,7 @@ def answer_text(value: object, name: str) -> str:
 
 
 def _asking(fields: Mapping[str, object]) -> str:
-    """The column of what is asked. Raises ValueError where there is none."""
+    """Return the name of the question's column. Raises ValueError if there is none."""
     found = next((name for name in _ASKING if fields.get(name) is not None), None)
     if found is None:
         elsewhere = _elsewhere(fields, "prompt", _ASKED_ELSEWHERE)
@@ -89,7 +90,7 @@ def _asking(fields: Mapping[str, object]) -> str:
 
 
 def _elsewhere(fields: Mapping[str, object], column: str, names: Sequence[str]) -> str:
-    """The end of a sentence that says which column of other data is likely to be meant."""
+    """Return the end of an error message that suggests the column probably meant."""
     found = [(names.index(own.lower()), path) for path, own in leaves(fields) if own.lower() in names]
     if found:
         return f"; task.columns.{column}={min(found)[1]} would take {min(found)[1]}"

@@ -1,4 +1,4 @@
-"""Conversations as files have them: texts, or lists of objects with role and content."""
+"""Parsing of conversations in data: plain texts, or lists of turns with role and content."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from rewards.data.rows import json_in, shown
 from rewards.problem import Message
 
 _ROLES = ("system", "user", "assistant")
-# What newer APIs call it; policies know the older name.
+# The system role in newer APIs; policies know the older name.
 _DEVELOPER = "developer"
 
 
 def asked(value: object, name: str) -> tuple[Message, ...]:
-    """The conversation that a row asks: a text, which the user says, or a list of turns.
+    """Return the conversation of a row: a text, which becomes a user turn, or a list of turns.
 
     Args:
-        value: what the row has there.
-        name: what that is called, for sentences.
+        value: the content of the row's column.
+        name: its name in error messages.
 
-    Raises ValueError, in one sentence, for what is neither.
+    Raises ValueError for any other value.
     """
     meaning = "what the policy is asked"
     if isinstance(value, str):
@@ -39,14 +39,14 @@ def asked(value: object, name: str) -> tuple[Message, ...]:
 
 
 def turns_of(messages: object, what: str, name: str = "messages") -> tuple[Message, ...]:
-    """The turns of a conversation, also of one that is written as JSON.
+    """Return the turns of a conversation, which may also be written as JSON.
 
     Args:
-        messages: what a row has.
-        what: the end of a sentence that begins with "it should be a list that".
-        name: what it is called, for sentences.
+        messages: the content of the row's column.
+        what: the end of an error message that begins with "it should be a list that".
+        name: its name in error messages.
 
-    Raises ValueError, in one sentence, for what is no conversation.
+    Raises ValueError if it is not a conversation.
     """
     if isinstance(messages, str) and _is_turns(found := json_in(messages)):
         messages = found
@@ -56,7 +56,7 @@ def turns_of(messages: object, what: str, name: str = "messages") -> tuple[Messa
 
 
 def text_of(value: object, name: str, meaning: str) -> str:
-    """A text that is there, says something, and can be encoded. Raises ValueError, in one sentence, otherwise."""
+    """Return a text that is not empty and can be encoded. Raises ValueError otherwise."""
     if not isinstance(value, str):
         raise ValueError(f"{name} is {shown(value)}; it should be a text: {meaning}")
     if not value.strip():
@@ -69,7 +69,7 @@ def text_of(value: object, name: str, meaning: str) -> str:
 
 
 def _is_turns(value: object) -> bool:
-    """Whether it is a list of objects, each of which has a role."""
+    """Return whether it is a list of objects, each of which has a role."""
     return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and "role" in turn for turn in value)
 
 
@@ -86,7 +86,7 @@ def _turn(message: object, name: str) -> Message:
 
 
 def _part(part: Any, name: str) -> str:
-    """The text of one part of a turn."""
+    """Return the text of one part of a turn."""
     if not isinstance(part, dict):
         raise ValueError(f"{name} is {shown(part)}; it should be an object with type and text")
     if part.get("type") != "text":

@@ -1,4 +1,4 @@
-"""Problems that are data: of the hub or of files, checked as they are read."""
+"""Problems loaded from the hub or from files, validated as they are read."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ from rewards.problem import Problem, Rules, Split
 
 
 class Files(SplitConfig):
-    """Files, or datasets of one's own choice, that a task's problems can come from."""
+    """User-supplied files or datasets for a task's problems."""
 
     train_data: Path | None = None
-    """Training problems, of which those for validation are taken: a file, a directory, or a dataset of the hub, as
-    `org/name` or `org/name/config:split`; docs/rewards.md says which kinds and columns."""
+    """Training problems, including those for validation: a file, a directory, or a dataset of the hub, as `org/name` or
+    `org/name/config:split`; docs/rewards.md lists file types and columns."""
     heldout_data: Path | None = None
     """The same for the held-out problems."""
 
     def from_anywhere(self) -> Self:
-        """The config that means the same in a process with another current directory."""
+        """Return a copy that is valid in a process with another current directory."""
         paths = {name: getattr(self, name) for name in ("train_data", "heldout_data")}
         return self.model_copy(update={name: path and from_anywhere(path) for name, path in paths.items()})
 
 
 class DataConfig(Files):
-    """What tasks have in common whose problems are data. Where neither file is given, they come from the hub; where one
-    is, both splits are cut from it and the hub is left alone."""
+    """Settings common to tasks with loaded problems. Without files they come from the hub. With one file, both splits
+    are cut from it and the hub is not used."""
 
     heldout_fraction: Annotated[float, Field(ge=0.05, le=0.5)] = 0.2
-    """Fraction of the questions that is held out, where both splits are cut from one source."""
+    """Fraction of the questions that is held out if both splits are cut from one source."""
     reward: Rules = "fixed"
-    """The reward that is trained on."""
+    """Rules of the training reward."""
     protocol: Rules = "fixed"
-    """What counts as correct in evaluation."""
+    """Rules for what evaluation counts as correct."""
 
 
 class FileProblems:
-    """The problems read from files, for a task that generates the splits without a file."""
+    """Problems from files, for a task that generates the splits without a file."""
 
     def __init__(self, files: Files, pose: Callable[[Row], Problem], solution_of: Callable[[Problem], str]) -> None:
-        """Take the files; each is read when it is first asked for.
+        """Store the files; each is read on first use.
 
-        `pose` is as for `Dataset`; `solution_of` names what the splits of the task are made by.
+        `pose` is the same as for `Dataset`; `solution_of` returns the key by which the task's splits are made.
         """
         self._files, self._pose, self._solution_of = files, pose, solution_of
         self._all = cache(self._read)
         self._solutions = cache(self._read_solutions)
         self.remarks: list[str] = []
-        """What was left out of the files that have been read, in sentences."""
+        """Sentences on what was left out of the files read so far."""
 
     def of(self, split: Split) -> tuple[Problem, ...] | None:
-        """All problems of a split's file, None where it has none. Raises ValueError as `posed_rows`."""
+        """Return all problems of a split's file; None if it has none. Raises ValueError as `posed_rows`."""
         found = self._all(split is Split.HELDOUT)
         if found is None or split is Split.HELDOUT:
             return found
         return tuple(problem for problem in found if self._kept_split_of(self._solution_of(problem)) is split)
 
     def is_made_for(self, split: Split, solution: str, heldout_fraction: float) -> bool:
-        """Whether a generated problem belongs to a split that has no file.
+        """Return whether a generated problem belongs to a split that has no file.
 
-        Where the other split has a file, solutions in that file are excluded. Without files `split_of` decides.
+        If the other split has a file, solutions in that file are excluded. Without files `split_of` decides.
         """
         taken = self._solutions(split is not Split.HELDOUT)
         if taken is None:
@@ -90,28 +90,28 @@ class FileProblems:
 
 
 class Dataset:
-    """The problems of a task whose problems are data."""
+    """The problems of a task that loads them."""
 
     def __init__(
         self, task: str, config: DataConfig, hub: Mapping[Split, HubSplit], pose: Callable[[Row], Problem]
     ) -> None:
-        """Take where the problems are. `pose` makes one of a row, or raises ValueError in one sentence with its place.
+        """Store the sources. `pose` makes a problem of a row, or raises ValueError with its place.
 
-        A problem's id is its task, its question and what else it is made of: `pose` leaves that to `problem_id`.
+        A problem's id is derived from its task, its question and its tests: `pose` should use `problem_id`.
         """
         self._task, self._config, self._pose = task, config, pose
         given = {Split.TRAIN: config.train_data, Split.HELDOUT: config.heldout_data}
         files = {split: path for split, path in given.items() if path is not None}
         self._sources: Mapping[Split, Path | HubSplit] = files or hub
-        # Read once: the preflight asks for both splits, and the coordinator again for each of its phases.
+        # Read once: the preflight needs both splits, and the coordinator needs them again in each of its phases.
         self._all = cache(self._read)
         self.remarks: list[str] = []
-        """What was left out of what has been read, in sentences."""
+        """Sentences on what was left out of the data read so far."""
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """`count` problems of a split in the order of a seed: a smaller count gives a prefix of a larger one's.
+        """Return `count` problems of a split in the order of a seed: a smaller count gives a prefix of a larger one's.
 
-        Raises ValueError, in one sentence, where the data cannot be used or the split has fewer.
+        Raises ValueError if the data cannot be used or the split has fewer problems.
         """
         found = self._split(split)
         if not found:
@@ -119,9 +119,9 @@ class Dataset:
         return chosen(found, task=self._task, split=split, count=count, seed=seed)
 
     def size(self, split: Split) -> int | None:
-        """How many problems a split has; what the hub has is not fetched for it. Raises ValueError as `problems`.
+        """Return the number of problems of a split without downloading it. Raises ValueError as `problems`.
 
-        None where the split is cut from a dataset of the hub: the cut is by the questions, so it takes all of them.
+        None if the split is cut from a dataset of the hub: the cut depends on all of its questions.
         """
         source = self._sources[self._source_of(split)]
         if isinstance(source, HubSplit):
@@ -129,7 +129,7 @@ class Dataset:
         return len(self._split(split))
 
     def at_most(self, split: Split) -> int:
-        """How many problems a split has, read for it where need be. Raises ValueError as `problems`."""
+        """Return the number of problems of a split, reading it if necessary. Raises ValueError as `problems`."""
         return len(self._split(split))
 
     def _split(self, split: Split) -> tuple[Problem, ...]:
@@ -142,20 +142,20 @@ class Dataset:
         return tuple(p for p in found if split_of(question_of(p.problem_id), *fractions) is split)
 
     def _source_of(self, split: Split) -> Split:
-        """Which of the sources has the problems of a split, perhaps among others."""
+        """Return the key of the source that contains the problems of a split, perhaps among others."""
         whose = Split.HELDOUT if split is Split.HELDOUT else Split.TRAIN
         return whose if whose in self._sources else next(iter(self._sources))
 
     def _is_cut(self, split: Split) -> bool:
-        """Whether a split is a part of its source."""
+        """Return whether a split is only a part of its source."""
         if len(self._sources) == 1 or split is Split.VALIDATION:
             return True
         return split is Split.TRAIN and self._config.validation_fraction > 0
 
     def _read(self, split: Split) -> tuple[Problem, ...]:
-        """The problems of a source; of the hub's training problems those that ask what is not held out there.
+        """Read the problems of a source. Hub training problems whose question is held out there are removed.
 
-        Files are taken as they are.
+        Files are used as they are.
         """
         found = posed_rows(self._sources[split], self._pose, self.remarks)
         if split is Split.HELDOUT or not isinstance(self._sources.get(Split.HELDOUT), HubSplit):
@@ -168,52 +168,52 @@ class Dataset:
 
 
 class DataTask:
-    """What tasks have in common whose problems are data: a subclass says where they are, and how a row is posed."""
+    """Base of tasks with loaded problems: a subclass defines their source and how a row becomes a problem."""
 
     name: str
-    """The task's."""
+    """The task's name."""
     hub: ClassVar[Mapping[Split, HubSplit]]
-    """Where they are on the hub."""
+    """Sources on the hub."""
     example_row: ClassVar[Mapping[str, Any]]
-    """The columns of a row of our own."""
+    """The columns of a built-in example row."""
 
     def __init__(self, config: DataConfig) -> None:
-        """Read nothing yet."""
+        """Store the config without reading any data."""
         self._dataset = Dataset(self.name, config, self.hub, self._pose)
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """As `Dataset.problems`."""
+        """Return the same as `Dataset.problems`."""
         return self._dataset.problems(split, count, seed)
 
     def size(self, split: Split) -> int | None:
-        """As `Dataset.size`."""
+        """Return the same as `Dataset.size`."""
         return self._dataset.size(split)
 
     def at_most(self, split: Split) -> int:
-        """As `Dataset.at_most`."""
+        """Return the same as `Dataset.at_most`."""
         return self._dataset.at_most(split)
 
     def remarks(self) -> list[str]:
-        """What was left out of the data that has been read, in sentences."""
+        """Return sentences on what was left out of the data read so far."""
         return self._dataset.remarks
 
     def example(self) -> Problem:
-        """One of ours, which needs no data."""
+        """Return a built-in example, which needs no data."""
         return self._pose(Row(place="the example", fields=self.example_row))
 
     def _pose(self, row: Row) -> Problem:
-        """The problem of a row. Raises ValueError, in one sentence with its place, for what is none."""
+        """Return the problem of a row. Raises ValueError, with the row's place, if it is not a problem."""
         raise NotImplementedError
 
 
 def posed_rows(source: Path | HubSplit, pose: Callable[[Row], Problem], remarks: list[str]) -> tuple[Problem, ...]:
-    """The problems of the rows of a source. Of equal ones the first is kept; what that leaves out becomes a remark.
+    """Return the problems of a source's rows. Of equal ones the first is kept; a remark reports the others.
 
-    Raises ValueError, in one sentence, where the source cannot be had or a row is no problem.
+    Raises ValueError if the source cannot be read or a row is not a problem.
     """
     problems: dict[str, Problem] = {}
     places: dict[str, str] = {}
-    # Of the rows that were posed: published sets have some a hundred times, and a look is cheaper than a problem.
+    # Hashes of the rows so far. Published sets repeat some rows a hundred times, and a hash is cheaper than a problem.
     seen: dict[bytes, tuple[str, bool]] = {}
     repeats, contradictions, num_rows = _Found(), _Found(), 0
     for row in rows_of(source):
@@ -241,9 +241,9 @@ class _Found:
     """Rows that repeat a problem in one way."""
 
     count: int = 0
-    """How many."""
+    """Number of such rows."""
     places: tuple[str, str] = ("", "")
-    """Where the first of them is, and where the problem was before."""
+    """Place of the first such row, and of the problem that it repeats."""
 
     def add(self, row: Row, before: str) -> None:
         if not self.count:
@@ -252,10 +252,10 @@ class _Found:
 
 
 def _left_out(source: Path | HubSplit, num_rows: int, repeats: _Found, contradictions: _Found) -> str:
-    """What a user is told of rows that repeat a problem."""
+    """Return the remark on rows that repeat a problem."""
 
     def first(found: _Found) -> str:
-        # The sentence begins with the source.
+        # The sentence already begins with the source.
         place, before = (place.removeprefix(f"{source}, ") for place in found.places)
         return f"first {place} (as {before})"
 
@@ -268,7 +268,7 @@ def _left_out(source: Path | HubSplit, num_rows: int, repeats: _Found, contradic
 
 
 def chosen(found: Sequence[Problem], *, task: str, split: Split, count: int, seed: int) -> list[Problem]:
-    """The first `count` of them in the order of a seed. Raises ValueError, in one sentence, where there are fewer."""
+    """Return the first `count` problems in the order of a seed. Raises ValueError if there are fewer."""
     if count > len(found):
         raise TooFewProblemsError(task=task, split=split, available=len(found), count=count)
     shuffled = list(found)
@@ -277,20 +277,20 @@ def chosen(found: Sequence[Problem], *, task: str, split: Split, count: int, see
 
 
 def unshuffled(problems: Sequence[Problem], *, task: str, split: Split, seed: int) -> list[Problem]:
-    """All problems of a split in the order of their file, from that of a seed: what undoes `chosen`."""
+    """Restore the file order of all problems of a split from that of a seed: the inverse of `chosen`."""
     order = list(range(len(problems)))
     rng_for(f"{task}/{split}/{seed}").shuffle(order)
     return [problem for _, problem in sorted(zip(order, problems, strict=True), key=lambda pair: pair[0])]
 
 
 def problem_id(task: str, question: str, *tests: str) -> str:
-    """The id of the problem that asks a question, and is tested so: equal for equal ones, whatever file has them."""
+    """Return the id of a problem with this question and these tests, independent of the file that it comes from."""
     asked = f"{task}/{_hash(question.strip())}"
     return f"{asked}-{_hash(json.dumps(tests))}" if tests else asked
 
 
 def question_of(problem_id: str) -> str:
-    """The same of all problems that ask one question: what splits are made by."""
+    """Return the part of an id that all problems with the same question share, by which splits are made."""
     return problem_id.partition("-")[0]
 
 

@@ -1,6 +1,6 @@
-"""What SFT trains on: conversations with their answer, or plain texts.
+"""SFT data: conversations with their answers, or plain texts.
 
-A file of rows, as `rewards.data.rows` reads them; each has one of these, and whatever else it likes:
+A file of rows, as `rewards.data.rows` reads them. Each has one of these, and possibly other columns:
 
     {"messages": [{"role": "user", "content": ...}, ..., {"role": "assistant", "content": ...}]}
     {"prompt": ..., "completion": ...}      each a text, or a list of turns
@@ -31,25 +31,25 @@ _KINDS = "messages, prompt and completion, text, or s1K's question, thinking_tra
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demonstration:
-    """A conversation and its right continuation, or a plain text."""
+    """A conversation and its correct continuation, or a plain text."""
 
     messages: tuple[Message, ...]
-    """The conversation that the policy continues; empty of a plain text."""
+    """The conversation that the policy continues; empty for a plain text."""
     completion: str
-    """What it should say, or the text."""
+    """The correct continuation, or the text."""
     place: str
-    """File and line, for sentences about it."""
+    """File and line, for error messages."""
 
     @property
     def is_text(self) -> bool:
-        """Whether it is a text that nothing stands before."""
+        """Whether it is a plain text without a conversation."""
         return not self.messages
 
 
 def read_demonstrations(path: Path) -> list[Demonstration]:
-    """The demonstrations of a file of rows, or the documents of text files, in order.
+    """Return the demonstrations of a file of rows, or the documents of text files, in order.
 
-    Raises ValueError, in one sentence with file and line, for a row that is no demonstration, and as `rows_of`.
+    Raises ValueError with file and line if a row is not a demonstration, and as `rows_of`.
     """
     read = [_read(row) for row in _rows(path) if not _is_blank(row.fields)]
     if not read:
@@ -63,7 +63,7 @@ def _rows(path: Path) -> Iterable[Row]:
 
 
 def _is_blank(fields: Mapping[str, Any]) -> bool:
-    """Whether it is a paragraph break: collections of texts by lines (WikiText) have such rows."""
+    """Return whether it is a paragraph break: text collections split by lines (WikiText) have such rows."""
     return [*fields] == ["text"] and fields["text"] is not None and not str(fields["text"]).strip()
 
 
@@ -97,7 +97,7 @@ def _from_prompt(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:
 
 
 def _completion(value: object) -> str:
-    """The answer to train on: a text, or the one turn of a list."""
+    """Return the answer to train on: a text, or the only turn of a list."""
     if not isinstance(value, list):
         return text_of(value, "completion", "the answer to train on")
     turns = turns_of(value, "has the assistant's answer", "completion")

@@ -1,4 +1,4 @@
-"""Drawing problems that are all different, in an order that a seed determines."""
+"""Random generation of distinct problems, in an order determined by a seed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _MAX_MISSES = 100_000
 
 
 def rng_for(key: str) -> Random:
-    """A generator that is determined by `key`, equal in every process."""
+    """Return a generator that is determined by `key` and equal in every process."""
     return Random(key)  # noqa: S311 (problems are no secrets; seeding by str goes through SHA-512, not through `hash`)
 
 
 def draw_distinct(
     draw: Callable[[Random], Problem | None], *, task: str, split: Split, count: int, seed: int
 ) -> list[Problem]:
-    """The first `count` problems with different ids that `draw` gives; None from it is a rejected draw.
+    """Return the first `count` problems with different ids from `draw`, which returns None to reject a sample.
 
-    A smaller count gives a prefix of what a larger one gives. Raises ValueError when 100,000 draws in a row bring
-    nothing new: the split is then exhausted, but perhaps for a few problems that are very rare.
+    A smaller count gives a prefix of what a larger one gives. Raises ValueError if 100,000 samples in a row bring
+    nothing new: the split is then exhausted, except perhaps for a few very rare problems.
     """
     rng = rng_for(f"{task}/{split}/{seed}")
     problems: dict[str, Problem] = {}
@@ -39,10 +39,10 @@ def draw_distinct(
 
 
 class TooFewProblemsError(ValueError):
-    """A split has fewer problems than were asked for; in one sentence, how many it has."""
+    """A split has fewer problems than requested; the message says how many it has."""
 
     def __init__(self, *, task: str, split: Split, available: int, count: int) -> None:
-        """`available` of `count` problems are there."""
+        """Report that only `available` of `count` problems exist."""
         super().__init__(
             f"the {split} split of {task} has {available} problems with this config, but {count} were asked for"
         )

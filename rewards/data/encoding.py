@@ -1,13 +1,13 @@
-"""The text of files that people hand to d1, whatever mark their editor puts before it."""
+"""Decoding of user-supplied text files, with or without a byte order mark."""
 
 from __future__ import annotations
 
 import codecs
 
 MARK = "\ufeff"
-"""A byte order mark, decoded."""
+"""A decoded byte order mark."""
 
-# The marks of UTF-32 come first: that of its little-endian form begins with UTF-16's.
+# UTF-32 comes first, because its little-endian mark begins with that of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -18,16 +18,16 @@ _MARKS = (
 
 
 def decoded(data: bytes) -> str:
-    """The text of a file, without its byte order mark: UTF-8, or the UTF-16 or UTF-32 that the mark announces.
+    """Return the text of a file without its byte order mark: UTF-8, or UTF-16 or UTF-32 if the mark says so.
 
-    Raises ValueError, in one clause that begins with the place, for bytes that are no such text.
+    Raises ValueError for other bytes, with a clause that begins with the place.
     """
     mark, encoding = next(((mark, name) for mark, name in _MARKS if data.startswith(mark)), (b"", "utf-8"))
     if not mark and b"\0" in data:
         line_number = data.count(b"\n", 0, data.index(b"\0")) + 1
         raise ValueError(f"line {line_number} has a NUL character, as UTF-16 without its mark has; save it as UTF-8")
     try:
-        # Programs that do not know the mark write it once more.
+        # Programs that do not know the mark may add a second one.
         return data[len(mark) :].decode(encoding).lstrip(MARK)
     except UnicodeDecodeError as error:
         if encoding != "utf-8":

@@ -1,4 +1,4 @@
-"""Files of rows: JSON lines, JSON, CSV and Parquet."""
+"""Readers for files of rows: JSON lines, JSON, CSV and Parquet."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
 FILE_KINDS = "*.jsonl, *.json, *.csv, *.tsv or *.parquet, all but the last also with .gz"
-"""What can be read, for sentences."""
+"""The supported file types, for error messages."""
 
-# Rows of Parquet that are Python's objects at a time.
+# Rows of Parquet that are converted to Python objects at a time.
 _BATCH_ROWS = 1024
-# What files of other kinds begin with, whatever their names are.
+# Signatures of unsupported file types, whatever the file's name.
 _FOREIGN = {
     b"PK\x03\x04": "is a workbook of Excel or a zip archive; save it as CSV UTF-8",
     b"version https://git-lfs": "is what Git LFS has in place of the file; fetch the file with `git lfs pull`",
 }
 _GZIP = b"\x1f\x8b"
-# What Excel and PowerShell know to read above the names of a CSV file.
+# Lines above the column names of a CSV file, as written by Excel and PowerShell.
 _PREAMBLE = re.compile(r"(?:\"?sep=(?P<delimiter>[^\"\n])\"?|\"?#TYPE [^\r\n]*)(?:\r\n?|\n)", re.IGNORECASE)
 
 
 def suffix_of(path: Path) -> str:
-    """The kind of a file by its name, in small letters: `.csv` of `X.CSV.gz`."""
+    """Return the lower-case suffix of a file without `.gz`: `.csv` for `X.CSV.gz`."""
     return (path.with_suffix("") if path.suffix.lower() == ".gz" else path).suffix.lower()
 
 
 def file_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, in order. Raises ValueError, in one sentence, where it cannot be read or is no rows."""
+    """Yield the rows of a file in order. Raises ValueError if it cannot be read or does not contain rows."""
     with _readable(path):
         match suffix_of(path):
             case ".jsonl" | ".ndjson":
@@ -56,14 +56,14 @@ def file_rows(path: Path) -> Iterator[Row]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, of one that is packed by gzip too. Raises ValueError, in one sentence, for what is none."""
+    """Return the text of a file, which may be compressed by gzip. Raises ValueError if it is not text."""
     with _readable(path):
         return _text(path)
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Within the block a file that cannot be read, or is of another kind than its name says, raises ValueError."""
+    """Raise ValueError within the block for a file that cannot be read, or has another type than its name says."""
     try:
         with path.open("rb") as file:
             head = file.read(max(map(len, _FOREIGN)))
@@ -87,15 +87,15 @@ def _numbered(path: Path, rows: Iterable[Any], unit: str = "row") -> Iterator[Ro
 
 
 def _json_lines(path: Path, text: str) -> Iterator[Any]:
-    """The value of each line, None for an empty one."""
+    """Yield the value of each line, None for an empty one."""
     for number, line in enumerate(text.split("\n"), start=1):
-        # Files that are joined bring their marks along.
+        # Concatenated files keep their byte order marks.
         unmarked = line.lstrip(MARK)
         yield _parsed(unmarked, f"{path}, line {number}") if unmarked.strip() else None
 
 
 def _json(path: Path, text: str) -> Iterator[Row]:
-    """The rows of a list of objects, or of objects on lines, which go by this name as well."""
+    """Yield the rows of a list of objects, or of objects on lines, for which the suffix is also used."""
     first = text.lstrip().partition("\n")[0]
     if first.startswith("{") and _is_json(first) and text.strip() != first.strip():
         yield from _numbered(path, _json_lines(path, text), unit="line")
@@ -120,18 +120,18 @@ def _parsed(text: str, place: str) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"{place} is not JSON: {error.msg} at character {error.colno}") from error
     except (RecursionError, ValueError) as error:
-        # Nested thousands deep, or a number of thousands of digits.
+        # Nested too deeply, or a number with too many digits.
         raise ValueError(f"{place} is not JSON that can be read: {error}") from error
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[dict[str, str | None] | None]:
-    """The cells of each row by the first line's names; None for a row without any, as spreadsheets leave them."""
+    """Yield each row as a dict by the names in the first line; None for a blank row, as spreadsheets leave them."""
     preamble = _PREAMBLE.match(text)
     text = text[preamble.end() :] if preamble else text
     delimiter = (preamble and preamble["delimiter"]) or _delimiter(text)
-    # Who writes `prompt, answer` writes the rows so as well.
+    # If the header has spaces after delimiters, so do the rows.
     is_spaced = f"{delimiter} " in text.partition("\n")[0]
-    # Without `strict` a quote that is never closed would make one cell of the rest of the file.
+    # Without `strict`, an unclosed quote would turn the rest of the file into one cell.
     cells = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=is_spaced, strict=True)
     try:
         names = [name.strip().lstrip(MARK) for name in next((row for row in cells if row), [])]
@@ -156,7 +156,7 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def _delimiter(text: str) -> str:
-    """What divides the names in the first line: commas; without any, semicolons or tabs, as spreadsheets write."""
+    """Return the delimiter of the first line: a comma, or else a semicolon or tab, as spreadsheets write."""
     first = text.lstrip("\r\n").partition("\n")[0]
     return next((delimiter for delimiter in ",;\t" if delimiter in first), ",")
 
@@ -175,7 +175,7 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 
 def _in_short_decimals(batch: RecordBatch) -> RecordBatch:
-    """The rows with 0.1 in a column of float32, where Python would have 0.10000000149011612."""
+    """Convert float32 columns to their shortest decimals: 0.1 instead of 0.10000000149011612."""
     import pyarrow as pa
 
     for index, field in enumerate(batch.schema):

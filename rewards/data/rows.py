@@ -1,4 +1,4 @@
-"""Rows of data: what they are, and where in a row a value is."""
+"""Rows of data, and lookup of nested values by dotted path."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ _DEEPEST = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row, and where it stands."""
+    """One row and its place."""
 
     place: str
-    """File (or dataset and split) and line, for sentences about it."""
+    """File (or dataset and split) and line, for error messages."""
     fields: Mapping[str, Any]
     """Its columns."""
 
     def text(self, column: str) -> str:
-        """The text in a column. Raises ValueError, in one sentence, where the column is missing, no text or empty."""
+        """Return the text in a column. Raises ValueError if the column is missing, not a text, or empty."""
         value = self.value(column)
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{self.place}: {column} is {shown(value)}; it should be a text that says something")
         return value
 
     def value(self, column: str) -> Any:
-        """What a column holds. Raises ValueError, in one sentence, where the row has no such column."""
+        """Return the content of a column. Raises ValueError if the row has no such column."""
         if column not in self.fields:
             raise ValueError(f"{self.place} has no column {column}; its columns are {_names(self.fields)}")
         return self.fields[column]
 
 
 def value_at(fields: Mapping[str, Any], path: str) -> Any:
-    """What a row has at a dotted path, such as `reward_model.ground_truth` or `answers.text.0`.
+    """Return the value at a dotted path, such as `reward_model.ground_truth` or `answers.text.0`.
 
-    A column whose own name has dots comes before a path; a part that is a number counts the entries of a list; a text
-    that is JSON is read as what it says. None where something on the way is null.
-    Raises ValueError, in one sentence without its place, where there is no such path.
+    A column whose own name has dots takes precedence over a path. A numeric part indexes a list. A text that is JSON is
+    parsed. Returns None if something on the way is null. Raises ValueError, without the row's place, if there is no
+    such path.
     """
     found = _at(fields, path)
     if not isinstance(found, _Missing):
@@ -53,7 +53,7 @@ def value_at(fields: Mapping[str, Any], path: str) -> Any:
 
 
 def leaves(fields: Mapping[str, Any], depth: int = _DEEPEST) -> Iterator[tuple[str, str]]:
-    """The path and the own name of each value that is not null, those of the row itself before nested ones."""
+    """Yield the path and the name of each value that is not null; those of the row itself come before nested ones."""
     nested = []
     for name, value in fields.items():
         if isinstance(value, Mapping):
@@ -66,7 +66,7 @@ def leaves(fields: Mapping[str, Any], depth: int = _DEEPEST) -> Iterator[tuple[s
 
 
 def shown(value: object) -> str:
-    """A value as it fits into a sentence."""
+    """Return a value as short text for an error message."""
     if value is None:
         return "missing"
     text = json.dumps(value, default=str)
@@ -75,16 +75,16 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Missing:
-    """Where a path ends too early."""
+    """The position where a path ends too early."""
 
     parent: str
-    """The path up to there; empty for the row."""
+    """The path to that position; empty for the row itself."""
     part: str
-    """The part that is not there."""
+    """The part of the path that does not exist."""
     has: str
-    """What is there in its place; empty for nothing."""
+    """What exists instead; empty for nothing."""
     value: Any = None
-    """What stands at `parent`, where that has no parts."""
+    """The value at `parent`, if it has no parts."""
 
 
 def _at(value: Any, path: str, parent: str = "") -> Any:
@@ -105,7 +105,7 @@ def _in_list(value: list[Any], path: str, parent: str) -> Any:
 
 
 def _in_columns(value: Mapping[str, Any], path: str, parent: str) -> Any:
-    """What is inside of the column with the longest name that the path begins with."""
+    """Look a path up in the column with the longest name that is a prefix of it."""
     parts = path.split(".")
     heads = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
     found = [_at(value[head], path[len(head) + 1 :], _joined(parent, head)) for head in heads if head in value]
@@ -114,7 +114,7 @@ def _in_columns(value: Mapping[str, Any], path: str, parent: str) -> Any:
 
 
 def json_in(text: str) -> Any:
-    """The list or object that a text is as JSON; the text itself where it is none."""
+    """Parse a text that is a JSON list or object; any other text is returned as it is."""
     if not text.lstrip().startswith(("[", "{")):
         return text
     try:

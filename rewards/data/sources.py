@@ -1,4 +1,4 @@
-"""Where rows come from: a file, a directory, or a dataset of the hub."""
+"""Sources of rows: a file, a directory, or a dataset of the hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from rewards.data.files import file_rows, suffix_of
 from rewards.data.rows import Row
 
-# The suffixes of files, which no dataset is named by.
+# File suffixes, which no dataset name ends with.
 _OF_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".zip", ".xlsx", ".arrow")
 _NAME = r"[A-Za-z0-9][\w.-]*"
 _HUB = re.compile(rf"(?P<repo>{_NAME}/{_NAME})(?:/(?P<config>[\w.-]+))?(?::(?P<split>.+))?")
@@ -30,21 +30,21 @@ class HubSplit:
     split: str
     """Which split."""
     config: str | None = None
-    """Which of the dataset's configs, where it has several."""
+    """The dataset's config, if it has several."""
     num_rows: int | None = None
-    """How many problems it has as published, to be said without fetching it: its rows, less those to train on that ask
-    what is held out. None where nobody has counted."""
+    """Number of problems as published, known without downloading: its rows, minus training rows whose question is held
+    out. None if unknown."""
 
     def __str__(self) -> str:
         return f"{self.repo}{f'/{self.config}' if self.config else ''}, split {self.split}"
 
 
 def rows_of(source: Path | HubSplit) -> Iterator[Row]:
-    """All rows of a source, in order.
+    """Return all rows of a source in order.
 
-    A path is a file, a directory, or what is on the hub: `org/name`, `org/name/config`. The last two may have a split
-    behind them, as in `org/name:test`; without one it is `train`.
-    Raises ValueError, in one sentence, where it cannot be had, is no rows, or has none.
+    A path is a file, a directory, or a dataset of the hub: `org/name`, `org/name/config`. The last two may be followed
+    by a split, as in `org/name:test`; the default is `train`. Raises ValueError if the source cannot be read, does not
+    contain rows, or is empty.
     """
     found = source if isinstance(source, HubSplit) else _found(source)
     rows = _hub_rows(found, is_named=found is not source) if isinstance(found, HubSplit) else file_rows(found)
@@ -55,14 +55,14 @@ def rows_of(source: Path | HubSplit) -> Iterator[Row]:
 
 
 def from_anywhere(path: Path) -> Path:
-    """The path that means the same in a process with another current directory; what is on the hub stays as it is."""
+    """Return a path that is valid in a process with another current directory. Hub names stay as they are."""
     found = _found(path)
     is_here = not isinstance(found, HubSplit) or Path(found.repo).is_dir()
     return path.absolute() if is_here else path
 
 
 def _found(path: Path) -> Path | HubSplit:
-    """What a path says: a file, or a split."""
+    """Resolve a path to a file or a split."""
     if path.is_dir():
         return HubSplit(repo=str(path), split="train")
     if path.exists() or suffix_of(path) in _OF_FILES:
@@ -77,15 +77,15 @@ def _found(path: Path) -> Path | HubSplit:
 
 
 def _hub_rows(source: HubSplit, *, is_named: bool) -> Iterator[Row]:
-    """The rows of a split, which a path names or a task."""
-    # Slow to import, and needed only where no file is given.
+    """Return the rows of a split. `is_named`: whether the user gave it as a path, not the task."""
+    # Slow to import, and needed only if no file is given.
     import datasets
 
     datasets.disable_progress_bars()
     try:
         return _loaded(source)
     except Exception as error:
-        # It raises its own, the hub's, the network's and pyarrow's errors.
+        # `datasets` raises its own, the hub's, the network's and pyarrow's errors.
         sentence = f"the dataset {source} cannot be loaded: {_why(error)}"
         if not is_named:
             sentence += "; a local file can take its place"
@@ -102,7 +102,8 @@ def _loaded(source: HubSplit) -> Iterator[Row]:
         saved = datasets.load_from_disk(source.repo)
         return _numbered(source, _of(source, saved) if isinstance(saved, datasets.DatasetDict) else saved)
     if directory.is_dir():
-        # `datasets` says which files a split has. It would guess types: 7 for "007", a time for "2024-01-01".
+        # `datasets` resolves which files a split has. Its own loader would guess types: 7 for "007", a time for
+        # "2024-01-01".
         files = datasets.load_dataset_builder(source.repo, source.config).config.data_files
         return chain.from_iterable(file_rows(Path(name)) for name in _of(source, files))
     return _numbered(source, datasets.load_dataset(source.repo, source.config, split=source.split))
@@ -120,7 +121,7 @@ def _numbered(source: HubSplit, data: Iterable[Any]) -> Iterator[Row]:
 
 
 def _why(error: BaseException) -> str:
-    """One line of an error; of one that only says that something failed, that of its cause."""
+    """Return one line of an error, or of its cause if the error only says that something failed."""
     if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
         return _why(error.__cause__)
     text = str(error).strip() or type(error).__name__

@@ -1,4 +1,4 @@
-"""Which problems are held out, and which are for validation: decided by the solution alone, the same in every run."""
+"""Assignment of problems to splits by a hash of their solution or question, equal in every run."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rewards.problem import Split
 
-# Changing one moves problems across the split, and so spoils every comparison with earlier runs.
+# Changing one moves problems between splits, which invalidates every comparison with earlier runs.
 _SALT = "d1-split-1"
 _VALIDATION_SALT = "d1-validation-1"
 
 
 class SplitConfig(BaseModel):
-    """What the configs of all tasks have in common: what is kept from training beside the held-out problems."""
+    """Settings common to all tasks: how much is kept from training, besides the held-out problems."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Fraction of the solutions that are not held out that is for validation (`evaluation.num_validation`) instead of
-    training."""
+    """Fraction of what is not held out that is used for validation (`evaluation.num_validation`) instead of training,
+    by solution or question."""
 
     @property
     def longest_grade_s(self) -> float:
-        """Seconds that the grading of one completion may take, where its text decides that, as what runs it or compares
-        it is stopped by limits of its own; 0 where grading is reading."""
+        """Maximum seconds to grade one completion, for graders that execute or compare it under limits. 0 if grading is
+        only parsing."""
         return 0.0
 
 
 def is_heldout(key: str, fraction: float) -> bool:
-    """Whether the solution named `key` belongs to the held-out split, into which about `fraction` of all keys fall.
+    """Return whether the solution or question `key` is held out; about `fraction` of all keys are.
 
     A pure function of its arguments: it depends on no seed, process or Python version. Every key that is held out at
     one fraction is held out at each larger one.
@@ -40,14 +40,15 @@ def is_heldout(key: str, fraction: float) -> bool:
 
 
 def split_of(key: str, heldout_fraction: float, validation_fraction: float = 0.0) -> Split:
-    """The split of the solution named `key`, as `is_heldout`; of what is left a fraction is for validation."""
+    """Return the split of the solution or question `key`. Of the keys that are not held out, a fraction is for
+    validation."""
     if is_heldout(key, heldout_fraction):
         return Split.HELDOUT
     return kept_split_of(key, validation_fraction)
 
 
 def kept_split_of(key: str, validation_fraction: float) -> Split:
-    """The same of a solution that is known not to be held out."""
+    """Return the split of a key that is known not to be held out."""
     return Split.VALIDATION if _is_among(key, validation_fraction, _VALIDATION_SALT) else Split.TRAIN
 
 

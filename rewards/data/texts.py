@@ -1,4 +1,4 @@
-"""Plain text as data: text files, and directories of them."""
+"""Plain-text data: text files, and directories of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rewards.data.files import read_text, suffix_of
 from rewards.data.rows import Row
 
 TEXT_SUFFIXES = (".txt", ".md")
-"""Of files of plain text; a directory of them may have directories inside."""
+"""Suffixes of plain-text files. A directory of them may have subdirectories."""
 SEPARATOR = "<|endoftext|>"
-"""Ends a document in a file that has several, as published collections of texts write it."""
+"""Ends a document in a file with several, as in published text collections."""
 _OF_ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
 
 def text_files(path: Path) -> list[Path]:
-    """The files of plain text that a path names, in the order of their names; none where it names rows.
+    """Return the plain-text files at a path, sorted by name; none if the path contains rows.
 
     A directory with a file of rows is a dataset, whose text files describe it.
     """
@@ -29,9 +29,9 @@ def text_files(path: Path) -> list[Path]:
 
 
 def text_rows(path: Path) -> Iterator[Row]:
-    """The documents of a file, each a row with the one column `text`; `SEPARATOR` divides them.
+    """Yield the documents of a file, separated by `SEPARATOR`, each as a row with the single column `text`.
 
-    Raises ValueError, in one sentence, where the file cannot be read or is no text.
+    Raises ValueError if the file cannot be read or is not text.
     """
     texts = [text.strip("\n") for text in read_text(path).split(SEPARATOR)]
     documents = [text for text in texts if text.strip()]

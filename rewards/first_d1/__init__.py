@@ -1,1 +1,1 @@
-"""What the first d1 did, its defects included, so that its numbers can be compared: protocol and reward `d1`."""
+"""Compatibility with the first d1, defects included: rewards and answer parsers of the rules `d1`."""

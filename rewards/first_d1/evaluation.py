@@ -1,7 +1,7 @@
-"""How the first d1's evaluation asks: its prompts, the tag that begins its answers, and which problems it takes.
+"""Prompts, answer prefix and problem selection of the first d1's evaluation.
 
-`eval/{eval,gsm8k,math500,countdown,sudoku}.py` of dllm-reasoning/d1 (Apache-2.0), to the letter.
-Its denoising is greedy in blocks of 32, in half as many steps as there are slots, whatever is asked for.
+Copied verbatim from `eval/{eval,gsm8k,math500,countdown,sudoku}.py` of dllm-reasoning/d1 (Apache-2.0). Its denoising is
+greedy in blocks of 32, in half as many steps as there are slots, whatever its arguments say.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from rewards.data.prompts import D1_MATHS, D1_SUDOKU
 from rewards.problem import Problem
 
 PREFIX = "<reasoning>"
-"""What every answer begins with: it is a part of the prompt."""
+"""Prefix of every answer, as a part of the prompt."""
 LENGTHS = (128, 256, 512)
-"""Slots of a completion that its table has."""
+"""Completion lengths in its results table, in slots."""
 BLOCK_LENGTH = 32
-"""Slots that are denoised together."""
+"""Slots of a denoising block."""
 
 _NUM_PROBLEMS = 256
 _SEED = 42
@@ -35,7 +35,7 @@ _COUNTDOWN = (
 )
 _SYSTEM = {
     "countdown": _COUNTDOWN + _FORMAT,
-    # The two differ in a space, and in a quotation mark with a space and a line break behind it.
+    # As published: the two differ in a space, and in a stray quotation mark followed by a space and a line break.
     "gsm8k": f"{D1_MATHS} \n{_FORMAT}",
     "math500": f'{D1_MATHS}\n{_FORMAT}" \n',
     "sudoku": D1_SUDOKU,
@@ -45,18 +45,20 @@ TASKS = tuple(_SYSTEM)
 
 
 def asked(task: str, problem: Problem) -> str:
-    """The user's turn of a problem of one of `TASKS`, posed in the compact style. The answer's prefix is not in it."""
+    """Return the user's turn for a problem of one of `TASKS` in the compact style, without the answer prefix."""
     return f"{_SYSTEM[task]}\n\n{_question(task, problem)}"
 
 
 def chosen(task: str, problems: Sequence[Problem]) -> list[Problem]:
-    """Those of a test file that it asks, in its order: 256 of Countdown and Sudoku, as NumPy draws them after seed 42;
-    all of the others."""
+    """Return the problems of a test file that it evaluates, in its order.
+
+    These are 256 of Countdown and Sudoku, chosen by NumPy with seed 42, and all of the others.
+    """
     if task not in ("countdown", "sudoku") or len(problems) < _NUM_PROBLEMS:
         return list(problems)
     import numpy as np
 
-    # The legacy generator, whose stream NumPy promises never to change.
+    # The legacy generator: NumPy guarantees that its stream never changes.
     places = np.random.RandomState(_SEED).choice(len(problems), _NUM_PROBLEMS, replace=False)
     return [problems[place] for place in places.tolist()]
 

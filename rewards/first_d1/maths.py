@@ -1,7 +1,7 @@
-"""What the first d1's evaluation reads and calls equal in maths, item by item.
+"""The first d1's evaluation of maths: its answer extraction and its equality test.
 
-Restated from `eval/parse_and_get_acc.py` and `eval/parser_helper.py` (Apache-2.0), their oddities included. Some of
-their regular expressions take quadratic time on hostile text; these find the same in linear time.
+Reimplements `eval/parse_and_get_acc.py` and `eval/parser_helper.py` (Apache-2.0), their oddities included. Some of
+their regular expressions take quadratic time on hostile text; these functions return the same in linear time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BOX = "\\boxed{"
 _CLOSING_OR_LINE_END = re.compile(r"[}\n]")
 _NUMBER = re.compile(r"-?\d+\.?\d*")
 _TRUTH = re.compile(r"####\s*+\$?([\d,]+(?:\.\d+)?)")
-# In d1's order. It removes what a reader does not see, and `\text{ ` is taken for a unit.
+# In d1's order. It removes invisible markup, and takes `\text{ ` for the start of a unit.
 _REMOVED_FIRST = (
     ("\n", ""),
     ("\\!", ""),
@@ -31,15 +31,15 @@ _UNIT = "\\text{ "
 
 
 class _D1RaisesError(Exception):
-    """d1's code raises here, and goes on with the text as it was."""
+    """d1's code raises here; it then continues with the unchanged text."""
 
 
 def gsm8k_number(text: str) -> float | None:
-    r"""The number of a GSM8K completion: `parse_gsm_answers`; None when it has none.
+    r"""Return the number of a GSM8K completion as `parse_gsm_answers` does; None if there is none.
 
-    Of the first `\boxed{...}` of one line with a number: all of it, or the first number in it (`1,000` is 1). Without
-    such a box, of the first `<answer>` that closes: all of it, or the last number in it. Numbers are what Python's
-    `float` reads: `1_000`, `inf` and `nan` are some.
+    From the first `\boxed{...}` on one line that has a number: all of it, or the first number in it (`1,000` is 1).
+    Without such a box, from the first closed `<answer>`: all of it, or the last number in it. Numbers are parsed by
+    Python's `float`, which also accepts `1_000`, `inf` and `nan`.
     """
     for box in _boxes(text):
         found = _float(box)
@@ -55,15 +55,16 @@ def gsm8k_number(text: str) -> float | None:
 
 
 def gsm8k_truth(solution: str) -> float | None:
-    """What d1's evaluation takes as the right number of a row of GSM8K: `extract_answer_gsm8k`; None for `#### -3`."""
+    """Return the reference number of a GSM8K row as d1's `extract_answer_gsm8k` does; None for `#### -3`."""
     match = _TRUTH.search(solution)
     return None if match is None else _float(match.group(1).replace(",", ""))
 
 
 def math_answer(text: str) -> str | None:
-    """The answer of a MATH completion: `parse_math_answers`; None when it has none.
+    """Return the answer of a MATH completion as `parse_math_answers` does; None if there is none.
 
-    The box, or the whole text; where that is empty or its braces never close, what the first closed `<answer>` holds.
+    The box, or else the whole text. If that is empty or its braces never close, the content of the first closed
+    `<answer>`.
     """
     answer = boxed(text)
     if answer:
@@ -73,7 +74,7 @@ def math_answer(text: str) -> str | None:
 
 
 def equivalent(a: str, b: str) -> bool:
-    """Whether d1's `is_equiv` takes two answers for the same: equal once they are spelled its way."""
+    """Return whether d1's `is_equiv` considers two answers equal: they are normalized and compared as strings."""
     try:
         return _respelled(a) == _respelled(b)
     except _D1RaisesError:
@@ -81,7 +82,7 @@ def equivalent(a: str, b: str) -> bool:
 
 
 def _boxes(text: str) -> list[str]:
-    r"""What the `\boxed{...}` hold that close on their line, up to the first closing brace."""
+    r"""Return the contents of all `\boxed{...}` that close on their line, each up to its first closing brace."""
     found = []
     start = text.find(_BOX)
     while start >= 0:
@@ -102,7 +103,7 @@ def _float(text: str) -> float | None:
 
 
 def _respelled(text: str) -> str:
-    """`strip_string`. Raises _D1RaisesError where that raises."""
+    """Normalize a text as `strip_string` does. Raises _D1RaisesError where that raises."""
     for old, new in _REMOVED_FIRST:
         text = text.replace(old, new)
     text = _without_unit(text).replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")

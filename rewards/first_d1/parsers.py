@@ -1,7 +1,7 @@
-"""What the first d1's evaluation takes as a completion's answer, item by item.
+"""The first d1's extraction of answers from completions: boxes, Countdown expressions, Sudoku cells.
 
-Its parsers (`eval/parse_and_get_acc.py`, Apache-2.0) are regular expressions, some of which take quadratic time on
-hostile text, and `eval`. These find the same in linear time, and execute nothing.
+Its parsers (`eval/parse_and_get_acc.py`, Apache-2.0) use `eval`, and regular expressions of which some take quadratic
+time on hostile text. These functions return the same in linear time and execute nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ _FENCE = "```"
 
 
 def boxed(text: str) -> str | None:
-    r"""What the first d1 takes as the boxed answer: `parser_helper.py`, `last_boxed_only_string`, `remove_boxed`.
+    r"""Return the boxed answer as the first d1 extracts it: `parser_helper.py`, `last_boxed_only_string`,
+    `remove_boxed`.
 
-    The braces of the last `\boxed`, or else those of the last `\fbox`, with its command; with a `\boxed ` and a space
-    anywhere, what follows the last of those up to a dollar sign; the whole text when there is no box. None where d1's
-    code raises: the braces never close.
+    If there is a `\boxed ` with a space, the text after the last of those, up to a dollar sign. Otherwise the content
+    of the last `\boxed`, or of the last `\fbox` including its command. The whole text if there is no box. None where
+    d1's code raises because the braces never close.
     """
     spaced = _BOXED + " "
     if spaced in text:
@@ -44,17 +45,17 @@ def boxed(text: str) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """What the first `<answer>` that closes holds, stripped; None when there is none."""
+    """Return the stripped content of the first closed `<answer>`; None if there is none."""
     start = text.find("<answer>")
     end = text.find("</answer>", start + 8)
     return None if start < 0 or end < 0 else text[start + 8 : end].strip()
 
 
 def countdown_expression(text: str) -> str:
-    """The expression of a Countdown completion: `parse_countdown_answers`.
+    """Return the expression of a Countdown completion as `parse_countdown_answers` does.
 
-    The box, or the whole text; LaTeX's operators become Python's; of an equation the left side. d1 looks for tags only
-    where the braces of a box never close.
+    The box, or else the whole text, with LaTeX's operators replaced by Python's, and of an equation only the left side.
+    d1 looks for tags only if the braces of a box never close.
     """
     found = boxed(text)
     if found is None:
@@ -72,10 +73,10 @@ def countdown_expression(text: str) -> str:
 
 
 def sudoku_cells(text: str) -> str:
-    """The cells of a Sudoku completion without white space, not yet cut to 16: `parse_sudoku_answers`.
+    """Return the cells of a Sudoku completion without white space, not yet cut to 16, as `parse_sudoku_answers` does.
 
-    The first of: digits between fences after `<answer>`; what `<answer>` holds, up to an end of any kind; what follows
-    `</answer>`; 16 digits before `</answer>`; 16 digits anywhere. Empty when there is nothing.
+    The first of: digits between fences after `<answer>`; the content of `<answer>`, up to any end marker; the text
+    after `</answer>`; 16 digits before `</answer>`; 16 digits anywhere. Empty if there is none.
     """
     found = _fenced(text) or _answered(text) or _after_answer(text)
     for pattern in (_CLOSED_GRID, _ANY_GRID):

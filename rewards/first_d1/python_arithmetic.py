@@ -1,4 +1,4 @@
-"""Python's arithmetic on what a model writes, as the first d1's `eval` did it, but bounded and without `eval`."""
+"""Bounded evaluation of Python arithmetic without `eval`, for the first d1's Countdown reward."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_CHARS = 256
-"""Longer texts have no value. It bounds depth and time."""
+"""Longer texts have no value, which bounds depth and time."""
 MAX_BITS = 4096
-"""Integers that would have more have no value: `99**99**99` costs nothing."""
+"""Integer powers that would need more bits have no value, so that `99**99**99` costs nothing."""
 
 _ALLOWED = re.compile(r"[\d+\-*/().\s]+")
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -26,10 +26,10 @@ _UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.p
 
 
 def python_value(text: str) -> complex | None:
-    """What Python makes of digits, points, brackets and + - * / ** //; None where it makes no number.
+    """Return Python's value of digits, points, parentheses and + - * / ** //; None if it is no number.
 
-    As `evaluate_equation` of the first d1 (`diffu-grpo/reward_func.py`), but for what is too long or too large: that is
-    None, where d1 computes on. Never raises.
+    The same as `evaluate_equation` of the first d1 (`diffu-grpo/reward_func.py`), except that texts and powers beyond
+    the limits give None instead of being computed. Never raises.
     """
     if len(text) > MAX_CHARS or not _ALLOWED.fullmatch(text):
         return None
@@ -47,7 +47,7 @@ def _value(node: ast.expr) -> Any:
             return _applied(op, _value(left), _value(right))
         case ast.UnaryOp(op=op, operand=operand):
             return _UNARY[type(op)](_value(operand))
-    # An empty pair of brackets, a call.
+    # An empty tuple or a call.
     raise ValueError
 
 

@@ -1,7 +1,8 @@
-"""What the first d1 trains on in maths, its defects included: `diffu-grpo/reward_func.py`, `math500_utils.py`.
+"""The first d1's training rewards for maths, defects included.
 
-Its format expressions do not see line ends, its count of tags charges for length by accident, and its search for a box
-holds a backspace. They are kept, so that curves can be compared; time is linear in the length of the text.
+From `diffu-grpo/reward_func.py` and `math500_utils.py`. Its format expressions do not match across line ends, its tag
+count penalizes length by accident, and its search for a box contains a backspace character. These are kept, so that
+curves can be compared. Time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _TAGS = ["<reasoning>", "</reasoning>", "<answer>", "</answer>"]
 
 
 def gsm8k_parts(text: str, gold: str) -> dict[str, float]:
-    """The five rewards of GSM8K, at most 4.0 together, below 0 for long texts. `gold` is compared as a string."""
+    """Return the five rewards of GSM8K: at most 4.0 in total, negative for long texts. `gold` is compared as a
+    string."""
     answer = text.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     return {
         "xml_count": _xml_count(text),
@@ -28,9 +30,10 @@ def gsm8k_parts(text: str, gold: str) -> dict[str, float]:
 
 
 def math_parts(text: str, gold: str) -> dict[str, float]:
-    r"""The two rewards of MATH: 2 for an answer that `is_equiv` takes, and for the format 0.75 with a tag or 0.25.
+    """Return the two rewards of MATH: 2 for an answer that `is_equiv` accepts, and a format reward of 0.75 or 0.25.
 
-    1 and 0.5 were meant for a box; the code looks for a backspace and `oxed`.
+    The format reward is 0.75 with an answer tag and 0.25 without. 1 and 0.5 were meant for a box, but the code searches
+    for a backspace and `oxed`.
     """
     answer = boxed(text)
     _, tag, rest = text.partition("<answer>")
@@ -42,9 +45,9 @@ def math_parts(text: str, gold: str) -> dict[str, float]:
 
 
 def _xml_count(text: str) -> float:
-    """0.125 for each tag that is there once, less 0.001 for each character after the last.
+    """Return 0.125 for each tag that occurs exactly once, minus 0.001 for each character after the last.
 
-    With nothing after `</answer>` the first of the two charges is for the whole text.
+    Without a line end after `</answer>` the first of the two deductions is for the whole text.
     """
     count = 0.0
     if text.count("<reasoning>\n") == 1:
@@ -53,7 +56,7 @@ def _xml_count(text: str) -> float:
         count += 0.125
     if text.count("\n<answer>\n") == 1:
         count += 0.125
-        # From the left: occurrences that share a line end are one.
+        # `count` searches from the left, so occurrences that share a line end count once.
         *_, rest = text.split("\n</answer>\n")
         count -= len(rest) * 0.001
     if text.count("\n</answer>") == 1:
@@ -63,7 +66,8 @@ def _xml_count(text: str) -> float:
 
 
 def _is_softly_formatted(text: str) -> bool:
-    r"""Whether `<reasoning>.*?</reasoning>\s*<answer>.*?</answer>` matches at the start, each `.*?` within its line."""
+    r"""Return whether `<reasoning>.*?</reasoning>\s*<answer>.*?</answer>` matches at the start, each `.*?` within its
+    line."""
     if not text.startswith("<reasoning>"):
         return False
     first_line_end = _line_end(text, 0)
@@ -71,7 +75,7 @@ def _is_softly_formatted(text: str) -> bool:
     for seam in _SEAM.finditer(text, len("<reasoning>")):
         if seam.start() > first_line_end:
             break
-        # Where a line has been searched in vain, its later seams find nothing either.
+        # If a search to the end of this line has already failed, later seams on it fail too.
         if seam.end() > searched:
             searched = _line_end(text, seam.end())
             if text.find("</answer>", seam.end(), searched) >= 0:
@@ -80,9 +84,9 @@ def _is_softly_formatted(text: str) -> bool:
 
 
 def _is_strictly_formatted(text: str) -> bool:
-    r"""Whether d1's expression for four tags on lines of their own matches: one line of reasoning, one of answer.
+    """Return whether d1's strict format matches: four tags on their own lines, one line of reasoning, one of answer.
 
-    Its `$` also takes a second line end.
+    Its `$` also accepts a second line end.
     """
     lines = text.split("\n", 8)
     return [*lines[:1], *lines[2:4], *lines[5:6]] == _TAGS and lines[6:] in ([""], ["", ""])

@@ -1,4 +1,4 @@
-"""Whether two mathematical expressions mean the same, decided in a process that can be killed."""
+"""Mathematical equivalence of answers, decided by Math-Verify in a worker process that can be killed."""
 
 from rewards.maths.answering import answers, final_term
 from rewards.maths.spelling import respelled, spelled_alike

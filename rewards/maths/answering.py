@@ -1,4 +1,4 @@
-"""Whether an answer answers a question: what an expression that means the same may not do."""
+"""Correctness of a math answer: equivalence to the gold answer, plus checks that equivalence misses."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ _LABEL = re.compile(
     r"(?P<date>[0-9]{4}-[0-9]{1,2}-[0-9]{1,2})|(?P<slashes>[0-9]+(?:/[0-9]+){2,})|(?P<ratio>[0-9]+(?::[0-9]+){2,})"
     r"|(?P<time>[0-9]{1,2}:[0-5][0-9])|(?P<range>[0-9]+-[0-9]+)"
 )
-# The others may be a quotient and a difference.
+# The other kinds may be a quotient or a difference.
 _NO_NUMBER = ("date", "slashes", "ratio")
 _SEVERAL_TERMS = re.compile(r"[-+,=<>]|\\(?:pm|mp|[lg]e|text)")
 _NAME = re.compile(r"(?:\\[a-z]+\s+)?([A-Za-z]{2,})")
-# `abc` may be a product; longer words and words with a letter twice are none.
+# `abc` may be a product. Longer words, and words that repeat a letter, are not.
 _LONGEST_PRODUCT = 4
-# `AB` is `BA`, and `ABC` is no `ACB`.
+# The segment `AB` is `BA`, but the angle `ABC` is not `ACB`.
 _SEGMENT = 2
 _ROMAN = frozenset("IVXLCDM")
-# Something is left to do: a sign between terms, a power, a factorial, or a command that is neither layout nor a name.
+# Unfinished work: a sign between terms, a power, a factorial, or a command that is neither layout nor a name.
 _OPERATION = re.compile(
     r"[+*^!]|(?<=[\w)}])-|\\(?!(?:frac|dfrac|text|mbox|mathrm|pi|infty|circ|begin|end|left|right)(?![a-zA-Z]))[a-zA-Z]+"
 )
 
 
 def final_term(text: str) -> str | None:
-    r"""As `final_answer`, with a sign before a box and a scale behind it, where that is clear: `-\boxed{5}`."""
+    r"""Return the same as `final_answer`, with a sign before a box and a scale after it if they are clear:
+    `-\boxed{5}`."""
     answer, quantity = final_answer(text), final_quantity(text)
     if answer is None or quantity is None or _SEVERAL_TERMS.search(answer):
         return answer
@@ -41,8 +42,10 @@ def final_term(text: str) -> str | None:
 
 
 def answers(verifier: MathVerifier, *, question: str, gold: str, answer: str) -> Verdict:
-    """Whether an answer means what the gold answer means, in the same base, and does not repeat the question. Never
-    raises."""
+    """Judge whether an answer is correct: equivalent to the gold answer, and not just a repetition of the question.
+
+    Also rejects another number base, a set instead of an ordered list, and labels that differ. Never raises.
+    """
     right, given = read_pair(gold, answer)
     if _bases(right.expression, given.expression) > 1:
         return Verdict(detail="the number is in another base")
@@ -57,15 +60,16 @@ def answers(verifier: MathVerifier, *, question: str, gold: str, answer: str) ->
 
 
 def _bases(gold: str, answer: str) -> int:
-    """How many different bases two numbers say they are written in: Math-Verify reads over them."""
+    """Count the different bases that two numbers state: Math-Verify ignores them."""
     found = (_NUMBER_BASE.search(respelled(text)) for text in (gold, answer))
     return len({base.group(1) for base in found if base})
 
 
 def _are_different_labels(gold: str, answer: str) -> bool:
-    """Whether they are other times, dates, ranges or ratios, or have the letters of a word in another order.
+    """Return whether they are different times, dates, ranges or ratios, or words with the same letters in another
+    order.
 
-    To Math-Verify `3:45` is a quotient, as `1:15` is, `10-12` a difference and `listen` a product.
+    Math-Verify reads `3:45` as a quotient, as it does `1:15`, `10-12` as a difference and `listen` as a product.
     """
     one, other = (_LABEL.fullmatch(text.replace(" ", "")) for text in (gold, answer))
     if one and other:
@@ -86,6 +90,6 @@ def _parts(label: str) -> list[int]:
 
 
 def _repeats(question: str, answer: str, expression: str) -> bool:
-    """Whether an answer says what the question says, with the work still to do: `\\sqrt{180}`, to be simplified."""
+    r"""Return whether an answer repeats the question with the work still to do: `\\sqrt{180}`, to be simplified."""
     asked, said = (respelled(text).replace(" ", "") for text in (question, unwrapped(answer)))
     return said in asked and _OPERATION.search(expression) is not None

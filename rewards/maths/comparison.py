@@ -1,7 +1,7 @@
-"""Whether two answers are equal: Math-Verify reads and takes apart, and what is compared here is numbers and terms.
+"""Equality of two math answers: Math-Verify parses them, this module compares numbers and terms.
 
-Math-Verify compares with an absolute tolerance, so that any two small numbers are equal to it. Here numbers are exact:
-decimals are read as the fractions that they are. This module is imported by the process that judges only.
+Math-Verify compares with an absolute tolerance, so that any two small numbers are equal. Here numbers are exact:
+decimals are read as fractions. Imported only by the worker process.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ from sympy import (
 
 from rewards.maths.exact import MAX_BITS, TooLargeError, bits, evaluated, exact, of_percent
 
-# Units and boxes have been read before.
+# Units and boxes have already been removed.
 _SPELLING = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
 _LITERAL = re.compile(r"[0-9]+")
 _PLAIN = re.compile(r"[0-9.]+(?:\^\{?\\circ\}?)?")
 _PROPER = re.compile(r"\\frac\{([0-9]+)\}\{([0-9]+)\}")
-# Numbers that are not rational are equal if they are in this many digits, and in as many more as are in them.
+# Irrational numbers are equal if they agree in this many digits, plus as many as there are bits in their rationals.
 _DIGITS = 50
 _MAX_DIGITS = 4000
-# How far a decimal may be from the irrational number that it stands for, relatively.
+# Relative tolerance between an irrational number and a decimal approximation of it.
 _ROUNDING = Rational(1, 10**6)
 _WORK = (Sum, Product, Integral, Limit, Derivative)
 
 
 def is_right(request: dict[str, Any]) -> bool:
-    """Whether `answer` means what `gold` means. `gold_percent` and `answer_percent`: a percent sign follows."""
+    """Return whether `answer` is equivalent to `gold`. `gold_percent` and `answer_percent`: whether a percent sign
+    follows."""
     gold = _read(request["gold"], request["gold_percent"])
     answer = _read(request["answer"], request["answer_percent"])
     of_gold, of_answer = _assigned(gold[0]), _assigned(answer[0])
@@ -70,7 +71,7 @@ def _is_equal(gold: Any, answer: Any) -> bool:
 
 
 def _assigned(tree: Any) -> dict[Any, Any] | None:
-    """The values of several symbols, of `x=1, y=2` and of `(x, y) = (1, 2)`: Math-Verify sorts them."""
+    """Return the values of several symbols, from `x=1, y=2` or `(x, y) = (1, 2)`; Math-Verify would sort them."""
     if isinstance(tree, FiniteSet) and all(isinstance(part, Eq) for part in tree.args):
         values = {part.lhs: part.rhs for part in sorted(tree.args, key=lambda part: str(part.lhs))}
         return values if 1 < len(values) == len(tree.args) else None
@@ -80,7 +81,7 @@ def _assigned(tree: Any) -> dict[Any, Any] | None:
 
 
 def _elements(tree: Any) -> list[Any]:
-    """The elements of a list in their order. The reader takes a rising pair for an interval."""
+    """Return the elements of a list in order. The parser reads an ascending pair as an interval."""
     if isinstance(tree, Interval) and tree.left_open and tree.right_open:
         return [tree.start, tree.end]
     return list(getattr(tree, "_unsorted_args", tree.args)) if isinstance(tree, Tuple | FiniteSet) else []
@@ -88,25 +89,26 @@ def _elements(tree: Any) -> list[Any]:
 
 @lru_cache(maxsize=256)
 def _read(text: str, percent: bool) -> list[Any]:
-    """The expression, where it can be read and evaluated, and its spelling."""
+    """Return the expression, if it can be parsed and evaluated, and its spelling."""
     latex = normalize_latex(text, _SPELLING)
     spelling = rf"{latex}\%" if percent else latex
     try:
         tree = _parsed_either(latex)
         if any(not one.expr.free_symbols & set(one.variables) for one in tree.atoms(Derivative)):
-            # As of `\\frac{dy}{dx}`, which would be 0.
+            # For example `\\frac{dy}{dx}`, which would evaluate to 0.
             return [spelling]
         tree = exact(convert_to_pct(tree) if percent and isinstance(tree, Expr) else tree)
     except MemoryError:
         raise
     except Exception:
-        # The grammar raises whatever it likes. What it cannot read is compared by its spelling.
+        # The grammar can raise any exception. What it cannot parse is compared by its spelling.
         return [spelling]
     return [tree, spelling]
 
 
 def _parsed_either(latex: str) -> Any:
-    r"""Both values where one `\pm` is inside of a term, as in a fraction: the grammar reads it between terms only."""
+    r"""Return both values if one `\pm` is inside a term such as a fraction: the grammar supports it only between
+    terms."""
     try:
         return _parsed(latex)
     except TooLargeError:
@@ -119,7 +121,7 @@ def _parsed_either(latex: str) -> Any:
 
 def _parsed(latex: str) -> Any:
     last = get_last_eq(latex)
-    # The first mode is several times as fast; where it reads anything, it reads what the other does.
+    # SLL is several times faster than LL, and gives the same result wherever it succeeds.
     tries = [(text, mode) for text in dict.fromkeys((latex, last)) for mode in (PredictionMode.SLL, PredictionMode.LL)]
     for text, mode in tries[:-1]:
         try:
@@ -133,7 +135,7 @@ def _parsed(latex: str) -> Any:
 
 
 class _Reader(_Latex2Sympy):
-    """Math-Verify's reader, with exact decimals, and with `2(3)` as a product: it takes that for a mixed number."""
+    """Math-Verify's parser, with exact decimals, and `2(3)` as a product instead of a mixed number."""
 
     def __init__(self, latex: str, mode: Any) -> None:
         super().__init__(is_real=not math_verify.should_treat_as_complex(latex))
@@ -151,7 +153,7 @@ class _Reader(_Latex2Sympy):
         return Rational(digits) * Rational(10) ** int(exponent or 0)
 
     def convert_interval(self, expr: Any) -> Any:
-        # Its ends are compared there; evaluating them first raises TooLargeError where that would not end.
+        # The parent compares its ends. Evaluating them first raises TooLargeError if that would take too long.
         for end in expr.expr():
             evaluated(self.convert_expr(end))
         return super().convert_interval(expr)
@@ -171,7 +173,7 @@ class _Reader(_Latex2Sympy):
     def convert_func(self, func: Any) -> Any:
         if func.FUNC_SQRT() and func.root:
             base, root = evaluated(self.convert_expr(func.base)), self.convert_expr(func.root)
-            # It takes the complex one.
+            # The parent takes the complex root.
             if base.is_negative and root.is_odd:
                 return -((-base) ** (1 / root))
         return super().convert_func(func)
@@ -180,7 +182,7 @@ class _Reader(_Latex2Sympy):
         first = self.convert_postfix(arr[i])
         is_followed = i + 1 < len(arr) and _LITERAL.match(arr[i + 1].getText())
         if is_followed and (isinstance(first, Symbol) or _PLAIN.fullmatch(arr[i].getText())):
-            # It would make the same product of `5 feet 3` and `3 feet 5`.
+            # The parent would read `5 feet 3` and `3 feet 5` as the same product.
             raise ValueError("a number stands behind a number, a word or a symbol")
         if i == len(arr) - 1 or not isinstance(first, Expr):
             return super().convert_postfix_list(arr, i)
@@ -198,7 +200,7 @@ class _Reader(_Latex2Sympy):
 
 
 def _same_value(gold: Any, answer: Any, *_: Any) -> bool:
-    """Whether two numbers or matrices are equal; of terms with symbols, whether they are the same term."""
+    """Return whether two numbers or matrices are equal; terms with symbols only if they are the same term."""
     if isinstance(gold, MatrixBase) and isinstance(answer, MatrixBase):
         return gold.shape == answer.shape and all(
             _same_value(one, other) or _same_term(one, other)
@@ -216,23 +218,23 @@ def _same_value(gold: Any, answer: Any, *_: Any) -> bool:
 
 
 def _same_share(gold: Expr, answer: Expr) -> bool:
-    """Whether two numbers are equal, one of which has a percent sign, which may be left out."""
+    """Return whether two numbers are equal, one of which has a percent sign, which may be omitted."""
     of_gold, of_answer = of_percent(gold), of_percent(answer)
     if of_gold is not None:
         return _same_value(of_gold, answer) or _same_value(of_gold / 100, answer)
-    # Up to 1 the right answer may be a share, and 0.5% is not 0.5.
+    # Up to 1 the gold answer may be a fraction of 1, and 0.5% is not 0.5.
     may_be_left_out = gold.is_number and bool(abs(gold) > 1)
     return _same_value(gold, of_answer / 100) or (may_be_left_out and _same_value(gold, of_answer))
 
 
 def _same_term(gold: Any, answer: Any) -> bool:
-    """Whether two terms with symbols are equal for all of their values."""
+    """Return whether two terms with symbols are equal for all values of the symbols."""
     if isinstance(gold, MatrixBase) or isinstance(answer, MatrixBase):
         return False
     if gold.is_number and answer.is_number:
         return False
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    # Where they differ at one place they are not equal; terms of high degree cannot be simplified at all.
+    # Terms that differ at one point are not equal. `simplify` alone fails for terms of high degree.
     values = {symbol: Rational(2 * index + 3, 7 + index) for index, symbol in enumerate(symbols)}
     at_gold, at_answer = (term.evalf(_DIGITS, subs=values) for term in (gold, answer))
     if at_gold.is_number and at_answer.is_number and not _are_close(at_gold, at_answer, _DIGITS):
@@ -241,7 +243,7 @@ def _same_term(gold: Any, answer: Any) -> bool:
 
 
 def _same_number(gold: Expr, answer: Expr) -> bool:
-    """Whether two numbers are equal. Rational ones exactly, others in many digits."""
+    """Return whether two numbers are equal: rational ones exactly, others in many digits."""
     if isinstance(gold, Rational) and isinstance(answer, Rational):
         return bool(gold == answer)
     if not (gold.is_finite is not False and answer.is_finite is not False):
@@ -256,13 +258,13 @@ def _same_number(gold: Expr, answer: Expr) -> bool:
 
 
 def _are_close(gold: Expr, answer: Expr, digits: int) -> bool:
-    """Whether two numbers are equal but for the last ten of so many digits."""
+    """Return whether two numbers agree in all but the last ten of `digits` digits."""
     one, other = gold.evalf(digits), answer.evalf(digits)
     return bool(Abs(one - other).evalf(digits) <= Rational(1, 10 ** (digits - 10)) * Abs(other))
 
 
 def _is_rounded(gold: Expr, answer: Expr) -> bool:
-    """Whether one of two numbers is irrational and the other a decimal for it."""
+    """Return whether one number is irrational and the other a decimal approximation of it."""
     decimal, number = (gold, answer) if isinstance(gold, Rational) else (answer, gold)
     if not isinstance(decimal, Rational) or isinstance(number, Rational):
         return False
@@ -271,7 +273,7 @@ def _is_rounded(gold: Expr, answer: Expr) -> bool:
 
 
 def _done(term: Any) -> Any:
-    """The term with its sums, limits and integrals worked out."""
+    """Evaluate the sums, products, limits, integrals and derivatives in a term."""
     return term.doit() if term.has(*_WORK) else term
 
 

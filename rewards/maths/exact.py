@@ -1,4 +1,7 @@
-"""The numbers of an expression, evaluated exactly and within bounds. Imported by the process that judges only."""
+"""Exact and bounded evaluation of the numbers in a sympy expression.
+
+Imported only by the worker process.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ from sympy import (
 from sympy.core.relational import Relational
 
 MAX_BITS = 1 << 17
-"""Larger numbers are not evaluated: 39,000 digits, and 9,999! has fewer."""
+"""Larger numbers are not evaluated. This is 39,000 digits; 9,999! has fewer."""
 HUNDREDTH = UnevaluatedExpr(Rational(1, 100))
-"""What Math-Verify multiplies a number with before a percent sign."""
+"""The factor by which Math-Verify represents a percent sign."""
 
 
 class TooLargeError(Exception):
@@ -54,13 +57,13 @@ def exact(tree: Any) -> Any:
 
 
 def of_percent(tree: Any) -> Any:
-    """The number before a percent sign; None without one."""
+    """Return the number before a percent sign; None without one."""
     is_percent = isinstance(tree, Mul) and len(tree.args) == 2 and tree.args[1] == HUNDREDTH
     return tree.args[0] if is_percent else None
 
 
 def evaluated(tree: Any) -> Any:
-    """A term with all its rational numbers evaluated. Raises TooLargeError."""
+    """Return a term with all its rational numbers evaluated. Raises TooLargeError."""
     if isinstance(tree, MatrixBase):
         return tree.applyfunc(evaluated)
     if isinstance(tree, Symbol) and tree.name == "i":
@@ -73,7 +76,7 @@ def evaluated(tree: Any) -> Any:
 
 
 def bits(number: Rational) -> int:
-    """How many binary digits the larger part of a fraction has."""
+    """Return the number of bits of the larger of numerator and denominator."""
     return max(int(number.p).bit_length(), int(number.q).bit_length())
 
 
@@ -85,18 +88,18 @@ def check(num_bits: Any) -> None:
 
 def _interval(tree: Interval) -> Any:
     start, end = exact(tree.start), exact(tree.end)
-    # The reader takes a falling pair for a pair, but not where its numbers were still to be evaluated.
+    # The parser reads a descending pair as a pair, but not if its numbers are still unevaluated.
     is_falling = tree.left_open and tree.right_open and (evaluated(end) - evaluated(start)).is_nonpositive
     return Tuple(start, end) if is_falling else Interval(start, end, tree.left_open, tree.right_open)
 
 
 def _is_word(tree: Any) -> bool:
-    """Whether a product may be a word, whose letters have an order: Math-Verify compares it with a name."""
+    """Return whether a product may be a word, in which order matters: Math-Verify compares it with a name."""
     return isinstance(tree, Mul) and all(isinstance(part, Symbol) or part is E for part in tree.args)
 
 
 def _joined(tree: Any, parts: list[Any]) -> Any:
-    """A term of these evaluated parts."""
+    """Rebuild a term from its evaluated parts."""
     if isinstance(tree, UnevaluatedExpr):
         return parts[0]
     if isinstance(tree, MatrixExpr):
@@ -118,7 +121,7 @@ def _check_power(base: Any, exponent: Any) -> None:
     if isinstance(base, Rational) and isinstance(exponent, Rational) and base not in (0, 1, -1):
         check((bits(base) - 1) * abs(exponent))
     elif isinstance(exponent, Number) and base.is_number:
-        # A sum of roots to a power is multiplied out.
+        # sympy expands a power of a sum of roots.
         check(abs(exponent))
 
 

@@ -1,7 +1,7 @@
-r"""What stands round an answer and says nothing: markdown, delimiters, boxes, sentences; and how numbers are written.
+r"""Normalization of math answers to LaTeX: removes markup and prose, and rewrites numbers.
 
-What comes out is LaTeX for one grammar. `1{,}000`, `0.\overline{3}`, `1.5e-7` and the characters of typography are
-rewritten into what it reads.
+Removes markdown, delimiters, boxes and sentences around an answer. Rewrites `1{,}000`, `0.\overline{3}`, `1.5e-7` and
+typographic characters into LaTeX that Math-Verify's grammar reads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import unicodedata
 from rewards.reading.boxed import last_boxed
 
 TEXT = r"\\(?:text|textrm|textbf|textit|textnormal|textsf|mbox|hbox|mathrm|mathbf|mathit|mathsf|operatorname)\s*\{"
-"""An expression for the beginning of a group of words."""
+"""A regular expression for the start of a text group."""
 
 _CHARACTERS = {
     "\u2212": "-", "\u2013": "-", "\u2014": "-", "\u2010": "-", "\u2011": "-", "\u00d7": r"\times ",
@@ -32,10 +32,10 @@ _PLAIN_DIGITS = str.maketrans(_RAISED, "0123456789+-")
 _VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e\u2189]")
 _ROOT = re.compile(r"\u221a\s*([0-9]+(?:\.[0-9]+)?|[a-zA-Z]|\u03c0)?")
 _COMBINED_BAR = re.compile("(?:[0-9]\u0305)+")
-# Pairs with no space within and no operand beside them.
+# Pairs of marks without a space inside and without an operand next to them.
 _EMPHASIS = re.compile(r"(?<![\w)}\]*])(\*{1,3}|_{1,3}|~~|`{1,3})(?=[^\s*])([^*`\n]*[^\s*`])\1(?![\w({\[*])")
 _TAG = re.compile(r"</?(?:b|strong|i|em|u|code|p)>")
-# Not before a number or a root: `> 5` is an inequality.
+# A Markdown quote mark, but not before a number or a root: `> 5` is an inequality.
 _QUOTE = re.compile(r"^>\s+(?=[A-Za-z*_$`]|\\[(\[]|\\boxed)")
 _FENCE = re.compile(r"```(?:math|latex|tex)?\n(.*?)\n?```", re.DOTALL)
 _PYTHON_POWER = re.compile(r"(?<=[\w)}\]])\s*\*\*\s*(-?[\w.]+)?")
@@ -66,7 +66,7 @@ _ORDINAL = re.compile(
     r"(?<=[0-9])(?:\^\s*\{?\s*)?(?:\\text\s*\{\s*|\\mathrm\s*\{\s*)?(?:st|nd|rd|th)(?![a-zA-Z])[\s}]*$"
 )
 
-# The grammar reads none of these: primes are dropped, `0x1F` is 0, and `\mathbb R` is no set.
+# The grammar misreads these: primes are dropped, `0x1F` is 0, and `\mathbb R` is not a set.
 _PRIMES = re.compile(r"(?<=[A-Za-z)}])(?:'+(?![a-z])|\^\s*\{?\s*(?:\\prime\s*)+\}?)")
 _MARK = re.compile(r"(?<=[0-9])'\s*(?=[0-9])")
 _BASES = {"x": 16, "o": 8, "b": 2}
@@ -97,36 +97,37 @@ _DEGREES = re.compile(
 
 
 def without_markup(text: str) -> str:
-    """The LaTeX that a text says, with all numbers in one spelling."""
+    """Return the LaTeX of an answer, with numbers in a uniform notation."""
     return _numbers(unwrapped(text))
 
 
 def unwrapped(text: str) -> str:
-    """The LaTeX that a text says, with its numbers as they are written."""
+    """Return the LaTeX of an answer, with numbers as they are written."""
     return _without_prose(_unmarked(_characters(_last_said(text))))
 
 
 def stripped(text: str) -> str:
-    """The text on one line, without space and full stops at its ends."""
+    """Return the text on one line, without outer white space and trailing punctuation."""
     return " ".join(text.split()).rstrip(" .,;:").strip()
 
 
 def without_delimiters(text: str) -> str:
-    """The text without the marks between which LaTeX's mathematics stands; a lone dollar sign is money."""
+    """Return the text without LaTeX's math delimiters. A single dollar sign is money."""
     text = _DELIMITER.sub(" ", text)
     is_money = len(_BARE_DOLLAR.findall(text)) == 1
     return _BARE_DOLLAR.sub(r"\\$" if is_money else " ", text)
 
 
 def _last_said(text: str) -> str:
-    """Of several lines those from the last one that speaks of the answer."""
+    """Return the text from the last line that mentions the answer (all of it if none does), without leading
+    pictographs."""
     lines = [line for line in text.splitlines() if line.strip()]
     places = [place for place, line in enumerate(lines) if _ANSWER_WORD.search(line)]
     return _PICTURES.sub("", "\n".join(lines[places[-1] :]) if len(lines) > 1 and places else text)
 
 
 def _characters(text: str) -> str:
-    """The text with LaTeX's commands for the characters of typography."""
+    """Replace typographic characters by LaTeX commands."""
     text = _GOES_ON.sub(lambda number: rf"{number[1]}.{number[2]}\overline{{{number[3] or number[4]}}}", text)
     text = _COMBINED_BAR.sub(lambda bar: rf"\overline{{{bar[0].replace(chr(0x305), '')}}}", text)
     text = _VULGAR.sub(
@@ -138,7 +139,7 @@ def _characters(text: str) -> str:
 
 
 def _unmarked(text: str) -> str:
-    """The text without markdown, delimiters and the box round it."""
+    """Remove markdown, delimiters and the box around the text."""
     text = _QUOTE.sub("", _FENCE.sub(r"\1", text))
     text = _without_emphasis(_TAG.sub("", text))
     text = _without_emphasis(without_delimiters(text))
@@ -161,7 +162,7 @@ def _without_emphasis(text: str) -> str:
 
 
 def _without_prose(text: str) -> str:
-    """The text without a sentence round the answer, and without a group of words round its number."""
+    """Remove a sentence around the answer, and a text group around its number."""
     text = _BEHIND.sub("", _TEXT_PROSE.sub("", text, count=1) if _TEXT_PROSE.match(text) else text)
     text = _without_leading(text)
     prose = _PROSE.match(text)
@@ -190,7 +191,7 @@ def _numbers(text: str) -> str:
 
 
 def _without_commas(text: str) -> str:
-    """The text without what sets thousands apart. Between brackets a comma is one between elements."""
+    """Remove thousands separators. Between brackets a comma separates elements."""
     if not any(bracket in text for bracket in ("(", "[", r"\{")):
         text = _THOUSANDS.sub(lambda number: number[1] + number[2].replace(",", ""), text)
     head, equals, number = text.rpartition("=")
@@ -202,13 +203,13 @@ def _without_commas(text: str) -> str:
 
 
 def _primes(found: re.Match[str]) -> str:
-    r"""Primes as an index: `f'` is another function than `f`."""
+    """Rewrite primes as an index: `f'` is a different function from `f`."""
     num_primes = found[0].count("'") + found[0].count(r"\prime")
     return "_{" + r"\prime" * num_primes + "}"
 
 
 def _repeating(number: re.Match[str]) -> str:
-    """A repeating decimal as a fraction."""
+    """Rewrite a repeating decimal as a fraction."""
     whole, fixed = number[1], number[2]
     repeated = number[3] or number[4] or number[8] or f"{number[5]}{number[6] or ''}{number[7] or ''}"
     above = int(f"{whole}{fixed}{repeated}") - int(f"{whole}{fixed}" or "0")
@@ -216,6 +217,6 @@ def _repeating(number: re.Match[str]) -> str:
 
 
 def _scientific(number: re.Match[str]) -> str:
-    """A number like `1.5e-7` as a fraction."""
+    """Rewrite a number like `1.5e-7` as a fraction."""
     digits, power = f"{number[1]}{number[2] or ''}", int(number[3]) - len(number[2] or "")
     return rf"\frac{{{digits}}}{{10^{{{-power}}}}}" if power < 0 else rf"\frac{{{digits} \cdot 10^{{{power}}}}}{{1}}"

@@ -1,4 +1,4 @@
-"""A child process that answers lines, within limits, and is killed where it does not."""
+"""Killable worker process for line-based requests, with time limits."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MAX_REPLY_BYTES = 4096
-# Killing takes milliseconds; after this the zygote itself is given up.
+# Killing takes milliseconds. After this timeout the zygote itself is considered dead.
 _KILL_S = 5.0
-# What is killed may have to wait for a CPU to end on.
+# On a busy machine, a killed process may wait for a CPU before it exits.
 _REAP_S = 60.0
-# A socket with a timeout of 0 does not wait at all, and raises something else.
+# With a timeout of 0 a socket is non-blocking, and raises a different exception.
 _SHORTEST_S = 1e-3
 
 
 class WorkerEndedError(Exception):
-    """The worker ended instead of answering. `args` has the signal that ended it, 0 for none that is known."""
+    """The worker ended instead of answering. `args` has the signal that ended it, 0 if unknown."""
 
 
 class NotStartedError(Exception):
-    """The zygote did not come up."""
+    """The zygote did not start."""
 
 
 class KillableWorker:
-    """One worker at a time, forked by a zygote; see `zygote.py` for what they say to each other.
+    """One worker at a time, forked by a zygote; `zygote.py` describes the protocol.
 
-    The zygote ends when its socket does, and so with this process, however that ends; the worker ends with the zygote.
-    (A signal at the parent's death would not do for the zygote: it comes when the thread ends that started it.)
+    The zygote exits when its control socket closes, and so whenever this process ends; the worker ends with the zygote.
+    (A parent-death signal would not work for the zygote: it is sent when the thread that started it ends.)
     """
 
     def __init__(self, script: Path, arguments: Sequence[str], *, start_s: float, wall_s: float) -> None:
         self._script, self._arguments = script, arguments
         self._start_s, self._wall_s = start_s, wall_s
         self._processes = _Processes()
-        # At exit, too, and when nobody has this object any more.
+        # Also runs at exit, and when this object is garbage collected.
         self._at_the_end = weakref.finalize(self, self._processes.end)
 
     def ask(self, request: bytes) -> bytes:
-        """The worker's line for ours; both end in a line end.
+        """Send a request line and return the worker's reply line; both end in a line end.
 
-        Raises TimeoutError after `wall_s`, WorkerEndedError, and NotStartedError. The next request has a new worker.
+        Raises TimeoutError after `wall_s`, WorkerEndedError, and NotStartedError. After an error the next request
+        starts a new worker.
         """
         worker = self._processes.worker or self._fork()
         try:
@@ -54,7 +55,7 @@ class KillableWorker:
         except ConnectionError:
             reply = b""
         except BaseException:
-            # Whatever it was: a reply that comes late must not be taken for the one to the next request.
+            # After any error: a late reply must not be taken for the reply to the next request.
             self.end_worker()
             raise
         if not reply.endswith(b"\n"):
@@ -62,11 +63,11 @@ class KillableWorker:
         return reply
 
     def end_worker(self) -> int:
-        """Kill the worker, if there is one. Returns the signal that ended it, now or before; 0 where none is known."""
+        """Kill the worker, if there is one. Returns the signal that ended it, now or earlier; 0 if unknown."""
         return self._processes.end_worker()
 
     def close(self) -> None:
-        """End both processes, within seconds. The next request starts them again."""
+        """Stop both processes, within seconds. The next request restarts them."""
         self._processes.end()
 
     def _fork(self) -> socket.socket:
@@ -84,7 +85,7 @@ class KillableWorker:
 
     def _start(self) -> socket.socket:
         control, theirs = socket.socketpair()
-        # Sets are ordered by hashes: with a seed a verdict cannot hang on the process.
+        # The order of sets depends on hashes. A fixed seed makes verdicts independent of the process.
         zygote = subprocess.Popen(  # noqa: S603 - our own script
             [sys.executable, "-P", str(self._script), str(theirs.fileno()), *self._arguments],
             pass_fds=[theirs.fileno()],
@@ -92,7 +93,7 @@ class KillableWorker:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONHASHSEED": "0"},
-            # Ctrl-C is for this process; it ends the others when it is done with them.
+            # Only this process handles Ctrl-C, and stops the others when it has finished with them.
             start_new_session=True,
         )
         theirs.close()
@@ -112,7 +113,8 @@ class KillableWorker:
 
 @dataclass(slots=True)
 class _Processes:
-    """What has to be ended. Apart from the class above, so that it is still there when that is forgotten."""
+    """Processes and sockets to close. Separate from `KillableWorker`, so that the finalizer does not keep that
+    alive."""
 
     zygote: subprocess.Popen[bytes] | None = None
     control: socket.socket | None = None
@@ -145,7 +147,8 @@ class _Processes:
 
 
 def _exchange(worker: socket.socket, request: bytes, deadline: float) -> bytes:
-    """What a worker says to a request: up to a line end, or to its own end. Raises TimeoutError, ConnectionError."""
+    """Send a request and return the reply, up to a line end or the end of the stream. Raises TimeoutError,
+    ConnectionError."""
     worker.settimeout(max(deadline - time.monotonic(), _SHORTEST_S))
     worker.sendall(request)
     reply = b""

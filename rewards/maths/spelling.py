@@ -1,4 +1,4 @@
-"""LaTeX that is spelled alike: what needs no computer algebra."""
+"""Comparison of LaTeX by normalized spelling, without computer algebra."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _DISPLAY_FRACTION = re.compile(r"\\[dt]frac(?![a-zA-Z])")
 _TIGHT = re.compile(r"\\!\s*")
 _TIGHT_COMMA = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
 _SPACING = re.compile(r"(?<!\\)\\[,;: ]|\\?\$|~|\\(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|\s+")
-# Space says something between letters or digits (`\pi x`), and after a comma: `1, 234` is two numbers, `1,234` is one.
+# Space matters between letters or digits (`\pi x`), and after a comma: `1, 234` is two numbers, `1,234` is one.
 _SILENT_SPACE = re.compile(r" +(?![\w ])|(?<![\w, ]) +|(?<=,) +(?![0-9]{3}(?![0-9]))")
 
 
 def spelled_alike(a: str, b: str) -> bool:
-    """Whether two expressions are the same but for spacing, sizes, dollar signs and a full stop; false for empty ones.
+    """Return whether two expressions differ only in spacing, sizes, dollar signs and a full stop; false for empty ones.
 
     Takes time linear in their lengths.
     """
@@ -22,7 +22,7 @@ def spelled_alike(a: str, b: str) -> bool:
 
 
 def respelled(text: str) -> str:
-    """The text in the spelling that those have in common which are spelled alike."""
+    """Return the normalized spelling that `spelled_alike` compares."""
     text = _TIGHT.sub("", _DISPLAY_FRACTION.sub(r"\\frac", text))
     text = _SILENT_SPACE.sub("", " ".join(_SPACING.sub(" ", text).split())).rstrip(" .")
     return _TIGHT_COMMA.sub(",", text)

@@ -1,4 +1,4 @@
-"""Units of measurement behind a number: which words are one, and which units are the same."""
+"""Units of measurement after a number: recognition, scale words, and comparison."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCALES = {f"{word}{s}": 10**power for word, power in _POWERS_OF_TEN.items() for 
 }
 """Words that multiply the number before them."""
 SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "mn": 10**6, "bn": 10**9, "B": 10**9}
-"""Letters right behind a number that multiply it, where they are no symbol."""
+"""Letters directly after a number that multiply it, unless they are symbols."""
 _NUMBER_WORDS = (
     "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy "
     "eighty ninety half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths "
@@ -44,7 +44,7 @@ _SENTENCE_WORDS = (
     "squareroot factorial choose to from but by negative below under than short "
     "sin cos tan log ln exp lim max min gcd lcm"
 )
-# Behind these a number is not what it was, or there is a sentence.
+# These words change the number, or belong to a sentence.
 _NO_UNIT = frozenset(f"{_NUMBER_WORDS} {_SENTENCE_WORDS}".split())
 _VOWEL = re.compile(r"[aeiouy]", re.IGNORECASE)
 _LETTER = re.compile(r"[ .]*[A-Za-z](?:\^[0-9])?[ .]*")
@@ -53,21 +53,21 @@ _WORD = re.compile(
 )
 
 Unit = frozenset[tuple[str, int]]
-"""Measures and the powers they are in; empty where things are only counted: `5 apples`."""
+"""Measures and their powers; empty for countable things: `5 apples`."""
 
 _DEGREES: Unit = frozenset({("degree", 1)})
 
 
 def is_letter(words: str) -> bool:
-    """Whether a unit is one letter only, as in `5m` and `4m^2`, and might be a symbol."""
+    """Return whether a unit is a single letter, as in `5m` and `4m^2`, and might be a symbol."""
     return _LETTER.fullmatch(words) is not None
 
 
 def read_unit(words: str, *, is_text: bool) -> Unit | None:
-    """The unit that words behind a number say; None where they may say something else.
+    """Return the unit that the words after a number state; None if they may mean something else.
 
-    Powers are written `^2`, degrees `°`. `is_text` is for words that are marked as such: other nouns are only taken
-    for what is counted where they are, or look like words.
+    Powers are written `^2`, degrees `°`. `is_text` is for words in a text group. Otherwise an unknown word is accepted
+    as a noun for what is counted only if it looks like one.
     """
     tokens = list(_WORD.finditer(words))
     if not tokens or _WORD.sub("", words).strip(" *-,'()"):
@@ -82,7 +82,7 @@ def read_unit(words: str, *, is_text: bool) -> Unit | None:
 
 
 def are_different(one: Unit, other: Unit) -> bool:
-    """Whether two units are stated and not the same. `5 degrees` leaves open which degrees."""
+    """Return whether both units are stated and differ. `5 degrees` may be any kind of degrees."""
     if _DEGREES in (one, other) and one and other:
         return not all(name.startswith("degree") for name, _ in one | other)
     return bool(one and other) and one != other
@@ -90,7 +90,7 @@ def are_different(one: Unit, other: Unit) -> bool:
 
 @dataclass(slots=True)
 class _Reading:
-    """What has been read of a unit."""
+    """State of the parser for a unit."""
 
     powers: Counter[str] = field(default_factory=Counter)
     sign: int = 1
@@ -98,7 +98,7 @@ class _Reading:
     last: str = ""
 
     def take(self, token: re.Match[str], following: re.Match[str] | None, *, is_text: bool) -> bool:
-        """Take the next word; False where it belongs to no unit."""
+        """Consume the next word; returns False if it does not belong to a unit."""
         word = token["word"] or ""
         if word in _POWERS:
             return self._take_power(word, is_last=following is None)
@@ -116,7 +116,7 @@ class _Reading:
         return bool(names) or not (token["power"] or _may_change_the_number(word, is_text=is_text))
 
     def _take_power(self, word: str, *, is_last: bool) -> bool:
-        """Take `square` before a unit, or `squared` behind it."""
+        """Consume `square` before a unit, or `squared` after it."""
         if word.endswith("d") and self.last:
             self.powers[self.last] *= _POWERS[word]
             return True
@@ -125,7 +125,7 @@ class _Reading:
 
 
 def _known(word: str) -> tuple[str, ...]:
-    """The measures that a word names, the second one divided by."""
+    """Return the measures that a word names; the unit is the first one per the second."""
     if word in ("unit", "units"):
         return ("unit",)
     name = _UNITS.get(word) or (_UNITS.get(word.lower()) if len(word) > 1 else None)
@@ -133,6 +133,6 @@ def _known(word: str) -> tuple[str, ...]:
 
 
 def _may_change_the_number(word: str, *, is_text: bool) -> bool:
-    """Whether a word is none for what is counted."""
+    """Return whether a word may be something other than a noun for what is counted."""
     is_noun = len(word) > 1 if is_text else len(word) > 2 and _VOWEL.search(word) is not None
     return word.lower() in _NO_UNIT or word.lower() in SCALES or not is_noun

@@ -1,4 +1,4 @@
-"""Math-Verify behind limits: it answers in bounded time, or is killed."""
+"""Math-Verify in a worker process, with limits on time, memory and length."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ _REPLACING_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one comparison may cost."""
+    """Limits of one comparison."""
 
     cpu_s: float = 2.0
-    """Seconds of CPU. Real answers need up to 0.3."""
+    """CPU seconds. Real answers need up to 0.3."""
     wall_s: float = 10.0
-    """Seconds in all: more than `cpu_s`, for machines that have more to do."""
+    """Wall-clock seconds; more than `cpu_s`, for busy machines."""
     memory_bytes: int = 1 << 30
     """Address space of the worker; sympy itself takes about 100 MiB."""
     max_chars: int = 1000
     """Longer answers are wrong without being read."""
     start_s: float = 120.0
-    """Seconds until what is needed has been imported: one or two on an idle machine."""
+    """Seconds until the imports have finished: one or two on an idle machine."""
     answers_per_worker: int = 2000
-    """After so many a worker is replaced: sympy remembers what it has computed."""
+    """A worker is replaced after this many answers, since sympy caches its results."""
 
     @property
     def longest_s(self) -> float:
-        """Seconds that one comparison takes at most, until its worker is ended and another is there."""
+        """Maximum seconds of one comparison, including killing and replacing its worker."""
         return self.wall_s + _REPLACING_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What came of a comparison."""
+    """Result of a comparison."""
 
     right: bool = False
-    """Whether the answer means what the gold answer means."""
+    """Whether the answer is equivalent to the gold answer."""
     outcome: Outcome = Outcome.GRADED
     """`TIMEOUT` and `ERROR` say nothing about the answer."""
     detail: str = ""
-    """Why there is no better verdict."""
+    """The reason for a negative or missing verdict, if known."""
 
 
 class MathVerifier:
     """Compares answers in one worker process, which starts with the first comparison that needs it.
 
-    Any thread may ask; they take turns, and no turn is longer than the limits. For more at a time, have more verifiers.
+    Thread-safe; comparisons run one at a time, each within the limits. Use several verifiers for more throughput.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -67,7 +67,7 @@ class MathVerifier:
         self._turn = Lock()
 
     def verify(self, gold: str, answer: str) -> Verdict:
-        """Whether `answer` means what `gold` means; both are LaTeX or plain text. Never raises."""
+        """Judge whether `answer` is equivalent to `gold`; both are LaTeX or plain text. Never raises."""
         if len(answer) > self._limits.max_chars:
             return Verdict(
                 detail=f"the answer has {len(answer)} characters; more than {self._limits.max_chars} are not read"
@@ -89,7 +89,7 @@ class MathVerifier:
             return self._compare(json.dumps(request).encode() + b"\n")
 
     def close(self) -> None:
-        """End the processes. They start again when they are needed."""
+        """Stop the processes. They restart when they are needed."""
         with self._turn:
             self._worker.close()
 

@@ -1,4 +1,4 @@
-"""An answer as people and models write it, taken apart into its expression and its unit."""
+"""Parser that splits a written math answer into its expression and its unit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rewards.maths.markup import TEXT, stripped, without_delimiters, without_mar
 from rewards.maths.units import SCALES, SUFFIXES, Unit, is_letter, read_unit
 
 MAX_CHARS = 2000
-"""Longer texts are not taken apart. It bounds the time."""
+"""Longer texts are not split, which bounds the time."""
 
 _MONEY = re.compile(r"(?:US)?\\\$")
 _RATE = re.compile(r"/\s*([A-Za-z]+)$")
@@ -45,16 +45,16 @@ _LETTER = re.compile(r"[a-zA-Z]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What an answer says."""
+    """A parsed answer."""
 
     expression: str
-    """LaTeX without markup, units and words round it."""
+    """LaTeX without surrounding markup, units and words."""
     unit: Unit = frozenset()
-    """The measures behind the number."""
+    """The measures after the number."""
     percent: bool = False
-    """Whether a percent sign stands behind the expression."""
+    """Whether a percent sign follows the expression."""
     letters: str = ""
-    """Letters right behind the number: a unit or a scale, or symbols that belong to the expression."""
+    """Letters directly after the number: a unit or a scale, or symbols that belong to the expression."""
     container: str = ""
     """The bracket that opens a list: `(`, `[` or `{`."""
 
@@ -65,16 +65,16 @@ class Written:
 
 
 def read_pair(gold: str, answer: str) -> tuple[Written, Written]:
-    """Take a gold answer and an answer apart. A letter behind a number is a symbol where the other one has symbols.
+    """Parse a gold answer and an answer. A letter after a number is read as a symbol if the other answer has symbols.
 
-    Never raises. What is longer than `MAX_CHARS` is taken as it is.
+    Never raises. A text longer than `MAX_CHARS` is not split.
     """
     right, given = _read(gold), _read(answer)
     return _settled(right, given, is_gold=True), _settled(given, right, is_gold=False)
 
 
 def _settled(one: Written, other: Written, *, is_gold: bool) -> Written:
-    """One of a pair with its letters decided."""
+    """Resolve whether the letters of one of a pair are symbols, a scale or a unit."""
     if not one.letters:
         return one
     is_symbol = _LETTER.search(_COMMAND.sub("", other.symbolic)) is not None
@@ -100,7 +100,7 @@ def _read(text: str) -> Written:
 
 
 def _elements(text: str) -> list[str]:
-    """What stands between commas, `and` and `or` outside of brackets; nothing where brackets do not match."""
+    """Split a text at commas, `and` and `or` outside of brackets; returns [] if brackets do not match."""
     elements, depth, start, position = [], 0, 0, 0
     while position < len(text):
         separator = _SEPARATOR.match(text, position) if depth == 0 else None
@@ -116,7 +116,7 @@ def _elements(text: str) -> list[str]:
 
 
 def _listed(text: str, elements: list[str], left: str, right: str) -> Written:
-    """A list, whose elements may have one unit in common."""
+    """Parse a list, whose elements may share one unit."""
     values = [_measured(element) for element in elements]
     units = {value.unit for value in values if value.unit}
     has_units = any(value.expression != element for value, element in zip(values, elements, strict=True))
@@ -127,7 +127,7 @@ def _listed(text: str, elements: list[str], left: str, right: str) -> Written:
 
 
 def _measured(text: str) -> Written:
-    """One value, taken apart into its expression, the currency before it and the words behind it."""
+    """Parse one value: its expression, the currency before it and the words after it."""
     currency = _CURRENCY.match(text)
     if currency:
         text = rf"{text[currency.end() :]} \text{{ {currency['text'] or currency['word']} }}"
@@ -139,7 +139,7 @@ def _measured(text: str) -> Written:
 
 
 def _without_tail(text: str) -> Written:
-    """A value without the words behind it, where they are a unit, a scale or a percent sign."""
+    """Parse a value and the words after it, if they are a unit, a scale or a percent sign."""
     unread = Written(expression=text)
     text = _UNIT_FRACTION.sub(r"\1/\2", _IN_BRACKETS.sub(r" \1", text))
     tokens = list(_TOKEN.finditer(text))
@@ -172,7 +172,7 @@ def _without_tail(text: str) -> Written:
 
 
 def _said(tail: list[re.Match[str]]) -> tuple[str, bool]:
-    """The words of a tail, with powers as `^2` and degrees as `°`; and whether they say per cent."""
+    """Return the words of a tail, with powers as `^2` and degrees as `°`, and whether they contain a percent sign."""
     words = ""
     for token in tail:
         match token.lastgroup:
@@ -192,7 +192,7 @@ def _said(tail: list[re.Match[str]]) -> tuple[str, bool]:
 
 
 def _scale(words: str) -> tuple[int, str]:
-    """What the first words multiply the number by, and the other words."""
+    """Return the factor of the leading scale words, and the remaining words."""
     scale = 1
     while words:
         word, _, rest = words.partition(" ")
@@ -203,7 +203,7 @@ def _scale(words: str) -> tuple[int, str]:
 
 
 def _scaled(expression: str, scale: int) -> str:
-    """The expression times a scale; a number stays one, or it would look like work that is still to be done."""
+    """Multiply the expression by a scale. A number stays a number, or it would look like unfinished work."""
     head, equals, number = expression.rpartition("=")
     product = Fraction(number) * scale if _DECIMAL.fullmatch(number.strip()) else None
     if product is not None and product.denominator == 1:

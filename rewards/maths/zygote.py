@@ -1,10 +1,12 @@
-"""The process that judges: a script of its own, which `MathVerifier` starts. Of ours it imports what compares, alone.
+"""Zygote process that imports Math-Verify once and forks killable workers.
 
-A zygote imports the computer algebra once and forks a worker whenever it is told to, so that a worker can be killed at
-the price of a fork. Nothing has threads here: Math-Verify needs that, and so does a fork.
+`MathVerifier` starts it as a script. A killed worker costs only a fork, not another import of the computer algebra.
+Only the comparison is imported from this project. There are no threads here: Math-Verify requires that, and so does a
+fork.
 
-The verifier says one byte on the control socket: `w`, with a socket for a new worker, or `k` to kill the worker, which
-is answered by a line: the signal that ended it, or 0. Requests and replies on the worker's socket are lines of JSON.
+Control socket: the verifier sends one byte. `w` comes with a socket for a new worker. `k` kills the worker, and is
+answered by a line with the signal that ended it, now or earlier, or 0. Requests and replies on the worker's socket are
+lines of JSON.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from typing import Any
 
 _Comparison = Callable[[dict[str, Any]], bool]
 _PR_SET_PDEATHSIG = 1
-# A worker that has once used this share of its memory is replaced: sympy remembers what it has computed.
+# A worker that has used this share of its memory is replaced, since sympy caches its results.
 _WORN_SHARE = 0.5
-# They bring the grammar's parser to the forks as it is after use, which is several times as fast.
+# Parsed before forking, so that workers inherit the parser's caches, which makes it several times as fast.
 _WARM_UP = (
     r"\frac{1}{2}",
     r"(1, \sqrt{3}]",
@@ -39,7 +41,7 @@ _WARM_UP = (
 
 
 def _comparison() -> _Comparison:
-    """Import what compares without the packages that it is in: they would import all of ours."""
+    """Import the comparison without running the `__init__` of its packages, which would import the whole project."""
     folder = Path(__file__).parent
     for name, path in (("rewards", folder.parent), ("rewards.maths", folder)):
         sys.modules[name] = ModuleType(name)
@@ -74,13 +76,13 @@ def _zygote(control: socket.socket, is_right: _Comparison, cpu_s: float, memory_
 
 
 def _end(worker: int) -> int:
-    """Kill a worker, and return how it had ended if it had ended by itself."""
+    """Kill a worker. Returns its wait status, which tells how it ended if it had already done so."""
     os.kill(worker, signal.SIGKILL)
     return os.waitpid(worker, 0)[1]
 
 
 def _work(requests: socket.socket, is_right: _Comparison, cpu_s: float, memory_bytes: int, answers: int) -> None:
-    """Answer requests until the verifier has enough of this worker, or it of itself."""
+    """Answer requests until the verifier closes the socket."""
     zygote = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != zygote:
@@ -91,7 +93,7 @@ def _work(requests: socket.socket, is_right: _Comparison, cpu_s: float, memory_b
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with requests.makefile("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            # The kernel ends a process by this signal, whatever it is doing: it needs no turn of the interpreter.
+            # The kernel kills the process by this signal even while the interpreter is blocked in C code.
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             reply = _judge(is_right, json.loads(line))
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -104,7 +106,7 @@ def _judge(is_right: _Comparison, request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"right": is_right(request)}
     except Exception as error:
-        # It has met expressions that nobody foresaw. The verifier counts them, and takes a new worker.
+        # For example an unforeseen expression. The verifier counts it.
         return {"error": type(error).__name__}
 
 

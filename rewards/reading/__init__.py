@@ -1,1 +1,1 @@
-"""What a text says: answers, numbers, expressions."""
+"""Parsing of completions: answers, numbers, expressions, code blocks."""

@@ -1,4 +1,4 @@
-"""Where a completion says what its answer is."""
+"""Extraction of the final answer from a completion: `<answer>` tags and boxes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _NOT_A_DIGIT = re.compile(r"[^0-9]+")
 
 
 def last_answer(text: str) -> str | None:
-    """The stripped text of the last `<answer>...</answer>` of a completion; None when no pair of tags closes.
+    """Return the stripped text of the last closed `<answer>...</answer>` of a completion; None if there is none.
 
     As in d1's countdown and sudoku rewards (`diffu-grpo/reward_func.py`, `extract_solution`): pairs are matched from
-    left to right, an answer that is never closed is no answer, and an `<answer>` inside an open answer is part of its
-    text. An empty pair is an answer: the empty string. Takes time linear in the length of `text`.
+    left to right, an answer that is never closed is ignored, and an `<answer>` inside an open answer is part of its
+    text. An empty pair gives the empty string. Takes time linear in the length of `text`.
     """
     answer = last_tagged(text)
     return None if answer is None else answer.strip()
 
 
 def last_tagged(text: str) -> str | None:
-    """As `last_answer`, with the white space around it."""
-    # Not d1's regular expression: on a text of many `<answer>` and no `</answer>` it takes quadratic time.
+    """Return the same as `last_answer`, with its surrounding white space."""
+    # d1's regular expression takes quadratic time on a text with many `<answer>` and no `</answer>`.
     answer: str | None = None
     start = text.find(_OPEN)
     while start >= 0:
@@ -37,20 +37,20 @@ def last_tagged(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""What a completion says its answer is, however it marks it; None when it does not.
+    r"""Return the final answer of a completion, whichever way it is marked; None if it is not.
 
-    The last `<answer>` that closes: what a `\boxed{}` in it holds, or else all of it. Without such a tag, what the last
-    `\boxed{}` of the text holds. A last box that is empty is none; an empty tag is the empty answer where there is no
-    box. Takes time linear in the length of `text`.
+    In the last closed `<answer>`: the content of its last `\boxed{}`, or else all of it. Without such a tag: the
+    content of the last `\boxed{}` of the text. An empty last box does not count. An empty tag gives the empty string if
+    there is no box. Takes time linear in the length of `text`.
     """
     answer = last_answer(text)
     return (last_boxed(answer) if answer else last_boxed(text)) or answer
 
 
 def ascii_digits(text: str) -> str:
-    """The characters 0-9 of `text` in order, as one string.
+    """Return the characters 0-9 of `text` in order, as one string.
 
-    d1 keeps all that `str.isdigit` accepts (superscripts, Arabic-Indic digits, ...). Those are never right and only
-    shift the cells after them: we drop them.
+    d1 keeps everything that `str.isdigit` accepts (superscripts, Arabic-Indic digits, ...). Those are never right and
+    only shift the cells after them, so they are dropped here.
     """
     return _NOT_A_DIGIT.sub("", text)

@@ -1,4 +1,4 @@
-"""Exact and bounded evaluation of the arithmetic that a model writes."""
+"""Exact and bounded evaluation of arithmetic expressions in completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Literal
 Operator = Literal["+", "-", "*", "/"]
 
 MAX_EXPRESSION_CHARS = 256
-"""Longer texts are no expressions. It bounds numbers, depth and time; Countdown's longest demonstrations have 40."""
+"""Longer texts are rejected, which bounds the numbers, the nesting and the time. Countdown's longest demonstrations
+have 40 characters."""
 
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 _SYMBOL = re.compile(r"[ \t]*([0-9]+|[-+*/()])")
@@ -18,7 +19,7 @@ _SYMBOL = re.compile(r"[ \t]*([0-9]+|[-+*/()])")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluatedExpression:
-    """What an arithmetic expression comes to, and what it is made of."""
+    """An arithmetic expression: its value, numbers and operators."""
 
     value: Fraction
     """Its exact value."""
@@ -53,11 +54,11 @@ def evaluate(text: str) -> EvaluatedExpression | None:
 
 
 class _MalformedError(Exception):
-    """The symbols are no expression."""
+    """The symbols do not form an expression."""
 
 
 def _symbols(text: str) -> list[str] | None:
-    """The symbols of a text; None when it is too long or has a character that no expression has."""
+    """Return the symbols of a text; None if it is too long or has a character that no expression has."""
     text = text.strip(" \t")
     if len(text) > MAX_EXPRESSION_CHARS:
         return None
@@ -74,14 +75,15 @@ def _symbols(text: str) -> list[str] | None:
 
 @dataclass(slots=True)
 class _Parser:
-    """Dijkstra's shunting yard. It has no recursion, so that nested parentheses cost no stack."""
+    """Dijkstra's shunting-yard algorithm. It does not recurse, so nested parentheses use no call stack."""
 
     _values: list[Fraction] = field(default_factory=list)
     _pending: list[str] = field(default_factory=list)
     _wants_operand: bool = True
 
     def read(self, symbol: str) -> None:
-        """Take the next symbol. Raises _MalformedError where it cannot stand, ZeroDivisionError on dividing by zero."""
+        """Consume the next symbol. Raises _MalformedError if it is not allowed here, ZeroDivisionError on division by
+        zero."""
         if self._wants_operand:
             self._read_operand(symbol)
         elif symbol == ")":
@@ -97,7 +99,8 @@ class _Parser:
             raise _MalformedError
 
     def finish(self) -> Fraction:
-        """The value of all that was read. Raises _MalformedError when it is incomplete, ZeroDivisionError as `read`."""
+        """Return the value of the expression. Raises _MalformedError if it is incomplete, ZeroDivisionError as
+        `read`."""
         if self._wants_operand:
             raise _MalformedError
         self._reduce(above=0)

@@ -1,4 +1,4 @@
-r"""LaTeX's `\boxed{...}`: where mathematicians and models that learned from them put the answer."""
+r"""Extraction of LaTeX's `\boxed{...}`, the usual mark of a final answer in mathematics."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _BETWEEN_ANSWERS = re.compile(r"[\s$]*(?:[,;/|]|\b(?:and|or)\b)[\s$]*(?:(?:and|o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """A box of a text."""
+    """A box in a text."""
 
     before: str
     """The text before it."""
     content: str
-    """What it holds, stripped."""
+    """Its content, stripped."""
     behind: str
-    """The text behind it."""
+    """The text after it."""
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` or `\fbox{...}` that closes holds, stripped; None when there is none.
+    r"""Return the stripped content of the last closed `\boxed{...}` or `\fbox{...}`; None if there is none.
 
     Braces nest; an escaped one (`\{`) does not count. Takes time linear in the length of `text`.
     """
@@ -31,20 +31,20 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_box(text: str) -> Box | None:
-    """As `last_boxed`, with what stands around the box."""
+    """Return the same box as `last_boxed`, with the text around it."""
     end = len(text)
     for box in reversed(list(_BOX.finditer(text))):
         closing = _closing(text, box.end() - 1, end)
         if closing is not None:
             content = text[box.end() : closing].strip()
             return Box(before=text[: box.start()], content=content, behind=text[closing + 1 :])
-        # What an earlier box holds ends before this one begins, or it would hold this one's beginning.
+        # A brace after this unclosed box would close it first: earlier boxes are searched only up to here.
         end = box.start()
     return None
 
 
 def answer_box(text: str) -> Box | None:
-    r"""As `last_box`; of two boxes that are joined, `\boxed{3} or \boxed{4}`, the content is `3 or 4`."""
+    r"""Return the same as `last_box`; two boxes joined by a word or comma, `\boxed{3} or \boxed{4}`, give `3 or 4`."""
     box = last_box(text)
     earlier = None if box is None else last_box(box.before)
     if box is None or earlier is None or not _BETWEEN_ANSWERS.fullmatch(earlier.behind):
@@ -53,7 +53,7 @@ def answer_box(text: str) -> Box | None:
 
 
 def _closing(text: str, opening: int, end: int) -> int | None:
-    """Where the brace at `opening` closes, before `end`."""
+    """Return the position of the brace that closes the one at `opening`, before `end`; None if there is none."""
     depth = 0
     place = opening
     while place < end:

@@ -1,4 +1,4 @@
-"""Markdown's fenced blocks of code."""
+"""Fenced code blocks of Markdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Quote marks and list markers, then spaces and the fence. One that opens Python may stand behind words.
+# Quote marks and list markers, then spaces and the fence. A fence that opens a Python block may also follow words.
 _OPENING = re.compile(
     r"(?P<within>^\ufeff?(?:[ \t]*+(?:>|(?:[-*+]|[0-9]{1,9}[.)])(?=[ \t])))*+[ \t]*+"
     r"|(?<=[^\s`])[ \t]?(?=```(?:python|py)[0-9]?[ \t]*$))"
@@ -15,7 +15,7 @@ _OPENING = re.compile(
 )
 _FENCE = r"^[ \t>]*(?P<fence>`{3,}+|~{3,}+)[ \t]*(?P<info>[^\s`<][^`\n]*)?(?:<[^\n]*)?$"
 _CLOSING = re.compile(_FENCE, re.MULTILINE)
-# Strings that close, comments, strings that do not close, and fences, which count outside of strings only.
+# Closed strings, comments, unclosed strings, and fences, which count only outside of strings.
 _PYTHON_LEXEME = re.compile(
     r'"""(?:[^"\\]|\\.|"(?!""))*+"""'
     r"|'''(?:[^'\\]|\\.|'(?!''))*+'''"
@@ -31,7 +31,7 @@ _LINE_END = re.compile(r"\r\n?")
 _PYTHON = re.compile(r"\{?\s*\.?i?py(?:thon)?[0-9.]*(?![\w-])", re.IGNORECASE)
 _TRANSPARENT = re.compile(r"\{?\s*\.?(?:markdown|md)(?![\w-])", re.IGNORECASE)
 
-# In so many blocks a string may stay open; then strings are no longer looked at. It bounds the time.
+# Limit on the blocks with an unclosed string. After that, strings are no longer recognised, which bounds the time.
 _MAX_REREADINGS = 16
 
 
@@ -40,24 +40,25 @@ class CodeBlock:
     """A fenced block."""
 
     info: str
-    """What stands behind the opening fence: the language, and perhaps more."""
+    """The text after the opening fence: the language, and perhaps more."""
     code: str
-    """What it holds, without the indentation and the quote marks of the fence."""
+    """Its content, without the indentation and the quote marks of the fence."""
     is_closed: bool
-    """Whether a fence closes it; otherwise it ends with the text."""
+    """Whether a fence closes it; otherwise it ends with the text or the quote that it is in."""
 
     @property
     def is_python(self) -> bool:
-        """Whether it says that it holds Python."""
+        """Whether its info string names Python."""
         return _PYTHON.match(self.info) is not None
 
 
 def code_blocks(text: str) -> Iterator[CodeBlock]:
-    """The fenced blocks of a text, in their order. Takes time linear in the text.
+    """Yield the fenced blocks of a text, in order. Takes time linear in the text.
 
-    Fences are CommonMark's, but may be indented by any amount, and lines may be indented less than their fence. In a
-    block of Python, or without a language, a fence within a string (docstrings have them) does not close, and one that
-    names a language opens the next block. Blocks of Markdown are passed over: what they hold is read.
+    Fences follow CommonMark, except that they may be indented by any amount, and lines may be indented less than their
+    fence. In a block of Python, or without a language, a fence inside a string (as in docstrings) does not close the
+    block, and a fence that names a language ends it and opens the next one. A fence that names Markdown is ignored, so
+    that the blocks inside it are found.
     """
     text = _LINE_END.sub("\n", text)
     place = quote_end = num_rereadings = 0
@@ -68,7 +69,7 @@ def code_blocks(text: str) -> Iterator[CodeBlock]:
             continue
         stop = len(text)
         if ">" in opening["within"]:
-            # Looked for once in each quote, not once in each of its blocks.
+            # Searched once per quote, not once per block of it.
             stop = quote_end = quote_end if start < quote_end else _quote_end(text, start)
         is_code = not info or _PYTHON.match(info)
         if is_code and num_rereadings < _MAX_REREADINGS:
@@ -87,13 +88,14 @@ def _quote_end(text: str, start: int) -> int:
 
 
 def _closing(text: str, start: int, stop: int, fence: str, *, reopens: bool) -> re.Match[str] | None:
-    """The first fence that closes a block; one that names a language does where the next block then opens."""
+    """Return the first fence that closes a block. With `reopens`, a fence that names a language also closes it."""
     found = (found for found in _CLOSING.finditer(text, start, stop) if found["fence"].startswith(fence))
     return next((closing for closing in found if reopens or not closing["info"]), None)
 
 
 def _closing_outside_strings(text: str, start: int, stop: int, fence: str) -> re.Match[str] | None:
-    """The first fence that closes a block of Python and is in none of its strings; any, where a string stays open."""
+    """Return the first fence that closes a block of Python and is outside its strings. If a string stays open, any
+    fence counts."""
     for lexeme in _PYTHON_LEXEME.finditer(text, start, stop):
         if lexeme["unclosed"]:
             return _closing(text, start, stop, fence, reopens=True)
@@ -103,7 +105,8 @@ def _closing_outside_strings(text: str, start: int, stop: int, fence: str) -> re
 
 
 def _unindented(code: str, within: str) -> str:
-    """The code without its fence's quote marks and indentation, of which its first line may have less."""
+    """Return the code without its fence's quote marks and at most the fence's indentation (less if its first line has
+    less)."""
     if ">" in within:
         code, within = _QUOTE_MARKS.sub("", code), within.rpartition(">")[2].removeprefix(" ")
     first = next((line for line in code.split("\n") if line.strip()), "")
@@ -116,6 +119,6 @@ def _width(text: str) -> int:
 
 
 def _cut(line: str, width: int) -> str:
-    """A line without its first columns, as far as they are space."""
+    """Remove the first `width` columns of a line as far as they are white space."""
     bare = line.lstrip(" \t")
     return " " * (_width(line[: len(line) - len(bare)]) - width) + bare

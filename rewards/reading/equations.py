@@ -1,4 +1,4 @@
-"""Expressions and equations as people write them: LaTeX, typography, Markdown, and words around them."""
+"""Parser for expressions and equations as people write them: LaTeX, typography, Markdown, prose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rewards.reading.boxed import answer_box
 from rewards.reading.notation import PLAIN_CHARACTERS
 
 MAX_EQUATION_CHARS = 1000
-"""Longer answers are not read. It bounds the time."""
+"""Longer answers are not read, which bounds the time."""
 
 _SIGNS = str.maketrans(
     PLAIN_CHARACTERS
@@ -40,7 +40,7 @@ _RESPELLINGS = [
         (r"(?i)\b(?:times|multiplied by)\b", "*"),
         (r"(?i)\bdivided by\b", "/"),
         (r"(?i)(?:,?\s*\bwhich\s+)?\b(?:equals|is equal to|gives|makes)\b|[=-]+>|={2}", "="),
-        # A line that goes on with the equation, `(= 98)` behind it, and remarks in parentheses.
+        # Continuation lines of an equation, a trailing `(= 98)`, and remarks in parentheses.
         (r"\n\s*=", " ="),
         (r"\(\s*=\s*([^()=]*)\)\s*(?=[.\s]*$)", r"= \1"),
         (r"\(\s*[^\W\d_][^()\[\]0-9+*/-]*\)", " "),
@@ -65,7 +65,7 @@ _CHANGES = re.compile(
 
 
 def final_equation(text: str) -> str | None:
-    r"""As `final_answer`, with the rest of a box's equation: `2 + 3 = \boxed{5}`, `\boxed{2+3} = 5`."""
+    r"""Return the same as `final_answer`, with the rest of a box's equation: `2 + 3 = \boxed{5}`, `\boxed{2+3} = 5`."""
     tagged = last_answer(text)
     box = answer_box(tagged if tagged else text)
     if box is None or not box.content:
@@ -76,12 +76,13 @@ def final_equation(text: str) -> str | None:
 
 
 def read_statements(text: str) -> list[tuple[EvaluatedExpression, ...]]:
-    r"""The statements of an answer: of an equation its evaluated sides, of an expression one; () where a side is none.
+    """Return the statements of an answer, each as its evaluated sides: an equation has several, an expression one.
 
-    Lines, and steps between semicolons or commas, are statements; where one has an operator, only those with operators
-    count. Signs of typography and of LaTeX, `x` and `:` between numbers, brackets of any kind, `2(3+4)` and words at
-    both ends are read as people mean them. Powers, factorials, remainders and digits that are joined are no
-    expressions. Takes bounded time.
+    A statement with a side that is no expression gives (). Lines are statements, and so are steps separated by
+    semicolons or commas. If any has an operator, those without are ignored. Typographic and LaTeX signs, `x` and `:`
+    between numbers, brackets of any kind, `2(3+4)` and words at both ends are read as people mean them. Powers,
+    factorials, remainders and joined digits are not expressions. Takes bounded time; returns [] for an answer longer
+    than `MAX_EQUATION_CHARS`.
     """
     if len(text) > MAX_EQUATION_CHARS:
         return []
@@ -91,7 +92,7 @@ def read_statements(text: str) -> list[tuple[EvaluatedExpression, ...]]:
 
 def _sides(statement: str) -> tuple[EvaluatedExpression, ...]:
     first, *others = statement.split("=")
-    # `x = 44 + 19`, and an equation that breaks off.
+    # The name in `x = 44 + 19` is not a side, and neither is the empty end of an unfinished equation.
     is_named = others and not _ENDS.search(first)
     written = [side for side in (others if is_named else [first, *others]) if side.strip()]
     sides = [side for side in map(_evaluated, written) if side is not None]
@@ -99,13 +100,13 @@ def _sides(statement: str) -> tuple[EvaluatedExpression, ...]:
 
 
 def _plain(text: str) -> str:
-    """The text in plain characters: digits, + - * / and parentheses."""
+    """Return the text in plain characters: digits, + - * / and parentheses."""
     text = text.translate(_SIGNS)
     for pattern, plain in _RESPELLINGS:
         text = pattern.sub(plain, text)
-    # Before fractions are respelled: `2\frac{1}{2}` is a mixed number and no product.
+    # Must come before fractions are rewritten: `2\frac{1}{2}` is a mixed number, not a product.
     text = _FACTOR_BEFORE_BRACKET.sub("*", text)
-    # From within: each turn makes plain a fraction at least, whose bars hold no other.
+    # From the inside out: each pass rewrites at least one fraction, since the innermost contain no other.
     while (turned := _FRACTION.sub(r"((\1)/(\2))", text)) != text:
         text = turned
     text = _FACTOR_BEHIND_BRACKET.sub("*", text).translate(_BRACKETS)
@@ -121,7 +122,7 @@ def _evaluated(side: str) -> EvaluatedExpression | None:
 
 
 def _without_words(side: str) -> str:
-    """A side without the words and the emphasis at its ends."""
+    """Return a side without the words and the emphasis at its ends."""
     ends = [found.start() for found in _ENDS.finditer(side)]
     if not ends:
         return side

@@ -1,4 +1,4 @@
-"""Random arithmetic expressions with whole intermediate values, and the steps that work them out, written and read."""
+"""Random arithmetic expressions with integer intermediate values, and their worked-out steps."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Join:
     """Two expressions joined by an operator."""
 
     value: int
-    """What it comes to; it may be negative."""
+    """Its value; may be negative."""
     left: Expression
     """The expression before the operator."""
     operator: Operator
-    """The operator; a division has no remainder."""
+    """The operator; divisions leave no remainder."""
     right: Expression
     """The expression after the operator."""
 
@@ -35,9 +35,9 @@ Expression = int | Join
 
 
 def random_expression(rng: Random, numbers: Sequence[int], operators: Sequence[Operator]) -> Expression | None:
-    """An expression that uses each of `numbers` once; None when the draw has a division with a remainder or by zero.
+    """Return a random expression that uses each of `numbers` once; None if it would divide by zero or with a remainder.
 
-    Every draw joins two of the remaining terms, so each way to set parentheses can occur.
+    Repeatedly joins two of the remaining terms, so every parenthesization can occur.
     """
     terms: list[Expression] = list(numbers)
     while len(terms) > 1:
@@ -52,12 +52,12 @@ def random_expression(rng: Random, numbers: Sequence[int], operators: Sequence[O
 
 
 def value_of(expression: Expression) -> int:
-    """What an expression comes to."""
+    """Return the value of an expression."""
     return expression if isinstance(expression, int) else expression.value
 
 
 def text_of(expression: Expression) -> str:
-    """The expression without spaces, and with no parentheses that its value does not need."""
+    """Return the expression without spaces and without redundant parentheses."""
     if isinstance(expression, int):
         return str(expression)
     precedence = _PRECEDENCE[expression.operator]
@@ -68,7 +68,7 @@ def text_of(expression: Expression) -> str:
 
 
 def steps_of(expression: Expression) -> list[str]:
-    """One equation per operator in an order in which they can be worked out, e.g. `7*9 = 63`, `3+63 = 66`."""
+    """Return one equation per operator, in an order in which they can be worked out, e.g. `7*9 = 63`, `3+63 = 66`."""
     if isinstance(expression, int):
         return []
     left, right = _signed(value_of(expression.left)), _signed(value_of(expression.right))
@@ -77,10 +77,11 @@ def steps_of(expression: Expression) -> list[str]:
 
 
 def num_right_steps(text: str, numbers: Sequence[int]) -> int:
-    """How many of the first steps of a text are right: true, and each of two numbers that are left, as `steps_of` says.
+    """Count the correct steps at the start of a text, written as by `steps_of`.
 
-    Left are `numbers`, less those that a step has used, and what it came to. Steps stand on lines of their own or
-    between semicolons, with or without spaces. Reading ends at the first that is not right. Never raises.
+    A step is correct if it is true and its two operands are still available. Available are `numbers`, minus those
+    already used, plus the results of earlier steps. Steps are separated by line ends or semicolons; spaces do not
+    matter. Counting stops at the first incorrect step. Never raises.
     """
     left, num_right = Counter(numbers), 0
     for written in _BETWEEN_STEPS.split(text, maxsplit=len(numbers))[: len(numbers) - 1]:
@@ -110,7 +111,7 @@ def _apply(left: int, operator: Operator, right: int) -> int | None:
 
 
 def _operand(expression: Expression, min_precedence: int) -> str:
-    """An operand's text, in parentheses when it binds less tightly than `min_precedence`."""
+    """Return an operand's text, in parentheses if it binds less tightly than `min_precedence`."""
     needs_parentheses = isinstance(expression, Join) and _PRECEDENCE[expression.operator] < min_precedence
     return f"({text_of(expression)})" if needs_parentheses else text_of(expression)
 

@@ -1,4 +1,4 @@
-"""Numbers as people and models write them, read exactly."""
+"""Exact parser for numbers as people and models write them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rewards.reading.notation import WORDS, plain_number
 from rewards.reading.scales import SCALE_WORD, scaled
 
 MAX_QUANTITY_CHARS = 400
-"""Longer texts are no quantity. It bounds the time and the numbers; GSM8K's longest answer has 11 characters."""
+"""Longer texts are not read, which bounds the time and the numbers. GSM8K's longest answer has 11 characters."""
 
 NOTHING_READ = "no number could be read in the answer"
-"""What a grade says of an answer that is no quantity."""
+"""The detail of a grade whose answer could not be read as a number."""
 
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+"
 _NUMBER = re.compile(
@@ -25,17 +25,17 @@ _NUMBER = re.compile(
 )
 _DIGIT = re.compile(r"[0-9]")
 
-# Of an equation the last side is read.
+# The last side of an equation is read.
 _EQUALITY = re.compile(r"=+|\\approx|\u2248")
 _COMPARISON = re.compile(r"[<>\u2260\u2264\u2265\u00b1\u2213]|!=|\\(?:n?[lg]eq?q?|neq?|[lg]t|pm|mp)(?![a-zA-Z])")
-# The left side of an equation that is still to be solved: `2x = 18`, `x^2 = 9`; not `2 x 9 = 18`.
+# Matches the left side of an equation that is still to be solved: `2x = 18`, `x^2 = 9`; not `2 x 9 = 18`.
 _UNSOLVED = re.compile(
     r"^\s*-\s*[xyzn]\s*$|[0-9|\u221a][-+/*|\s]*[xyzn](?![\w(]|\s*[0-9(])|(?<![\w\\])[xyzn]\s*(?:\^|[-+*/]\s*[0-9]|[\u00b2\u00b3])"
 )
 _NEXT_STATEMENT = re.compile(r"[,;\n]|\b(?:and|so|then|but)\b", re.IGNORECASE)
 _ALTERNATIVE = re.compile(r"\b(?:or|nor|not|neither|cannot|never|except)\b|n't\b", re.IGNORECASE)
 
-# What may stand before a number and behind it.
+# What may come before a number and after it.
 _BEFORE = re.compile(r"(?:^|[\s(\[{\"'\u201c\u2018:#])$")
 _SUBTRACTED_FROM = re.compile(r"(?:\b[b-zB-Z]|[)\]}])\s+$")
 _BEFORE_SPACED_SIGN = re.compile(r"(?:^|[(\[{:])\s*$")
@@ -52,7 +52,7 @@ _BOUND = re.compile(
     r"\b(?:than|at least|at most|up to|over|under|above|below|exceed\w*|beyond|between|times|plus)\s+(?:\w+\s+)?$",
     re.IGNORECASE,
 )
-# Words of numbers, and of what is done to numbers.
+# Number words, and words for operations on numbers.
 _CHANGES = re.compile(
     r"(?<![a-z])(?:"
     r"zero|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen(?:ths?)?"
@@ -72,12 +72,12 @@ _CHANGES_AT_ONCE = re.compile(
 _QUARTERS = re.compile(r"[\s-]*quarters?(?![a-z])", re.IGNORECASE)
 _PART_OF = re.compile(r"\b(?:an?|one)\s+$", re.IGNORECASE)
 _ORDINAL = re.compile(r"(?:st|nd|rd|th)(?![a-z])", re.IGNORECASE)
-# A box in a sentence: only what belongs to its number, or makes another of it.
+# Characters considered around a box in a sentence: only what belongs to its number or changes it.
 _NEAR = 40
 _SIGN_BEFORE_BOX = re.compile(
     r"(?:(?<![\w)])[-\u2010-\u2013\u2212]|=\s*[-\u2212]\s*|\b(?:minus|negative)\s+)[$\\(]*$", re.IGNORECASE
 )
-# A box may hold a part of a number or of a formula.
+# A box may contain only a part of a number or of a formula.
 _PART_BEFORE_BOX = re.compile(r"(?:\b0\.|[0-9]\s*/\s*|\\(?:[dt]?frac|sqrt)\s*\{(?:[^{}]*\}\s*\{)?)$")
 _POWER = r"(?:\u00d7|\\times|\\cdot|x|\*)\s*10\s*(?:\^|\*\*|[\u00b2-\u00b9\u2070-\u2079])(?:\{?-?[0-9]*\}?)"
 _BEHIND_BOX = re.compile(
@@ -91,12 +91,13 @@ _PUNCTUATION = frozenset(".,:;!?'\"()[]{}#&$\u201c\u201d\u2018\u2014\u2026\u2234
 
 
 def read_quantity(text: str) -> Fraction | None:
-    r"""The one number that a text says, with all that changes it; None where it says none, several, or is unclear.
+    r"""Return the only number in a text, with everything that changes it; None if there is none, several, or it is
+    unclear.
 
-    Of an equation the last side is read. `1,000`, `-$18.`, `2.50`, `\frac{1}{2}`, `2 1/2`, `1½`, `$3 million`, `18k`,
-    `2 dozen` and `1.5 \times 10^3` are read exactly. Currencies, per cent (`50%` is 50), units and most words are
-    passed over. Nothing is read where a word or sign could change the number and is not understood: `half of 18`,
-    `18!`, `more than 18`, `5 or 6`, `(5)`, `18m` (metres or millions). Takes bounded time; only ASCII digits count.
+    The last side of an equation is read. `1,000`, `-$18.`, `2.50`, `\frac{1}{2}`, `2 1/2`, `1½`, `$3 million`, `18k`,
+    `2 dozen` and `1.5 \times 10^3` are read exactly. Currencies, percent signs (`50%` is 50), units and most words are
+    ignored. Returns None if a word or sign that could change the number is not understood: `half of 18`, `18!`,
+    `more than 18`, `5 or 6`, `(5)`, `18m` (metres or millions). Takes bounded time; only ASCII digits count.
     """
     if len(text) > MAX_QUANTITY_CHARS:
         return None
@@ -113,7 +114,8 @@ def read_quantity(text: str) -> Fraction | None:
 
 
 def final_quantity(text: str) -> str | None:
-    r"""As `final_answer`, with what stands at a box and changes its number: `-\boxed{5}`, `\boxed{3} million`."""
+    r"""Return the same as `final_answer`, with the text next to a box that changes its number: `-\boxed{5}`,
+    `\boxed{3} million`."""
     tagged = last_answer(text)
     box = answer_box(tagged if tagged else text)
     if box is None or not box.content:
@@ -125,7 +127,7 @@ def final_quantity(text: str) -> str | None:
 
 
 def _last_side(text: str) -> str | None:
-    """The last side of an equation, or all of another text; None where it says more than one thing."""
+    """Return the last side of an equation, or all of another text; None if it makes more than one statement."""
     if _COMPARISON.search(text) or _ALTERNATIVE.search(text):
         return None
     sides = _EQUALITY.split(text)
@@ -146,7 +148,7 @@ def _value(number: re.Match[str]) -> Fraction | None:
 
 
 def _may_stand_before(before: str, number: re.Match[str]) -> bool:
-    """Whether a number can begin here."""
+    """Return whether a number can begin after `before`."""
     if number["gap"]:
         return _BEFORE_SPACED_SIGN.search(before) is not None
     if number["sign"] and _SUBTRACTED_FROM.search(before):
@@ -155,7 +157,7 @@ def _may_stand_before(before: str, number: re.Match[str]) -> bool:
 
 
 def _may_stand_behind(rest: str, before: str, number: re.Match[str]) -> bool:
-    """Whether a number, with its scale, can end here."""
+    """Return whether a number, with its scale, can end before `rest`."""
     if not _BEHIND.match(rest) or _CHANGES_AT_ONCE.match(rest):
         return False
     if _VARIABLE.match(rest) and not _UNIT.match(rest):
@@ -164,12 +166,12 @@ def _may_stand_behind(rest: str, before: str, number: re.Match[str]) -> bool:
         return False
     if number["decimal"] and _ORDINAL.match(rest) and _PART_OF.search(before):
         return False
-    # Accountants write a negative number so.
+    # In accounting, a number in parentheses is negative.
     return bool(number["sign"]) or not (before.rstrip().endswith("(") and rest.lstrip().startswith(")"))
 
 
 def _is_passed_over(before: str, rest: str) -> bool:
-    """Whether the words and signs around a number leave it as it is."""
+    """Return whether the words and signs around a number do not change it."""
     around = f"{_JOINS.sub(' ', before)} {_JOINS.sub(' ', rest)}"
     if _CHANGES.search(around):
         return False

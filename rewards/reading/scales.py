@@ -1,4 +1,4 @@
-"""What stands behind a number and multiplies it: `million`, `k`, `dozen`, `and a half`."""
+"""Scale words after a number that multiply it: `million`, `k`, `dozen`, `and a half`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORDS = {
     "trillion": 10**12,
     "tn": 10**12,
 }
-# A letter is a scale where it can be no unit. `18m` may be metres or millions, and is no scale; `$18m` is one.
+# A letter is a scale only if it cannot be a unit. `18m` may be metres or millions, so it is not scaled; `$18m` is.
 _LETTERS = {
     "k": 10**3,
     "K": 10**3,
@@ -37,7 +37,7 @@ _LETTERS = {
 }
 
 SCALE_WORD = rf"({'|'.join(_WORDS)})s?(?![a-zA-Z])"
-"""A regular expression of them, in lower case."""
+"""A regular expression for the scale words, in lower case."""
 
 _HALF = re.compile(r"\s+and\s+(?:a|one)\s+half(?![a-zA-Z])", re.IGNORECASE)
 _WORD = re.compile(rf"[\s-]*{SCALE_WORD}", re.IGNORECASE)
@@ -46,9 +46,9 @@ _LETTER_OF_MONEY = re.compile(r"\s*(?:mm|MM|[kKmMbBtT])(?![a-zA-Z0-9])")
 
 
 def scaled(value: Fraction, behind: str, *, is_money: bool) -> tuple[Fraction, str]:
-    """A number with what stands directly behind it, and the text behind both.
+    """Return a number multiplied by the scale directly after it, and the text after both.
 
-    `3` and ` million dollars` are 3,000,000 and ` dollars`. Of amounts of money `m`, `b` and `t` are scales too.
+    `3` and ` million dollars` give 3,000,000 and ` dollars`. For amounts of money `m`, `b` and `t` are scales too.
     """
     if half := _HALF.match(behind):
         value, behind = value + Fraction(1, 2), behind[half.end() :]

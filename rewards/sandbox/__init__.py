@@ -1,4 +1,4 @@
-"""Programs that a model wrote, run where they can do no harm, and judged by tests that they cannot reach."""
+"""Sandboxed execution of model-written programs, graded by tests that they cannot access."""
 
 from rewards.sandbox.config import SandboxConfig
 from rewards.sandbox.sandbox import ProgramEnding, Ran, Sandbox

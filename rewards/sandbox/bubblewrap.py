@@ -1,4 +1,4 @@
-"""A sandbox of the kernel's namespaces, through `bwrap` of Debian's package bubblewrap."""
+"""Sandbox of kernel namespaces, through `bwrap` from Debian's package bubblewrap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIRST_UID = 0x70000000
 
 @cache
 def bwrap() -> str:
-    """Where `bwrap` is. Raises ValueError, in one sentence, where it is missing or too old."""
+    """Return the path of `bwrap`. Raises ValueError if it is missing or too old."""
     path = shutil.which("bwrap")
     advice = "install it (on Debian or Ubuntu: apt install bubblewrap), or say sandbox.kind: none to run without one"
     if path is None:
@@ -32,26 +32,26 @@ def bwrap() -> str:
 
 
 def is_root() -> bool:
-    """Whether this is the machine's own root, for whom limits on processes do not hold, not a namespace's."""
+    """Return whether this is the machine's real root, not that of a namespace: process limits do not apply to it."""
     return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
 
 
 def uid_for(slot: int) -> int:
-    """A user that nobody is, for one sandbox of this process: the limit on processes counts those of a user."""
+    """Return an otherwise unused user id, for one sandbox of this process: the process limit counts per user."""
     return _FIRST_UID + (os.getpid() << 6) + slot % 64
 
 
 def command(config: SandboxConfig, python: Interpreter, seccomp_fd: int) -> list[str]:
-    """The command that runs a Python with nothing but its own files, read-only, and a private /tmp.
+    """Return the command that runs Python with nothing but its own files, read-only, and a private /tmp.
 
-    Root stays in the user namespace that it is in, and the program gives itself another user (`inside.limits`); anyone
-    else needs a user namespace of its own.
+    As root it stays in the current user namespace, and the program switches to another user (`inside.limits`). Other
+    users need a new user namespace.
     """
     users = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     if not is_root():
         users = ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
     arguments = [bwrap(), *users, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    # As process 1, the program's end is that of all others in its namespace, and bwrap waits for it.
+    # As process 1, the program takes all other processes of its namespace with it when it ends, and bwrap waits for it.
     arguments += [
         "--unshare-cgroup-try",
         "--as-pid-1",
@@ -63,7 +63,7 @@ def command(config: SandboxConfig, python: Interpreter, seccomp_fd: int) -> list
     ]
     for name, value in python.environment.items():
         arguments += ["--setenv", name, value]
-    # Folders that bwrap makes by itself are closed to all but root.
+    # Parent folders that bwrap creates implicitly are accessible only to root.
     for folder in sorted(
         {str(parent) for _, target in (*python.binds, ("", "/dev/null")) for parent in _above(target)}
     ):
@@ -72,7 +72,7 @@ def command(config: SandboxConfig, python: Interpreter, seccomp_fd: int) -> list
         arguments += ["--ro-bind", source, target]
     for target, path in python.links:
         arguments += ["--symlink", target, path]
-    # Not --dev and not --proc: the first brings a /dev/shm without a limit, and nothing needs the second.
+    # Not --dev, which adds a /dev/shm without a size limit, and not --proc, which nothing needs.
     for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
         arguments += ["--dev-bind", device, device]
     arguments += ["--perms", "1777", "--size", str(max(config.file_bytes, 4096)), "--tmpfs", "/tmp"]  # noqa: S108

@@ -1,4 +1,4 @@
-"""One process in a sandbox: started, watched, and ended with all that it started."""
+"""Lifecycle of one sandboxed process: start, CPU time, and termination with all its children."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ _SLOTS = itertools.count()
 
 
 class Confined:
-    """A Python in a sandbox that runs one role of `rewards.sandbox.inside`. To be used as a context manager."""
+    """A sandboxed Python process that runs one role of `rewards.sandbox.inside`. Use it as a context manager."""
 
     def __init__(self, config: SandboxConfig, role: str, fds: tuple[int, ...], stdout: int, stdin: int) -> None:
-        """Start it. `fds` are open there under their own numbers, which are the role's arguments after the limits.
+        """Start the process. `fds` are open in it under the same numbers, which are the role's arguments after the
+        limits.
 
-        `stdin` and `stdout` are as for `subprocess.Popen`; standard error is for what goes wrong while it starts.
+        `stdin` and `stdout` are as for `subprocess.Popen`. Standard error is a pipe, for errors during the start; for
+        the role `program` it is also that of the program.
         """
         self._kind = config.kind
         python = interpreter(role, confined=config.kind != "none")
@@ -55,7 +57,7 @@ class Confined:
                 env=dict(python.environment),
                 start_new_session=True,
             )
-            # A bundle of gVisor is there until the end; a filter has been inherited.
+            # gVisor's bundle is kept until the end. The seccomp filter has been inherited.
             self._files = stack.pop_all()
 
     def __enter__(self) -> Confined:
@@ -66,7 +68,7 @@ class Confined:
 
     @property
     def stdout(self) -> IO[bytes]:
-        """The reading end of its standard output, where that is a pipe."""
+        """The reading end of its standard output, if that is a pipe."""
         assert self._process.stdout is not None
         return self._process.stdout
 
@@ -77,7 +79,7 @@ class Confined:
         return self._process.stderr
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status, that of a signal n is 128 + n; None when it has not ended by then."""
+        """Return its exit status, 128 + n for signal n; None if it has not ended after `timeout_s`."""
         try:
             code = self._process.wait(max(timeout_s, 0.0))
         except subprocess.TimeoutExpired:
@@ -85,7 +87,7 @@ class Confined:
         return 128 - code if code < 0 else code
 
     def cpu_s(self) -> float:
-        """CPU seconds of all its processes so far, those that ended included."""
+        """Return the CPU seconds of all its processes so far, including those that have ended."""
         total = 0
         for pid in (self._process.pid, *_descendants(self._process.pid)):
             with contextlib.suppress(OSError):
@@ -94,9 +96,9 @@ class Confined:
         return total / _TICKS_PER_S
 
     def end(self) -> None:
-        """Kill it and all that it started, and wait until they are dead. Its pipes stay open."""
+        """Kill it and all processes that it started, and wait until they are dead. Its pipes stay open."""
         if self._process.poll() is None:
-            # bwrap ends when its child has, which is process 1 of its namespace; and that ends when all others have.
+            # bwrap ends after its child, process 1 of the namespace, which ends after all other processes in it.
             first = next(_children(self._process.pid), None) if self._kind == "bubblewrap" else None
             if first is not None:
                 with contextlib.suppress(OSError):
@@ -121,7 +123,7 @@ class Confined:
 
 @contextlib.contextmanager
 def memory_file(content: bytes) -> Iterator[int]:
-    """The number of an open file in memory, at its beginning, for a process to inherit."""
+    """Yield the descriptor of an in-memory file, positioned at its start, for a process to inherit."""
     fd = os.memfd_create("d1", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(fd), "wb") as file:
@@ -133,7 +135,7 @@ def memory_file(content: bytes) -> Iterator[int]:
 
 
 def deadline(seconds: float) -> float:
-    """The time, of `time.monotonic`, that is so many seconds from now."""
+    """Return the `time.monotonic` value that is `seconds` from now."""
     return time.monotonic() + seconds
 
 

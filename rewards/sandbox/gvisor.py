@@ -1,4 +1,4 @@
-"""A sandbox with a kernel of its own, through gVisor's `runsc`, as an OCI bundle."""
+"""Sandbox with a separate user-space kernel: gVisor's `runsc`, as an OCI bundle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rewards.sandbox.interpreter import Interpreter
 
 @cache
 def runsc() -> str:
-    """Where `runsc` is. Raises ValueError, in one sentence, where it is missing."""
+    """Return the path of `runsc`. Raises ValueError if it is missing."""
     path = shutil.which("runsc")
     if path is None:
         raise ValueError(
@@ -29,9 +29,9 @@ def runsc() -> str:
 def command(
     folder: Path, config: SandboxConfig, python: Interpreter, arguments: tuple[str, ...], fds: tuple[int, ...]
 ) -> list[str]:
-    """The command that runs a Python with `arguments`, in a bundle that this writes into an empty folder.
+    """Write a bundle into an empty folder and return the command that runs Python with `arguments` in it.
 
-    The bundle's form: https://github.com/opencontainers/runtime-spec; `runsc`'s flags: `runsc help run`.
+    The bundle format: https://github.com/opencontainers/runtime-spec; `runsc`'s flags: `runsc help run`.
     """
     root = folder / "rootfs"
     for path in ("tmp", "dev", *(target.lstrip("/") for _, target in python.binds)):

@@ -1,4 +1,4 @@
-"""The Python that programs run under, and where its files are."""
+"""The Python interpreter of the sandbox: its command, environment and file mounts."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from pathlib import Path
 _INSIDE = Path(__file__).parent / "inside"
 _SYSTEM_LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/lib32", "/lib", "/lib64", "/lib32")
 
-# Not -I: the environment is empty but for the hash seed, which makes the order of sets the same in every run.
+# Not -I, which would ignore the hash seed in the environment. The seed makes the order of sets the same in every run.
 _FLAGS = ("-B", "-P", "-S", "-s", "-X", "utf8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interpreter:
-    """A Python as a sandbox sees it."""
+    """A Python interpreter as a sandbox sees it."""
 
     command: tuple[str, ...]
-    """The executable there, with its flags and the code that starts a role; the role's arguments come after."""
+    """The executable in the sandbox, its flags and the code that starts a role; the role's arguments follow."""
     environment: dict[str, str]
-    """All that the environment has."""
+    """The complete environment."""
     binds: tuple[tuple[str, str], ...]
-    """Files and folders of this machine, and where they are there, read-only."""
+    """(source on this machine, target in the sandbox) of files and folders, mounted read-only."""
     links: tuple[tuple[str, str], ...]
-    """Links there: where they point, and where they are."""
+    """(target, path) of symbolic links in the sandbox."""
 
 
 def interpreter(role: str, *, confined: bool) -> Interpreter:
-    """This process's own Python, to run `main` of a module of `rewards.sandbox.inside`.
+    """Return this process's own Python, set up to run `main` of a module of `rewards.sandbox.inside`.
 
-    Confined, it sees the system's libraries and the standard library, at paths that tell nothing of this machine, but
-    no installed package and no other command.
+    If confined, it sees the system's libraries and the standard library at neutral paths, but no installed package and
+    no other command.
     """
     _compile()
     prefix, executable = sys.base_prefix, os.path.realpath(getattr(sys, "_base_executable", sys.executable))
@@ -57,12 +57,12 @@ def interpreter(role: str, *, confined: bool) -> Interpreter:
 
 @cache
 def _compile() -> None:
-    # A sandbox cannot write what it compiles, and would do so at every start.
+    # A sandbox cannot write bytecode, and would compile again at every start.
     compileall.compile_dir(_INSIDE, quiet=2)
 
 
 def _start(role: str, folder: str) -> str:
-    # The packages above are not there, and need not be: they would take 100 ms to import.
+    # The parent packages are absent: importing them would take 100 ms.
     return (
         "import sys\n"
         "for name in ('rewards', 'rewards.sandbox'):\n"

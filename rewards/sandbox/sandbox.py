@@ -1,20 +1,20 @@
-"""Hostile programs run, and judged by tests that they cannot reach.
+"""Runs untrusted programs and grades them by tests that they cannot access.
 
-A program is judged by two processes, each in a sandbox of its own. One has the program and no test. The other has the
-tests and no line of the program: it asks the first for what the program's functions return, over a socket, compares by
-itself, and reports to us through a pipe that the first does not have. So there is nothing to forge: `sys.exit(0)`,
-`os._exit(0)`, closed or faked output, hooks at exit, threads that live on, replaced builtins and a search through all
-frames happen where no verdict is made, and end as failed tests.
+A program is graded by two processes, each in its own sandbox. One has the program and no test. The other has the tests
+and none of the program's code: it calls the program's functions over a socket, compares the results itself, and reports
+to us through a pipe that the first does not have. So there is nothing to forge: `sys.exit(0)`, `os._exit(0)`, closed or
+faked output, exit hooks, surviving threads, replaced builtins and searches through all frames happen where no verdict
+is made, and end as failed tests.
 
 Not defended:
 
-- A program that works out from the arguments of a call that it is being tested (they are all that it sees).
-- Objects of the program's own classes, where tests ask for them (`len(stack)`, `x in tree`, `a == b` of two of them):
-  they answer as they like. Comparisons and sums with plain data are decided by the tests' side, and
-  `Suite.plain_only` refuses such objects altogether.
-- Bugs of the kernel. `gvisor` puts one more kernel between.
-- Memory in total: each process of `num_processes` may use `memory_bytes`. File names in /tmp, not only bytes, take
-  kernel memory, for as long as the CPU seconds last.
+- A program that detects from the arguments of a call that it is being tested (they are all that it sees).
+- Objects of the program's own classes, if tests use them (`len(stack)`, `x in tree`, `a == b` of two of them): they can
+  return anything. Comparisons and sums with plain data are decided by the tests' side, and `Suite.plain_only` rejects
+  such objects altogether.
+- Kernel bugs. `gvisor` adds a second kernel as a barrier.
+- Total memory: each process of `num_processes` may use `memory_bytes`. File names in /tmp, not only bytes, take kernel
+  memory, for as long as the CPU seconds last.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ class ProgramEnding(StrEnum):
     """How a run of a program ended."""
 
     FINISHED = "finished"
-    """By itself, with an exit status."""
+    """It exited by itself."""
     WALL_LIMIT = "wall_limit"
     CPU_LIMIT = "cpu_limit"
-    """The kernel killed it, as it does at the CPU limit. (And where the whole machine is out of memory.)"""
+    """The kernel killed it, as it does at the CPU limit (or if the machine is out of memory)."""
     OUTPUT_LIMIT = "output_limit"
     """It wrote more than `output_bytes` to standard output and error."""
     NOT_STARTED = "not_started"
-    """The sandbox did not come up."""
+    """The sandbox did not start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """What came of a program."""
+    """Result of running a program."""
 
     stdout: bytes
-    """What it wrote to standard output."""
+    """Its standard output."""
     exit_status: int | None
-    """As a shell gives it, 128 + n for signal n; None if we killed it."""
+    """As a shell reports it, 128 + n for signal n; None if we killed it."""
     ending: ProgramEnding
     """How it ended."""
     seconds: float
-    """By the clock, the sandbox's start included."""
+    """Wall-clock seconds, including the start of the sandbox."""
     complaint: str
     """The last line of standard error."""
 
 
 class Sandbox:
-    """Runs programs, each in a sandbox of its own that is gone with all its processes and files when a call returns."""
+    """Runs programs, each in a fresh sandbox, whose processes and files are gone when a call returns."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        """Raises ValueError, in one sentence, where the config's kind of sandbox does not work on this machine."""
+        """Check that the sandbox starts. Raises ValueError if its kind does not work on this machine."""
         self._config = config
         match config.kind:
             case "bubblewrap":
@@ -87,7 +87,7 @@ class Sandbox:
                 gvisor.runsc()
             case "none":
                 return
-        # As long as it takes: a busy machine is no reason to refuse.
+        # A generous timeout, because a busy machine is no reason to refuse.
         probe = _run(config.model_copy(update={"wall_s": _PROBE_S}), "print('up')", b"")
         if probe.stdout != b"up\n":
             raise ValueError(
@@ -96,15 +96,15 @@ class Sandbox:
             )
 
     def run(self, program: str, stdin: bytes = b"") -> Ran:
-        """Run a program as `__main__`; it takes `wall_s` and some seconds at most."""
+        """Run a program as `__main__`. Takes at most `wall_s` plus a few seconds."""
         return _run(self._config, program, stdin)
 
     def judge(self, program: str, suite: Suite) -> SuiteVerdict:
-        """What the tests say of a program; it takes `wall_s` and some seconds at most.
+        """Return the tests' verdict on a program. Takes at most `wall_s` plus a few seconds.
 
-        A program that uses up CPU seconds, memory or processes fails its tests. Where the seconds by the clock run out
-        and it used less than half of its CPU seconds, the outcome is a timeout; where a sandbox does not start, or the
-        tests cannot run whatever the program is, an error.
+        A program that exceeds its CPU seconds, memory or processes fails its tests. If the wall-clock time runs out
+        before either process used half of its CPU seconds, the outcome is a timeout. If a sandbox does not start, or
+        the tests cannot run whatever the program is, it is an error.
         """
         ours, theirs = socket.socketpair()
         source, tests = program.encode(errors="replace"), wire.encode(asdict(suite))
@@ -115,7 +115,7 @@ class Sandbox:
             with contextlib.closing(candidate), candidate:
                 judge = Confined(self._config, "judge", (suite_fd, ours.fileno()), subprocess.PIPE, subprocess.DEVNULL)
                 with contextlib.closing(judge), judge:
-                    # Only the two of them hold the ends: each sees when the other is gone.
+                    # Only these two processes hold the ends, so each notices when the other ends.
                     ours.close()
                     theirs.close()
                     return self._await(candidate, judge, suite)
@@ -139,7 +139,7 @@ class Sandbox:
             case ("judged", str(outcome), tuple(passed), str(detail)) if len(passed) == len(none):
                 return SuiteVerdict(passed=passed, outcome=Outcome(outcome), detail=self._explained(candidate, detail))
             case _ if started:
-                # Tests that the dataset's own solution passes end by themselves: what they were given is the reason.
+                # Tests end by themselves on the reference solution, so the program's results are the cause.
                 return SuiteVerdict(
                     passed=none, outcome=Outcome.GRADED, detail="the tests did not end on what it returned"
                 )
@@ -151,7 +151,7 @@ class Sandbox:
         return SuiteVerdict(passed=none, outcome=Outcome.ERROR, detail=f"the sandbox did not start: {why}")
 
     def _explained(self, candidate: Confined, detail: str) -> str:
-        """A detail with the limit that ended the program, if one did."""
+        """Return a detail with the limit that killed the program, if one did."""
         if "the program ended" in detail and candidate.wait(_GRACE_S) == _KILLED:
             return f"{detail}: it used up its {self._config.cpu_s} CPU seconds"
         return detail
@@ -184,13 +184,14 @@ def _run(config: SandboxConfig, program: str, stdin: bytes) -> Ran:
 
 
 class _Messages:
-    """Messages of a pipe, waited for no longer than said."""
+    """Reader of messages from a pipe, with a deadline."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._buffer = fd, b""
 
     def next(self, end: float) -> tuple[Any, ...] | None:
-        """The next one; None when the time is up, the pipe ends, or it is no message."""
+        """Return the next message, () if it is invalid; None at the deadline, at the end of the pipe, or if it is too
+        long."""
         while (message := self._taken()) is None:
             if not _readable([self._fd], end):
                 return None
@@ -221,7 +222,7 @@ def _ending(started: bool, status: int | None, over_time: bool) -> ProgramEnding
 
 
 def _read(said: dict[int, bytearray], limit: int, end: float) -> bool:
-    """Read pipes until all have ended; false where they gave more than a limit, or the time is up first."""
+    """Read pipes until all have ended. Returns False if they exceed the limit, or the deadline comes first."""
     left, open_fds = limit, set(said)
     while open_fds:
         ready = _readable(open_fds, end)
@@ -251,7 +252,7 @@ def _readable(fds: Iterable[int], end: float) -> list[int]:
 
 @contextlib.contextmanager
 def _pipe() -> Iterator[tuple[int, int]]:
-    """A pipe's two ends; the writing one is closed by who uses it."""
+    """Yield both ends of a pipe; the user closes the writing end."""
     reading, writing = os.pipe()
     try:
         yield reading, writing

@@ -1,4 +1,4 @@
-"""The tests of a problem, and what came of them."""
+"""Test suites of programming problems, and their verdicts."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from rewards.problem import Outcome
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suite:
-    """Tests, as Python that the dataset wrote and not the policy. They run where no program gets at them."""
+    """Tests as Python code from the dataset, not the policy. They run where programs cannot access them."""
 
     tests: tuple[str, ...]
     """One or more statements each; a test passes if they raise nothing."""
     setup: str = ""
-    """Runs before them, in the same namespace. `run_test` there calls a pytest function with its fixtures."""
+    """Code that runs before the tests, in the same namespace. There, `run_test` calls a pytest function with its
+    fixtures."""
     entry_point: str | None = None
-    """The function under test, `candidate` there. None: the module `solution` is the program."""
+    """The function under test, called `candidate` in the tests. None: the program is the module `solution`."""
     below: bool = False
-    """Whether setup and tests see the program's names as if they stood below it."""
+    """Whether setup and tests see the program's names as if they were appended to it."""
     redefines: tuple[str, ...] = ()
-    """Builtins that the program should define itself. Of all others the tests have Python's own, whatever the program
-    calls by their names: it would decide their comparisons."""
+    """Builtins that the program is supposed to define itself. For all others the tests use Python's own; otherwise a
+    program that redefines them would decide the tests' comparisons."""
     plain_only: bool = False
-    """Whether functions must return plain data and change nothing that they are given: then no object of the program's
-    own class has a say in any comparison."""
+    """Whether functions must return plain data and must not change their arguments. Then no object of the program's own
+    classes takes part in a comparison."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SuiteVerdict:
-    """What tests say of a program."""
+    """Results of a test suite for one program."""
 
     passed: tuple[bool, ...]
-    """For each test whether it passed."""
+    """Whether each test passed."""
     outcome: Outcome
-    """`GRADED` if the tests decided, or the program used up what it may."""
+    """`GRADED` if the tests decided, or the program exceeded its limits."""
     detail: str
-    """The first thing that went wrong, empty if nothing did. Parts of it are the program's words."""
+    """The first failure, empty if there was none. May contain text from the program."""

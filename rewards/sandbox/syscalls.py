@@ -1,9 +1,9 @@
-"""The system calls that no program in a sandbox has: a seccomp filter in the kernel's own form.
+"""System calls denied in the sandbox, as a seccomp BPF filter.
 
-Namespaces hide the network and other processes, but not every door: AF_VSOCK reaches a virtual machine's host from any
-network namespace, System V memory is outside the limit on address space, and a user namespace of one's own gives the
-right to mount. Numbers: `linux/arch/x86/entry/syscalls/syscall_64.tbl`, `linux/include/uapi/asm-generic/unistd.h`; the
-form: `linux/Documentation/userspace-api/seccomp_filter.rst`.
+Namespaces hide the network and other processes, but some ways out remain. AF_VSOCK reaches a virtual machine's host
+from any network namespace, System V memory is not covered by the address-space limit, and a new user namespace grants
+the right to mount. Numbers: `linux/arch/x86/entry/syscalls/syscall_64.tbl`, `linux/include/uapi/asm-generic/unistd.h`;
+format: `linux/Documentation/userspace-api/seccomp_filter.rst`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def seccomp_filter() -> bytes:
-    """The filter for this machine. Raises ValueError for a processor that is neither x86-64 nor arm64."""
+    """Return the filter for this machine. Raises ValueError for a processor that is neither x86-64 nor arm64."""
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
         raise ValueError(f"the sandbox knows no system calls of {machine}; it knows x86_64 and aarch64")
@@ -69,7 +69,7 @@ def seccomp_filter() -> bytes:
     ]
     for number in sorted(numbers[column] for numbers in _REFUSED.values()):
         program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
-    # Its flags are in memory, which a filter does not see; glibc then takes clone.
+    # The flags of clone3 are in memory, which a filter cannot read. On ENOSYS, glibc falls back to clone.
     program += [(_EQUAL, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     program += [
         (_EQUAL, 0, 4, _CLONE[column]),

@@ -1,1 +1,1 @@
-"""The tasks, one file each."""
+"""The tasks, one module each."""

@@ -1,4 +1,4 @@
-"""Countdown: join given numbers by + - * / so that they come to a target, each number used once."""
+"""Countdown: join given numbers by + - * / to reach a target, using each number once."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from rewards.reading.expressions import (
 
 _ALL_OPERATORS: tuple[Operator, ...] = ("+", "-", "*", "/")
 
-# Most expressions miss the range of targets. Drawing new numbers for each would favour small numbers and cost a hash.
+# Most expressions are outside the range of targets. New numbers for each would favour small numbers and cost a hash.
 _EXPRESSIONS_PER_DRAW = 8
 _D1_TOLERANCE = 1e-5
 
-# d1's wording (`diffu-grpo/data_utils.py`, `get_countdown_questions`), to the letter.
+# d1's wording (`diffu-grpo/data_utils.py`, `get_countdown_questions`), verbatim.
 _D1_QUESTION = (
     "Using only the numbers {numbers}, create an arithmetic expression that evaluates to exactly {target}. "
     "You must use all numbers from the list, and each number must be used exactly once. "
@@ -50,37 +50,39 @@ _D1_QUESTION = (
 
 
 class CountdownConfig(Files):
-    """Which Countdown problems are posed, and how. The defaults cover d1's evaluation set."""
+    """Settings of the Countdown problems. The defaults cover d1's evaluation set."""
 
     name: Literal["countdown"] = "countdown"
     """Selects this task."""
     num_numbers: int = Field(default=3, ge=2, le=6)
-    """How many numbers a problem gives."""
+    """Numbers per problem."""
     min_number: int = Field(default=1, ge=1, le=1000)
-    """The smallest number that can be given."""
+    """Smallest given number."""
     max_number: int = Field(default=100, ge=1, le=1000)
-    """The largest number that can be given; at least `min_number`."""
+    """Largest given number; at least `min_number`."""
     max_target: int = Field(default=100, ge=1, le=100_000)
-    """The largest target; the smallest is 1."""
+    """Largest target; the smallest is 1."""
     operators: tuple[Operator, ...] = Field(default=_ALL_OPERATORS, min_length=1)
-    """The operators that an expression may use, each listed once; others are illegal. The d1 prompt names all four."""
+    """Operators that an expression may use, each listed once; others make it incorrect. The d1 prompt names all
+    four."""
     prompt: PromptStyle = "d1"
-    """`d1` for the words of the d1 code, `compact` for `9 3 7 = 66`."""
+    """`d1` for the wording of the d1 code, `compact` for `9 3 7 = 66`."""
     heldout_fraction: float = Field(default=0.1, ge=0.05, le=0.5)
-    """Fraction of all sets of numbers that is held out. All targets of one set are in the same split."""
+    """Fraction of all multisets of numbers that is held out. All targets of one are in the same split."""
     reward: Rules = "fixed"
-    """The reward that is trained on."""
+    """Rules of the training reward."""
     protocol: Rules = "fixed"
-    """What counts as correct in evaluation."""
+    """Rules for what evaluation counts as correct."""
     shaping: float = Field(default=0.0, ge=0, le=1)
-    """Weight of two more parts of the fixed reward, for policies that hardly ever come to the target: `numbers` for an
-    expression of exactly the given numbers, and `close` for one that also comes near, shaping / (1 + the distance)."""
+    """Weight of two more parts of the fixed reward, for policies that rarely reach the target: `numbers` for an
+    expression of exactly the given numbers, and `close` for how near such an expression comes, shaping / (1 +
+    distance)."""
     show_working: bool = False
-    """Whether compact demonstrations work the answer out first: `7*9=63;3+63=66<answer>3+7*9</answer>`. Those of prompt
-    d1 always do."""
+    """Whether compact demonstrations show the steps first: `7*9=63;3+63=66<answer>3+7*9</answer>`. Those of prompt d1
+    always do."""
     working: float = Field(default=0.0, ge=0, le=1)
-    """Weight of one more part of the fixed reward: the share of the steps before the answer that are true and use the
-    numbers that are left."""
+    """Weight of one more part of the fixed reward: the fraction of the steps before the answer that are true and use
+    numbers that are still available."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -99,7 +101,7 @@ class CountdownConfig(Files):
 
 
 class Countdown:
-    """Given numbers, each used once, joined by + - * / to come to a target."""
+    """Countdown: an expression that uses each given number once and equals the target."""
 
     name = "countdown"
 
@@ -108,44 +110,44 @@ class Countdown:
         self._files = FileProblems(config, self._pose_row, lambda problem: problem.problem_id.partition("=")[0])
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """`count` problems of a split, unique by numbers and target, determined by (split, count, seed).
+        """Return `count` problems of a split, unique by numbers and target, determined by (split, count, seed).
 
-        Every target is the value of a random expression, so it can be reached; divisions on the way leave no remainder.
+        Every target is the value of a random expression, so it can be reached; its divisions leave no remainder.
         Problems with equal ids from different seeds have equal prompts, but may demonstrate different solutions.
-        Those of a file are taken as they are, and a split that is made beside it has none of its sets of numbers.
-        Raises ValueError when the split has fewer, or its file cannot be used.
+        Problems from a file are used as they are, and the generated split next to it excludes their multisets of
+        numbers. Raises ValueError if the split has too few problems or its file cannot be used.
         """
         if (found := self._files.of(split)) is not None:
             return chosen(found, task=self.name, split=split, count=count, seed=seed)
         return draw_distinct(lambda rng: self._draw(rng, split), task=self.name, split=split, count=count, seed=seed)
 
     def size(self, split: Split) -> int | None:
-        """How many a file has; None where they are generated."""
+        """Return the number of problems in the split's file; None if they are generated."""
         found = self._files.of(split)
         return None if found is None else len(found)
 
     def at_most(self, split: Split) -> int:
-        """As many as a file has; else every set of numbers with every target, most of which it does not come to."""
+        """Return the size of the file; else the number of multisets times targets, most of which cannot be reached."""
         if (found := self._files.of(split)) is not None:
             return len(found)
         num_choices = self._config.max_number - self._config.min_number + 1
         return comb(num_choices + self._config.num_numbers - 1, self._config.num_numbers) * self._config.max_target
 
     def remarks(self) -> list[str]:
-        """What was left out of the files that have been read, in sentences."""
+        """Return sentences on what was left out of the files read so far."""
         return self._files.remarks
 
     def example(self) -> Problem:
-        """The first training problem of seed 0."""
+        """Return the first training problem of seed 0."""
         return self.problems(Split.TRAIN, 1, seed=0)[0]
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """0 without an answer, 0.1 with one, 1 with a right one: d1's `countdown_reward_func`. Never raises.
+        """Give 0 without an answer, 0.1 with one, 1 with a correct one: d1's `countdown_reward_func`. Never raises.
 
-        Parts: `answer` (0 or 0.1) for an answer, `correct` (0 or 0.9) for a right one, and more with `shaping` and
-        `working`. By the fixed rules a right one is an expression that uses exactly the given numbers, only the
-        config's operators, and comes exactly to the target. What d1's `eval` took and this refuses: `**`, `//`,
-        decimals, signs (`-3+7`), line breaks.
+        Parts: `answer` (0 or 0.1) for an answer, `correct` (0 or 0.9) for a correct one, and more with `shaping` and
+        `working`. By the fixed rules a correct answer is an expression that uses exactly the given numbers, only the
+        config's operators, and equals the target exactly. d1's `eval` accepted what this rejects: `**`, `//`, decimals,
+        signs (`-3+7`), line breaks.
         """
         answer = final_equation(text)
         uses, misses_by = self._looked_at(problem, answer)
@@ -164,15 +166,16 @@ class Countdown:
             parts["close"] = float(self._config.shaping / (1 + misses_by)) if uses else 0.0
         if self._config.working:
             numbers = _numbers_of(problem)
-            # A problem of a file may have one number, and then there is no step.
+            # A problem from a file may have only one number, and then there is no step.
             num_steps = max(1, len(numbers) - 1)
             parts["working"] = self._config.working * num_right_steps(_working_of(text), numbers) / num_steps
         return Grade(reward=sum(parts.values()), parts=parts, correct=is_solved, answer=answer)
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem whose truth is `[[numbers], target]`, as d1 publishes it, or an object of both, as TinyZero's.
+        """Return the problem of a truth `[[numbers], target]`, as published by d1, or an object of both, as by
+        TinyZero.
 
-        Raises ValueError.
+        Raises ValueError for any other truth.
         """
         match truth:
             case {"numbers": numbers, "target": target} | {"nums": numbers, "target": target}:
@@ -182,7 +185,8 @@ class Countdown:
         raise ValueError(f"the ground truth is {shown(truth)}; a countdown line has [[numbers], target]")
 
     def _pose_row(self, row: Row) -> Problem:
-        """Of `nums` and `target` (the hub's Jiayi-Pan/Countdown-Tasks-3to4), or d1's `input` and `output`."""
+        """Return the problem of a row with `nums` and `target` (Jiayi-Pan/Countdown-Tasks-3to4), or d1's `input` and
+        `output`."""
         if "input" in row.fields:
             numbers, target = _integers(row, "input"), _integers(row, "output")[:1]
         else:
@@ -190,7 +194,7 @@ class Countdown:
         return self._given(self._asked(numbers, target[0]), numbers, target[0])
 
     def _given(self, messages: tuple[Message, ...], numbers: Sequence[int], target: int) -> Problem:
-        """A problem of which no solution is known."""
+        """Return a problem without a known solution."""
         return Problem(
             problem_id=f"{self._key(numbers)}={target}",
             messages=messages,
@@ -208,10 +212,10 @@ class Countdown:
         return user_turn(f"{D1_FORMAT}\n{_D1_QUESTION.format(numbers=list(numbers), target=target)}")
 
     def _looked_at(self, problem: Problem, answer: str | None) -> tuple[bool, Fraction]:
-        """Whether an answer uses the given numbers by the fixed rules, and how far from the target it then comes.
+        """Return whether an answer uses the given numbers by the fixed rules, and its distance from the target.
 
-        Its last statement has to use them. Every statement that does counts, with all sides of an equation, and of
-        those the value farthest from the target: two expressions, of which one is wrong, are a wrong answer.
+        The last statement has to use them. All statements that do are considered, with all sides of an equation, and
+        the value farthest from the target counts: two expressions, one of which is wrong, are a wrong answer.
         """
         numbers, target = _numbers_of(problem), int(problem.answer)
 
@@ -226,7 +230,7 @@ class Countdown:
         return True, max(abs(value - target) for value in values)
 
     def _draw(self, rng: Random, split: Split) -> Problem | None:
-        """A random problem of `split`, or None when the draw is of another split or has no fitting target."""
+        """Return a random problem of `split`; None if the sample is in another split or has no fitting target."""
         config = self._config
         numbers = sorted(rng.randint(config.min_number, config.max_number) for _ in range(config.num_numbers))
         key = self._key(numbers)
@@ -239,7 +243,7 @@ class Countdown:
         return None
 
     def _pose(self, problem_id: str, numbers: list[int], solution: Expression) -> Problem:
-        # The order shown is part of the prompt, so it hangs on the problem alone and not on the seed that found it.
+        # The order shown is part of the prompt, so it depends on the problem alone and not on the seed.
         target, asked = value_of(solution), list(numbers)
         rng_for(problem_id).shuffle(asked)
         steps = steps_of(solution)
@@ -250,29 +254,30 @@ class Countdown:
 
 
 def _numbers_of(problem: Problem) -> list[int]:
-    """The numbers of a problem, ascending."""
+    """Return the numbers of a problem in ascending order."""
     return sorted(int(number) for number in problem.metadata["numbers"].split())
 
 
 def _working_of(text: str) -> str:
-    """What stands before the last answer, without the tags around it."""
+    """Return the text before the last answer, without reasoning tags."""
     before, _, _ = text.rpartition("<answer>")
     return before.replace("<reasoning>", "").replace("</reasoning>", "").strip()
 
 
 def _comes_to_target(problem: Problem, expression: str) -> bool:
-    """Whether d1 takes an expression: its runs of digits are the numbers, and Python's value of it is close enough."""
+    """Return whether d1 accepts an expression: its digit runs are the given numbers, and its Python value is close
+    enough."""
     try:
         numbers = sorted(int(number) for number in re.findall(r"\d+", expression))
     except ValueError:
-        # Thousands of digits.
+        # Python refuses to convert thousands of digits.
         return False
     value = python_value(expression) if numbers == _numbers_of(problem) else None
     return value is not None and abs(value - int(problem.answer)) < _D1_TOLERANCE
 
 
 def _integers(row: Row, column: str) -> list[int]:
-    """A list of whole numbers, or a text with commas between them, as d1 has it. Raises ValueError with the place."""
+    """Return a list of integers, or of a comma-separated text, as in d1's files. Raises ValueError with the place."""
     value = row.value(column)
     numbers = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     try:

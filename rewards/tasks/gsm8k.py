@@ -30,16 +30,16 @@ _CALCULATION = re.compile(r"<<[^<>]*>>")
 
 
 class Gsm8kConfig(DataConfig):
-    """Which GSM8K problems are posed: of `openai/gsm8k`, or of files with its columns `question` and `answer`."""
+    """Source and prompt of the GSM8K problems: `openai/gsm8k`, or files with its columns `question` and `answer`."""
 
     name: Literal["gsm8k"] = "gsm8k"
     """Selects this task."""
     prompt: PromptStyle = "d1"
-    """`d1` for the words of the d1 code, `compact` for the question alone."""
+    """`d1` for the wording of the d1 code, `compact` for the question alone."""
 
 
 class Gsm8k(DataTask):
-    """The GSM8K task."""
+    """GSM8K: grade-school word problems."""
 
     name = "gsm8k"
     hub = _HUB
@@ -50,7 +50,7 @@ class Gsm8k(DataTask):
         self._config = config
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """Whether the number of the final answer is exactly the right one. Never raises.
+        """Grade whether the number in the final answer equals the reference exactly. Never raises.
 
         Fixed parts: `answer` (0 or 0.1) for a closed answer tag, `correct` (0 or 0.9). d1's are those of `gsm8k_parts`.
         """
@@ -70,9 +70,10 @@ class Gsm8k(DataTask):
         return Grade(reward=sum(parts.values()), parts=parts, correct=is_right, answer=answer, detail=detail)
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem of a published line, whose truth is a number, also in a text or a solution. Raises ValueError.
+        """Return the problem of a published line, whose truth is a number, also within a text or solution. Raises
+        ValueError.
 
-        A truth of `null` is none, and no answer is right: d1's reader of the data misses negative numbers.
+        With a truth of `null` no answer is correct: d1's data reader fails on negative numbers.
         """
         number: Fraction | None = None
         if isinstance(truth, (int, float)) and not isinstance(truth, bool) and abs(truth) < _TOO_LARGE:
@@ -108,7 +109,7 @@ class Gsm8k(DataTask):
 
 
 def _written(row: Row, solution: str) -> str:
-    """The answer as the data spells it, which is what d1's training compares with: `extract_hash_answer`."""
+    """Return the answer as the data spells it, which d1's training compares with: `extract_hash_answer`."""
     if _MARK not in solution:
         raise ValueError(f"{row.place}: answer is {shown(solution)}; it should end in {_MARK} and a number")
     return solution.split(_MARK)[1].strip()

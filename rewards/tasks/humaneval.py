@@ -1,4 +1,4 @@
-"""HumanEval: complete a Python function from its signature and docstring (Chen et al., 2021, arXiv 2107.03374)."""
+"""HumanEval: complete a Python function from its signature and docstring (arXiv 2107.03374)."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ _TRUTH = "an object with test and entry_point, as rows of HumanEval have them"
 
 
 class HumanEvalConfig(ProgramsConfig):
-    """HumanEval's 164 functions. The hub has them in one split: both of ours are cut from it."""
+    """HumanEval's 164 functions. The hub has them in one split; train and held-out are cut from it."""
 
     name: Literal["humaneval"] = "humaneval"
     """Selects this task."""
 
 
 class HumanEval(ProgramTask):
-    """Complete a Python function from its signature and docstring."""
+    """HumanEval: complete a Python function from its signature and docstring."""
 
     name = "humaneval"
     hub = _HUB
     example_row = _EXAMPLE
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """As `grade_program`. A program is the whole function, or what continues the prompt. Never raises.
+        """Grade as `grade_program` does. A program is the whole function, or a continuation of the prompt. Never
+        raises.
 
         A test is a statement of the dataset's `check` that asserts something about the function.
         """
@@ -48,9 +49,9 @@ class HumanEval(ProgramTask):
         return self.grade_program(problem, text, None if found is None else _completed(problem, found))
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem whose question is a row's prompt, and whose truth has its `test` and `entry_point`.
+        """Return the problem whose question is a row's prompt, and whose truth has its `test` and `entry_point`.
 
-        Raises ValueError.
+        Raises ValueError for any other truth.
         """
         self._check()
         if not isinstance(truth, dict):
@@ -78,7 +79,7 @@ class HumanEval(ProgramTask):
 
 
 def _tests(row: Row) -> tuple[str, ...]:
-    """The statements of `check` that assert something about `candidate`, each with what stands before it."""
+    """Return the statements of `check` that assert something about `candidate`, each with the statements before it."""
     try:
         statements = ast.parse(row.text("test")).body
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -90,7 +91,7 @@ def _tests(row: Row) -> tuple[str, ...]:
     for statement in check.body:
         nodes = list(ast.walk(statement))
         before += ast.unparse(statement) + "\n"
-        # `assert True, "..."` is in many of them.
+        # Many contain `assert True, "..."`, which tests nothing.
         asserts = any(isinstance(node, ast.Assert) for node in nodes)
         if asserts and any(isinstance(node, ast.Name) and node.id == "candidate" for node in nodes):
             tests.append(before)
@@ -101,7 +102,7 @@ def _tests(row: Row) -> tuple[str, ...]:
 
 
 def _completed(problem: Problem, found: str) -> str:
-    """The prompt, and below it the function once more, or its body."""
+    """Return the prompt followed by the function, or by its body."""
     prompt, name = problem.metadata["prompt"], re.escape(problem.metadata["entry_point"])
     if re.search(rf"^(async +)?def +{name}\b", found, re.MULTILINE):
         return f"{prompt}\n{found}"

@@ -1,4 +1,4 @@
-"""Problems of your own: a file of conversations with their answers, and a grader by name."""
+"""User-supplied problems: a file of questions with reference answers, and a grader selected by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rewards.reading.answers import final_answer
 from rewards.reading.quantities import NOTHING_READ, final_quantity, read_quantity
 
 GraderName = Literal["exact", "choice", "number", "math", "none"]
-"""How an answer is compared with the right one."""
+"""How an answer is compared with the reference."""
 
 # `B`, `(B)`, `B.`, `**B**`, `\text{B}` or `B) Paris`, and not the article of `A dog`.
 _LABEL = re.compile(
@@ -31,18 +31,18 @@ _EXAMPLE = {"prompt": "What is 3 + 4?", "answer": "7"}
 
 
 class JsonlConfig(DataConfig):
-    """Which data, and how its answers are compared. A row has `messages`, `prompt` or `question`; and `answer`."""
+    """Source of the data, and how answers are compared. A row has `messages`, `prompt` or `question`; and `answer`."""
 
     name: Literal["jsonl"] = "jsonl"
     """Selects this task."""
     grader: GraderName
-    """`exact`: the same text, but for white space and case. `choice`: the same letter or label, whatever brackets or
-    dots are around it. `number`: the same number. `math`: the same meaning, by Math-Verify. `none`: every reward is 0,
-    for what the terms of `reward` judge."""
+    """`exact`: the same text, ignoring white space and case. `choice`: the same letter or label, ignoring brackets and
+    dots around it. `number`: the same number. `math`: mathematically equivalent, by Math-Verify. `none`: every reward
+    is 0; for use with the terms of `reward`."""
     prompt: Literal["plain", "d1"] = "plain"
-    """`plain` asks what the file says, `d1` says before it in which format to answer."""
+    """`plain` asks what the file says, `d1` puts d1's instructions on the answer format before it."""
     columns: Columns = Columns()
-    """Where a row has them, in data with other columns."""
+    """Which columns to use, for data with other column names."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -54,12 +54,12 @@ class JsonlConfig(DataConfig):
 
     @property
     def longest_grade_s(self) -> float:
-        """That of a comparison, where Math-Verify compares."""
+        """The limit of a Math-Verify comparison for grader `math`, otherwise 0."""
         return Limits().longest_s if self.grader == "math" else 0.0
 
 
 class Jsonl(DataTask):
-    """Problems of your own, from a file."""
+    """User-supplied problems from a file."""
 
     name = "jsonl"
     hub: ClassVar[Mapping[Split, HubSplit]] = {}
@@ -71,7 +71,8 @@ class Jsonl(DataTask):
         self._compare = _comparison(config.grader)
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """1 for a right answer, 0 otherwise; the answer is `final_answer`'s, or the whole text. Never raises."""
+        """Give 1 for a correct answer, 0 otherwise; the answer is the marked one, or else the whole text. Never
+        raises."""
         answer = self._said(text)
         answer = text.strip() if answer is None else answer
         verdict = self._compare(answer, problem)
@@ -85,35 +86,36 @@ class Jsonl(DataTask):
         )
 
     def example(self) -> Problem:
-        """One of ours, which needs no data."""
+        """Return a built-in example, which needs no data."""
         return self._made(asked(_EXAMPLE["prompt"], "prompt"), self._right(_EXAMPLE["answer"], "answer"))
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem with this question and this answer. Raises ValueError."""
+        """Return the problem with this question and this answer. Raises ValueError if it is none."""
         return self._made(asked(question, "question"), self._right(truth, "ground_truth"))
 
     def _pose(self, row: Row) -> Problem:
         columns = self._config.columns
         try:
             messages = asked_in(row.fields, columns)
-            # Where nothing is compared, rows need no answer.
+            # Without a comparison, rows need no answer.
             right = "" if self._config.grader == "none" else self._right(*right_in(row.fields, columns))
             return self._made(messages, right)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}") from error
 
     def _right(self, value: object, name: str) -> str:
-        """The answer that a value is, read as completions are: that of a solution is what its box holds."""
+        """Return the reference answer in a value, extracted as from completions: for a solution, the content of its
+        box."""
         if self._config.grader == "none":
             return ""
         found = json_in(value) if isinstance(value, str) and self._config.grader != "exact" else value
-        # `[1, 2]` is an interval; a list of texts is what some sets accept.
+        # `[1, 2]` is an interval; a list of texts gives alternative answers.
         is_several = isinstance(found, list) and all(isinstance(one, str) for one in found)
         text = answer_text(found if is_several else value, name)
         return self._said(text) or text
 
     def _said(self, text: str) -> str | None:
-        """Read the answer in a completion or a solution; None where it marks none."""
+        """Extract the answer of a completion or a solution; None if none is marked."""
         return _FINAL.get(self._config.grader, final_answer)(text)
 
     def _made(self, messages: tuple[Message, ...], answer: str) -> Problem:
@@ -136,14 +138,14 @@ class Jsonl(DataTask):
 
 
 def _with_format(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """The conversation with d1's format at the head of its first user's turn."""
+    """Return the conversation with d1's format instructions at the start of its first user turn."""
     first = next((index for index, turn in enumerate(messages) if turn.role == "user"), 0)
     turn = replace(messages[first], content=f"{D1_FORMAT}\n{messages[first].content}")
     return (*messages[:first], turn, *messages[first + 1 :])
 
 
 def _comparison(grader: GraderName) -> Callable[[str, Problem], Verdict]:
-    """What compares an answer with a problem's right one."""
+    """Return the function that compares an answer with a problem's reference answer."""
     if grader == "math":
         verifier = MathVerifier()
         return lambda answer, problem: answers(

@@ -1,4 +1,4 @@
-"""KodCode: Python functions and classes with pytest tests (Xu et al., 2025, arXiv 2503.02951)."""
+"""KodCode: write Python functions and classes that pass pytest tests (arXiv 2503.02951)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
 from rewards.tasks.programs import ProgramsConfig, ProgramTask, posed, program_in
 
-# What the first d1 trains on (its paper, section 4).
+# The first d1's training set (its paper, section 4).
 _HUB = {Split.TRAIN: HubSplit(repo="KodCode/KodCode-Light-RL-10K", split="train")}
-# A fixture is no test, whatever its name.
+# The first alternative skips fixtures, which are not tests whatever their names.
 _TEST = re.compile(
     r"^ *@(?:pytest\.)?fixture\b.*\n(?: *@.*\n)* *def +\w+|^(?:class +(\w+)|( *)def +(test\w*))", re.MULTILINE
 )
@@ -31,29 +31,30 @@ _EXAMPLE = {
 
 
 class KodcodeConfig(ProgramsConfig):
-    """KodCode's light set for RL. The hub has it in one split: both of ours are cut from it."""
+    """KodCode's light RL set. The hub has it in one split; train and held-out are cut from it."""
 
     name: Literal["kodcode"] = "kodcode"
     """Selects this task."""
 
 
 class Kodcode(ProgramTask):
-    """Write a Python program that passes pytest tests."""
+    """KodCode: write a Python program that passes pytest tests."""
 
     name = "kodcode"
     hub = _HUB
     example_row = _EXAMPLE
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """As `grade_program`. Each test function is a test, also in a class; the program is the module `solution`.
+        """Grade as `grade_program` does. Each test function or method is a test; the program is the module `solution`.
 
-        Of pytest there are `raises`, `approx`, `fail`, `fixture`, `mark.parametrize` and `setup_method`; what needs
-        more is an error and no zero. Never raises.
+        Supported from pytest: `raises`, `approx`, `fail`, `fixture`, `mark.parametrize` and `setup_method`. Tests that
+        need more give an error, not a zero. Never raises.
         """
         return self.grade_program(problem, text, program_in(text))
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem with a question; its truth is its tests: a text, or an object with `test`. Raises ValueError."""
+        """Return the problem of a question whose truth is its tests: a text, or an object with `test`. Raises
+        ValueError."""
         self._check()
         fields = truth if isinstance(truth, dict) else {"test": truth}
         return self._pose(Row(place="the ground truth", fields={"solution": "pass", **fields, "question": question}))
@@ -68,7 +69,7 @@ class Kodcode(ProgramTask):
 
 
 def _tests(source: str) -> tuple[str, ...]:
-    """A call of each test function, and of each test method of a new object of its class."""
+    """Return a call of each test function, and of each test method on a new instance of its class."""
     tests, owner = [], ""
     for found in _TEST.finditer(source):
         if found[1]:
@@ -83,7 +84,7 @@ def _tests(source: str) -> tuple[str, ...]:
 
 
 def _interface(row: Row, test: str) -> str:
-    """What the tests import: its declaration where the row has it, or else its name."""
+    """Return what the tests import: its declaration if the row has one, or else its name."""
     match row.fields.get("test_info"):
         case [{"function_declaration": str(declaration)}, *_]:
             return f"It should begin so:\n\n```python\n{declaration.strip()}\n```"

@@ -1,4 +1,4 @@
-"""MATH: competition problems whose answer is an expression (arXiv 2103.03874); held out are the 500 of MATH-500."""
+"""MATH: competition problems whose answer is an expression (arXiv 2103.03874), tested on MATH-500."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ _MAX_GOLD_CHARS = Limits().max_chars
 
 
 class Math500Config(DataConfig):
-    """Which MATH problems are posed: of `ankner/math-500` and `HuggingFaceH4/MATH-500`, or of files with the columns
-    `problem`, `solution` and, where the answer is not the solution's box, `answer`."""
+    """Source and prompt of the MATH problems.
+
+    They come from `ankner/math-500` and `HuggingFaceH4/MATH-500`, or from files with the columns `problem`, `solution`
+    and, if the answer is not in the solution's box, `answer`.
+    """
 
     name: Literal["math500"] = "math500"
     """Selects this task."""
     prompt: PromptStyle = "d1"
-    """`d1` for the words of the d1 code, `compact` for the problem alone."""
+    """`d1` for the wording of the d1 code, `compact` for the problem alone."""
 
     @property
     def longest_grade_s(self) -> float:
-        """That of a comparison."""
+        """The limit of a comparison."""
         return Limits().longest_s
 
 
 class Math500(DataTask):
-    """The MATH task."""
+    """MATH: competition problems, tested on MATH-500."""
 
     name = "math500"
     hub = _HUB
@@ -55,7 +58,7 @@ class Math500(DataTask):
         self._verifier = MathVerifier()
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """Whether the final answer means what the right one means. Never raises.
+        """Grade whether the final answer is equivalent to the reference. Never raises.
 
         Fixed parts: `answer` (0 or 0.1) for a closed answer tag, `correct` (0 or 0.9). d1's are those of `math_parts`.
         """
@@ -83,7 +86,7 @@ class Math500(DataTask):
         )
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem of a published line, whose truth is a text. Raises ValueError."""
+        """Return the problem of a published line, whose truth is a text. Raises ValueError."""
         if not isinstance(truth, str) or not truth.strip():
             raise ValueError(f"the ground truth is {shown(truth)}; a math500 line has a text")
         return Problem(
@@ -109,13 +112,13 @@ class Math500(DataTask):
 
 
 def _answers(row: Row, solution: str) -> tuple[str, str]:
-    """The answer of a row, ours and what d1 takes for it. Raises ValueError where there is none."""
+    """Return a row's answer as we extract it and as d1 does. Raises ValueError if there is none."""
     if "answer" in row.fields:
         answer = published = row.text("answer")
     else:
         boxed = d1_parsers.boxed(solution)
         published = solution if boxed is None else boxed
-        # MATH also writes `\boxed 5`, which d1 reads up to a dollar sign.
+        # MATH also has `\boxed 5`, which d1 reads up to a dollar sign.
         answer = last_boxed(solution) or (published.strip() if published != solution else "")
     if not spelled_alike(answer, answer):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""MBPP: Python functions from one sentence (Austin et al., 2021, arXiv 2108.07732)."""
+"""MBPP: write a Python function from a one-sentence description (arXiv 2108.07732)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
 from rewards.tasks.programs import ProgramsConfig, ProgramTask, posed, program_in
 
-# Of its 374 rows to train on three ask what three of the test split do.
+# Three of its 374 training rows repeat a question of the test split and are left out.
 _HUB = {
     Split.TRAIN: HubSplit(repo="google-research-datasets/mbpp", config="full", split="train", num_rows=371),
     Split.HELDOUT: HubSplit(repo="google-research-datasets/mbpp", config="full", split="test", num_rows=500),
@@ -25,40 +25,41 @@ _EXAMPLE = {
 
 
 class MbppConfig(ProgramsConfig):
-    """MBPP's tasks, by the hub's splits of its config `full`."""
+    """MBPP's tasks, in the splits of its hub config `full`."""
 
     name: Literal["mbpp"] = "mbpp"
     """Selects this task."""
 
 
 class Mbpp(ProgramTask):
-    """Write a Python function from one sentence and one of its tests."""
+    """MBPP: write a Python function from one sentence and one of its tests."""
 
     name = "mbpp"
     hub = _HUB
     example_row = _EXAMPLE
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """As `grade_program`. Each statement of `test_list` and `challenge_test_list` is a test. Never raises."""
+        """Grade as `grade_program` does. Each statement of `test_list` and `challenge_test_list` is a test. Never
+        raises."""
         return self.grade_program(problem, text, program_in(text))
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem that a sentence describes; its truth is a list of assertions, or an object with `test_list`.
+        """Return the problem of a description whose truth is a list of assertions, or an object with `test_list`.
 
-        Raises ValueError.
+        Raises ValueError for any other truth.
         """
         self._check()
         fields = truth if isinstance(truth, dict) else {"test_list": truth}
         return self._pose(Row(place="the ground truth", fields={"code": "pass", **fields, "text": question}))
 
     def _pose(self, row: Row) -> Problem:
-        # The config `sanitized` of the hub calls it so.
+        # The hub's config `sanitized` has this column name.
         text = row.text("prompt" if "text" not in row.fields and "prompt" in row.fields else "text")
         tests = (*_statements(row.fields, row, "test_list"), *_statements(row.fields, row, "challenge_test_list"))
         if not tests:
             raise ValueError(f"{row.place}: test_list is empty; it should be a list of assertions")
         setup = "\n".join([*_statements(row.fields, row, "test_imports"), str(row.fields.get("test_setup_code") or "")])
-        # Not all of them, as papers do: then a table of their values would pass.
+        # Papers show all tests, but then a lookup table of their values would pass.
         task = f"{text.strip()} It should pass this test:\n\n```python\n{tests[0]}\n```"
         suite = Suite(tests=tests, setup=setup, below=True)
         return posed(problem_id(self.name, text, *tests), task, row.text("code"), suite)

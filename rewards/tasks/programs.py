@@ -1,4 +1,4 @@
-"""Programs in completions: where they are, and what their tests make of them."""
+"""Base of the code tasks: extraction of programs from completions, and grading by unit tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rewards.reading.code_blocks import code_blocks
 from rewards.sandbox import Sandbox, SandboxConfig, Suite, SuiteVerdict
 
 LONGEST_PROGRAM = 100_000
-"""Characters; a longer program is wrong."""
+"""Maximum characters of a program; a longer one is wrong."""
 
 _CODE_SPAN = re.compile(r"\s*+(`{1,3})(?:python\s|py\s)?([^`]*)\1\s*")
 _DEFINITION = re.compile(r"^(?:async +)?(?:def|class) +(\w+)", re.MULTILINE)
@@ -31,10 +31,10 @@ _D1_FORMAT, _D1_TESTS = 0.5, 1.0
 
 
 class ProgramsConfig(DataConfig):
-    """What tasks have in common whose completions are programs."""
+    """Settings common to the code tasks."""
 
     sandbox: SandboxConfig = SandboxConfig()
-    """Where programs run, and what they may use."""
+    """The sandbox that runs programs, and its limits."""
 
     @model_validator(mode="after")
     def _check_protocol(self) -> Self:
@@ -44,34 +44,35 @@ class ProgramsConfig(DataConfig):
 
     @property
     def longest_grade_s(self) -> float:
-        """A program and its tests may run so long."""
+        """The limit on a program with its tests."""
         return self.sandbox.longest_s
 
 
 class ProgramTask(DataTask):
-    """What tasks have in common whose completions are programs, graded by their tests."""
+    """Base of the code tasks, graded by tests in a sandbox."""
 
     def __init__(self, config: ProgramsConfig) -> None:
-        """Take a task's config. The sandbox is tried when it is first needed: a list of tasks needs none."""
+        """Store the config. The sandbox is created on first use, since listing the tasks needs none."""
         super().__init__(config)
         self._config = config
         self._sandbox = cache(lambda: Sandbox(config.sandbox))
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """As `Dataset.problems`. Raises ValueError, too, where the sandbox does not work on this machine."""
+        """Return the same as `Dataset.problems`. Also raises ValueError if the sandbox does not work on this
+        machine."""
         self._check()
         return super().problems(split, count, seed)
 
     def _check(self) -> None:
-        """Raise ValueError, in one sentence, where the config's sandbox does not work on this machine."""
+        """Raise ValueError if the configured sandbox does not work on this machine."""
         self._sandbox()
 
     def grade_program(self, problem: Problem, text: str, program: str | None) -> Grade:
-        """The grade of a program that stands in a text; None where there is none. Never raises.
+        """Grade a program extracted from a text; None if there is none. Never raises.
 
         Parts of the fixed reward: `tests`, 0.9 times the fraction of tests that pass, and `format`, 0.1 for a closed
-        answer tag with a block of Python in it. Those of d1, which its paper describes and its code lacks: the
-        fraction, and 0.5 for the same format. Correct is what passes all tests.
+        answer tag that contains a Python block. d1's parts, described in its paper but absent from its code: the
+        fraction, and 0.5 for the same format. A program is correct if it passes all tests.
         """
         is_d1 = self._config.reward == "d1"
         form = (_D1_FORMAT if is_d1 else _FORMAT) * has_format(text)
@@ -97,22 +98,22 @@ class ProgramTask(DataTask):
         try:
             return self._sandbox().judge(program, suite)
         except (OSError, ValueError) as error:
-            # No process could be started here: that says nothing about the program.
+            # No process could be started, which says nothing about the program.
             return SuiteVerdict(passed=none, outcome=Outcome.ERROR, detail=f"the sandbox did not start: {error}"[:300])
 
 
 def instruction(task: str) -> str:
-    """A user's turn that asks for a program in d1's format."""
+    """Return a user turn that asks for a program in d1's format."""
     return f"{D1_FORMAT}\n{_INSTRUCTION}\n\n{task}"
 
 
 def label(program: str) -> str:
-    """A right completion with this program."""
+    """Return a demonstration that contains this program."""
     return demonstration("d1", reasoning="", answer=f"```python\n{program.strip()}\n```")
 
 
 def metadata_of(suite: Suite) -> dict[str, str]:
-    """A suite as a problem carries it."""
+    """Return a suite as problem metadata."""
     return {
         "tests": json.dumps(suite.tests),
         "setup": suite.setup,
@@ -124,7 +125,7 @@ def metadata_of(suite: Suite) -> dict[str, str]:
 
 
 def posed(problem_id: str, task: str, solution: str, suite: Suite) -> Problem:
-    """The problem to write a program as `solution` is one: the tests see the builtins that it defines itself."""
+    """Return a problem whose reference is `solution`. The tests see the builtins that `solution` redefines."""
     return Problem(
         problem_id=problem_id,
         messages=user_turn(instruction(task)),
@@ -135,12 +136,12 @@ def posed(problem_id: str, task: str, solution: str, suite: Suite) -> Problem:
 
 
 def _redefined_in(code: str) -> tuple[str, ...]:
-    """The builtins that a right program defines as functions or classes of its own."""
+    """Return the builtins that a reference program redefines as functions or classes."""
     return tuple(name for name in _DEFINITION.findall(code) if hasattr(builtins, name))
 
 
 def suite_of(problem: Problem) -> Suite:
-    """The suite that a problem carries."""
+    """Return the suite in a problem's metadata."""
     given = problem.metadata
     return Suite(
         tests=tuple(json.loads(given["tests"])),
@@ -153,12 +154,12 @@ def suite_of(problem: Problem) -> Suite:
 
 
 def program_in(text: str) -> str | None:
-    """The program of a completion, moved to the margin where all of it is indented; None when there is none.
+    """Extract the program of a completion, dedented if all of it is indented; None if there is none.
 
-    It is the last block of Python in the last `<answer>` that closes, or else its last block without a language, or
-    else all that stands there; without such a tag it is a block of the text. Where some blocks define a function or a
-    class, the others are uses or output and do not count. A block that nothing closes ends with what it is in. Takes
-    time linear in the text.
+    From the last closed `<answer>`: its last Python block, or else its last block without a language, or else its whole
+    content. Without such a tag: a block of the text, by the same preference. Blocks that define a function or class
+    take precedence over the others, which are usage or output. An unclosed block ends with the text or tag that it is
+    in. Takes time linear in the text.
     """
     code = _code_in(text)
     if code is None or not code.lstrip("\n")[:1].isspace():
@@ -179,7 +180,7 @@ def _code_in(text: str) -> str | None:
 
 
 def has_format(text: str) -> bool:
-    """Whether a completion has an `<answer>` that closes, with a closed block of Python in it."""
+    """Return whether a completion has a closed `<answer>` that contains a closed Python block."""
     answer = last_tagged(text)
     blocks = code_blocks(answer or "")
     return any(block.is_closed and (block.is_python or not block.info) for block in blocks)

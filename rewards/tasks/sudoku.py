@@ -1,4 +1,4 @@
-"""4x4 Sudoku: fill the empty cells of a grid so that each row, column and 2x2 box has the digits 1-4."""
+"""4x4 Sudoku: fill the empty cells so that each row, column and 2x2 box has the digits 1-4."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ NUM_CELLS = 16
 EMPTY = "0"
 _PUZZLE = re.compile(r"([0-4]{16})")
 _NAMED_PUZZLE = re.compile(r"Sudoku puzzle: ([0-4]{16})")
-# Digits that are no cells: `Row 1:`, `the 4x4 grid`.
+# Digits that are not cells: `Row 1:`, `the 4x4 grid`.
 _LABEL = re.compile(r"\brow\s*[1-4]\b|\b4\s*[x\u00d7]\s*4\b", re.IGNORECASE)
 _SOLVED = re.compile(r"[1-4]{16}")
 
 
 class SudokuConfig(Files):
-    """Which Sudoku puzzles are posed, and how."""
+    """Settings of the Sudoku puzzles."""
 
     name: Literal["sudoku"] = "sudoku"
     """Selects this task."""
     min_empty: int = Field(default=6, ge=1, le=11)
-    """The smallest number of empty cells."""
+    """Smallest number of empty cells."""
     max_empty: int = Field(default=10, ge=1, le=11)
-    """The largest number of empty cells, at least `min_empty`. Few puzzles with 12 are unique, none with more."""
+    """Largest number of empty cells; at least `min_empty`. Few puzzles with 12 empty cells have a unique solution, and
+    none with more."""
     prompt: PromptStyle = "d1"
-    """`d1` for the words of the d1 code, `compact` for the 16 characters of the puzzle alone."""
+    """`d1` for the wording of the d1 code, `compact` for the 16 characters of the puzzle alone."""
     heldout_fraction: float = Field(default=0.3, ge=0.05, le=0.5)
-    """Fraction of the 288 solved grids that is held out; SPG, which first split by solution, holds out 88."""
+    """Fraction of the 288 solved grids that is held out. SPG, which first split by solution, holds out 88."""
     reward: Rules = "fixed"
-    """The reward that is trained on."""
+    """Rules of the training reward."""
     protocol: Rules = "fixed"
-    """What counts as correct in evaluation."""
+    """Rules for what evaluation counts as correct."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -56,7 +57,7 @@ class SudokuConfig(Files):
 
 @cache
 def solved_grids() -> tuple[str, ...]:
-    """All 288 solved grids in ascending order; each is 16 digits 1-4, row by row."""
+    """Return all 288 solved grids in ascending order; each is 16 digits 1-4, row by row."""
     rows = ["".join(row) for row in permutations("1234")]
     grids = [""]
     for _ in range(4):
@@ -65,7 +66,7 @@ def solved_grids() -> tuple[str, ...]:
 
 
 def num_solutions(puzzle: str) -> int:
-    """How many solved grids agree with a puzzle: 16 characters 0-4, row by row, 0 for an empty cell."""
+    """Count the solved grids that agree with a puzzle: 16 characters 0-4, row by row, 0 for an empty cell."""
     by_cell = _grids_by_cell()
     agreeing = (1 << len(solved_grids())) - 1
     for cell, digit in enumerate(puzzle):
@@ -75,9 +76,9 @@ def num_solutions(puzzle: str) -> int:
 
 
 class Sudoku:
-    """The empty cells of a 4x4 Sudoku.
+    """4x4 Sudoku: fill the empty cells.
 
-    No solved grid occurs in both splits, as all do in d1's data.
+    Generated splits share no solved grid; in d1's data all grids occur in both splits.
     """
 
     name = "sudoku"
@@ -87,11 +88,11 @@ class Sudoku:
         self._files = FileProblems(config, self._pose_row, lambda problem: self._key(problem.answer))
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """`count` puzzles of a split, all different and each with one solution, determined by (split, count, seed).
+        """Return `count` distinct puzzles of a split, each with one solution, determined by (split, count, seed).
 
-        Numbers of empty cells are equally frequent until the puzzles of one run out.
-        Those of a file are taken as they are, and a split that is made beside it has none of its solutions.
-        Raises ValueError when the split has fewer, or its file cannot be used.
+        All numbers of empty cells are equally frequent until the puzzles of one run out. Puzzles from a file are used
+        as they are, and the generated split next to it excludes their solutions. Raises ValueError if the split has too
+        few puzzles or its file cannot be used.
         """
         if (found := self._files.of(split)) is not None:
             return chosen(found, task=self.name, split=split, count=count, seed=seed)
@@ -101,32 +102,33 @@ class Sudoku:
         return draw_distinct(lambda rng: self._draw(rng, grids), task=self.name, split=split, count=count, seed=seed)
 
     def size(self, split: Split) -> int | None:
-        """How many a file has; None where they are generated."""
+        """Return the number of puzzles in the split's file; None if they are generated."""
         found = self._files.of(split)
         return None if found is None else len(found)
 
     def at_most(self, split: Split) -> int:
-        """As many as a file has; else as many as the ways to empty cells, some of which have several solutions."""
+        """Return the size of the file; else the number of ways to empty cells, some of which leave several
+        solutions."""
         if (found := self._files.of(split)) is not None:
             return len(found)
         num_empty = range(self._config.min_empty, self._config.max_empty + 1)
         return len(self._grids(split)) * sum(comb(NUM_CELLS, count) for count in num_empty)
 
     def remarks(self) -> list[str]:
-        """What was left out of the files that have been read, in sentences."""
+        """Return sentences on what was left out of the files read so far."""
         return self._files.remarks
 
     def example(self) -> Problem:
-        """The first training problem of seed 0."""
+        """Return the first training problem of seed 0."""
         return self.problems(Split.TRAIN, 1, seed=0)[0]
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """The fraction of the originally empty cells that are right: d1's `sudoku_reward_func`. Never raises.
+        """Give the fraction of the originally empty cells that are right: d1's `sudoku_reward_func`. Never raises.
 
-        The cells are the digits of the answer, truncated to 16; missing ones are wrong. By the fixed rules an answer is
-        `final_answer`'s and digits are 0-9; by d1's it is the last `<answer>`'s, and whatever Unicode calls a digit
-        counts. As in d1, a changed given costs no reward. One part: `cells`. By the fixed protocol `correct` needs
-        exactly the 16 digits of the solution, by d1's only what was empty. An accuracy counts cells: `items`.
+        The cells are the digits of the answer, truncated to 16; missing ones are wrong. The fixed rules take the answer
+        from `final_answer` and the digits 0-9. d1's reward takes the last `<answer>` and every Unicode digit. As in d1,
+        a changed given costs no reward. One part: `cells`. `correct` requires exactly the 16 digits of the solution by
+        the fixed protocol, and only the empty cells by d1's. Accuracy counts cells: `items`.
         """
         answer, cells = _fixed_cells(text)
         rewarded = cells if self._config.reward == "fixed" else _d1_reward_cells(text)
@@ -144,7 +146,8 @@ class Sudoku:
         )
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem whose question has its 16 characters and whose truth is the solved grid. Raises ValueError."""
+        """Return the problem whose question has its 16 characters and whose truth is the solved grid. Raises
+        ValueError."""
         found = _PUZZLE.match(question) or _NAMED_PUZZLE.search(question)
         if found is None:
             raise ValueError(
@@ -154,14 +157,15 @@ class Sudoku:
         return replace(self._pose(*_checked(found[1], truth)), messages=user_turn(question))
 
     def _pose_row(self, row: Row) -> Problem:
-        """Of `Puzzle` and `Solution`, as in d1's files and on the hub (Mayfull/sudoku)."""
+        """Return the problem of a row with `Puzzle` and `Solution`, as in d1's files and on the hub
+        (Mayfull/sudoku)."""
         try:
             return self._pose(*_checked(row.text("Puzzle"), row.value("Solution")))
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}".replace(f"{row.place}: {row.place}", row.place)) from error
 
     def _grids(self, split: Split) -> list[str]:
-        """The solutions of a split that is made."""
+        """Return the solutions of a generated split."""
         fraction = self._config.heldout_fraction
         return [grid for grid in solved_grids() if self._files.is_made_for(split, self._key(grid), fraction)]
 
@@ -190,7 +194,7 @@ class Sudoku:
 
 
 def _checked(puzzle: str, solution: object) -> tuple[str, str]:
-    """A puzzle and its solution. Raises ValueError, in one sentence, for what are none."""
+    """Validate a puzzle and its solution. Raises ValueError if they are not a puzzle and its solved grid."""
     if not _PUZZLE.fullmatch(puzzle) or EMPTY not in puzzle:
         raise ValueError(f"the puzzle is {shown(puzzle)}; it should be 16 digits 0-4, 0 for each empty cell")
     if not isinstance(solution, str) or not _SOLVED.fullmatch(solution):
@@ -201,7 +205,7 @@ def _checked(puzzle: str, solution: object) -> tuple[str, str]:
 
 
 def _fixed_cells(text: str) -> tuple[str | None, str]:
-    """The answer, and its digits."""
+    """Return the answer and its digits."""
     answer = final_answer(text)
     return answer, ascii_digits(_LABEL.sub(" ", answer or ""))
 
@@ -215,7 +219,7 @@ def _num_right(cells: str, solution: str, empty: list[int]) -> int:
 
 
 def _has_no_conflict(cells: str) -> bool:
-    """Whether the first rows of a grid, each of four different digits, repeat no digit in a column or box."""
+    """Return whether the first rows of a grid, each with four different digits, repeat no digit in a column or box."""
     columns = [cells[column::4] for column in range(4)]
     boxes = [cells[i : i + 2] + cells[i + 4 : i + 6] for i in (0, 2, 8, 10)]
     return all(len(set(unit)) == len(unit) for unit in columns + boxes)
@@ -223,7 +227,8 @@ def _has_no_conflict(cells: str) -> bool:
 
 @cache
 def _grids_by_cell() -> tuple[dict[str, int], ...]:
-    """For each cell and digit the set of solved grids that have it there: bit i is grid i of `solved_grids()`."""
+    """Return for each cell and digit the set of solved grids with that digit there: bit i is grid i of
+    `solved_grids()`."""
     by_cell = tuple(dict.fromkeys("1234", 0) for _ in range(NUM_CELLS))
     for i, grid in enumerate(solved_grids()):
         for cell, digit in enumerate(grid):
@@ -232,6 +237,6 @@ def _grids_by_cell() -> tuple[dict[str, int], ...]:
 
 
 def _dig(rng: Random, solution: str, num_empty: int) -> str:
-    """The solution with `num_empty` random cells emptied."""
+    """Return the solution with `num_empty` random cells emptied."""
     empty = set(rng.sample(range(NUM_CELLS), num_empty))
     return "".join(EMPTY if cell in empty else digit for cell, digit in enumerate(solution))

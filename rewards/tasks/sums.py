@@ -1,4 +1,4 @@
-"""Sums: the running sums of a few digits. A toy that a tiny model learns in minutes, for tests and demonstrations."""
+"""Sums: running sums of a few digits, a toy task that a tiny model learns in minutes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from rewards.reading.answers import ascii_digits, last_answer
 
 
 class SumsConfig(SplitConfig):
-    """Which sums are posed. A split has all orders of the operands it has."""
+    """Settings of the sums. All orders of the same operands are in the same split."""
 
     name: Literal["sums"] = "sums"
     """Selects this task."""
     num_terms: int = Field(default=3, ge=2, le=5)
-    """How many digits 0-9 a problem gives; both splits together have 10 ** num_terms problems."""
+    """Number of digits 0-9 in a problem; all splits together have 10 ** num_terms problems."""
     modulus: int = Field(default=10, ge=2, le=10)
-    """What the running sums are taken modulo: an answer has one digit per term, each less than this."""
+    """Modulus of the running sums: an answer has one digit per term, each less than this."""
     heldout_fraction: float = Field(default=0.2, ge=0.05, le=0.5)
-    """Fraction of all sets of operands that is held out. All orders of one set are in the same split."""
+    """Fraction of all multisets of operands that is held out. All orders of one are in the same split."""
 
 
 class Sums:
-    """Running sums of digits, a toy.
+    """Running sums of digits, a toy task for tests and demonstrations.
 
-    `3 7 9` asks for `309`, which is 3, 3 + 7 and 3 + 7 + 9 modulo 10.
+    The answer to `3 7 9` is `309`: 3, 3 + 7 and 3 + 7 + 9 modulo 10.
     """
 
     name = "sums"
@@ -41,9 +41,9 @@ class Sums:
         self._config = config
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
-        """`count` problems of a split, all different, determined by (split, count, seed).
+        """Return `count` distinct problems of a split, determined by (split, count, seed).
 
-        Raises ValueError when the split has fewer; with three terms both splits together have 1,000.
+        Raises ValueError if the split has fewer; with three terms all splits together have 1,000.
         """
         operands = self._operands(split)
         if count > len(operands):
@@ -52,26 +52,26 @@ class Sums:
         return [self._pose(terms) for terms in operands[:count]]
 
     def size(self, split: Split) -> int:
-        """How many problems a split has."""
+        """Return the number of problems of a split."""
         return len(self._operands(split))
 
     def at_most(self, split: Split) -> int:
-        """As many as there are."""
+        """Return the exact size."""
         return self.size(split)
 
     def remarks(self) -> list[str]:
-        """None: all problems are made."""
+        """Return no remarks: all problems are generated."""
         return []
 
     def example(self) -> Problem:
-        """The first training problem of seed 0."""
+        """Return the first training problem of seed 0."""
         return self.problems(Split.TRAIN, 1, seed=0)[0]
 
     def grade(self, problem: Problem, text: str) -> Grade:
-        """The fraction of the answer's digits that are right, position by position.
+        """Give the fraction of the answer's digits that are right, position by position.
 
-        The digits are those of the last `<answer>`; missing ones are wrong and surplus ones are ignored, but `correct`
-        needs exactly the right digits. One part: `digits`. Never raises for any text.
+        The digits are those of the last `<answer>`. Missing ones are wrong. Surplus ones are ignored by the reward, but
+        `correct` requires exactly the right digits. One part: `digits`. Never raises for any text.
         """
         digits = ascii_digits(last_answer(text) or "")
         num_right = sum(given == right for given, right in zip(digits, problem.answer, strict=False))
@@ -79,7 +79,8 @@ class Sums:
         return Grade(reward=reward, parts={"digits": reward}, correct=digits == problem.answer)
 
     def posed(self, question: str, truth: object) -> Problem:
-        """The problem whose question is its digits, `3 7 9`, and whose truth is its answer. Raises ValueError."""
+        """Return the problem whose question is its digits, `3 7 9`, and whose truth is its answer. Raises
+        ValueError."""
         terms = question.split()
         if (
             not isinstance(truth, str)
@@ -90,7 +91,7 @@ class Sums:
         return replace(self._pose(tuple(map(int, terms))), answer=truth)
 
     def _operands(self, split: Split) -> list[tuple[int, ...]]:
-        """The operands of every problem of a split, in ascending order."""
+        """Return the operands of every problem of a split in ascending order."""
         num_terms = self._config.num_terms
         fractions = self._config.heldout_fraction, self._config.validation_fraction
         multisets = combinations_with_replacement(range(10), num_terms)

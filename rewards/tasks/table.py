@@ -1,4 +1,4 @@
-"""Which tasks there are: the one place that knows them all."""
+"""Registry of the tasks: the config union and the factory."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ TaskConfig = Annotated[
     | SumsConfig,
     Field(discriminator="name"),
 ]
-"""The config of any task; its `name` says of which."""
+"""The config of any task, discriminated by its `name`."""
 
 
 def task_names() -> tuple[str, ...]:
-    """The names of all tasks, in the order of the alphabet."""
+    """Return the names of all tasks in alphabetical order."""
     union = get_args(get_args(TaskConfig)[0])
     return tuple(sorted(config.model_fields["name"].default for config in union))
 
 
 def make_task(config: TaskConfig) -> Task:
-    """The task that a config describes."""
+    """Create the task of a config."""
     return _TASKS[type(config)](config)
 
 

@@ -1,1 +1,1 @@
-"""What a recipe adds to a task's reward."""
+"""Reward terms that a recipe can add to a task's reward."""

@@ -1,4 +1,4 @@
-"""An HTTP endpoint that is asked for rewards: with limits, with retries, and nobody else in its place."""
+"""HTTP client for reward endpoints, with limits, retries and bounded concurrency."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rewards.terms.post import Answer, TooLargeError, post
 from rewards.terms.term import RewardUnavailableError, TermConfig
 
 LONGEST_WAIT_S = 8.0
-"""Longest wait between two tries, in seconds. A server that asks for more gets it from the run, which pauses: graders
-have a time limit."""
+"""Longest wait between two tries, in seconds. If a server's Retry-After is longer, the run pauses instead of waiting
+here: graders have a time limit."""
 
 _FIRST_WAIT_S = 0.5
-# What another try may not meet again.
+# Transient failures: another try may succeed.
 _PASSING = (
     HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.TOO_MANY_REQUESTS,
@@ -31,7 +31,7 @@ _PASSING = (
     HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )
-# What says something about the request. Any other refusal (401, 404, a redirect) would meet every request.
+# Failures caused by this request. Any other refusal (401, 404, a redirect) would be the same for every request.
 _ABOUT_THE_REQUEST = (
     HTTPStatus.BAD_REQUEST,
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -43,11 +43,11 @@ R = TypeVar("R")
 
 
 class RefusedError(Exception):
-    """The endpoint works, and has no usable answer to this request; says why."""
+    """The endpoint works, but has no usable answer to this request; the message says why."""
 
 
 class _PassingError(Exception):
-    """A try failed in a way that may pass; says how."""
+    """A try failed in a possibly transient way; the message says how."""
 
     def __init__(self, what: str, retry_after_s: float | None = None) -> None:
         super().__init__(what)
@@ -55,45 +55,45 @@ class _PassingError(Exception):
 
 
 class AskingConfig(TermConfig):
-    """What the terms have in common that ask a server."""
+    """Settings common to the terms that query a server."""
 
     timeout_s: PositiveFloat = 12.0
-    """Longest time for one try of a request, in seconds."""
+    """Timeout of one try of a request, in seconds."""
     num_tries: Annotated[int, Field(ge=1, le=10)] = 3
-    """Tries of a request, with waits of up to 8 s in between; then the run pauses."""
+    """Tries of a request, with waits of up to 8 s in between. If all fail, the run pauses."""
     max_concurrency: Annotated[int, Field(ge=1, le=256)] = 8
-    """Most requests of a grader at a time."""
+    """Maximum number of concurrent requests of a grader."""
     max_response_bytes: PositiveInt = 1_000_000
-    """Longest answer, in bytes."""
+    """Maximum size of a response, in bytes."""
 
     @property
     def patience_s(self) -> float:
-        """Longest time until a server that does not answer is given up, in seconds."""
+        """Total timeout of a request to a server that does not answer, over all tries and waits, in seconds."""
         return self.num_tries * self.timeout_s + (self.num_tries - 1) * LONGEST_WAIT_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Where to ask, and how patiently."""
+    """An HTTP endpoint with its timeouts and retries."""
 
     url: str
-    """As `checked_url` has it. It alone is asked: no redirect is followed and no proxy used."""
+    """As returned by `checked_url`. Redirects are not followed and no proxy is used."""
     token: str | None = field(repr=False)
     """Sent as `Authorization: Bearer`."""
     timeout_s: float
-    """Longest time for one try, in seconds."""
+    """Timeout of one try, in seconds."""
     num_tries: int
     """Tries of one request."""
     max_bytes: int
-    """Longest answer, in bytes."""
+    """Maximum size of a response, in bytes."""
     before_try: Callable[[], None]
-    """Called before every try: to wait, to count."""
+    """Called before every try, to limit the rate and to count."""
 
     def ask(self, question: Mapping[str, Any]) -> bytes:
-        """The body that the endpoint answers a JSON object with.
+        """Post a JSON object and return the body of the response.
 
         Raises:
-            RefusedError: this request has no usable answer (status 400, 413 or 422, or too long an answer).
+            RefusedError: this request has no usable answer (status 400, 413 or 422, or a response that is too large).
             RewardUnavailableError: no try succeeded, or the endpoint would refuse any request.
         """
         body = json.dumps(question).encode()
@@ -129,16 +129,16 @@ class Endpoint:
 
 
 def ask_all(ask: Callable[[Q], R], questions: Iterable[Q], max_concurrency: int) -> list[R]:
-    """What `ask` returns of each question, in their order, so many at a time.
+    """Return `ask`'s result for each question, in order, with at most `max_concurrency` at a time.
 
-    Raises the RewardUnavailableError of one that found nobody. What waits is then not asked: an endpoint that never
-    answers would take the time of a question for each of them, and graders have a time limit.
+    Raises the first RewardUnavailableError and skips the questions that have not started. Otherwise an endpoint that
+    never answers would cost the full timeout for each question, and graders have a time limit.
     """
-    # Its sentence and not the error, which holds on to the frames, and so to the connection, that it came from.
+    # The message and not the error, which keeps its frames alive, and with them the connection.
     found: list[str] = []
 
     def unless_nobody_answers(question: Q) -> R:
-        # A thread whose question has failed takes the next one before anybody can cancel that.
+        # A thread whose question failed takes the next one before the pool can be cancelled.
         if found:
             raise RewardUnavailableError(found[0])
         try:
@@ -152,7 +152,7 @@ def ask_all(ask: Callable[[Q], R], questions: Iterable[Q], max_concurrency: int)
 
 
 def checked_url(url: str) -> str:
-    """The URL, if it is one that may be asked. Raises ValueError, in one sentence."""
+    """Return the URL if it may be used. Raises ValueError otherwise."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname, parts.port
@@ -168,7 +168,7 @@ def checked_url(url: str) -> str:
 
 
 def _retry_after_s(answer: Answer) -> float | None:
-    """The seconds of Retry-After; None where it has none (a date is not read)."""
+    """Return the seconds of the Retry-After header; None if there are none (dates are not parsed)."""
     try:
         return max(0.0, float(answer.headers["retry-after"]))
     except (KeyError, ValueError):

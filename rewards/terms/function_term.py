@@ -1,4 +1,4 @@
-"""A term that is a Python function of the recipe's author."""
+"""Reward term computed by a Python function of the recipe's author."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class FunctionConfig(TermConfig):
     """Selects this term."""
     path: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
     """`package.module:function`. It is called with the keyword arguments `problem_id`, `messages`, `completion`,
-    `answer`, `metadata`, `num_tokens`, `num_forwards` and `is_truncated`, and returns a number, or None for none."""
+    `answer`, `metadata`, `num_tokens`, `num_forwards` and `is_truncated`, and returns a number, or None if it has no
+    value."""
     directory: Path = Path()
-    """Where its module is looked for after the installed ones: by default where d1 is started. On a cluster: a path
-    that all machines have."""
+    """Directory that is searched for the module after the installed ones; by default the one where d1 is started. On a
+    cluster: a path that exists on all machines."""
 
     def check(self) -> None:
         """Raise ValueError unless the function can be imported and takes the keyword arguments of a sample."""
@@ -50,24 +51,25 @@ class FunctionConfig(TermConfig):
             ) from error
 
     def resolved(self) -> Self:
-        """With an absolute directory."""
+        """Return a copy with an absolute directory."""
         return self.model_copy(update={"directory": self.directory.resolve()})
 
 
 class FunctionTerm:
-    """The function at work."""
+    """The term of a `FunctionConfig`."""
 
     def __init__(self, config: FunctionConfig) -> None:
-        """Raises ValueError when there is no such function."""
+        """Import the function. Raises ValueError if there is no such function."""
         self._path = config.path
         self._function = load_function(config)
 
     def values(self, samples: Sequence[Sample]) -> list[Value]:
-        """What the function gives for each sample. What it raises becomes a `NoValue`: the next sample may be fine."""
+        """Return the function's value for each sample. If it raises, the value is a `NoValue`: the next sample may be
+        fine."""
         return [self._value(sample) for sample in samples]
 
     def take_costs(self) -> Mapping[str, float]:
-        """None."""
+        """Return no costs."""
         return {}
 
     def _value(self, sample: Sample) -> Value:
@@ -79,9 +81,9 @@ class FunctionTerm:
 
 
 def load_function(config: FunctionConfig) -> Callable[..., Any]:
-    """Import the function of a config. Raises ValueError, in one sentence, when there is none.
+    """Import the function of a config. Raises ValueError if there is none.
 
-    Its directory comes last on the path of imports: a file of the author's never stands in for an installed module.
+    Its directory is appended to the import path, so that the author's files never shadow an installed module.
     """
     directory = str(config.directory.resolve())
     if directory not in sys.path:

@@ -1,4 +1,4 @@
-"""A term that an HTTP endpoint gives: samples as JSON, numbers back."""
+"""Reward term computed by an HTTP endpoint: it receives samples as JSON and returns numbers."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from rewards.terms.term import EnvironmentName, NoValue, Value, as_value, secret
 
 
 class HttpConfig(AskingConfig):
-    """An HTTP endpoint. It alone is asked: no redirect is followed and no proxy used."""
+    """An HTTP endpoint. Redirects are not followed and no proxy is used."""
 
     kind: Literal["http"] = "http"
     """Selects this term."""
     url: str
-    """Where samples are posted to: `http://` or `https://`, host, port and path."""
+    """URL that samples are posted to: `http://` or `https://`, host, port and path."""
     token_env: EnvironmentName | None = None
-    """Environment variable whose value is sent as `Authorization: Bearer`; on a cluster, of every machine."""
+    """Environment variable whose value is sent as `Authorization: Bearer`. On a cluster it must be set on every
+    machine."""
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 32
-    """Most samples of a request."""
+    """Maximum number of samples in a request."""
 
     _url = field_validator("url")(checked_url)
 
     def check(self) -> None:
-        """Raise ValueError when the token's variable is not set."""
+        """Raise ValueError if the token's variable is not set."""
         secret_of(self.token_env)
 
 
 class HttpTerm:
-    """The endpoint at work."""
+    """The term of an `HttpConfig`."""
 
     def __init__(self, config: HttpConfig) -> None:
-        """Raises ValueError when the token's variable is not set."""
+        """Create the client. Raises ValueError if the token's variable is not set."""
         self._config = config
         self._endpoint = Endpoint(
             url=config.url,
@@ -49,16 +50,16 @@ class HttpTerm:
         )
 
     def values(self, samples: Sequence[Sample]) -> list[Value]:
-        """What the endpoint answers for each sample; `NoValue` where its answer is not as documented.
+        """Return the endpoint's value for each sample; `NoValue` if its response is not as documented.
 
-        Raises RewardUnavailableError when it does not answer, or would refuse every request.
+        Raises RewardUnavailableError if it does not answer, or would refuse every request.
         """
         size = self._config.batch_size
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
         return list(chain.from_iterable(ask_all(self._batch, batches, self._config.max_concurrency)))
 
     def take_costs(self) -> Mapping[str, float]:
-        """None."""
+        """Return no costs."""
         return {}
 
     def _batch(self, samples: Sequence[Sample]) -> list[Value]:
@@ -70,7 +71,7 @@ class HttpTerm:
 
 
 def _values_of(body: bytes, count: int, url: str) -> list[Value]:
-    """The values of a body `{"values": [...]}` with a number, or null for none, for each sample."""
+    """Parse a body `{"values": [...]}`, which has a number for each sample, or null for no value."""
     try:
         values = json.loads(body)["values"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

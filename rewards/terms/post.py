@@ -1,4 +1,4 @@
-"""One POST of JSON with limits on time and size. Follows no redirect and uses no proxy."""
+"""HTTP POST of JSON with limits on time and size. Follows no redirect and uses no proxy."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _CHUNK_BYTES = 65536
 
 
 class TooLargeError(Exception):
-    """An answer has more bytes than it may have."""
+    """A response is larger than allowed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a server answered, whatever its status."""
+    """A server's response, whatever its status."""
 
     status: int
     """HTTP status."""
     headers: Mapping[str, str]
-    """By name in lower case."""
+    """Headers by lower-case name."""
     body: bytes
-    """Empty for a status that is not 200: nobody reads it."""
+    """Empty if the status is not 200: other bodies are not read."""
 
 
 def post(url: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float, max_bytes: int) -> Answer:
-    """Send `body` to `url` and read the answer, all within about `timeout_s` seconds.
+    """Send `body` to `url` and read the response, all within about `timeout_s` seconds.
 
-    Raises OSError (its TimeoutError among them) or http.client.HTTPException where the server cannot be reached or
-    breaks off, and TooLargeError for an answer of more than `max_bytes`.
+    Raises OSError (including TimeoutError) or http.client.HTTPException if the server cannot be reached or the
+    connection breaks, and TooLargeError if the response has more than `max_bytes`.
     """
     parts = urlsplit(url)
     deadline = time.monotonic() + timeout_s
@@ -53,7 +53,7 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float,
             if len(read) > max_bytes:
                 raise TooLargeError
         if response.status == http.client.OK and response.length:
-            # Unlike `read`, `read1` says nothing of an end that comes too early.
+            # Unlike `read`, `read1` does not report a body that ends too early.
             raise http.client.IncompleteRead(bytes(read), response.length)
         named = {name.lower(): value for name, value in response.getheaders()}
         return Answer(status=response.status, headers=named, body=bytes(read))
@@ -62,7 +62,7 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float,
 
 
 def _left(deadline: float) -> float:
-    """Seconds until a deadline. Raises TimeoutError after it."""
+    """Return the seconds until a deadline. Raises TimeoutError after it."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("the answer took too long")

@@ -1,4 +1,4 @@
-"""Which terms a reward can have: the one place that knows them all."""
+"""Registry of the reward terms: the config union and the factory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rewards.terms.term import Term
 AnyTermConfig = Annotated[
     LengthPenaltyConfig | SpeedConfig | FunctionConfig | HttpConfig | JudgeConfig, Field(discriminator="kind")
 ]
-"""The config of any term; its `kind` says of which."""
+"""The config of any term, discriminated by its `kind`."""
 
 
 def make_term(config: AnyTermConfig) -> Term:
-    """The term that a config describes. Raises ValueError, in one sentence, when it cannot work here."""
+    """Create the term of a config. Raises ValueError if it cannot work here."""
     match config:
         case LengthPenaltyConfig():
             return length_penalty_term(config)

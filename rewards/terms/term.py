@@ -1,4 +1,4 @@
-"""What a term of a reward is: a number for each sample, added to the task's reward under a name of its own."""
+"""The interface of reward terms: a number for each sample, added to the task's reward as a named part."""
 
 from __future__ import annotations
 
@@ -18,56 +18,57 @@ EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class RewardUnavailableError(Exception):
-    """What a reward depends on does not answer, or refuses us: that says nothing about any completion.
+    """A service that a reward depends on does not answer, or refuses us; this says nothing about any completion.
 
-    A run waits until it answers. The message is one sentence for the person who can bring it back.
+    The run waits until it answers. The message is one sentence for the person who can fix it.
     """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoValue:
-    """Instead of a number: what went wrong with one sample."""
+    """Result for a sample whose value could not be computed."""
 
     detail: str
-    """One sentence."""
+    """One sentence that says what went wrong."""
 
 
 Value = float | NoValue
 
 
 class Term(Protocol):
-    """A term at work."""
+    """A reward term."""
 
     def values(self, samples: Sequence[Sample]) -> list[Value]:
-        """The term's value of each sample, in their order.
+        """Return the term's value of each sample, in order.
 
-        Raises RewardUnavailableError when what it asks does not answer.
+        Raises RewardUnavailableError if a service that it depends on does not answer.
         """
         ...
 
     def take_costs(self) -> Mapping[str, float]:
-        """What was spent since the last call, by name; empty for a term that spends nothing."""
+        """Return what was spent since the last call, by name; empty for a term without costs."""
         ...
 
 
 class TermConfig(BaseModel):
-    """What every term has."""
+    """Settings common to all terms."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     weight: Finite = 1.0
-    """What the term's values are multiplied by."""
+    """Factor applied to the term's values."""
 
     def check(self) -> None:
-        """Raise ValueError, in one sentence, when the term cannot work here."""
+        """Raise ValueError if the term cannot work here."""
 
     def resolved(self) -> Self:
-        """The same with absolute paths: graders may run in another directory."""
+        """Return a copy with absolute paths, since graders may run in another directory."""
         return self
 
 
 def as_value(given: object, source: str) -> Value:
-    """What code that is not ours gave as a value: a finite number, else `NoValue` with what `source` gave instead."""
+    """Validate a value returned by external code: a finite number, or a `NoValue` that says what `source` returned
+    instead."""
     if given is None:
         return NoValue(detail=f"{source} gave no value")
     try:
@@ -80,9 +81,9 @@ def as_value(given: object, source: str) -> Value:
 
 
 def secret_of(variable: str | None) -> str | None:
-    """The value of an environment variable that holds a secret; None where none is named.
+    """Return the value of an environment variable that holds a secret; None if no variable is named.
 
-    Raises ValueError when it is not set.
+    Raises ValueError if the variable is not set.
     """
     if variable is None:
         return None

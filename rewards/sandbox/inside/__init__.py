@@ -1,5 +1,5 @@
-"""What runs inside a sandbox: plain Python of the standard library, and the only code here that executes other code.
+"""Code that runs inside the sandbox, on the standard library alone; it executes untrusted programs.
 
-Nothing outside the sandbox imports `program`, `candidate` or `judge`; they are bound into it read-only and started
-there. Both sides read and write `wire`.
+Nothing outside the sandbox imports `program`, `candidate` or `judge`: they are mounted read-only and started inside.
+Both sides use `wire`.
 """

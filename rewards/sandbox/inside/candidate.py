@@ -1,4 +1,7 @@
-"""Runs a program as the module `solution`, then does what the judge asks of it. Nothing here knows a test."""
+"""The candidate process: runs a program as the module `solution`, then serves the judge's calls.
+
+It has no access to the tests.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from rewards.sandbox.inside.peer import Gone, Peer
 
 
 def main() -> None:
-    """Arguments: the limits, the file with the program, the socket to the judge."""
+    """Run with arguments: the limits, the descriptor of the program, the socket to the judge."""
     spec, program_fd, channel = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     source = wire.read_all(program_fd)
     limits.apply(spec)
@@ -31,13 +34,16 @@ def main() -> None:
     try:
         peer.serve_forever()
     except Gone:
-        # Not `sys.exit`: no hook of the program has a say in when it ends.
+        # Not `sys.exit`, which would run exit hooks of the program.
         os._exit(0)
 
 
 def _may_be_named(value: object) -> bool:
-    """Not the modules that it imports, nor their exceptions: what tests use of those they import too, and an exception
-    is known there only from then on."""
+    """Return whether tests may use this name of the program.
+
+    Excluded are imported modules and their exceptions. Tests import what they use of those themselves, and an exception
+    class exists in their process only after that.
+    """
     if isinstance(value, type) and issubclass(value, BaseException):
         return value.__module__ in ("solution", "builtins")
     return not isinstance(value, ModuleType)

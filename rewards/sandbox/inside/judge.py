@@ -1,4 +1,4 @@
-"""Runs the tests of a problem, in a process that the tested program has no way into."""
+"""The judge process: runs the tests of a problem, out of reach of the tested program."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 _ONLY_TREE = 0x400
-"""`ast.PyCF_ONLY_AST`."""
+"""The value of `ast.PyCF_ONLY_AST`."""
 _OURS = ("run_test", "candidate")
-"""What tests are called by."""
+"""Names that we add for the tests."""
 _LONGEST_DETAIL = 300
 
 
 def main() -> None:
-    """Arguments: the limits, the file with the suite, the socket to the program. The verdict goes to stdout."""
+    """Run with arguments: the limits, the descriptor of the suite, the socket to the program. Writes the verdict to
+    stdout."""
     spec, suite_fd, channel = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     suite = wire.decode(wire.read_all(suite_fd))
     limits.apply(spec)
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def _judge(peer: Peer, suite: dict[str, Any]) -> tuple[str, tuple[bool, ...], str]:
-    """`graded` or `error`, which tests passed, and the first thing that went wrong."""
+    """Return `graded` or `error`, which tests passed, and the first failure."""
     none = (False,) * len(suite["tests"])
     try:
         match peer.receive():
@@ -63,7 +64,7 @@ def _judge(peer: Peer, suite: dict[str, Any]) -> tuple[str, tuple[bool, ...], st
         exec(compile(setup, "tests", "exec"), namespace)
         if suite["entry_point"]:
             name = suite["entry_point"]
-            # HumanEval/33 calls it by its own name.
+            # HumanEval/33 calls the function by its real name.
             namespace["candidate"] = namespace[name] = getattr(solution, name)
         peer.plain_only = suite["plain_only"]
     except Gone:
@@ -85,28 +86,28 @@ def _namespace() -> dict[str, Any]:
 def _fill(
     namespace: dict[str, Any], suite: dict[str, Any], solution: Any, names: tuple[Any, ...], imported: set[str]
 ) -> None:
-    """Bring the program's names to the tests: as the module `solution`, or as if the tests stood below the program.
+    """Give the tests the program's names: as the module `solution`, or as if the tests were appended to the program.
 
-    A program that defines `set`, `sorted` or `pytest` would decide what the tests compare with it: builtins, and what
-    the tests import from elsewhere, come only to tests that ask for them by name, or from a program that should define
-    them.
+    A program that defines `set`, `sorted` or `pytest` would decide what the tests compare with. So builtins, and names
+    that the tests import from elsewhere, are given only to tests that import them explicitly, or if the program is
+    supposed to define them.
     """
     module = ModuleType("solution")
     sys.modules["solution"] = module
-    # A program that speaks for itself may name anything: `__builtins__` would be those of the tests.
+    # A hostile program may send any name: `__builtins__` would replace those of the tests.
     bound = [name for name in names if isinstance(name, str) and not name.startswith("__")]
     for name in bound:
         module.__dict__[name] = getattr(solution, name)
     taken = {*dir(builtins), *_OURS, *imported} - set(suite["redefines"])
     given = [name for name in bound if name not in taken]
-    # What `from solution import *` brings.
+    # The names of `from solution import *`.
     module.__dict__["__all__"] = [name for name in given if not name.startswith("_")]
     if suite["below"]:
         namespace.update({name: vars(module)[name] for name in given})
 
 
 def _imported(statements: list[Any]) -> Iterator[str]:
-    """The names that tests import from elsewhere than the program, without `ast`, which takes long to load."""
+    """Yield the names that tests import from modules other than the program, without `ast`, which is slow to import."""
     for statement in statements:
         match type(statement).__name__:
             case "Import" | "ImportFrom" if getattr(statement, "module", "") != "solution":
@@ -118,7 +119,7 @@ def _imported(statements: list[Any]) -> Iterator[str]:
 
 
 def _lacks_something(error: BaseException, suite: dict[str, Any]) -> bool:
-    """Whether the tests miss something that the program should define."""
+    """Return whether the tests fail because the program does not define something."""
     module = sys.modules.get("solution")
     if isinstance(error, NameError):
         return bool(suite["below"])
@@ -137,7 +138,7 @@ def _run(peer: Peer, tests: list[str], namespace: dict[str, Any]) -> tuple[str, 
             return "error", (False,) * len(tests), str(error)[:_LONGEST_DETAIL]
         except BaseException as error:
             problem = _said(error)
-        # A test can swallow what its calls raise.
+        # A test may swallow exceptions of its calls.
         problem = "the program ended" if peer.gone else problem
         passed.append(not problem)
         detail = detail or (f"{test.strip()[:150]}: {problem}" if problem else "")
@@ -155,8 +156,11 @@ def _said(error: BaseException) -> str:
 
 
 def _allows(name: str, args: tuple[Any, ...]) -> bool:
-    """What the program may do with what the tests gave it: call functions, iterate, and use objects of the tests' own
-    classes by their public names. No attribute of a function, a generator or a class leads it further."""
+    """Return whether the program may perform an operation on an object of the tests.
+
+    It may call functions, iterate, and use public names of instances of the tests' own classes. No attribute of a
+    function, a generator or a class is accessible, since it could lead further.
+    """
     if not args:
         return False
     if name == "call":

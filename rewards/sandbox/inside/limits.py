@@ -1,4 +1,4 @@
-"""What a process may use, set before any code that it does not trust."""
+"""Resource limits of a sandboxed process, set before it runs untrusted code."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import resource
 
 
 def apply(spec: str) -> None:
-    """Set the limits of this process and of all that it starts: `name=number`, joined by commas.
+    """Set the limits of this process and its children from a spec: `name=number`, separated by commas.
 
-    Raises OSError or ValueError where the system refuses.
+    Raises OSError or ValueError if the system refuses.
     """
     values = {name: int(number) for name, _, number in (part.partition("=") for part in spec.split(","))}
     if "uid" in values:
-        # Limits on processes do not hold for root.
+        # The process limit does not apply to root.
         os.setgroups([])
         os.setresgid(values["uid"], values["uid"], values["uid"])
         os.setresuid(values["uid"], values["uid"], values["uid"])
-    # Soft and hard at once: SIGKILL and not SIGXCPU, which can be caught and does nothing to a process 1.
+    # The soft limit equals the hard one, so that SIGKILL is sent. SIGXCPU can be caught, and does nothing to process 1.
     _limit(resource.RLIMIT_CPU, values["cpu_s"])
     _limit(resource.RLIMIT_AS, values["memory_bytes"])
     _limit(resource.RLIMIT_FSIZE, values["file_bytes"])

@@ -1,4 +1,4 @@
-"""What one side can ask the other to do with an object."""
+"""Operations that one side can request on an object of the other side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
-"""Arithmetic: also `radd` and so on, and `iadd`."""
+"""Arithmetic operators, each also as `radd`, `iadd` and so on."""
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 OTHERS: dict[str, Callable[..., Any]] = {
     "bool": bool,
@@ -29,7 +29,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
     "setitem": operator.setitem,
     "str": str,
 }
-"""Each is also the name of a special method."""
+"""Operations that are also the names of special methods."""
 ATTRIBUTES: dict[str, Callable[..., Any]] = {"getattr": getattr, "setattr": setattr, "delattr": delattr}
 
 
@@ -38,7 +38,7 @@ def _enter(context: Any) -> Any:
 
 
 def _exit(context: Any, *args: Any) -> Any:
-    # The traceback stays where it is.
+    # The traceback is not transferred.
     return type(context).__exit__(context, None if args[0] is None else args[0], args[1] if args[0] else None, None)
 
 
@@ -67,4 +67,4 @@ ALL: dict[str, Callable[..., Any]] = {
     "isinstance": isinstance,
     "issubclass": issubclass,
 }
-"""Every operation by name; the first argument is the object that it is done with."""
+"""All operations by name; the first argument is the object."""

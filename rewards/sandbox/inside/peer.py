@@ -1,11 +1,12 @@
-"""One of two processes that call each other's functions. Neither trusts the other.
+"""RPC between the tests and the program: two processes that call each other's functions without trust.
 
-Plain data crosses by value. Any other object stays where it is, and the other side gets a `Remote` that asks for what
-is done with it. A call also brings back what it changed in the lists, dicts, sets and deques that it was given.
+Plain data is passed by value. Any other object stays in its process, and the other side gets a `Remote`, a proxy that
+forwards operations to it. The reply to a call also contains its changes to the lists, dicts, sets and deques that were
+passed to it.
 
-What the tests decide, they decide on their own side: an object of the program's own class is never asked whether it
-equals plain data, has no order beside it, is no number, and what it gives when it is added to plain data is no plain
-data. Otherwise an `__eq__` that is always true would pass every test.
+The tests' side decides comparisons with plain data itself. An object of the program's own class never equals plain
+data, has no order relative to it, is not a number, and adding it to plain data never gives plain data. Otherwise an
+`__eq__` that is always true would pass every test.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 else:
-    # The same, without the 5 ms that `collections` takes to import.
+    # The same class, without the 5 ms that importing `collections` takes.
     from _collections import deque
 
 _MUTABLE = (list, dict, set, bytearray, deque)
 
 
 class Gone(BaseException):
-    """The other side has ended, or says nothing that could be read. No `except Exception` of a test hides it."""
+    """The other side has ended, or sent something unreadable. `except Exception` in a test does not catch it."""
 
 
 class Peer:
-    """This side's end of the channel."""
+    """This side's end of the RPC channel."""
 
     def __init__(self, fd: int, allows: Callable[[str, tuple[Any, ...]], bool]) -> None:
-        """Talk over the socket `fd`. `allows` says which operations the other side may do here."""
+        """Communicate over the socket `fd`. `allows` decides which operations the other side may perform here."""
         self._fd, self._allows = fd, allows
         self._mine: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._theirs: dict[int, Any] = {}
         self.plain_only = False
-        """Whether only plain data may come from there: neither objects nor changes of what was given."""
+        """Whether only plain data is accepted from the other side: neither objects nor changes to arguments."""
         self.gone = False
         """Whether the other side has ended."""
         self.asked = False
-        """Whether it was asked for anything: only then can it be what a failure comes from."""
+        """Whether any request was sent: only then can the other side be the cause of a failure."""
 
     def send(self, message: Any) -> None:
-        """Send a message. Raises ValueError for one that cannot cross, `Gone`."""
+        """Send a message. Raises ValueError if it cannot be encoded, and `Gone`."""
         data = wire.encode(message, self._refer)
         try:
             wire.send(self._fd, data)
@@ -58,7 +59,7 @@ class Peer:
             raise Gone from None
 
     def receive(self) -> tuple[Any, ...]:
-        """The next message. Raises `Gone`."""
+        """Return the next message. Raises `Gone`."""
         data = wire.receive(self._fd)
         try:
             message = None if data is None else wire.decode(data, self._resolve)
@@ -72,7 +73,8 @@ class Peer:
         return message
 
     def ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
-        """What an operation gives on the other side. Raises what it raises there, TypeError, `Gone`."""
+        """Perform an operation on the other side and return its result. Raises what it raises there, TypeError, or
+        `Gone`."""
         self.asked = True
         given = _mutable_by_place(args, kwargs)
         try:
@@ -96,7 +98,7 @@ class Peer:
                     raise Gone
 
     def serve_forever(self) -> None:
-        """Do what the other side asks for until it is gone. Raises `Gone`."""
+        """Perform the operations that the other side requests until it is gone. Raises `Gone`."""
         while True:
             match self.receive():
                 case ("do", str(name), tuple(args), dict(kwargs)):
@@ -121,7 +123,7 @@ class Peer:
             self.send(("raised", type(error), tuple(_plain(detail) for detail in error.args)))
 
     def _given_back(self, given: dict[int | str, Any], place: int | str, changed: tuple[Any, ...]) -> Any:
-        """An argument that is the result: where ours stays as it was, what the function made of it."""
+        """Return the argument that is also the result, or its changed copy if our argument must not change."""
         return dict(changed).get(place, given[place]) if self.plain_only else given[place]
 
     def _apply(self, given: dict[int | str, Any], changed: tuple[Any, ...]) -> None:
@@ -131,7 +133,7 @@ class Peer:
             _update(given[place], new)
 
     def _refer(self, value: Any) -> Any:
-        """What stands for an object: whose it is, its number, what it is."""
+        """Return the reference to an object: its owner, its number, and its kind."""
         if isinstance(value, Remote):
             return ("yours", value._d1_number)
         if isinstance(value, type) and issubclass(value, BaseException) and value.__module__ == "builtins":
@@ -168,23 +170,23 @@ class Peer:
 
 
 class NotPlainError(TypeError):
-    """A result that is an object, where only plain data is taken."""
+    """A result is an object, although only plain data is accepted."""
 
 
 def _mutable_by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-    """What an operation is given and may change, by its number or its name."""
+    """Return the arguments that an operation may change, by position or keyword."""
     places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return {place: value for place, value in places if isinstance(value, _MUTABLE)}
 
 
 def _error_class(module: str, name: str, bases: tuple[Any, ...]) -> type[BaseException]:
-    """The class of an error that the other side defines, or the same one of the standard library."""
+    """Return a class for an error that the other side defines, or the same class of the standard library."""
     known = (
         getattr(sys.modules.get(module), name, None) if module.partition(".")[0] in sys.stdlib_module_names else None
     )
     if isinstance(known, type) and issubclass(known, BaseException):
         return known
-    # Of its other bases nothing is here.
+    # Its other bases do not exist in this process.
     errors = tuple(base for base in bases if isinstance(base, type) and issubclass(base, BaseException))
     if not errors:
         raise ValueError("an error without a base")
@@ -192,7 +194,7 @@ def _error_class(module: str, name: str, bases: tuple[Any, ...]) -> type[BaseExc
 
 
 def _made(kind: type[BaseException], details: tuple[Any, ...]) -> BaseException:
-    # Not `kind(*details)`: errors of the standard library take other arguments than they keep.
+    # Not `kind(*details)`: constructors of standard errors take other arguments than `args` contains.
     error = kind.__new__(kind)
     error.args = details
     return error
@@ -207,7 +209,7 @@ def _plain(value: Any) -> Any:
 
 
 def _update(old: Any, new: Any) -> None:
-    """Make `old` equal to `new` in place, as far down as they are containers of the same kind."""
+    """Make `old` equal to `new` in place, recursively for containers of the same kind."""
     if type(old) is not type(new) or not isinstance(old, _MUTABLE):
         return
     if isinstance(old, (list, deque)):

@@ -1,4 +1,4 @@
-"""Runs one program as `__main__`: limits, then its text."""
+"""The program process: sets the limits, then runs a program as `__main__`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rewards.sandbox.inside import limits, wire
 
 
 def main() -> None:
-    """Arguments: the limits, the file with the program, the pipe that says that it began."""
+    """Run with arguments: the limits, the descriptor of the program, the pipe that signals the start."""
     spec, program_fd, started_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     source = wire.read_all(program_fd)
     limits.apply(spec)

@@ -1,4 +1,4 @@
-"""As much of pytest as tests of single functions use, without the 200 ms that pytest takes to import."""
+"""Minimal replacement of pytest for tests of single functions, without its import time of 200 ms."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class Unsupported(BaseException):
-    """A test needs what there is not: nothing is known of the program."""
+    """A test needs an unsupported feature of pytest, so that it says nothing about the program."""
 
 
 class FailedError(AssertionError):
-    """`pytest.fail`, or `raises` without an error."""
+    """Raised by `pytest.fail`, or by `raises` if there was no error."""
 
 
 def __getattr__(name: str) -> Any:
@@ -51,7 +51,7 @@ class raises:  # noqa: N801 (pytest's name)
 
 
 class approx:  # noqa: N801 (pytest's name)
-    """`pytest.approx` of numbers, and of sequences and mappings of numbers."""
+    """`pytest.approx` for numbers, and for sequences and mappings of numbers."""
 
     def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:  # noqa: A002
         self._expected = expected
@@ -90,7 +90,7 @@ def fail(reason: str = "", **_: Any) -> None:
 
 
 class _Marks:
-    """`pytest.mark`: `parametrize`; others change nothing."""
+    """`pytest.mark`: `parametrize` is implemented, other marks have no effect."""
 
     def parametrize(self, names: str | list[str], values: Any, **_: Any) -> Callable[[Any], Any]:
         split = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
@@ -117,7 +117,8 @@ def fixture(function: Any = None, **_: Any) -> Any:
     return function
 
 
-# What would run, and mean something else here: a program is in another process, and classes and modules are not set up.
+# These would run but behave differently here: the program is in another process, and classes and modules are not set
+# up.
 _NEEDS = (
     "unittest.mock",
     "unittest import mock",
@@ -134,7 +135,7 @@ _NEEDS = (
 
 
 def refuse(tests: str) -> None:
-    """Raise `Unsupported` for tests that need what there is not and would not fail of it by themselves."""
+    """Raise `Unsupported` for tests that use unsupported features which would not fail by themselves."""
     for need in _NEEDS:
         if need in tests:
             raise Unsupported(f"the tests have `{need}`, which is not supported here")
@@ -144,13 +145,13 @@ _IS_GENERATOR = 0x20
 
 
 def _parameters(function: Any) -> tuple[str, ...]:
-    """The names of a function's or a bound method's parameters. (`inspect` takes 15 ms to import.)"""
+    """Return the parameter names of a function or bound method. (`inspect` takes 15 ms to import.)"""
     code = function.__code__
     return code.co_varnames[int(hasattr(function, "__self__")) : code.co_argcount]
 
 
 def _prepare(test: Any) -> None:
-    """Call what sets up the object that a test is a method of."""
+    """Call the setup methods of a test method's object."""
     for name in ("setup_method", "setUp"):
         method = getattr(getattr(test, "__self__", None), name, None)
         if method is not None:
@@ -158,7 +159,7 @@ def _prepare(test: Any) -> None:
 
 
 def runner(namespace: dict[str, Any]) -> Callable[[Any], None]:
-    """What calls a test with its fixtures, once for each of its cases."""
+    """Return a function that calls a test with its fixtures, once for each of its parameter sets."""
 
     def value(name: str) -> Any:
         made: Any = namespace.get(name)

@@ -1,4 +1,4 @@
-"""Objects of the other process, as they look from here."""
+"""Proxies for objects of the other process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OWN = ("_d1_peer", "_d1_number")
 
 
 class Remote:
-    """An object that lives in the other process: what is done with it is asked for there."""
+    """Proxy of an object in the other process: operations on it are forwarded."""
 
     def __init__(self, peer: Any, number: int) -> None:
         object.__setattr__(self, "_d1_peer", peer)
@@ -41,7 +41,7 @@ class Remote:
 
 
 class RemoteClass(Remote):
-    """A class of the other process. What is plain is no instance of it."""
+    """Proxy of a class in the other process. Plain data is never an instance of it."""
 
     def __instancecheck__(self, value: Any) -> bool:
         return isinstance(value, Remote) and bool(self._d1_peer.ask("isinstance", value, self))

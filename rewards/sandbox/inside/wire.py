@@ -1,8 +1,8 @@
-"""Values as bytes, and back without running anything: how two processes that do not trust each other talk.
+"""Safe serialization between processes that do not trust each other: decoding runs no code.
 
-A value is a tag and its content. Plain data goes by value; what is none (a function, an object of a class of one's own)
-goes as whatever `refer` makes of it. Reading takes bounded depth and memory, and calls only the types listed here.
-Imports nothing that is slow to import: a sandbox starts for every program.
+A value is a tag and its content. Plain data is encoded by value. Anything else (a function, an instance of a custom
+class) is encoded as the reference that `refer` returns for it. Decoding takes bounded depth and memory, and calls only
+the types listed here. Imports nothing slow, because a sandbox starts for every program.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_BYTES = 16 * 2**20
-"""The longest message."""
+"""Maximum size of a message."""
 _MAX_DEPTH = 100
 _HEADER = 4
 
-# What is neither plain nor of a class of one's own, by the name of its type: what its constructor takes.
+# Further standard types by name, with the arguments of their constructors.
 _NAMED: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "builtins.bytearray": lambda v: (bytes(v),),
     "builtins.range": lambda v: (v.start, v.stop, v.step),
@@ -48,16 +48,16 @@ def _no_references(value: Any) -> Any:
 
 
 def encode(value: Any, refer: Refer = _no_references) -> bytes:
-    """A value as bytes. Raises ValueError for one that is too deep or too large, or what `refer` raises."""
+    """Encode a value. Raises ValueError if it is too deep or too large, and what `refer` raises."""
     writer = _Writer(refer)
     writer.put(value, 0)
     return b"".join(writer.parts)
 
 
 def decode(data: bytes, resolve: Refer = _no_references) -> Any:
-    """The value of bytes from anyone; `resolve` makes objects of what stands for them.
+    """Decode untrusted bytes; `resolve` turns references into objects.
 
-    Raises ValueError (and whatever the constructors of the listed types raise) for bytes that are no value.
+    Raises ValueError (and whatever the constructors of the listed types raise) if they do not encode a value.
     """
     reader = _Reader(data, resolve)
     value = reader.value(0)
@@ -94,9 +94,9 @@ class _Writer:
             self._items(b"r", [self._refer(value)], depth)
 
     def _scalar(self, value: Any) -> None:
-        """Also of a subclass, an `IntEnum` for one: its plain value."""
+        """Encode a scalar; an instance of a subclass, such as an `IntEnum`, by its plain value."""
         if isinstance(value, int):
-            # Hexadecimal: Python refuses long decimals, and they take quadratic time.
+            # Hexadecimal, because Python refuses long decimals, and converting them takes quadratic time.
             self._add(b"i", format(int(value), "x").encode())
         elif isinstance(value, float):
             self._add(b"f", float.hex(float(value)).encode())
@@ -120,7 +120,7 @@ class _Writer:
     def _count(self, tag: bytes, count: int) -> None:
         head = b"%b%x:" % (tag, count)
         self._size += len(head)
-        # A list that holds itself twice would double at each depth.
+        # A list that contains itself twice would double at each depth.
         if self._size + count > MAX_BYTES:
             raise ValueError("the value is too large")
         self.parts.append(head)
@@ -139,7 +139,7 @@ class _Reader:
         colon = self._data.index(b":", self.at, self.at + 16)
         count = int(self._data[self.at + 1 : colon], 16)
         self.at = colon + 1
-        # Every item takes two bytes at least: a count beyond the data is a lie.
+        # Every item takes at least two bytes, so a larger count is invalid.
         if count < 0 or self.at + count > len(self._data):
             raise ValueError("bytes are missing")
         return self._scalar(tag, count) if tag in b"NTFifcsb" else self._compound(tag, count, depth)
@@ -182,19 +182,19 @@ def _named_tuple(items: list[Any]) -> Any:
     from collections import namedtuple
 
     name, half = items[0], (len(items) - 1) // 2
-    # `namedtuple` refuses what is no identifier.
+    # `namedtuple` rejects names that are not identifiers.
     return namedtuple(name, items[1 : half + 1])(*items[half + 1 :])
 
 
 def send(fd: int, message: bytes) -> None:
-    """Write a message. Raises OSError when nobody reads."""
+    """Write a message. Raises OSError if the reading end is closed."""
     data = memoryview(len(message).to_bytes(_HEADER, "big") + message)
     while data:
         data = data[os.write(fd, data) :]
 
 
 def receive(fd: int) -> bytes | None:
-    """The next message; None when the other side is gone or claims to send more than a message may have."""
+    """Return the next message; None if the other side is gone or announces a message that is too long."""
     header = _exactly(fd, _HEADER)
     if header is None or (size := int.from_bytes(header, "big")) > MAX_BYTES:
         return None
@@ -216,13 +216,13 @@ def _exactly(fd: int, count: int) -> bytes | None:
 
 
 def read_all(fd: int) -> bytes:
-    """What a file has from here to its end; closes it."""
+    """Read the rest of a file and close it."""
     with os.fdopen(fd, "rb") as file:
         return file.read()
 
 
 def without_output() -> None:
-    """Point standard input, output and error of this process to nothing."""
+    """Redirect standard input, output and error of this process to /dev/null."""
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)

@@ -1,1 +1,1 @@
-"""A language model as a judge: behind any OpenAI-compatible server."""
+"""LLM judge as a reward term, through any OpenAI-compatible server."""

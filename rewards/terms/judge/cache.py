@@ -1,4 +1,4 @@
-"""Verdicts that were paid for: an answer by the hash of what was asked."""
+"""Cache of the judge's answers by the hash of the request: in memory, SQLite or Redis."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _REDIS_PREFIX = "d1:judge:"
 
 
 class AnswerCache(Protocol):
-    """Answers by key. Used by several threads; those on disk and in Redis also by several processes."""
+    """Answers by key, used by several threads. Those on disk and in Redis are also shared by processes."""
 
     def get(self, key: str) -> str | None:
-        """The answer of a key; None when it has none. Raises RewardUnavailableError when the store fails."""
+        """Return the answer of a key; None if there is none. Raises RewardUnavailableError if the store fails."""
         ...
 
     def put(self, key: str, answer: str) -> None:
-        """Keep an answer. Raises RewardUnavailableError when the store fails."""
+        """Store an answer. Raises RewardUnavailableError if the store fails."""
         ...
 
 
@@ -38,12 +38,12 @@ class MemoryCache:
         self._lock = Lock()
 
     def get(self, key: str) -> str | None:
-        """The answer of a key."""
+        """Return the answer of a key."""
         with self._lock:
             return self._answers.get(key)
 
     def put(self, key: str, answer: str) -> None:
-        """Keep an answer, and forget the oldest beyond ten thousand."""
+        """Store an answer, and evict the oldest beyond ten thousand."""
         with self._lock:
             self._answers[key] = answer
             if len(self._answers) > _MAX_REMEMBERED:
@@ -51,10 +51,10 @@ class MemoryCache:
 
 
 class FileCache:
-    """One SQLite file, on a disk of this machine: network file systems do not lock it."""
+    """One SQLite file on a local disk: SQLite's locks do not work on network file systems."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the file. Raises ValueError, in one sentence, when that cannot be done."""
+        """Open or create the file. Raises ValueError if that fails."""
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class FileCache:
             raise ValueError(f"{path} cannot be used as a cache: {error}") from error
 
     def get(self, key: str) -> str | None:
-        """The answer of a key."""
+        """Return the answer of a key."""
         try:
             with closing(self._connect()) as database:
                 row = database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
@@ -74,7 +74,7 @@ class FileCache:
         return None if row is None else str(row[0])
 
     def put(self, key: str, answer: str) -> None:
-        """Keep an answer."""
+        """Store an answer."""
         try:
             with closing(self._connect()) as database, database:
                 database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
@@ -82,15 +82,15 @@ class FileCache:
             raise RewardUnavailableError(f"the judge's cache {self._path} fails: {error}") from error
 
     def _connect(self) -> sqlite3.Connection:
-        # A connection belongs to its thread; opening one costs a tenth of a millisecond, an answer many.
+        # SQLite connections belong to a thread. Opening one takes 0.1 ms, far less than an answer.
         return sqlite3.connect(self._path, timeout=_BUSY_TIMEOUT_S)
 
 
 class RedisCache:
-    """A Redis that the graders of all machines share."""
+    """A Redis server that the graders of all machines share."""
 
     def __init__(self, url: str) -> None:
-        """Raises ValueError for what is no Redis URL."""
+        """Create the client. Raises ValueError if `url` is not a Redis URL."""
         import redis
 
         self._error = redis.RedisError
@@ -99,7 +99,7 @@ class RedisCache:
         )
 
     def get(self, key: str) -> str | None:
-        """The answer of a key."""
+        """Return the answer of a key."""
         try:
             answer = self._redis.get(_REDIS_PREFIX + key)
         except self._error as error:
@@ -107,21 +107,21 @@ class RedisCache:
         return None if answer is None else str(answer)
 
     def put(self, key: str, answer: str) -> None:
-        """Keep an answer."""
+        """Store an answer."""
         try:
             self._redis.set(_REDIS_PREFIX + key, answer)
         except self._error as error:
             raise self._unavailable(error) from error
 
     def _unavailable(self, error: Exception) -> RewardUnavailableError:
-        # Without the URL, which may have a password in it.
+        # Without the URL, which may contain a password.
         return RewardUnavailableError(f"the judge's cache in Redis does not answer: {type(error).__name__}")
 
 
 def open_cache(path: Path | None, redis_env: str | None) -> AnswerCache:
-    """The cache that a config names; one in memory when it names none.
+    """Open the configured cache, or one in memory if none is configured.
 
-    Raises ValueError, in one sentence, when it cannot be opened.
+    Raises ValueError if it cannot be opened.
     """
     if redis_env is not None:
         if not (url := os.environ.get(redis_env)):

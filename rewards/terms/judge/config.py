@@ -1,4 +1,4 @@
-"""How a judge is configured."""
+"""Configuration of the LLM judge."""
 
 from __future__ import annotations
 
@@ -18,39 +18,40 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class JudgeConfig(AskingConfig):
-    """A language model behind any OpenAI-compatible server, which is asked about each sample."""
+    """A language model behind any OpenAI-compatible server, which judges each sample."""
 
     kind: Literal["judge"] = "judge"
     """Selects this term."""
     base_url: str
-    """Of the server, with its version: `http://127.0.0.1:8001/v1`. It alone is asked: no redirect is followed and no
-    proxy used."""
+    """URL of the server, with its API version: `http://127.0.0.1:8001/v1`. Redirects are not followed and no proxy is
+    used."""
     model: str
-    """The model's name there."""
+    """The model's name on the server."""
     api_key_env: EnvironmentName | None = None
-    """Environment variable with the key, never the key itself; on a cluster, of every machine."""
+    """Environment variable with the API key, never the key itself. On a cluster it must be set on every machine."""
     criteria: Annotated[str, Field(min_length=1)]
-    """What to judge, in the words of the system prompt."""
+    """What to judge; becomes part of the system prompt."""
     verdict: Verdict = ChoiceVerdict()
-    """What the judge may answer."""
+    """The set of possible verdicts."""
     with_answer: bool = True
-    """Whether the judge is told the reference answer."""
+    """Whether the judge sees the reference answer."""
     constraint: Literal["json_schema", "vllm_choice", "none"] = "json_schema"
-    """How the server is told which answers there are: by `response_format`, by vLLM's `structured_outputs`, or in the
-    prompt alone. A server that refuses it is asked without."""
+    """How the server restricts the output to the possible verdicts: by `response_format`, by vLLM's
+    `structured_outputs`, or by the prompt alone. If a server refuses it, requests are sent without it."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """More keys of the request, or other values for `temperature` (0) and `max_tokens` (64); none takes one out."""
+    """Further keys of the request, or other values for `temperature` (0) and `max_tokens` (64). `null` removes a
+    key."""
     max_completion_chars: Annotated[int, Field(ge=2)] = 8000
-    """Longest completion that is shown whole, in characters; of a longer one the middle is left out."""
+    """Longest completion that is shown in full, in characters. A longer one loses its middle."""
     requests_per_minute: PositiveFloat | None = None
-    """Most requests of a grader in a minute, retries among them; a run has `grading.num_graders` graders."""
+    """Maximum requests of a grader per minute, including retries. A run has `grading.num_graders` graders."""
     cache_path: Path | None = None
-    """SQLite file that keeps the verdicts, for later runs too; on a disk of the machine that grades. Without a cache
-    each grader remembers its newest ten thousand."""
+    """SQLite file that keeps the verdicts, also for later runs; on a local disk of the machine that grades. Without a
+    cache each grader keeps its newest ten thousand."""
     cache_redis_env: EnvironmentName | None = None
-    """Environment variable with the URL of a Redis that keeps them instead."""
+    """Environment variable with the URL of a Redis server that keeps the verdicts instead."""
     vllm: VllmConfig | None = None
-    """Have d1 start the server with vLLM on this machine, for as long as the run lasts."""
+    """Makes d1 start the server with vLLM on this machine, for the duration of the run."""
 
     _base_url = field_validator("base_url")(checked_url)
 
@@ -68,12 +69,13 @@ class JudgeConfig(AskingConfig):
         return self
 
     def check(self) -> None:
-        """Raise ValueError when the key's variable is not set, the cache cannot be opened or vLLM is not here."""
+        """Raise ValueError if the key's variable is not set, the cache cannot be opened, or vLLM cannot be started
+        here."""
         secret_of(self.api_key_env)
         open_cache(self.cache_path, self.cache_redis_env)
         if self.vllm is not None:
             self.vllm.check(self.base_url)
 
     def resolved(self) -> Self:
-        """With an absolute path of the cache."""
+        """Return a copy with an absolute path of the cache."""
         return self.model_copy(update={"cache_path": self.cache_path and self.cache_path.resolve()})

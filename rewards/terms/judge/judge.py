@@ -1,4 +1,4 @@
-"""A language model as a term of the reward."""
+"""LLM judge: a reward term whose value is a language model's verdict."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _LONGEST_SHOWN = 100
 
 
 class Judge:
-    """The judge at work. Equal questions are asked once; an answer that could be read is never asked for again."""
+    """The term of a `JudgeConfig`. Equal requests of a call are sent once, and readable answers are cached."""
 
     def __init__(self, config: JudgeConfig) -> None:
-        """Raises ValueError when the key's variable is not set or the cache cannot be opened."""
+        """Create the client and open the cache. Raises ValueError if the key's variable is not set or the cache cannot
+        be opened."""
         self._config = config
         self._cache = open_cache(config.cache_path, config.cache_redis_env)
         self._costs = Costs()
@@ -39,9 +40,9 @@ class Judge:
         self._is_constrained = config.constraint != "none"
 
     def values(self, samples: Sequence[Sample]) -> list[Value]:
-        """What the judge's verdict on each sample is worth; `NoValue` where it gives none that can be read.
+        """Return the value of the judge's verdict on each sample; `NoValue` if no answer could be read.
 
-        Raises RewardUnavailableError when the server or the cache does not answer.
+        Raises RewardUnavailableError if the server or the cache does not answer.
         """
         asked = [self._messages(sample) for sample in samples]
         keys = [self._key(messages) for messages in asked]
@@ -52,8 +53,11 @@ class Judge:
         return [by_key[key] for key in keys]
 
     def take_costs(self) -> Mapping[str, float]:
-        """What was spent since the last call: `num_requests` (retries among them), `prompt_tokens`,
-        `completion_tokens`, and `num_cached`, the samples that cost no request."""
+        """Return what was spent since the last call.
+
+        `num_requests` (including retries), `prompt_tokens`, `completion_tokens`, and `num_cached`, the samples that
+        cost no request.
+        """
         return self._costs.take()
 
     def _before_try(self) -> None:
@@ -71,7 +75,7 @@ class Judge:
         )
 
     def _key(self, messages: Sequence[Message]) -> str:
-        """The hash of all that an answer depends on."""
+        """Return the hash of everything that an answer depends on."""
         request = self._request(messages) | self._constraint()
         return sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
@@ -92,14 +96,14 @@ class Judge:
         return NoValue(detail=f"the judge {self._config.model} gave no verdict when asked twice, but {shown}")
 
     def _answer(self, messages: Sequence[Message]) -> str:
-        """What the model says. Raises RefusedError when the server's answer is none of a chat."""
+        """Return the model's reply. Raises RefusedError if the server's response is not a chat completion."""
         request = self._request(messages)
         if self._is_constrained:
             try:
                 return self._read(self._endpoint.ask(request | self._constraint()))
             except RefusedError:
                 answer = self._read(self._endpoint.ask(request))
-                # It was the constraint: the same request without it has an answer.
+                # The constraint was the cause: the same request without it succeeded.
                 self._is_constrained = False
                 return answer
         return self._read(self._endpoint.ask(request))
@@ -121,7 +125,7 @@ class Judge:
                 return {}
 
     def _read(self, body: bytes) -> str:
-        """The text of a chat completion; what it cost is counted."""
+        """Return the text of a chat completion, and count its tokens."""
         try:
             reply = json.loads(body)
             text = reply["choices"][0]["message"]["content"]
@@ -130,5 +134,5 @@ class Judge:
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise RefusedError(f"its server answered with no chat completion ({type(error).__name__})") from error
         self._costs.add(**counts)
-        # A reply without content (a refusal, a tool call) is an answer that cannot be read.
+        # A reply without content (a refusal, a tool call) counts as an answer that cannot be read.
         return text if isinstance(text, str) else ""

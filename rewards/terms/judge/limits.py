@@ -1,4 +1,4 @@
-"""How often a judge may be asked, and what it has cost."""
+"""Rate limit and cost counters of the judge."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from threading import Lock
 
 
 class RateLimit:
-    """At most so many requests a minute, evenly spaced. Used by several threads."""
+    """Limits requests to a number per minute, evenly spaced. Thread-safe."""
 
     def __init__(self, per_minute: float | None) -> None:
-        """None is no limit."""
+        """Set the limit; None disables it."""
         self._interval_s = 0.0 if per_minute is None else 60.0 / per_minute
         self._next = 0.0
         self._lock = Lock()
 
     def wait(self) -> None:
-        """Return when the next request may be sent."""
+        """Block until the next request may be sent."""
         with self._lock:
             now = time.monotonic()
             mine = max(self._next, now)
@@ -27,19 +27,19 @@ class RateLimit:
 
 
 class Costs:
-    """Counts that are taken away as they are reported. Used by several threads."""
+    """Counters that are reset when they are reported. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._lock = Lock()
 
     def add(self, **counts: int) -> None:
-        """Add to some counts."""
+        """Add to some counters."""
         with self._lock:
             self._counts.update(counts)
 
     def take(self) -> Mapping[str, float]:
-        """What was added since the last call."""
+        """Return what was added since the last call."""
         with self._lock:
             taken, self._counts = self._counts, Counter()
         return {name: float(count) for name, count in taken.items()}

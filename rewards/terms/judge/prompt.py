@@ -1,4 +1,4 @@
-"""What a judge is asked: the criteria first, then the hostile text between marks that it cannot know."""
+"""The judge's prompt: the criteria, then the untrusted completion between unpredictable delimiters."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Message = dict[str, str]
 def judge_messages(
     sample: Sample, *, criteria: str, verdict: Verdict, max_chars: int, with_answer: bool
 ) -> list[Message]:
-    """The conversation in which a judge is asked about a sample.
+    """Return the conversation that asks a judge about a sample.
 
-    The completion stands between two marks with a hash of itself in them: a text that contains its own hash cannot be
-    written on purpose, so no completion can close its marks and go on in the voice of the user. A judge may still
-    follow what it reads between them; nothing in a prompt prevents that (docs/rewards.md).
+    The completion is placed between two delimiters that contain a hash of it. A text cannot be written to contain its
+    own hash, so no completion can close its delimiters and continue as the user. A judge may still follow instructions
+    between them; no prompt prevents that (docs/rewards.md).
     """
     completion = capped(sample.text, max_chars)
     mark = sha256(completion.encode(errors="surrogatepass")).hexdigest()[:16]
@@ -36,18 +36,18 @@ def judge_messages(
 
 
 def asked_again(messages: list[Message], verdict: Verdict) -> list[Message]:
-    """The conversation after an answer that could not be read.
+    """Return the conversation that asks again after an unreadable answer.
 
-    That answer is left out: it may repeat the hostile text without its marks.
+    That answer is left out: it may repeat the untrusted text without its delimiters.
     """
     reminder = f"{messages[-1]['content']}\n\nYour last answer could not be read. {verdict.instruction()}"
     return [*messages[:-1], {"role": "user", "content": reminder}]
 
 
 def capped(text: str, max_chars: int) -> str:
-    """A text of at most about `max_chars` characters: its beginning and its end, where an answer usually is.
+    """Shorten a text to about `max_chars` characters: its beginning and its end, where an answer usually is.
 
-    What UTF-8 cannot encode (lone surrogates) becomes a question mark.
+    Characters that UTF-8 cannot encode (lone surrogates) become question marks.
     """
     text = text.encode(errors="replace").decode()
     if len(text) <= max_chars:

@@ -1,4 +1,4 @@
-"""A vLLM server of our own: started on this machine, waited for, ended."""
+"""Lifecycle of a local vLLM server for the judge: start, wait until ready, stop."""
 
 from __future__ import annotations
 
@@ -23,26 +23,28 @@ _POLL_S = 0.5
 _PROBE_TIMEOUT_S = 2.0
 _END_TIMEOUT_S = 20.0
 _TAIL_BYTES = 20_000
-# vLLM reports usage to its authors unless told otherwise.
+# vLLM sends usage statistics to its authors unless this is set.
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 class VllmConfig(BaseModel):
-    """A vLLM server that lives as long as the run. It needs `d1[vllm]`, or a vLLM elsewhere on this machine."""
+    """A vLLM server that runs as long as the run does. It needs `d1[vllm]`, or another vLLM installation on this
+    machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     command: Annotated[tuple[str, ...], Field(min_length=1)] = ("vllm", "serve")
-    """What starts it; the model, `--host` and `--port` follow. A vLLM elsewhere: `[/opt/vllm/bin/vllm, serve]`."""
+    """The command that starts it; the model, `--host` and `--port` are appended. For another installation:
+    `[/opt/vllm/bin/vllm, serve]`."""
     arguments: tuple[str, ...] = ()
-    """More arguments: `[--max-model-len, "4096"]`."""
+    """Additional arguments: `[--max-model-len, "4096"]`."""
     environment: dict[Annotated[str, Field(min_length=1)], str] = {}
-    """More of its environment."""
+    """Additional environment variables."""
     ready_timeout_s: PositiveFloat = 900.0
-    """Longest time until it answers, in seconds. It may have to fetch the model first."""
+    """Timeout until it is ready, in seconds. It may have to download the model first."""
 
     def check(self, base_url: str) -> None:
-        """Raise ValueError, in one sentence, when there is no such command or the port is taken."""
+        """Raise ValueError if there is no such command or the port is taken."""
         if shutil.which(self.command[0]) is None:
             raise ValueError(
                 f"vllm.command begins with {self.command[0]}, which is no command here; "
@@ -57,8 +59,7 @@ class VllmConfig(BaseModel):
 def vllm_server(config: VllmConfig, *, model: str, base_url: str, log: Path) -> Iterator[None]:
     """Serve `model` at `base_url`, which is on this machine, until the block ends.
 
-    What it writes goes to the file `log`. Raises RewardUnavailableError, in one sentence, when it ends or is not there
-    in time.
+    Its output is appended to the file `log`. Raises RewardUnavailableError if it exits or is not ready in time.
     """
     host, port = _address(base_url)
     command = [*config.command, model, "--host", host, "--port", str(port), *config.arguments]
@@ -69,7 +70,7 @@ def vllm_server(config: VllmConfig, *, model: str, base_url: str, log: Path) -> 
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # Its engine is a process of its own, and Ctrl-C is ours.
+            # Its engine is a separate process, which has to end with it, and only d1 should handle Ctrl-C.
             start_new_session=True,
         )
     try:
@@ -105,7 +106,7 @@ def _is_healthy(host: str, port: int) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the server with all of its processes."""
+    """Stop the server and all of its processes."""
     for ending in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, ending)
@@ -118,7 +119,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _last_line(log: Path) -> str:
-    """What went wrong, by a log: the last line that names an error, or else the last line."""
+    """Return the last line of a log that names an error, or else the last line."""
     lines = [line.strip() for line in log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").splitlines()]
     told = [line for line in lines if "Error" in line] or [line for line in lines if line]
     return told[-1][:300] if told else "it said nothing"
@@ -133,7 +134,7 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _address(base_url: str) -> tuple[str, int]:
-    """Host and port of a URL that JudgeConfig has checked."""
+    """Return host and port of a URL that JudgeConfig has validated."""
     parts = urlsplit(base_url)
     assert parts.hostname is not None
     assert parts.port is not None

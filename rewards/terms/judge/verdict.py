@@ -1,4 +1,4 @@
-"""What a judge may answer, how it is held to it, and how its answer is read."""
+"""Formats of a judge's verdict: its possible values, the output constraint, and the parser."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rewards.terms.term import Finite
 
 _KEY = "verdict"
-# A fence around JSON is no part of the answer. Nothing else is forgiven: a judge that talks may be quoting.
+# Only a fence around JSON is removed. Anything else is rejected, since a judge that writes more may be quoting.
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
 _END_OF_THOUGHT = "</think>"
 
 
 class _Verdict(BaseModel):
-    """What both kinds share: a list of words, one of which is the answer."""
+    """Base of both kinds: a list of words, one of which is the answer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     @abstractmethod
     def words(self) -> Mapping[str, float]:
-        """The answers that there are, and what each is worth."""
+        """Return the possible answers and the value of each."""
 
     def json_schema(self) -> dict[str, Any]:
-        """The JSON schema of an answer."""
+        """Return the JSON schema of an answer."""
         return {
             "type": "object",
             "properties": {_KEY: {"type": "string", "enum": list(self.words())}},
@@ -37,12 +37,12 @@ class _Verdict(BaseModel):
         }
 
     def instruction(self) -> str:
-        """What the judge is told of the form of its answer."""
+        """Return the instruction on the form of the answer."""
         words = " or ".join(json.dumps({_KEY: word}) for word in self.words())
         return f"Answer with exactly one of these, and nothing else: {words}"
 
     def read(self, answer: str) -> float | None:
-        """What an answer is worth: one of the words, alone or in a JSON object; None for any other text."""
+        """Return the value of an answer: one of the words, alone or in a JSON object; None for any other text."""
         text = answer.rpartition(_END_OF_THOUGHT)[2].strip()
         if fenced := _FENCE.match(text):
             text = fenced.group(1)
@@ -56,7 +56,7 @@ class _Verdict(BaseModel):
                 word = given.get(_KEY) if given.keys() == {_KEY} else None
             elif isinstance(given, str):
                 word = given
-        # JSON has 7 where the schema asks for "7".
+        # Models may write 7 although the schema requires "7".
         return self.words().get(str(word)) if isinstance(word, str | int) else None
 
 
@@ -69,7 +69,7 @@ class ChoiceVerdict(_Verdict):
         "yes": 1.0,
         "no": 0.0,
     }
-    """The words, and what each is worth."""
+    """The words and the value of each."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -78,7 +78,7 @@ class ChoiceVerdict(_Verdict):
         return self
 
     def words(self) -> Mapping[str, float]:
-        """The choices."""
+        """Return the choices."""
         return self.choices
 
 
@@ -88,9 +88,9 @@ class ScoreVerdict(_Verdict):
     kind: Literal["score"] = "score"
     """Selects this form."""
     lowest: int = 0
-    """The worst score; worth 0."""
+    """The worst score, with value 0."""
     highest: int = 10
-    """The best score; worth 1, and those between their share. At most 100 above `lowest`."""
+    """The best score, with value 1; those in between are interpolated linearly. At most 100 above `lowest`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -99,10 +99,10 @@ class ScoreVerdict(_Verdict):
         return self
 
     def words(self) -> Mapping[str, float]:
-        """The scores in digits."""
+        """Return the scores in digits."""
         lowest, highest = self.lowest, self.highest
         return {str(score): (score - lowest) / (highest - lowest) for score in range(lowest, highest + 1)}
 
 
 Verdict = Annotated[ChoiceVerdict | ScoreVerdict, Field(discriminator="kind")]
-"""The form of a verdict; its `kind` says which."""
+"""The form of a verdict, discriminated by its `kind`."""
