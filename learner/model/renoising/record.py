@@ -32,7 +32,7 @@ class DenoisedCanvas:
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """[C] the final tokens: the last step's most probable ones. They were not sampled and have no log-probability."""
+        """[C] the final tokens: the last step's most probable ones. Not being sampled, they have no log-probability."""
         return self.argmax[-1]
 
     @property

@@ -42,7 +42,7 @@ class Reference:
 
 
 def write_references(directory: Path, files: Sequence[Path], say: Say | None = None) -> None:
-    """Write references to weight files into a checkpoint's directory. This hashes the files, which reads all of them."""
+    """Write references to weight files into a checkpoint's directory. Hashing reads every file once."""
     progress = Throughput("hashing the checkpoint", sum(path.stat().st_size for path in files), say)
     references = {}
     for path, digest in checksums(files, progress).items():
