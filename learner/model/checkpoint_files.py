@@ -1,4 +1,4 @@
-"""Files of a checkpoint directory: config, weight files, chain of base checkpoints, verification by checksum."""
+"""Files of a checkpoint directory: config, weights, chain of base checkpoints, checksums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scoring request to a policy: the queried slots, and the target tokens whose log-probability is computed there.
+"""Scoring request to a policy: queried slots, target tokens, and an optional teacher.
 
 Shape letters: B rows, Q queries of a row, L slots of a row, N target tokens.
 """

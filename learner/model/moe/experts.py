@@ -1,4 +1,4 @@
-"""Mixture-of-experts layer: a router sends each token to its top-k experts and sums their weighted outputs.
+"""Mixture-of-experts layer: top-k routing of each token, and the weighted sum of its experts.
 
 Rows are sorted by expert, so that each expert computes one product over its rows. No token is ever dropped. The routing
 of a token does not depend on the rest of the batch.

@@ -1,4 +1,4 @@
-"""`adapter_config.json` of a peft directory: the scaling of each layer's matrices, and the base checkpoint."""
+"""`adapter_config.json` of a peft directory: scaling, adapted modules and base checkpoint."""
 
 from __future__ import annotations
 

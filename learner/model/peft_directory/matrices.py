@@ -1,4 +1,4 @@
-"""LoRA matrices of a peft directory under our names, with fused layers of the original model split into ours.
+"""LoRA matrices of a peft directory under our names; fused layers are split into ours.
 
 Shape letters: I inputs and O outputs of a layer, R rank.
 """

@@ -1,4 +1,4 @@
-"""DiffusionGemma policy: an encoder fills a KV cache of the finished slots, and a decoder denoises the canvas.
+"""DiffusionGemma policy: an encoder caches the finished slots, and a decoder denoises the canvas.
 
 The network is transformers' own (`DiffusionGemmaForBlockDiffusion`, since 5.11), with which the family's checkpoints
 are released; this module wraps it. Encoder and decoder share their weights. The encoder is causal; the decoder sees the

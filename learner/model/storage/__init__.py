@@ -1,1 +1,1 @@
-"""Checkpoint files on disk: multithreaded reading and hashing, references to files elsewhere, progress messages."""
+"""Checkpoint files on disk: multithreaded reading and hashing, references, progress messages."""
