@@ -1,1 +1,1 @@
-"""The policy network, its checkpoints and its tokenizer."""
+"""Policy network, checkpoints and tokenizer."""

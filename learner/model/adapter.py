@@ -1,7 +1,7 @@
-"""Trained adapters on disk: d1's own file in a checkpoint, and directories of peft, which are read and written.
+"""LoRA adapters on disk: `lora.safetensors` of a checkpoint, and reading and writing of peft directories.
 
-A checkpoint of a LoRA run is `lora.safetensors` and the name of the checkpoint that it stands on, which may have an
-adapter itself: each stage of a run trains one. The last of the chain has the weights.
+A checkpoint of a LoRA run holds `lora.safetensors`, which names its base checkpoint. The base may have an adapter
+itself, as each stage of a run trains one. The last checkpoint of the chain has the weights.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from learner.model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """The matrices of an adapter, and what gives them a meaning."""
+    """A LoRA adapter: its matrices, their scaling, and the base that they were trained on."""
 
     rank: int
     """Rows of each A and columns of each B."""
     alpha: float
-    """What B A adds is multiplied by `alpha / rank`."""
+    """B A is multiplied by `alpha / rank`."""
     base: str
-    """The checkpoint that it stands on: the name of a directory beside its own, or under a peft adapter a path."""
+    """The base checkpoint: the name of a sibling directory, or, for a peft adapter, a path."""
     matrices: Mapping[str, Tensor]
     """By plain name: `.lora_A.weight` [rank, inputs] and `.lora_B.weight` [outputs, rank] of each layer."""
     base_digest: str | None = None
-    """The `chain_digest` of that checkpoint when the adapter was trained; None in files of an earlier d1."""
+    """The `chain_digest` of the base when the adapter was trained; None in files of an earlier d1."""
     base_weights: BaseWeights = "full"
-    """How the frozen weights were held in training: `nf4` means rounded to 4 bits."""
+    """Format of the frozen weights in training: `nf4` means rounded to 4 bits."""
 
     @property
     def scaling(self) -> float:
-        """What B A is multiplied by."""
+        """Multiplier of B A."""
         return self.alpha / self.rank
 
 
 def write_adapter(directory: Path, adapter: Adapter) -> None:
     """Write `lora.safetensors` into a checkpoint's directory."""
-    # One key: safetensors writes several in any order, and equal adapters are to be equal files.
+    # One key: safetensors writes several in arbitrary order, and equal adapters must give bit-identical files.
     about = {name: getattr(adapter, name) for name in ("rank", "alpha", "base", "base_digest", "base_weights")}
     metadata = {ABOUT_ADAPTER: json.dumps(about)}
     save_file({name: tensor.contiguous() for name, tensor in adapter.matrices.items()}, directory / ADAPTER, metadata)
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """The adapter of a checkpoint's directory or a peft one. Raises ValueError when it has none or it is damaged."""
+    """Read the adapter of a checkpoint's or a peft directory. Raises ValueError if there is none or it is damaged."""
     if is_peft(directory):
         found = read_matrices(directory, load_config(directory))
         base = str(find_base(directory))
@@ -82,14 +82,14 @@ def read_adapter(directory: Path) -> Adapter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """The parts of a checkpoint's policy: frozen weights, and the adapters of the stages that trained beside them."""
+    """Parts of a checkpoint's policy: the frozen weights, and the adapters of the stages trained on them."""
 
     weights: Path
     """The checkpoint that has the weights."""
     start: Adapter | None
     """The sum of all adapters but the last; None if there are none."""
     adapter: Adapter | None
-    """The last stage's; None for a policy without adapters."""
+    """The last stage's adapter; None for a policy without adapters."""
 
     @property
     def together(self) -> Adapter | None:
@@ -100,7 +100,7 @@ class Chain:
 def put_beside(model: Transformer, matrices: Mapping[str, Tensor], scaling: float, start: Adapter | None) -> None:
     """Set the adapter and the `start` adapter of a policy for inference.
 
-    In place, on its device and in its precision. Raises ValueError where they do not fit it.
+    Works in place, on the policy's device and in its precision. Raises ValueError if they do not fit the policy.
     """
     set_adapter(model, matrices, scaling)
     frozen, weight = (({}, 0.0) if start is None else (start.matrices, start.scaling)), model.embed.weight
@@ -112,28 +112,28 @@ def read_chain(directory: Path) -> Chain:
     *adapted, weights = checkpoint_chain(directory)
     adapters = [read_adapter(one) for one in adapted]
     if any(map(is_peft, adapted)):
-        # They need not have the same layers, as those of a run's stages have.
+        # Unlike the adapters of a run's stages, peft adapters may have different layers.
         return Chain(weights=weights, start=None, adapter=stacked(adapters))
     return Chain(weights=weights, start=stacked(adapters[1:]), adapter=adapters[0] if adapters else None)
 
 
 def check_under_peft(directory: Path, base: Mapping[str, Any]) -> None:
-    """Check that what the peft adapters of a checkpoint copy of their base is the base's. As `check_copies`."""
+    """Run `check_copies` for each peft adapter of a checkpoint."""
     for adapted in filter(is_peft, checkpoint_chain(directory)[:-1]):
         check_copies(adapted, load_config(adapted), base)
 
 
 def stacked(adapters: Sequence[Adapter]) -> Adapter | None:
-    """Combine the adapters of several stages into one, the latest first; None for an empty sequence.
+    """Combine the adapters of several stages, the latest first, into one; None for an empty sequence.
 
-    B1 A1 + B2 A2 is [B1 B2] [A1; A2]: the ranks add up. Differences in scaling go into B. A layer that one of them does
-    not have gets zeros for it.
+    B1 A1 + B2 A2 is [B1 B2] [A1; A2]: the ranks add up. Differences in scaling are multiplied into B. A layer that an
+    adapter does not have is padded with zeros.
     """
     if len(adapters) < 2:
         return adapters[0] if adapters else None
     first, rank = adapters[0], sum(adapter.rank for adapter in adapters)
     alpha = first.scaling * rank
-    # An alpha of 0 is possible in adapters of peft, and nothing can be divided by it.
+    # peft adapters may have an alpha of 0, by which the others' scalings cannot be divided.
     scaling = first.scaling if alpha and alpha.is_integer() else 1.0
     matrices = {}
     for name in dict.fromkeys(name for adapter in adapters for name in adapter.matrices):
@@ -157,7 +157,7 @@ def stacked(adapters: Sequence[Adapter]) -> Adapter | None:
 
 
 def _check_layers(layers: Sequence[str], names: FamilyFormat) -> None:
-    """Raise ValueError that names a layer which is a part of one of the original model's."""
+    """Raise ValueError that names a layer which is a part of a fused layer of the original model."""
     counts = Counter(names.block_names.values())
     for layer in layers:
         ours = _inner(layer)
@@ -169,20 +169,20 @@ def _check_layers(layers: Sequence[str], names: FamilyFormat) -> None:
 
 
 def _inner(layer: str) -> str:
-    """The name of a block's layer inside the block."""
+    """Return the name of a block's layer inside the block."""
     return layer.split(".", 2)[2]
 
 
 def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: str) -> None:
-    """Write what `peft.PeftModel.from_pretrained(original_model, directory)` reads.
+    """Write a directory that `peft.PeftModel.from_pretrained(original_model, directory)` reads.
 
     Args:
-        directory: where `adapter_config.json` and `adapter_model.safetensors` will be; it exists.
-        adapter: one that stands on the original model itself.
-        family: whose original code the names are of.
-        base: what `adapter_config.json` says it stands on, a path or a hub id.
+        directory: existing directory for `adapter_config.json` and `adapter_model.safetensors`.
+        adapter: an adapter whose base is the original model itself.
+        family: the family whose original names are written.
+        base: the base that `adapter_config.json` names, a path or a hub id.
 
-    Raises ValueError where several of our layers are one of the original model's.
+    Raises ValueError if the original model fuses several of our layers into one.
     """
     from peft import LoraConfig as PeftConfig
 
@@ -191,7 +191,7 @@ def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: 
     outer = [layer for layer in layers if f"{layer}.weight" in names.outer_names]
     of_blocks = [layer for layer in layers if layer not in outer]
     _check_layers(of_blocks, names)
-    # By whole names: LLaDA's head has the name of a layer of its blocks.
+    # Anchored to whole names: LLaDA's head has the same name as a layer of its blocks.
     inner = sorted({names.block_names[_inner(layer)] for layer in of_blocks})
     pattern = rf"{re.escape(names.block_prefix)}\.\d+\.({'|'.join(map(re.escape, inner))})"
     for layer in outer:

@@ -1,11 +1,12 @@
-"""Checkpoints: Hugging Face directories, written whole or not at all.
+"""Checkpoints: atomically written Hugging Face directories.
 
 A directory holds `config.json`, the weights and the tokenizer's files, so that the family's original code loads it too.
 The weights are `model.safetensors`, or several shards with `model.safetensors.index.json`. d1 adds `manifest.json` (a
-checksum of every file) and `trainer_state.json`; a checkpoint of the rounds also has `learner.safetensors`. One of a
-LoRA run has `lora.safetensors` instead of weights: its policy is that of the checkpoint that the adapter stands on, a
-directory beside it, with the adapter. One with `weights.json` refers to weight files elsewhere. Nothing is pickled, and
-no code that comes with a checkpoint is run.
+checksum of every file) and `trainer_state.json`. A checkpoint of the rounds also has `learner.safetensors`.
+
+A checkpoint of a LoRA run has `lora.safetensors` instead of weights: its policy is that of the base checkpoint, a
+sibling directory, with the adapter. A checkpoint with `weights.json` refers to weight files elsewhere. Nothing is
+pickled, and no code that comes with a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -56,24 +57,24 @@ def load_policy(
     device: str | torch.device = "cpu",
     say: Say | None = None,
 ) -> Transformer:
-    """The policy of a checkpoint directory; its adapters stay beside its weights.
+    """Load the policy of a checkpoint directory; its adapters are not merged.
 
-    Files are read straight into it: beside the policy itself there are small buffers in memory.
+    Files are read directly into the policy's memory. Beyond the policy this takes only small buffers.
 
     Args:
-        directory: where the checkpoint is.
-        dtype: what the weights are cast to as they are read; a router's bias stays in float32.
-        device: where they are held.
-        say: is told at which rate they are read.
+        directory: the checkpoint's directory.
+        dtype: type that the weights are cast to while they are read; a router's bias stays in float32.
+        device: device of the weights.
+        say: receives progress messages with the rate of reading.
 
     Raises:
-        ValueError: no checkpoint there, another model family, or a tensor missing, extra or of a wrong shape.
+        ValueError: there is no checkpoint, its family is unknown, or a tensor is missing, extra or of a wrong shape.
     """
     chain = read_chain(directory)
     base_weights = "full" if chain.adapter is None else chain.adapter.base_weights
     model = load_weights(chain.weights, dtype, device, say, base_weights=base_weights)
     if chain.adapter is not None:
-        # As stored: rounded weights say less.
+        # Compared with the stored weights: rounding to 4 bits loses information.
         check_under_peft(directory, StoredWeights(chain.weights))
         try:
             put_beside(model, chain.adapter.matrices, chain.adapter.scaling, chain.start)
@@ -90,9 +91,9 @@ def load_weights(
     *,
     base_weights: BaseWeights = "full",
 ) -> Transformer:
-    """The policy of a checkpoint directory that has weights itself, rounded to 4 bits where `base_weights` is `nf4`.
+    """Load the policy of a checkpoint that has its own weights, rounded to 4 bits if `base_weights` is `nf4`.
 
-    The other arguments and the errors are `load_policy`'s.
+    The other arguments and the errors are those of `load_policy`.
     """
     weights = StoredWeights(directory)
     model, held = make_on_meta(weights.config), held_dtypes(weights.config, dtype)
@@ -107,30 +108,35 @@ def load_weights(
 
 
 def round_weights(model: Transformer, directory: Path, say: Say | None = None) -> None:
-    """Round the linear layers of the blocks to 4 bits, in place, from the weights of the checkpoint that it was loaded
-    from: those of a learner with `base_weights: nf4`. Raises ValueError where bitsandbytes is missing."""
+    """Round the linear layers of the blocks to 4 bits, in place, as a learner with `base_weights: nf4` does.
+
+    Rounds from the weights in `directory`, the checkpoint that the policy was loaded from. Raises ValueError if
+    bitsandbytes is missing.
+    """
     layers = linear_layers(model)
     for name, weight in StoredWeights(directory).whole_ones([f"{name}.weight" for name in layers], say):
         set_rounded(layers[name.removesuffix(".weight")], weight)
 
 
 def load_merged(directory: Path, say: Say | None = None) -> Transformer:
-    """The policy of a checkpoint directory with its adapters merged into its weights, in float32, on the CPU: for those
-    who have the original code alone. Raises as `load_policy`."""
+    """Load a policy with its adapters merged into its weights, in float32, on the CPU, for export to the original code.
+
+    Raises as `load_policy`.
+    """
     model = load_policy(directory, say=say)
     merge_adapters(model)
     return model
 
 
 def empty_policy(directory: Path, dtype: torch.dtype, device: str | torch.device) -> Transformer:
-    """A policy of a checkpoint's shape whose weights are anything yet. Raises ValueError where its config is none."""
+    """Make a policy of a checkpoint's shape with uninitialized weights. Raises ValueError if its config is invalid."""
     return make_on_meta(load_config(directory)).to(dtype).to_empty(device=device)
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """What holds the weights of a checkpoint as they are: bfloat16 where all of them are in it, else float32.
+    """Return the type to hold a checkpoint's weights in: bfloat16 if all are stored in it, else float32.
 
-    A router's bias, which every policy holds in float32, does not count. What adapters make of weights is in float32.
+    A router's bias does not count: every policy holds it in float32. For a checkpoint with adapters it is float32.
     Raises ValueError as `load_policy` does.
     """
     *adapted, weights = checkpoint_chain(directory)
@@ -150,24 +156,24 @@ def save_checkpoint(
     takes_files: bool = False,
     say: Say | None = None,
 ) -> None:
-    """Write a checkpoint so that `directory` is complete or absent, even if the machine dies in the middle.
+    """Write a checkpoint atomically: `directory` is complete or absent, even if the machine crashes.
 
     Args:
-        directory: where it will be; an earlier checkpoint of that name is replaced.
+        directory: where the checkpoint is written; an existing one there is replaced.
         config: the policy's shape and family.
-        weights: the whole (not sharded) parameters under our names, all of one type but for routers' biases, which
-            are in float32. Of a checkpoint: its files are hashed, and referred to where they are. None: the policy is
-            what the adapter stands on, with the adapter.
+        weights: the unsharded parameters under our names, all of one type except routers' biases, which are in float32.
+            For `StoredWeights`, the files are hashed and referred to in place. None: the policy is that of the
+            adapter's base, with the adapter.
         tokenizer_from: a directory whose tokenizer files are copied.
-        adapter: that of the stage, in a LoRA run.
-        learner_state: the learner's other tensors by name, for a checkpoint that the rounds resume from.
-        trainer_state: where training stood (JSON).
-        shard_bytes: weights that take more than this are written as several files of at most this size.
-        takes_files: whether the weight files of a checkpoint's own directory, which may go, are linked or copied
-            instead of referred to.
-        say: is told at which rate files are hashed that are referred to.
+        adapter: the stage's adapter, in a LoRA run.
+        learner_state: the learner's other tensors by name, for a checkpoint that rounds are resumed from.
+        trainer_state: progress of training (JSON).
+        shard_bytes: maximum size of a weight file; larger weights are split into several.
+        takes_files: for `StoredWeights`, whether files in its own directory, which may be deleted later, are linked or
+            copied instead of referred to.
+        say: receives progress messages with the rate of hashing.
 
-    Raises OSError when it cannot be written; nothing is left of it then.
+    Raises OSError if it cannot be written; nothing of it is left then.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -185,18 +191,18 @@ def save_checkpoint(
             say=say,
         )
     except (OSError, SafetensorError) as error:
-        # On a full disk it would be in its own way.
+        # On a full disk the partial directory would block a retry.
         shutil.rmtree(partial, ignore_errors=True)
         raise OSError(f"{directory} cannot be written: {error}") from error
     except BaseException:
-        # Somebody stopped it, who may not come back.
+        # Interrupted, perhaps for good: leave no partial directory behind.
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _put_in_place(partial, directory)
 
 
 def _put_in_place(partial: Path, directory: Path) -> None:
-    """Rename it; an earlier one of that name goes when this one is there."""
+    """Rename a complete checkpoint to its place; delete an earlier one there only afterwards."""
     earlier = directory.with_name(f".{directory.name}.earlier")
     shutil.rmtree(earlier, ignore_errors=True)
     if directory.exists():
@@ -246,16 +252,18 @@ def write_policy(
     tokenizer_from: Path,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
-    """Write what the family's original code reads into a directory that exists: config, weights under its own names and
-    tokenizer; the arguments are `save_checkpoint`'s. Raises OSError or SafetensorError."""
-    # An adapter's precision is float32, and that of what it is merged into.
+    """Write config, weights and tokenizer in the family's original format into an existing directory.
+
+    The arguments are those of `save_checkpoint`. Raises OSError or SafetensorError.
+    """
+    # Adapters are in float32, and so is a policy that they are merged into.
     family, dtype = FAMILIES[config.family], torch.float32 if weights is None else weights["embed.weight"].dtype
     _write_around(directory, config, dtype, tokenizer_from)
     if weights is None:
         return
     assert {name: tensor.dtype for name, tensor in weights.items()} == held_dtypes(config, dtype)
     layout = family.layout({name: tensor.shape for name, tensor in weights.items()})
-    # By outlines: views of one tensor of ours would be counted once, and kept together.
+    # Meta tensors: views of one tensor of ours share storage, and would be counted once and kept in one shard.
     split = split_torch_state_dict_into_shards(layout.outline(weights), max_shard_size=shard_bytes)
     for filename, names in split.filename_to_tensors.items():
         shard = {name: layout.stored(name, weights).contiguous() for name in names}
@@ -265,7 +273,7 @@ def write_policy(
 
 
 def _write_around(directory: Path, config: TransformerConfig, dtype: torch.dtype, tokenizer_from: Path) -> None:
-    """Write what the original code reads beside weights that are held in `dtype`."""
+    """Write the tokenizer and config files for weights of type `dtype`."""
     for name in TOKENIZER_FILES:
         if (tokenizer_from / name).is_file():
             shutil.copyfile(tokenizer_from / name, directory / name)
@@ -276,7 +284,7 @@ def _write_around(directory: Path, config: TransformerConfig, dtype: torch.dtype
 
 
 def _put_files(directory: Path, weights: StoredWeights, say: Say | None, *, takes_files: bool) -> None:
-    """Refer to the files of another checkpoint; or link or copy those that lie in its own directory."""
+    """Refer to the weight files of a checkpoint; with `takes_files`, link or copy those in its own directory."""
     files = weight_files(weights.directory)
     taken = [path for path in files if takes_files and path.parent == weights.directory]
     for path in taken:
@@ -291,7 +299,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        # Another file system, or one without hard links.
+        # A different file system, or one without hard links.
         shutil.copyfile(source, target)
 
 

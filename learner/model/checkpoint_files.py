@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: which there are, its config, and whether they are what was written."""
+"""Files of a checkpoint directory: config, weights, chain of base checkpoints, checksums."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "lora.safetensors"
 ABOUT_ADAPTER = "d1"
-"""The key of its metadata: JSON with `rank`, `alpha` and `base`."""
+"""Metadata key of `lora.safetensors`: JSON with the fields of `Adapter` except its matrices."""
 
 
 def load_config(directory: Path) -> TransformerConfig:
-    """The policy's config of a checkpoint directory, or of a peft adapter's base. Raises ValueError as `load_policy`
-    does."""
+    """Read the policy's config from a checkpoint directory or from a peft adapter's base. Raises as `load_policy`."""
     source = _under_peft(directory, partial(find_checkpoint, config_only=True))[-1]
     if source == directory:
         return _own_config(directory)
@@ -47,7 +46,7 @@ def load_config(directory: Path) -> TransformerConfig:
 
 
 def _own_config(directory: Path) -> TransformerConfig:
-    """The same of a directory with a `config.json`."""
+    """Read the config of a directory that has a `config.json`. Raises as `load_policy`."""
     if not (directory / CONFIG).is_file() and (inside := sorted(directory.glob(f"*/{ADAPTER_CONFIG}"))):
         raise ValueError(f"{directory} is not a checkpoint: it has no {CONFIG}; {inside[0].parent} holds an adapter")
     raw = RawConfig.read(directory)
@@ -62,7 +61,7 @@ def _own_config(directory: Path) -> TransformerConfig:
 
 
 def _under_peft(directory: Path, find: Callable[[Path | str], Path]) -> list[Path]:
-    """A directory and, below each peft adapter, its base; `find` as in `find_base`. Raises ValueError as that."""
+    """List a directory and, after each peft adapter, its base. `find` and the errors are those of `find_base`."""
     chain = [directory]
     while is_peft(chain[-1]):
         base = find_base(chain[-1], find)
@@ -73,14 +72,14 @@ def _under_peft(directory: Path, find: Callable[[Path | str], Path]) -> list[Pat
 
 
 def has_adapter(directory: Path) -> bool:
-    """Whether a checkpoint's policy is another one's with an adapter: d1's own or one of peft."""
+    """Whether a checkpoint is an adapter, d1's own or peft's, on a base checkpoint."""
     return (directory / ADAPTER).is_file() or is_peft(directory)
 
 
 def open_tokenizer(directory: Path) -> ChatTokenizer:
-    """The tokenizer of a checkpoint directory; of a peft adapter its own, where it has one, or its base's.
+    """Load the tokenizer of a checkpoint directory; for a peft adapter, its own if it has one, else its base's.
 
-    Raises ValueError where there is none, or it has more tokens than the policy.
+    Raises ValueError if there is none, or if a peft adapter's has more tokens than its base embeds.
     """
     source = tokenizer_directory(directory)
     tokenizer = ChatTokenizer(source)
@@ -93,17 +92,17 @@ def open_tokenizer(directory: Path) -> ChatTokenizer:
 
 
 def tokenizer_directory(directory: Path) -> Path:
-    """Where the files of a checkpoint's tokenizer are. Raises ValueError as `find_base`."""
+    """Find the directory of a checkpoint's tokenizer files. Raises ValueError as `find_base`."""
     chain = _under_peft(directory, find_tokenizer)
     having = (one for one in chain if any((one / name).is_file() for name in TOKENIZER_FILES))
     return next(having, chain[-1])
 
 
 def stated_length(directory: Path) -> int | None:
-    """The completion length that a checkpoint states: `max_new_tokens` of `generation_config.json`, of a peft adapter's
-    own or its base's. None where there is none.
+    """Read the default completion length of a checkpoint, `max_new_tokens` of `generation_config.json`; None without.
 
-    Raises ValueError where the file is damaged or the length is not a positive whole number.
+    A peft adapter's own file comes before its base's. Raises ValueError if the file is damaged or the length is not a
+    positive whole number.
     """
     for one in _under_peft(directory, find_tokenizer):
         stated = RawConfig(one / CONFIG, {}).generation.get("max_new_tokens")
@@ -117,9 +116,9 @@ def stated_length(directory: Path) -> int | None:
 
 
 def policy_files(directory: Path) -> list[Path]:
-    """The files of a checkpoint that are not d1's own: config, weights and tokenizer, as the original code reads them.
+    """List the files of a checkpoint that the original code reads: config, weights and tokenizer.
 
-    Raises ValueError when there are no weights.
+    Raises ValueError if there are no weights.
     """
     weights = weight_files(directory)
     others = (CONFIG, GENERATION_CONFIG, INDEX, *TOKENIZER_FILES)
@@ -127,9 +126,9 @@ def policy_files(directory: Path) -> list[Path]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a checkpoint's tensors, in its directory or where that refers to.
+    """List the files that hold a checkpoint's tensors, in its directory or elsewhere by reference.
 
-    Raises ValueError when there are none, one is not there, or the index is no index.
+    Raises ValueError if there are none, one is missing, or the index is invalid.
     """
     elsewhere = read_references(directory)
     index = directory / INDEX
@@ -144,7 +143,7 @@ def weight_files(directory: Path) -> list[Path]:
             raise ValueError(f"{index} is not an index of shards: it should be JSON with a weight_map") from error
     files = []
     for name in names:
-        # An index may come from anywhere; what it lists lies beside it, or where d1 found it when it made the run.
+        # An index is untrusted: its files must be in its directory, or at the paths that d1 recorded in `weights.json`.
         path = elsewhere[name].path if name in elsewhere else directory / name
         if name in elsewhere and not path.is_file():
             raise ValueError(why_gone(directory, elsewhere[name]))
@@ -157,7 +156,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def weight_bytes(directory: Path) -> int:
-    """What the weights of a checkpoint take on disk; 0 where it has none."""
+    """Return the size of a checkpoint's weights on disk; 0 if it has none."""
     try:
         return sum(path.stat().st_size for path in weight_files(directory))
     except (ValueError, OSError):
@@ -165,13 +164,15 @@ def weight_bytes(directory: Path) -> int:
 
 
 def most_weight_bytes(directory: Path) -> int:
-    """What a policy's weights take in float32, at most: twice what a checkpoint has of them, which may be in bfloat16.
-    0 where it has none."""
+    """Return an upper bound on the weights' size in float32: twice their size on disk, as they may be in bfloat16.
+
+    0 if there are none.
+    """
     return 2 * weight_bytes(directory)
 
 
 def adapter_base(directory: Path) -> Path:
-    """The base checkpoint of the adapter in a checkpoint's directory. Raises ValueError when there is none."""
+    """Find the base checkpoint of the adapter in a checkpoint's directory. Raises ValueError if it is missing."""
     name = str(_about_adapter(directory)["base"])
     base = directory.parent / name
     if not _is_plain(name) or base == directory or not base.is_dir():
@@ -180,10 +181,10 @@ def adapter_base(directory: Path) -> Path:
 
 
 def _about_adapter(directory: Path) -> dict[str, Any]:
-    """What an adapter's file says of it. Raises ValueError where it is not one of ours."""
+    """Read the metadata of an adapter's file. Raises ValueError if d1 did not write it."""
     path = directory / ADAPTER
     try:
-        # Nobody needs torch for a name.
+        # numpy: reading a name does not need torch.
         with safe_open(path, framework="numpy") as file:
             about = dict(json.loads(file.metadata()[ABOUT_ADAPTER]))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
@@ -194,25 +195,25 @@ def _about_adapter(directory: Path) -> dict[str, Any]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name is that of something in the directory, and not a path."""
+    """Whether a name is a plain file name, without directories."""
     return Path(name).name == name and name not in ("", ".", "..")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """The base checkpoint of an adapter: one of the same run, which every machine of the run can read."""
+    """Reference to an adapter's base checkpoint in the same run, which every machine of the run can read."""
 
     checkpoint: str
-    """The name of its directory."""
+    """Name of its directory."""
     digest: str
     """The `chain_digest` of that directory."""
     scaling: float
-    """What B A is multiplied by."""
+    """Multiplier of B A."""
     base_weights: BaseWeights = "full"
-    """How the frozen weights are held: `nf4` rounds them to 4 bits."""
+    """Format of the frozen weights: `nf4` rounds them to 4 bits."""
 
     def directory(self, checkpoints_dir: Path) -> Path:
-        """The base checkpoint's directory. Raises ValueError if it is missing, or not the one that was trained on."""
+        """Return the base checkpoint's directory. Raises ValueError if it is missing or its digest differs."""
         directory = checkpoints_dir / self.checkpoint
         if not _is_plain(self.checkpoint) or not directory.is_dir():
             raise ValueError(f"the base checkpoint {self.checkpoint} of an adapter is not in {checkpoints_dir}")
@@ -222,9 +223,9 @@ class Base:
 
 
 def chain_digest(directory: Path) -> str:
-    """Identify the policy of a checkpoint: the SHA-256 of its manifest and those of its base checkpoints.
+    """Compute an identifier of a checkpoint's policy: the SHA-256 of its manifest and its base checkpoints' manifests.
 
-    Raises ValueError where one of them has no manifest.
+    Raises ValueError if one of them has no manifest.
     """
     return _digest_of(checkpoint_chain(directory))
 
@@ -240,9 +241,10 @@ def _digest_of(chain: Sequence[Path]) -> str:
 
 
 def checkpoint_chain(directory: Path) -> list[Path]:
-    """A checkpoint and its base checkpoints, down to the one that has the weights.
+    """List a checkpoint and its base checkpoints, down to the one that has the weights.
 
-    Raises ValueError if one is missing or not the one that an adapter was trained on, or the last has no weights.
+    Raises ValueError if one is missing or not the one that an adapter was trained on, or if the last of several has no
+    weights.
     """
     chain, expected = [directory], list[str | None]()
     while has_adapter(chain[-1]):
@@ -264,12 +266,12 @@ def checkpoint_chain(directory: Path) -> list[Path]:
 
 
 def verify_checkpoint(directory: Path, names: Collection[str] | None = None, say: Say | None = None) -> None:
-    """Check a checkpoint's files against its manifest, all of them or those of `names`; and with all of them, what it
-    refers to, and its base checkpoints.
+    """Check a checkpoint's files against its manifest: all of them, or those of `names`.
 
-    Files are read in several threads; `say` is told at which rate.
+    Without `names` this includes referenced weight files and the base checkpoints. Files are read in several threads;
+    `say` receives progress messages with the rate.
 
-    Raises ValueError that names the file which differs, or is not there or not listed.
+    Raises ValueError that names the file which differs, is missing, or is not listed.
     """
     verify_own_files(directory, names, say)
     if names is None:
@@ -278,7 +280,7 @@ def verify_checkpoint(directory: Path, names: Collection[str] | None = None, say
 
 
 def verify_own_files(directory: Path, names: Collection[str] | None = None, say: Say | None = None) -> None:
-    """The same, without its base checkpoints."""
+    """Check a checkpoint's files as `verify_checkpoint` does, without its base checkpoints."""
     listed = _listed(directory)
     expected = {directory / name: listed.get(name) for name in (listed if names is None else names)}
     elsewhere = read_references(directory) if names is None else {}
@@ -299,7 +301,7 @@ def verify_own_files(directory: Path, names: Collection[str] | None = None, say:
 
 
 def _listed(directory: Path) -> dict[str, str]:
-    """The checksums of a checkpoint's files by name. Raises ValueError where it has no list of them."""
+    """Read the checksums of a checkpoint's files by name. Raises ValueError if its manifest is missing or damaged."""
     path = directory / MANIFEST
     if not path.is_file():
         raise ValueError(f"{directory} is not a checkpoint that d1 wrote: it has no {MANIFEST}")

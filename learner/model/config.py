@@ -1,4 +1,4 @@
-"""The shape of a policy network."""
+"""Configuration of the policy network: family, shape, and special token ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Family = Literal[
 
 
 class _Facts(NamedTuple):
-    """What a family is; None: it may be either."""
+    """Properties that a family fixes; None: a policy of the family may have either."""
 
     is_block_causal: bool | None
     predicts_next: bool | None
@@ -34,13 +34,13 @@ class _Facts(NamedTuple):
     scales_positions: bool = False
     """Whether its rotary positions may be scaled."""
     router: str | None = None
-    """How the router of its experts scores; None: it has no experts."""
+    """Scoring function of its router; None: it has no experts."""
     is_normalised: bool | None = None
-    """Whether the weights of a token's experts are over their sum."""
+    """Whether the weights of a token's experts are normalised to sum to 1."""
 
 
 def _adapted(*, qkv_bias: bool, qk_norm: bool) -> _Facts:
-    """An autoregressive architecture with attention opened."""
+    """Make the properties of a family converted from an autoregressive architecture."""
     return _Facts(is_block_causal=None, predicts_next=None, qkv_bias=qkv_bias, qk_norm=qk_norm, scales_positions=True)
 
 
@@ -68,12 +68,12 @@ _SENTENCES = {
 
 
 class TransformerConfig(BaseModel):
-    """The shape of a policy network and the ids that have a meaning to it."""
+    """Shape of a policy network, and its special token ids."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     family: Family = "llada"
-    """Whose configs, weight names and oddities the policy has."""
+    """Model family, which determines the config keys, the weight names and the fixed properties."""
     vocab_size: PositiveInt
     """Rows of the embedding and of the head; at least the tokenizer's size."""
     d_model: PositiveInt
@@ -81,26 +81,26 @@ class TransformerConfig(BaseModel):
     num_layers: PositiveInt
     """Blocks."""
     num_heads: PositiveInt
-    """Query heads; divides `d_model` where heads have no width of their own."""
+    """Query heads; divides `d_model` if `head_width` is None."""
     num_kv_heads: PositiveInt
     """Key-value heads; divides `num_heads`."""
     head_width: PositiveInt | None = None
     """Width of one head; None: `d_model` is split among the query heads."""
     mlp_hidden_size: PositiveInt
-    """Inner width of the SwiGLU, where that is not one of experts."""
+    """Inner width of the SwiGLU in layers without experts."""
     moe: MoEConfig | None = None
-    """The experts of the feed-forward sublayers; None: each is one SwiGLU."""
+    """The experts of the feed-forward layers; None: each is a dense SwiGLU."""
     max_sequence_length: PositiveInt
     """Longest canvas, in tokens."""
     qkv_bias: bool = False
     """Whether the query, key and value projections add a bias."""
     rotary_width: PositiveInt | None = None
-    """How much of a head's width is rotated by position, from its beginning; None: all of it."""
+    """Part of a head's width, from its beginning, that rotary positions rotate; None: all of it."""
     qk_norm: bool = False
     """Whether each query and each key is normalised over its head's width, before it is rotated."""
     block_length: PositiveInt | None = None
-    """Slots of a block where attention is block-causal: a slot sees its own block and all before it, counted from the
-    first column of the canvas. It is what a forward takes that names no other. None: every slot sees every other."""
+    """Default block length of block-causal attention, in slots: a slot sees its own block and all before it, counted
+    from the first column of the canvas. None: attention is bidirectional."""
     predicts_next: bool = False
     """Whether the output at a slot predicts the slot after it, as in an autoregressive model."""
     tied_embeddings: bool = False
@@ -108,17 +108,17 @@ class TransformerConfig(BaseModel):
     rope_theta: PositiveFloat = 500_000.0
     """Base of the rotary frequencies."""
     rope_scaling: RotaryScaling | None = None
-    """How rotary positions are scaled; None: not at all."""
+    """Scaling of rotary positions; None: unscaled."""
     rms_norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square before its root."""
+    """Added to the mean square before the root is taken."""
     mask_token_id: int
-    """The id that a masked slot holds. Never sampled."""
+    """The id of a masked slot. Never sampled."""
     eos_token_id: int
     """End of text. Fills a completion's canvas to its end."""
     other_stop_ids: tuple[NonNegativeInt, ...] = ()
-    """Ids that end a completion as end of text does: an end of turn."""
+    """Other ids that end a completion, such as an end of turn."""
     pad_token_id: int
-    """Fills rows to a common length; attention never sees it."""
+    """Pads rows to a common length; attention never sees it."""
 
     @model_validator(mode="after")
     def _divisible(self) -> TransformerConfig:
@@ -176,7 +176,7 @@ class TransformerConfig(BaseModel):
 
     @property
     def is_block_causal(self) -> bool:
-        """Whether a slot sees its own block and those before it alone."""
+        """Whether a slot sees only its own block and those before it."""
         return self.block_length is not None
 
     @property
@@ -186,25 +186,25 @@ class TransformerConfig(BaseModel):
 
     @property
     def attention_width(self) -> int:
-        """Of all query heads together."""
+        """Width of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def rotary_dim(self) -> int:
-        """How much of a head's width is rotated."""
+        """Rotated part of a head's width."""
         return self.rotary_width or self.head_dim
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion, end of text first."""
+        """Ids that end a completion; `eos_token_id` is first."""
         return (self.eos_token_id, *self.other_stop_ids)
 
     def experts_of(self, layer: int) -> MoEConfig | None:
-        """The experts of one block, which are counted from 0; None: it has a SwiGLU alone."""
+        """Return the experts of the block with this index, from 0; None if it has a dense SwiGLU."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
     def linear_layers(self, layer: int) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of a block's linear layers, by name; of a feed-forward of experts the shared one's."""
+        """Return inputs and outputs of a block's linear layers, by name; with experts, those of the shared one."""
         moe = self.experts_of(layer)
         hidden = self.mlp_hidden_size if moe is None else moe.shared_width
         width, key_value = self.d_model, self.num_kv_heads * self.head_dim

@@ -1,6 +1,6 @@
-"""Where a checkpoint lies: in a directory, or on the Hugging Face hub and then in its cache on this machine.
+"""Resolution of a checkpoint reference: a local directory, or a Hugging Face hub id, which is downloaded.
 
-Only data is fetched (config, safetensors, tokenizer files); the Python files that come with some checkpoints are not.
+Only data is downloaded (config, safetensors, tokenizer files), never the Python files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from learner.model.tokenizer import TOKENIZER_FILES
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The files that peft writes of an adapter."""
+"""The files of a peft adapter."""
 _CONFIG_FILES = (*CONFIG_FILES, ADAPTER_CONFIG)
 _TOKENIZER_FILES = (*TOKENIZER_FILES, ADAPTER_CONFIG)
 _WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json", ADAPTER_WEIGHTS)
@@ -21,19 +21,20 @@ _ALL_FILES = (*_CONFIG_FILES, *_WEIGHT_FILES, *TOKENIZER_FILES)
 
 
 def is_hub_id(reference: str | Path) -> bool:
-    """Whether this names a model on the hub: it has that form, and there is no directory of that name."""
+    """Whether this is a hub id: it has the form of one, and there is no directory of that name."""
     return not Path(reference).is_dir() and _HUB_ID.fullmatch(str(reference)) is not None
 
 
 def find_checkpoint(reference: str | Path, *, config_only: bool = False) -> Path:
-    """The directory of a checkpoint, fetched from the hub where it is not on this machine yet.
+    """Return the directory of a checkpoint, downloaded from the hub if it is not on this machine yet.
 
     Args:
-        reference: a directory, or a hub id `org/name` or `org/name@revision`. A directory of that name goes first.
-        config_only: whether the policy's shape is all that will be looked at, so that no weights are fetched.
+        reference: a directory, or a hub id `org/name` or `org/name@revision`. A directory of that name takes
+            precedence.
+        config_only: whether to download only the files of the config, without weights.
 
     Raises:
-        ValueError: there is no such directory and no such model, or the hub does not give it.
+        ValueError: there is no such directory and no such model, or it cannot be downloaded.
     """
     if Path(reference).is_dir():
         return Path(reference)
@@ -44,8 +45,7 @@ def find_checkpoint(reference: str | Path, *, config_only: bool = False) -> Path
 
 
 def find_tokenizer(reference: str | Path) -> Path:
-    """The same with the tokenizer's files alone, which are small, and what names an adapter's base. Raises as
-    `find_checkpoint`."""
+    """Find a checkpoint as `find_checkpoint` does, but download only the tokenizer's files and an adapter's config."""
     match = None if Path(reference).is_dir() else _HUB_ID.fullmatch(str(reference))
     if match is None:
         return find_checkpoint(reference)

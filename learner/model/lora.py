@@ -1,14 +1,14 @@
-"""LoRA: low-rank adapters beside frozen linear layers, W x + alpha / rank * B A x (arXiv 2106.09685).
+"""LoRA: low-rank adapters of frozen linear layers, W x + alpha / rank * B A x (arXiv 2106.09685).
 
-The targets are the linear layers of the blocks and nothing else: in LLaDA's own names `ff_out` is a layer of every
-block and also the head, so they are ours, anchored to the blocks. Experts have none, but for the shared one.
+The targets are linear layers of the blocks only. Targets have our names, anchored to the blocks: in LLaDA's own names
+`ff_out` is both a layer of every block and the head. Of experts, only the shared one has adapters.
 
-Nothing is merged while a policy is trained, sampled from or served. In bfloat16, merging rounds most of an early
+Adapters are not merged while a policy is trained, sampled from or served. In bfloat16, merging rounds most of an early
 adapter away: a weight of 0.02 has a spacing of 1e-4, and the first rounds move it by 1e-6. The importance ratio
 compares the learner's likelihood with the sampler's, so both must compute the same function: the base, with the same
-adapters beside it. There is no dropout for the same reason.
+unmerged adapters. There is no dropout for the same reason.
 
-A layer has up to two adapters: `start`, frozen, holds what earlier stages of the run added; the other one is trained.
+A layer has up to two adapters: the trained one, and the frozen `start`, the sum of those of the run's earlier stages.
 
 Shape letters: N tokens, I inputs and O outputs of a layer, R rank.
 """
@@ -33,36 +33,36 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear layer with its adapters beside it."""
+    """Frozen linear layer with its LoRA adapters."""
 
     start_A: Tensor | None  # noqa: N815 - peft's names of the two matrices
-    """[R', I] of the frozen adapter; None without one."""
+    """[R', I] A of the frozen adapter; None without one."""
     start_B: Tensor | None  # noqa: N815
-    """[O, R'] likewise."""
+    """[O, R'] B of the frozen adapter; None without one."""
 
     def __init__(self, base_layer: nn.Linear, rank: int, scaling: float, dtype: torch.dtype = torch.float32) -> None:
-        """Put an uninitialized adapter beside a layer, on its device.
+        """Wrap a layer with an uninitialized adapter, on the layer's device.
 
         Args:
             base_layer: the frozen layer.
             rank: R.
-            scaling: what B A is multiplied by.
-            dtype: of the adapter: float32 where it is trained.
+            scaling: multiplier of B A.
+            dtype: type of the adapter: float32 if it is trained.
         """
         super().__init__()
         device = base_layer.weight.device
         self.base_layer: nn.Linear | Nf4Linear = base_layer
         self.lora_A = nn.Parameter(torch.empty(rank, base_layer.in_features, dtype=dtype, device=device))
         self.lora_B = nn.Parameter(torch.empty(base_layer.out_features, rank, dtype=dtype, device=device))
-        # Buffers: FSDP leaves them alone, so every worker holds them whole. They are not part of any checkpoint.
+        # Buffers: FSDP does not shard them, so every worker holds them whole. They are not part of any checkpoint.
         self.register_buffer("start_A", None, persistent=False)
         self.register_buffer("start_B", None, persistent=False)
         self.scaling, self.start_scaling = scaling, 0.0
         self.is_off = False
-        """Whether the trained adapter is skipped, which gives the policy that the stage began with."""
+        """Whether the trained adapter is skipped: then this is the policy at the beginning of the stage."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., O], in the precision of x."""
+        """Map [..., I] to [..., O], in the precision of x."""
         if torch.is_grad_enabled():
             trained = (None, None) if self.is_off else (self.lora_A, self.lora_B)
             product: Tensor = _Adapted.apply(x, *trained, self)
@@ -70,7 +70,7 @@ class AdaptedLinear(nn.Module):
         return self.run(x)[0]
 
     def run(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What `forward` gives, and [N, R] A x of the trained adapter, without derivatives.
+        """Compute `forward`'s output, and [N, R] A x of the trained adapter, without derivatives.
 
         Products are accumulated smallest first, so that in bfloat16 only sums are rounded. If W x were rounded before
         an adapter is added, as in peft, an early adapter would be lost: it is below half of the last bit of W x.
@@ -87,7 +87,7 @@ class AdaptedLinear(nn.Module):
         return product if self.base_layer.bias is None else product.add_(self.base_layer.bias), down_NR
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """A, B and scaling of each active adapter. The trained one comes first: it starts small."""
+        """Yield A, B and scaling of each active adapter. The trained one comes first, as it starts small."""
         if not self.is_off:
             yield self.lora_A, self.lora_B, self.scaling
         if self.start_A is not None and self.start_B is not None:
@@ -97,7 +97,7 @@ class AdaptedLinear(nn.Module):
     def take(self, a_RI: Tensor, b_OR: Tensor, scaling: float) -> None:
         """Overwrite the adapter in place, so that recorded CUDA graphs stay valid.
 
-        Raises ValueError where the shapes differ.
+        Raises ValueError if the shapes differ.
         """
         if a_RI.shape != self.lora_A.shape or b_OR.shape != self.lora_B.shape:
             raise ValueError(
@@ -109,12 +109,12 @@ class AdaptedLinear(nn.Module):
         self.scaling = scaling
 
     def start_from(self, a_RI: Tensor | None, b_OR: Tensor | None, scaling: float) -> None:
-        """Set the frozen adapter, or None for none. The tensors are not copied."""
+        """Set the frozen adapter; None removes it. The tensors are not copied."""
         self.start_A, self.start_B, self.start_scaling = a_RI, b_OR, scaling
 
 
 def add_adapters(model: Transformer, config: LoraConfig) -> None:
-    """Freeze a policy and put an adapter beside each target of each block, in place; `fresh_adapter` fills them."""
+    """Freeze a policy and add an adapter to each target of each block, in place; `fresh_adapter` fills them."""
     model.requires_grad_(False)
     for name in adaptable_layers(model, config.targets):
         linear = model.get_submodule(name)
@@ -124,15 +124,15 @@ def add_adapters(model: Transformer, config: LoraConfig) -> None:
 
 
 def adaptable_layers(model: Transformer, targets: Sequence[str] = TARGETS) -> list[str]:
-    """The names of the linear layers that can have an adapter: those of the targets in each block."""
+    """List the names of the linear layers that can have an adapter: the targets in each block."""
     pattern = re.compile(rf"blocks\.\d+\.(attn|mlp|mlp\.shared)\.({'|'.join(targets)})")
     return [name for name, _ in model.named_modules() if pattern.fullmatch(name)]
 
 
 def set_adapter(model: Transformer, matrices: Mapping[str, Tensor], scaling: float) -> None:
-    """Set the adapter of a policy for inference, in place and in its precision.
+    """Set the adapter of a policy for inference, in place and in the policy's precision.
 
-    Raises ValueError where it does not fit the policy, or the adapter that is there.
+    Raises ValueError if it does not fit the policy, or has another shape than an adapter already set.
     """
     for name, (a_RI, b_OR) in _by_layer(matrices).items():
         layer = _submodule(model, name)
@@ -150,16 +150,16 @@ def set_adapter(model: Transformer, matrices: Mapping[str, Tensor], scaling: flo
 def set_start(
     model: Transformer, matrices: Mapping[str, Tensor], scaling: float, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Set the frozen `start` adapter, unsharded. Without matrices there is none.
+    """Set the frozen `start` adapter, unsharded. Without matrices it is removed.
 
     Args:
-        model: has an adapter at each of these layers.
-        matrices: by plain name.
-        scaling: what B A is multiplied by.
-        device: where the policy computes.
-        dtype: what it computes in.
+        model: a policy that has an adapter at each of these layers.
+        matrices: A and B by plain name.
+        scaling: multiplier of B A.
+        device: device on which the policy computes.
+        dtype: precision in which it computes.
 
-    Raises ValueError where a layer has no adapter.
+    Raises ValueError if a layer has no adapter.
     """
     layers, found = adapted_layers(model), _by_layer(matrices)
     if unknown := found.keys() - layers.keys():
@@ -171,18 +171,18 @@ def set_start(
 
 
 def sharing_base(model: Transformer) -> Transformer:
-    """A copy of a policy that shares its base and its `start` adapter, with a trained adapter of its own."""
+    """Copy a policy, sharing its base and its `start` adapter: only the trained adapter is copied."""
     shared = [*model.buffers(), *(part for name, part in model.named_parameters() if not is_adapter(plain_name(name)))]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
-    """The layers that have an adapter, by name."""
+    """Return the layers that have an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
 
 
 def fresh_adapter(shapes: Mapping[str, torch.Size], seed: int) -> dict[str, Tensor]:
-    """An adapter that changes nothing yet: A [R, I] uniform in ±1 / sqrt(I) as peft's, B [O, R] zero."""
+    """Initialize an adapter that changes nothing yet: A [R, I] uniform in ±1 / sqrt(I) as peft's, B [O, R] zero."""
     generator = torch.Generator().manual_seed(seed)
     adapter = {}
     for name, shape in shapes.items():
@@ -195,31 +195,33 @@ def fresh_adapter(shapes: Mapping[str, torch.Size], seed: int) -> dict[str, Tens
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without wrappers. Adapter matrices end in `.lora_A.weight` and `.lora_B.weight`, as in peft's
-    files."""
+    """Return a parameter's name without wrappers.
+
+    Adapter matrices end in `.lora_A.weight` and `.lora_B.weight`, as in peft's files.
+    """
     name = name.replace(".base_layer.", ".")
     return f"{name}.weight" if name.endswith((".lora_A", ".lora_B")) else name
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a plain name is that of an adapter's matrix."""
+    """Whether a plain name denotes an adapter's matrix."""
     return name.endswith((_A, _B))
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """The plain names of the A and the B that stand beside the weight `name`, if it has an adapter."""
+    """Return the plain names of the matrices A and B that an adapter of the weight `name` has."""
     layer = name.removesuffix(".weight")
     return layer + _A, layer + _B
 
 
 def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
-    """The weight that computes what a weight and its adapter compute: W + scaling * B A."""
+    """Compute the merged weight, W + scaling * B A."""
     return torch.addmm(weight_OI, b_OR, a_RI, alpha=scaling)
 
 
 @torch.no_grad()
 def merge_adapters(model: Transformer) -> None:
-    """Merge all adapters into the weights, in place and in their precision. Exports do so in float32."""
+    """Merge all adapters into the weights, in place and in their precision. Exports use float32."""
     for layer in adapted_layers(model).values():
         linear = layer.base_layer
         assert isinstance(linear, nn.Linear), "what holds 4 bits is trained, and not exported"
@@ -236,7 +238,7 @@ def remove_adapters(model: Transformer) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Skip the trained adapters within the block: the policy is exactly what the stage began with."""
+    """Skip the trained adapters in a `with` block: the policy is exactly that of the stage's beginning."""
     layers = adapted_layers(model).values()
     for layer in layers:
         layer.is_off = True
@@ -248,7 +250,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def _by_layer(matrices: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """The A and the B of each layer. Raises ValueError where one is missing."""
+    """Group A and B by layer. Raises ValueError if one is missing."""
     layers = sorted({name.rpartition(".lora_")[0] for name in matrices})
     if missing := [name for layer in layers for name in adapter_names(layer) if name not in matrices]:
         raise ValueError(f"it lacks {missing[0]}")
@@ -256,7 +258,7 @@ def _by_layer(matrices: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Linear | AdaptedLinear:
-    """The linear layer of that name, adapted or not. Raises ValueError if there is none."""
+    """Return the linear layer of that name, adapted or not. Raises ValueError if there is none."""
     try:
         layer = model.get_submodule(name)
     except AttributeError:
@@ -267,10 +269,10 @@ def _submodule(model: nn.Module, name: str) -> nn.Linear | AdaptedLinear:
 
 
 class _Adapted(torch.autograd.Function):
-    """The forward of `AdaptedLinear` and its derivatives.
+    """Forward and backward pass of `AdaptedLinear`.
 
-    W x is added to B A x by the matrix product that computes it, and in the backward pass the derivatives by x too. So
-    an adapter adds no pass over activations. (peft scales and adds in passes of their own.)
+    The matrix product that computes W x adds it to B A x, and the backward pass accumulates the derivatives by x in the
+    same way. So an adapter adds no pass over activations. (peft scales and adds in separate passes.)
     """
 
     @staticmethod
@@ -303,14 +305,15 @@ class _Adapted(torch.autograd.Function):
 def _product_onto(
     sum_NO: Tensor | None, left: Tensor, right: Tensor, scaling: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
-    """A sum plus the product of two matrices times a number, in one kernel; no sum is zero."""
+    """Compute sum_NO + scaling * left @ right in one kernel; a `sum_NO` of None is zero."""
     if sum_NO is None and scaling == 1:
         return torch.mm(left, right, out=out)
-    # With a beta of 0 what is added to is not read.
+    # With a beta of 0, `addmm` does not read its first argument.
     sum_NO, beta = (left.new_empty(()), 0) if sum_NO is None else (sum_NO, 1)
     return torch.addmm(sum_NO, left, right, beta=beta, alpha=scaling, out=out)
 
 
 def _weight(base: nn.Linear | Nf4Linear, dtype: torch.dtype) -> Tensor:
-    """[O, I] the frozen weight: what FSDP has gathered anew for the backward pass, or what the 4 bits stand for."""
+    """Return the frozen weight [O, I]. It is not saved for the backward pass: FSDP gathers it again, 4 bits are
+    dequantized again."""
     return base.weight_as(dtype) if isinstance(base, Nf4Linear) else base.weight.to(dtype)

@@ -1,4 +1,4 @@
-"""What of a policy is trained."""
+"""LoRA configuration: rank, scaling, target layers, and quantization of the frozen weights (QLoRA)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "do
 
 
 BaseWeights = Literal["full", "nf4"]
-"""How the frozen weights beside an adapter are held."""
+"""Format of the frozen weights under an adapter: unquantized, or 4-bit NF4."""
 
 
 class LoraConfig(BaseModel):
-    """What of the policy is trained: everything, or an adapter of low rank.
+    """Trained part of the policy: all parameters, or a LoRA adapter.
 
-    There is no dropout: learner and sampler would not compute the same likelihood.
+    There is no dropout: with it, learner and sampler would not compute the same likelihood.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -29,14 +29,14 @@ class LoraConfig(BaseModel):
     alpha: PositiveInt = 64
     """The adapter's output is multiplied by `alpha / rank` (d1: 64)."""
     targets: tuple[str, ...] = TARGETS
-    """Which linear layers of each block have one; of experts the shared one's. (d1 lists seven by other models' names,
-    and so adapts `q_proj`, `k_proj`, `v_proj` and `up_proj`.)"""
+    """Linear layers of each block that have an adapter; of experts, only the shared one's. (d1 lists seven names of
+    other models' layers, of which `q_proj`, `k_proj`, `v_proj` and `up_proj` exist.)"""
 
     base_weights: BaseWeights = "full"
-    """How the learner holds the frozen linear layers of the blocks: as they are, or in 4 bits (QLoRA, arXiv 2305.14314;
-    needs the extra `d1[quantized]`), a seventh of the memory, whole on every worker. The policy is then the rounded
-    weights with the adapters beside them, for samplers and service too: they round what they load, and hold it in
-    `rollout.engine.dtype`."""
+    """Format of the learner's frozen linear layers in the blocks: unquantized, or 4-bit NF4 (QLoRA, arXiv 2305.14314;
+    needs the extra `d1[quantized]`). NF4 takes a seventh of the memory, and is not sharded over the workers. The policy
+    is then the rounded weights with the adapters, also for samplers and service: they round the weights that they load,
+    and hold them in `rollout.engine.dtype`."""
 
     @field_validator("targets")
     @classmethod
@@ -54,7 +54,7 @@ class LoraConfig(BaseModel):
         return self
 
     def refusal(self, policy: TransformerConfig) -> str | None:
-        """Why a policy cannot be trained so; None where it can."""
+        """Return an error message if a policy cannot be trained with this config; None if it can."""
         if not self.rank or policy.moe is None:
             return None
         if self.base_weights == "nf4":
@@ -71,9 +71,9 @@ class LoraConfig(BaseModel):
 
     @property
     def scaling(self) -> float:
-        """What B A is multiplied by."""
+        """Multiplier of B A."""
         return self.alpha / self.rank
 
 
 WHOLE = LoraConfig()
-"""No adapter: every parameter is trained."""
+"""Full fine-tuning: no adapter, every parameter is trained."""

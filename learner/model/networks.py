@@ -1,4 +1,4 @@
-"""Networks from their config."""
+"""Construction of policy networks from their config."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from learner.model.transformer import Transformer
 
 
 def make_model(config: TransformerConfig) -> Transformer:
-    """A network of this shape. Its weights are zeros or noise: load some, or `init_weights`."""
+    """Make a network of this shape. Its weights are zeros or random: load some, or call `init_weights`."""
     return Transformer(config)
 
 
 def make_on_meta(config: TransformerConfig) -> Transformer:
-    """The same on the meta device: names, shapes and types, and no memory."""
+    """Make a network on the meta device: names, shapes and types, without memory."""
     with torch.device("meta"):
         return make_model(config)
 
 
 def held_dtypes(config: TransformerConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """In what a policy that is cast to `dtype` holds each of its parameters: a router's bias stays in float32."""
+    """Return the type of each parameter of a policy cast to `dtype`: a router's bias stays in float32."""
     return {name: parameter.dtype for name, parameter in make_on_meta(config).to(dtype).named_parameters()}

@@ -1,10 +1,10 @@
-"""Log-probabilities and logits of wanted tokens, or divergences, without ever holding the logits of all slots.
+"""Chunked head: log-probabilities or logits of target tokens, or divergences from a teacher.
 
-The head is much the widest matrix: the logits of a few thousand slots of a real vocabulary are gigabytes. It runs on
-chunks of the slots, forwards and backwards. A few chunks' log-probabilities are kept for the backward pass; where there
-are more, each chunk's are computed again there.
+The head is by far the widest matrix: the logits of a few thousand slots of a real vocabulary are gigabytes. So they are
+never materialized for all slots: forward and backward pass run on chunks of slots. The log-probabilities of a few
+chunks are kept for the backward pass. If there are more chunks, they are recomputed there.
 
-Shape letters: M slots that are scored, C of a chunk, D width, V vocabulary, N wanted tokens.
+Shape letters: M scored slots, C slots of a chunk, D width, V vocabulary, N target tokens.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from torch.autograd.function import once_differentiable
 
 from learner.model.wanted import Compared, Wanted
 
-# Logits of a chunk, of which there are two tensors. On a CPU 16 MiB each: the allocator of glibc gives blocks of 32 MiB
-# and more back to the system at once, and each new one then costs its page faults. On a GPU rows enough, at LLaDA's
-# vocabulary, that the product is bound by arithmetic and not by reading the matrix.
+# Logits of a chunk, of which there are two tensors. On a CPU 16 MiB each: glibc's allocator returns blocks of 32 MiB or
+# more to the system at once, and each new block then costs page faults. On a GPU, enough rows at LLaDA's vocabulary for
+# the product to be bound by arithmetic and not by reading the matrix.
 _MOST_LOGITS_CPU, MOST_LOGITS_GPU = 2**22, 2**26
-# Logits that are kept for a backward pass: the product that is saved is a sixth of the head's.
+# Maximum logits that are kept for a backward pass. Keeping them saves a product, a sixth of the head's cost.
 _MOST_KEPT_CPU, MOST_KEPT_GPU = 2**24, 2**26
 
 
 def wanted_logps(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
-    """[N] float32 log-probabilities, in nats, of tokens under the head's matrix; logits where these are wanted, or
-    divergences."""
+    """Compute [N] float32 log-probabilities, in nats, of the target tokens under the head's matrix `weight_VD`.
+
+    For targets with `is_logit` the result is the logit. With a teacher (`compared`) it is the divergence.
+    """
     if wanted.compared is not None:
-        # Terms of one slot may have teachers that read different texts.
+        # Per target token, not per slot: the teachers of one slot's targets may have different contexts.
         divergences_N: Tensor = _Divergences.apply(x_MD[wanted.slot], weight_VD, wanted, wanted.compared)
         return divergences_N
     logps_N: Tensor = _WantedLogps.apply(x_MD, weight_VD, wanted)
@@ -39,8 +41,7 @@ def wanted_logps(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
 
 
 class _WantedLogps(torch.autograd.Function):
-    """With its backward pass written out, which needs one tensor as large as a chunk's logits where autograd's needs
-    four."""
+    """Chunked log-probabilities. The explicit backward pass needs one tensor of a chunk's logits, autograd's four."""
 
     @staticmethod
     def forward(ctx: Any, x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
@@ -65,10 +66,10 @@ class _WantedLogps(torch.autograd.Function):
         grad_x_MD = torch.empty_like(x_MD) if of_x else None
         grad_weight_VD = None
         for rows, slot_N, inside in _chunks(x_MD, weight_VD, ctx.wanted):
-            # What is kept is overwritten: a second backward computes it again.
+            # Kept log-probabilities are overwritten below: a second backward pass recomputes them.
             logps_CV = ctx.kept.pop(0) if ctx.kept else _log_softmax(_logits(x_MD[rows], weight_VD, ctx.wanted))
-            # Of log softmax: what comes in at the token, less the probability of each id times all that comes in. Of a
-            # logit the former alone.
+            # Gradient of the log softmax: the incoming gradient at the token, minus each id's probability times the sum
+            # of the incoming gradients. For a raw logit, the first term alone.
             is_logit_N = ctx.wanted.is_logit
             of_logps_N = grad_N[inside] if is_logit_N is None else grad_N[inside].masked_fill(is_logit_N[inside], 0.0)
             total_C = grad_N.new_zeros(len(logps_CV)).index_add_(0, slot_N, of_logps_N)
@@ -87,8 +88,7 @@ class _WantedLogps(torch.autograd.Function):
 
 
 class _Divergences(torch.autograd.Function):
-    """Of the policy from the teacher, at each of N slots. Both distributions of a chunk are computed again for the
-    backward pass."""
+    """Chunked divergence between policy and teacher at N slots. The backward pass recomputes both distributions."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, wanted: Wanted, compared: Compared) -> Tensor:
@@ -123,7 +123,7 @@ class _Divergences(torch.autograd.Function):
 def _both(
     x_CD: Tensor, stream_CD: Tensor, weight_VD: Tensor, wanted: Wanted, compared: Compared
 ) -> tuple[Tensor, Tensor]:
-    """[C, V] the policy's log-probabilities, and how much greater the teacher's are; 0 of ids that the law excludes."""
+    """Compute [C, V] the policy's log-probabilities, and the teacher's minus them; 0 for ids without probability."""
     ours_CV = _log_softmax(_logits(x_CD, weight_VD, wanted))
     more_CV = _log_softmax(_logits(stream_CD, compared.weight, wanted)) - ours_CV
     for excluded in _excluded(wanted):
@@ -132,12 +132,12 @@ def _both(
 
 
 def _counted(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> tuple[Tensor, Tensor]:
-    """[C, V] the probabilities of policy and teacher, 0 of tokens that do not count."""
+    """Compute the probabilities [C, V] of policy and teacher; 0 outside the teacher's top k."""
     theirs_CV = ours_CV + more_CV
     ours_CV = ours_CV.exp()
     if compared.top_k is not None and compared.top_k < theirs_CV.shape[1]:
         is_left_out_CV = torch.ones_like(theirs_CV, dtype=torch.bool)
-        # By log-probabilities: of a sure teacher most probabilities are 0 in float32, and equal.
+        # By log-probabilities: most probabilities of a confident teacher underflow to 0 in float32, and would tie.
         is_left_out_CV.scatter_(1, theirs_CV.topk(compared.top_k, dim=1).indices, value=False)
         ours_CV.masked_fill_(is_left_out_CV, 0.0)
         theirs_CV.masked_fill_(is_left_out_CV, -torch.inf)
@@ -145,16 +145,16 @@ def _counted(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> tuple[Tens
 
 
 def _divergence(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> Tensor:
-    """[C] in nats."""
+    """Compute the divergence [C], in nats."""
     ours, theirs = _counted(ours_CV, more_CV, compared)
     return (theirs.mul_(1 - compared.reverse_kl).sub_(ours, alpha=compared.reverse_kl) * more_CV).sum(dim=1)
 
 
 def _slope(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> Tensor:
-    """[C, V] the derivative of the divergence by the policy's logits under the law.
+    """Compute the derivative [C, V] of the divergence by the policy's tempered logits.
 
-    By its log-probabilities it is -(1 - w) p(teacher) + w p(policy) (1 - more), and a log softmax takes from that the
-    probability of each id times all of it.
+    The derivative by its log-probabilities is -(1 - w) p(teacher) + w p(policy) (1 - more). The log softmax subtracts
+    from it each id's probability times its sum.
     """
     ours, theirs = _counted(ours_CV, more_CV, compared)
     slope_CV = ours.mul_(1 - more_CV).mul_(compared.reverse_kl).sub_(theirs, alpha=1 - compared.reverse_kl)
@@ -162,22 +162,22 @@ def _slope(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> Tensor:
 
 
 def _chunk_size(x_MD: Tensor, weight_VD: Tensor) -> int:
-    """Slots of a chunk."""
+    """Return the number of slots of a chunk."""
     most = _MOST_LOGITS_CPU if x_MD.device.type == "cpu" else MOST_LOGITS_GPU
     return max(1, most // len(weight_VD))
 
 
 def _even_chunks(x_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
-    """Of slots; where there are none, one empty chunk."""
+    """Yield the slots of each chunk; one empty chunk if there are none."""
     size = _chunk_size(x_ND, weight_VD)
     for begin in range(0, max(1, len(x_ND)), size):
         yield slice(begin, begin + size)
 
 
 def _chunks(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Iterator[tuple[slice, Tensor, slice]]:
-    """Of each chunk: its slots, those within it that are wanted, and where these are among all N."""
+    """Yield for each chunk: its slots, its targets' slots counted within it, and its targets' range among all N."""
     size = _chunk_size(x_MD, weight_VD)
-    # Where nothing is scored there is one empty chunk.
+    # Without scored slots there is one empty chunk.
     begins = range(0, max(1, len(x_MD)), size)
     slot_N = wanted.slot if wanted.slot_on_host is None else wanted.slot_on_host
     ends = torch.searchsorted(slot_N, torch.tensor([*begins, len(x_MD)], device=slot_N.device)).tolist()
@@ -187,37 +187,37 @@ def _chunks(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Iterator[tuple[s
 
 
 def _logits(x_CD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
-    """[C, V] under the law."""
+    """Compute the logits [C, V], divided by the temperature, with -inf for excluded ids."""
     logits_CV = _in_float32(x_CD, weight_VD) if wanted.float32_head else F.linear(x_CD, weight_VD)
     if wanted.temperature != 1.0:
         logits_CV = logits_CV.float().div_(wanted.temperature)
-    # One by one: an index would have to be sent to a device, and there are few.
+    # One by one: there are few, and an index tensor would have to be copied to the device.
     for excluded in _excluded(wanted):
         logits_CV[:, excluded] = -torch.inf
     return logits_CV
 
 
 def _excluded(wanted: Wanted) -> tuple[int, ...]:
-    """Ids that the law gives no probability."""
+    """Return the ids that have no probability."""
     return (*wanted.forbidden_ids, *([wanted.mask_id] if wanted.excludes_mask_id else []))
 
 
 def _in_float32(x_CD: Tensor, weight_VD: Tensor) -> Tensor:
-    """[C, V], as it is summed and not rounded."""
+    """Compute the logits [C, V] in float32, without rounding the accumulated sums."""
     if x_CD.device.type == "cuda" and x_CD.dtype != torch.float32:
         return torch.mm(x_CD, weight_VD.T, out_dtype=torch.float32)
     return F.linear(x_CD.float(), weight_VD.float())
 
 
 def _log_softmax(logits_CV: Tensor) -> Tensor:
-    """[C, V] float32."""
+    """Compute float32 log-probabilities [C, V]."""
     return logits_CV.log_softmax(dim=-1, dtype=torch.float32)
 
 
 def _scored(
     x_CD: Tensor, weight_VD: Tensor, wanted: Wanted, slot_N: Tensor, inside: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[C, V] the log-probabilities of a chunk; [N] what is wanted of it, and [N] of which tokens."""
+    """Compute a chunk's log-probabilities [C, V], and its targets' values [N] and tokens [N]."""
     logits_CV, token_N = _logits(x_CD, weight_VD, wanted), wanted.token[inside]
     logps_CV = _log_softmax(logits_CV)
     if wanted.is_logit is None:

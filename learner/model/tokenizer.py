@@ -1,4 +1,4 @@
-"""Tokenizers: the small one that a recipe trained from scratch makes, and any checkpoint's own."""
+"""Tokenizers: training of a small byte-level BPE, loading of a checkpoint's, and encoding of chats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 MASK, EOS = "<|mdm_mask|>", "<|endoftext|>"
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (MASK, EOS, USER, ASSISTANT)
-# What tokenizers are made of, in their two layouts: `tokenizer.json`, or `vocab.json` and `merges.txt`.
+# Files of a tokenizer in its two layouts: `tokenizer.json`, or `vocab.json` and `merges.txt`.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "vocab.json",
@@ -21,7 +21,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-# Tags that frame an answer: one token each, so that the tiny policy does not spell them.
+# Tags around an answer and its reasoning: one token each, so that the tiny policy does not have to spell them.
 TAGS = ("<answer>", "</answer>", "<reasoning>", "</reasoning>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content | trim }}{% endfor %}"
@@ -32,13 +32,13 @@ CHAT_TEMPLATE = (
 def make_tokenizer(texts: Iterable[str], directory: Path, vocab_size: int) -> None:
     """Train a byte-level BPE on `texts` and save it to `directory` as Hugging Face files.
 
-    Digits are always single tokens (arithmetic needs them), every byte is a token, so any text can be encoded and
-    decodes back. The special tokens have the ids 0, 1, 2, ... in the order of `SPECIAL_TOKENS`.
+    Digits are always single tokens, for arithmetic. Every byte is a token, so any text can be encoded and decoded back.
+    The special tokens have the ids 0, 1, 2, ... in the order of `SPECIAL_TOKENS`.
 
     Args:
-        texts: what the merges are learned from.
+        texts: training texts of the merges.
         directory: where `tokenizer.json` and its config are written.
-        vocab_size: at most this many tokens; 256 bytes, the special tokens and the tags are the least.
+        vocab_size: maximum number of tokens; at least 256 bytes, the special tokens and the tags.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -46,7 +46,7 @@ def make_tokenizer(texts: Iterable[str], directory: Path, vocab_size: int) -> No
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # One digit, one space or newline, one sign, or one word: merges never cross these.
+            # A piece is one digit, space, newline, sign or word. Merges never cross pieces.
             pre_tokenizers.Split(Regex(r"\d|\s|[^\w\s]|[^\W\d]+"), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
@@ -74,8 +74,10 @@ def make_tokenizer(texts: Iterable[str], directory: Path, vocab_size: int) -> No
 
 
 def _byte_of() -> dict[str, int]:
-    """The byte that each character of a byte-level BPE's tokens stands for (GPT-2's table): those that can be seen for
-    themselves, the others for characters from 256 on."""
+    """Build GPT-2's table of a byte-level BPE, from characters in tokens to bytes.
+
+    Printable bytes are represented by themselves, the others by characters from 256 on.
+    """
     visible = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
     hidden = (byte for byte in range(256) if byte not in visible)
     return {chr(byte): byte for byte in visible} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
@@ -85,10 +87,10 @@ _BYTE_OF = _byte_of()
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the tokenizer files of a checkpoint directory, whatever class they name; code beside them is not run.
+    """Load the tokenizer files of a checkpoint directory, whatever class they name; no code in it is run.
 
-    A byte-level BPE in two files, as Dream's checkpoints have it, is read as Qwen2's, from which it comes: the same
-    merges, the same split of a text into words.
+    A byte-level BPE in two files, as in Dream's checkpoints, is read as Qwen2's, which it is derived from: it has the
+    same merges and splits a text into the same words.
 
     Raises:
         ValueError: there is no tokenizer, or it is damaged.
@@ -104,12 +106,12 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         return kind.from_pretrained(directory, local_files_only=True)
     except Exception as error:
-        # The package tokenizers raises nothing more special.
+        # The package tokenizers raises no more specific class.
         raise ValueError(f"the tokenizer in {directory} cannot be read: {error}") from error
 
 
 class ChatTokenizer:
-    """Conversations to prompt ids, completion ids to text."""
+    """Tokenizer of a checkpoint: encodes conversations as prompt ids, and decodes completion ids to text."""
 
     def __init__(self, directory: Path) -> None:
         """Load the tokenizer of a checkpoint directory. Raises ValueError as `load_tokenizer`."""
@@ -126,10 +128,10 @@ class ChatTokenizer:
         template: Mapping[str, Any] | None = None,
         adds_special: bool = False,
     ) -> list[int]:
-        """The prompt of a conversation (`role`, `content` each), ending where the assistant's turn begins.
+        """Encode the prompt of a conversation (messages of `role` and `content`), up to the assistant's turn.
 
-        With a `prefix` it ends after that: what every answer is made to begin with. `template` are variables of the
-        chat template's own.
+        With a `prefix`, which every answer is forced to begin with, it ends after that. `template` holds variables that
+        the chat template defines.
         """
         return self.encode_text(self.chat_text(messages, template=template) + prefix, adds_special=adds_special)
 
@@ -140,9 +142,10 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         template: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, special tokens spelled; with the beginning of an answer if asked to.
+        """Render the text of a conversation, special tokens included.
 
-        Raises ValueError for a variable that has a meaning of its own.
+        With `add_generation_prompt` it ends with the header of the assistant's turn. `template` holds variables that
+        the chat template defines. Raises ValueError for a variable with a reserved name.
         """
         variables = dict(template or {})
         if taken := sorted(self._reserved & variables.keys()):
@@ -154,40 +157,40 @@ class ChatTokenizer:
 
     @cached_property
     def _reserved(self) -> frozenset[str]:
-        """What a chat template is called with besides."""
+        """Names that a chat template receives anyway, which its own variables may not have."""
         parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return frozenset({"messages", *parameters, *self._tokenizer.special_tokens_map})
 
     @property
     def chat_template(self) -> str:
-        """The template's own text; empty where there is none."""
+        """Source text of the chat template; empty if there is none."""
         return str(self._tokenizer.chat_template or "")
 
     def encode_completion(self, text: str) -> list[int]:
-        """The ids of a completion that we wrote ourselves, tags as tokens."""
+        """Encode a text without adding special tokens around it."""
         return self.encode_text(text, adds_special=False)
 
     def encode_text(self, text: str, *, adds_special: bool) -> list[int]:
-        """The ids of a text, special tokens as tokens; with what the tokenizer puts around every text if asked to."""
-        # Not verbose: it would warn of texts that are longer than the policy's canvas, which are cut elsewhere.
+        """Encode a text, with its special tokens as tokens; `adds_special` adds those around a text (BOS, EOS)."""
+        # Not verbose: it would warn of texts longer than the policy's canvas, which are truncated elsewhere.
         return list(self._tokenizer(text, add_special_tokens=adds_special, verbose=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a completion, special tokens left out."""
+        """Decode the text of a completion, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """The same with special tokens spelled."""
+        """Decode ids to text, with special tokens."""
         return str(self._tokenizer.decode(list(ids)))
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """One string for each id, to show them."""
+        """Decode each id separately, for display."""
         return [str(self._tokenizer.decode([token])) for token in ids]
 
     def token_bytes(self) -> list[bytes | None]:
-        """What each id spells, in bytes; None of special tokens, which spell nothing, and of ids without a token.
+        """Return the bytes of each id's token; None for special tokens and for ids without a token.
 
-        Raises ValueError for a tokenizer whose tokens are no bytes.
+        Raises ValueError if the tokenizer is not byte-level.
         """
         from tokenizers.decoders import ByteLevel
 
@@ -203,16 +206,16 @@ class ChatTokenizer:
         return spelled
 
     def token_id(self, token: str) -> int:
-        """The id of a special token."""
+        """Return the id of a special token."""
         return int(self._tokenizer.convert_tokens_to_ids(token))
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids that no text of a user may spell: turns, ends, masks."""
+        """Ids of special tokens (turns, ends, masks), which no text of a user may contain."""
         added = self._tokenizer.added_tokens_decoder
         return frozenset(token for token, facts in added.items() if facts.special)
 
     @property
     def eos_id(self) -> int:
-        """The id of end of text."""
+        """Id of end of text."""
         return int(self._tokenizer.eos_token_id)

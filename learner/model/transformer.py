@@ -1,14 +1,14 @@
-"""The transformer of masked diffusion language models: it predicts every masked slot at once.
+"""Transformer of masked diffusion language models, which predicts all masked slots at once.
 
-RoPE, RMSNorm before each sublayer, SwiGLU, no dropout (LLaDA, arXiv 2502.09992, section 2, and Dream, arXiv 2508.15487,
-section 3, with their published modeling code). There is no dropout anywhere, so training and evaluation mode are the
-same function: the likelihood that the learner computes is the one that the sampler had.
+RoPE, RMSNorm before each sublayer, SwiGLU (LLaDA, arXiv 2502.09992, section 2, and Dream, arXiv 2508.15487, section 3,
+with their published modeling code). There is no dropout, so training and evaluation mode compute the same function:
+learner and sampler agree on the likelihood.
 
-Rows of unequal length share a batch: each is left-aligned, its positions count from 0, and no slot attends to what
-lies past its row's length. So a canvas has the same logits alone as between longer and shorter ones. Several short
-canvases can also share one row, as documents: each has the logits that it has in a row of its own.
+Rows of unequal length share a batch: each is left-aligned, its positions count from 0, and no slot attends beyond its
+row's length. So the logits of a canvas do not depend on the other rows. Several short canvases can also be packed into
+one row as documents; each has the same logits as in a separate row.
 
-Shape letters: B rows, L slots, Q asked slots of a row, D width, H query heads, K key-value heads, E head width,
+Shape letters: B rows, L slots, Q queried slots of a row, D width, H query heads, K key-value heads, E head width,
 V vocabulary, N scored slots.
 """
 
@@ -42,12 +42,12 @@ from learner.model.wanted import Wanted
 
 
 class Attention(nn.Module):
-    """Attention of the asked slots over the whole canvas, with rotary positions."""
+    """Attention of the queried slots over the whole canvas, with rotary positions."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        # Here and not in the forward: a compiler may take numbers of heads for symbols, whose comparison is no bool.
+        # Not in the forward: a compiler may treat the numbers of heads as symbols, whose comparison is not a bool.
         self.is_grouped = config.num_heads != config.num_kv_heads
         kv_width = config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.d_model, config.attention_width, bias=config.qkv_bias)
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BLD: Tensor, places: Places, asked: Asked | None, memory: LayerMemory | None) -> Tensor:
-        """What the asked slots gather: [B, L, D], or [N, D] of `asked`, before they are added to the stream."""
+        """Compute the attention output [B, L, D], or [N, D] of `asked`, before the residual addition."""
         k_BKLE = rotate(self.k_norm(self._heads(self.k_proj(x_BLD), self.num_kv_heads)), places.rope)
         v_BKLE = self._heads(self.v_proj(x_BLD), self.num_kv_heads)
         if memory is not None:
@@ -81,7 +81,7 @@ class Attention(nn.Module):
             assert isinstance(mixed, Tensor), "without statistics it is the output alone"
             return mixed
         if is_grouped and visible is not None:
-            # No fused GPU kernel takes grouped heads and a mask together.
+            # No fused GPU kernel supports grouped heads together with a mask.
             copies, is_grouped = self.num_heads // self.num_kv_heads, False
             k_BKLE, v_BKLE = k_BKLE.repeat_interleave(copies, dim=1), v_BKLE.repeat_interleave(copies, dim=1)
         return F.scaled_dot_product_attention(q_BHQE, k_BKLE, v_BKLE, attn_mask=visible, enable_gqa=is_grouped)
@@ -91,7 +91,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward sublayer: down(silu(gate(x)) * up(x))."""
+    """SwiGLU feed-forward layer: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -102,18 +102,18 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
         if is_inference():
-            # Nothing is kept for a gradient: no need of two more of the widest activations.
+            # In place, as no gradient needs the inputs: saves two of the widest activations.
             return self.down_proj(F.silu(gate, inplace=True).mul_(up))
         return self.down_proj(F.silu(gate) * up)
 
 
 class RMSNorm(nn.RMSNorm):
-    """Each vector over its root mean square, times a weight."""
+    """RMSNorm with a faster CPU path for inference."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
+        """Divide each vector by its root mean square, and multiply it by the weight."""
         if x.device.type == "cpu" and is_inference():
-            # PyTorch's has no CPU kernel of its own: it makes two more tensors as wide as x.
+            # PyTorch has no fused CPU kernel: it allocates two more tensors as wide as x.
             mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
             return (x * mean_square.add_(self.eps).rsqrt_()).mul_(self.weight)
         return super().forward(x)
@@ -132,12 +132,12 @@ class Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, places: Places, asked: Asked | None = None, memory: LayerMemory | None = None
     ) -> Tensor:
-        """The stream after this block: [B, L, D], or [N, D] of the asked slots alone."""
+        """Compute the residual stream after this block: [B, L, D], or [N, D] of `asked`."""
         mixed = self.attn(self.attn_norm(x_BLD), places, asked, memory)
-        # In place: what is added to is fresh, and no gradient needs it as it was.
+        # In place: the attention output is a new tensor, and no gradient needs its value before the addition.
         x = mixed.add_(x_BLD if asked is None else asked.scored(asked.of_rows(x_BLD)))
         after: Tensor = self.mlp(self.mlp_norm(x))
-        # What experts give is a view, of which FSDP would lose its hook with an addition in place.
+        # Not in place for experts: their output is a view, and an in-place addition would remove FSDP's hook.
         return after + x if isinstance(self.mlp, SparseMLP) else after.add_(x)
 
 
@@ -149,13 +149,13 @@ def _feed_forward(config: TransformerConfig, layer: int) -> SwiGLU | SparseMLP:
 
 
 class Transformer(nn.Module):
-    """The policy: canvases in, logits of the asked slots out."""
+    """Policy network: maps canvases to the logits of the queried slots."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        # Not torch's own draw: on the meta device that imports torch's compiler, a second for every process that loads
-        # a policy.
+        # Not torch's random initialization: on the meta device that imports torch's compiler, which takes a second in
+        # every process that loads a policy.
         self.embed = nn.Embedding.from_pretrained(torch.zeros(config.vocab_size, config.d_model), freeze=False)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.d_model, eps=config.rms_norm_eps)
@@ -179,40 +179,40 @@ class Transformer(nn.Module):
         wanted: Wanted | None = None,
         before_head: bool = False,
     ) -> Tensor:
-        """Logits of canvases, or log-probabilities of the tokens that are wanted of them.
+        """Compute the logits of canvases, or the log-probabilities of target tokens.
 
         Args:
             ids_BL: token ids; each row is left-aligned, positions count from 0.
             lengths_B: used slots of each row; the rest is padding that no slot attends to. None: rows are full.
-            queries_BQ: the columns of `ids_BL` to predict. The last block and the head, much the widest matrix, run on
-                these alone. None asks for all.
-            scored_N: which of the asked slots, as indices into the flattened [B * Q], the head and the last
-                feed-forward run on. None scores all.
-            memory: keys and values of the whole canvases that earlier forwards left; this one's are written into it.
-            columns_BL: with `memory`, where in their canvases `ids_BL` stand, when they are only a part of them; with
-                `chunks_BL`, too.
-            documents_BL: which document each slot belongs to, where a row holds several one after the other; what fills
-                a row is a document too. Positions count from 0 in each, and no slot sees another document. Neither
-                `lengths_B` nor `memory` goes with it. None: a row is one canvas.
-            block_lengths_B: slots of a block in each row, where attention is block-causal; a bidirectional family has
-                none. None: the config's `block_length`.
-            chunks_BL: where attention is block-causal, for rows of a clean canvas and of noisy states of its blocks,
-                each behind the clean blocks before its own (`beside_clean`): which state a slot is of, `CLEAN` for the
-                canvas, `FILL` for what fills a row. `columns_BL` then says where in the canvas each slot stands.
-                Neither `lengths_B` nor `memory` goes with it.
-            ragged: the rows that `ids_BL`, one row, is made of, back to back and without padding, where attention is
-                bidirectional: positions count from 0 in each, and no slot sees another row. `queries_BQ` are as many as
-                it says are asked for. What else says what is seen does not go with it.
+            queries_BQ: the columns of `ids_BL` to predict. The last block and the head, by far the widest matrix, run
+                on these alone. None: all columns.
+            scored_N: the queried slots, as indices into the flattened [B * Q], that the last feed-forward and the head
+                run on. None: all.
+            memory: KV cache of the whole canvases from earlier forwards; this forward's keys and values are written to
+                it.
+            columns_BL: columns of `ids_BL` in their canvases, if they are only a part of them; with `memory` or
+                `chunks_BL`.
+            documents_BL: document of each slot, for rows of several contiguous documents; padding is a document too.
+                Positions count from 0 in each, and no slot sees another document. Excludes `lengths_B` and `memory`.
+                None: a row is one canvas.
+            block_lengths_B: block length of each row, for block-causal policies alone. None: the config's
+                `block_length`.
+            chunks_BL: for block-causal policies, for rows of a clean canvas and noisy states of its blocks
+                (`beside_clean`): the state of each slot, `CLEAN` for the canvas, `FILL` for padding. `columns_BL` is
+                then each slot's column in the canvas. Excludes `lengths_B` and `memory`.
+            ragged: for bidirectional policies: the rows that are concatenated without padding in `ids_BL`, a single
+                row. Positions count from 0 in each, and no slot sees another row. `queries_BQ` has as many columns as
+                `ragged.asked` counts. Excludes all other arguments that restrict attention.
             opened_SS: an attention mask over the columns of a canvas, applied on top of the policy's own, for attention
                 annealing (`learner/sft/annealing.py`); not with `memory`. None: the policy's own attention.
-            flex: hide what a slot does not see by FlexAttention, which skips it, and not by a mask. Made to be
-                compiled; it cannot be trained through here.
-            wanted: tokens at the scored slots whose log-probabilities are all that is asked for.
+            flex: use FlexAttention, which skips hidden slots, instead of a mask. Meant to be compiled, and for
+                inference only.
+            wanted: target tokens at the scored slots; only their log-probabilities are computed.
             before_head: return the head's input, [N, D], instead of logits.
 
         Returns:
-            [N, V] with `scored_N`, otherwise [B, Q, V] (Q = L without `queries_BQ`); with `wanted` one log-probability
-            in nats for each token, float32.
+            [N, V] with `scored_N`, otherwise [B, Q, V] (Q = L without `queries_BQ`). With `wanted`, a float32 [N]: the
+            log-probability in nats of each target, or what else `Wanted` requests.
 
         Raises:
             ValueError: the canvas is longer than `max_sequence_length`.
@@ -251,25 +251,25 @@ class Transformer(nn.Module):
 
     @property
     def is_cache_exact(self) -> bool:
-        """Whether keys and values of a finished block stay what they are when later blocks change. In a bidirectional
-        model they do not: what samples from remembered ones is approximate."""
+        """Whether keys and values of a finished block do not depend on later blocks. In a bidirectional model they do,
+        so sampling with a KV cache is approximate."""
         return self.config.is_block_causal
 
     def predicting_columns(self, columns_BQ: Tensor) -> Tensor:
-        """The columns of a canvas whose output predicts the tokens at `columns_BQ`: the same, or those before them.
+        """Return the columns of a canvas whose output predicts the tokens at `columns_BQ`: the same, or the preceding.
 
-        The first column, before which there is none, predicts itself.
+        The first column has no predecessor and predicts itself.
         """
         return (columns_BQ - 1).clamp(min=0) if self.config.predicts_next else columns_BQ
 
     def _predicting(self, queries_BQ: Tensor, positions_BL: Tensor | None, block_length: Tensor | int | None) -> Tensor:
-        """The slots of a row whose output predicts the asked ones.
+        """Return the slots of a row whose output predicts the queried ones.
 
         Args:
-            queries_BQ: the asked slots.
-            positions_BL: where in its canvas or document each slot of the row stands; None: as in the row.
-            block_length: of rows of chunks, slots of a block. The first slot of a state is then predicted by the last
-                clean slot before its block, which a sampler has finished. The clean canvas begins the row.
+            queries_BQ: the queried slots.
+            positions_BL: position of each slot in its canvas or document; None: its column in the row.
+            block_length: block length, for rows with `chunks_BL`. The first slot of a state is then predicted by the
+                last clean slot before its block, which a sampler has finished. The row begins with the clean canvas.
         """
         if positions_BL is None or not self.config.predicts_next:
             return self.predicting_columns(queries_BQ)
@@ -282,18 +282,18 @@ class Transformer(nn.Module):
         return torch.where(predicting_BQ // length == here_BQ // length, beside_BQ, predicting_BQ)
 
     def _block_length(self, block_lengths_B: Tensor | None) -> Tensor | int:
-        """Slots of a block: of each row, or the config's."""
+        """Return the block length: of each row, or the config's."""
         if block_lengths_B is not None:
             return block_lengths_B
         assert self.config.block_length is not None, "it is asked of block-causal policies"
         return self.config.block_length
 
     def pattern(self, lengths_B: Tensor | None, block_lengths_B: Tensor | None = None) -> Pattern | None:
-        """Who attends to whom: everyone to every used slot of the row; None is everyone to all.
+        """Return the attention pattern: each slot sees every used slot of its row; None: every slot sees all.
 
-        Of a block-causal policy only to those in no later block (block diffusion, arXiv 2503.09573; SDAR, arXiv
-        2510.06303). Blocks are counted from the first column of a canvas, not from a prompt's end. Where a row holds
-        several documents, this is the pattern of each: `within_documents` makes the row's.
+        In a block-causal policy a slot sees no later block (block diffusion, arXiv 2503.09573; SDAR, arXiv 2510.06303).
+        Blocks are counted from the first column of a canvas, not from a prompt's end. For a row of several documents
+        this is the pattern of each: `within_documents` makes that of the row.
         """
         if self.config.is_block_causal:
             return up_to_own_block(self._block_length(block_lengths_B), lengths_B)
@@ -316,15 +316,16 @@ class Transformer(nn.Module):
         opened_SS: Tensor | None,
         flex: bool,
     ) -> Places:
-        """Where the slots stand and what they may look at.
+        """Compute the slots' rotary tables and attention masks, shared by all blocks.
 
-        `positions_BL` are theirs in their canvases or documents; None: as in the row. The others are `forward`'s.
+        `positions_BL` are the slots' positions in their canvases or documents; None: their columns in the row. The
+        other arguments are those of `forward`.
         """
         if ragged is not None:
             assert opened_SS is None, "one kernel attends within whole rows"
             return self._places_in_rows(ragged)
         width = ids_BL.shape[1] if memory is None else memory.width
-        # Rows of chunks are longer than the canvases in them.
+        # Rows with chunks may exceed the limit: they hold a canvas and states of its blocks.
         if chunks_BL is None:
             self._check_width(width)
         sees = self.pattern(lengths_B, block_lengths_B)
@@ -353,7 +354,7 @@ class Transformer(nn.Module):
         )
 
     def _places_in_rows(self, ragged: RaggedRows) -> Places:
-        """The same of rows that lie back to back."""
+        """Compute `_places` of concatenated rows."""
         assert self.pattern(None) is None, "within a row everyone sees everyone"
         self._check_width(ragged.tokens.longest)
         return Places(
@@ -370,7 +371,7 @@ class Transformer(nn.Module):
             )
 
     def _stream(self, ids_BL: Tensor, places: Places, asked: Asked, memory: Memory | None) -> Tensor:
-        """[N, D] what the head reads: the stream of the asked slots after the last block, normalised."""
+        """Compute the head's input [N, D]: the normalised residual stream of the scored slots after the last block."""
         x_BLD = self.embed(ids_BL)
         last = len(self.blocks) - 1
         for index, block in enumerate(self.blocks):
@@ -379,11 +380,11 @@ class Transformer(nn.Module):
         return self.norm(x_BLD)
 
     def _rope(self, width: int, positions_BL: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        # One column more than a canvas has: where a memory puts what it is to forget.
+        # One extra column: a KV cache puts discarded writes there.
         cos, sin = rope_tables(width if positions_BL is None else width + 1, self.config, device)
         if positions_BL is None:
             return cos, sin
-        # The head axis of q and k stands between rows and slots.
+        # Axis 1 broadcasts over the heads of q and k.
         return cos[positions_BL][:, None], sin[positions_BL][:, None]
 
     def _all_columns(self, ids_BL: Tensor) -> Tensor:
@@ -392,7 +393,7 @@ class Transformer(nn.Module):
     def _logits(self, x_ND: Tensor) -> Tensor:
         if self.head is None:
             return F.linear(x_ND, self.embed.weight)
-        # The layer and not its weight: an adapter of peft may stand beside it.
+        # The layer and not its weight: a peft adapter may wrap it.
         logits: Tensor = self.head(x_ND)
         return logits
 
@@ -403,41 +404,41 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the slots of a batch stand, and what they may look at: the same for all blocks."""
+    """Positions and attention masks of a batch's slots, shared by all blocks."""
 
     rope: tuple[Tensor, Tensor]
     """Cosines and sines, [L, E] or [B, 1, L, E]."""
     columns: Tensor | None
     """[B, L] columns of the slots in their canvases; None: 0, 1, 2, ..."""
     visible: Visible
-    """What each slot may look at."""
+    """Attention mask of all slots."""
     visible_to_asked: Visible
-    """The same for the asked slots."""
+    """Attention mask of the queried slots."""
 
 
 class Asked:
-    """The slots that are predicted: a grid [B, Q] of columns, of which `scored_N` (indices into B * Q) count."""
+    """Predicted slots: a grid [B, Q] of columns, of which those at `scored_N` (indices into B * Q) are scored."""
 
     def __init__(self, queries_BQ: Tensor, scored_N: Tensor) -> None:
         self._queries_BQ, self._scored_N = queries_BQ, scored_N
 
     def of_rows(self, x_BLD: Tensor) -> Tensor:
-        """[B, L, D] to the grid's [B, Q, D]."""
+        """Gather the grid's slots: [B, L, D] to [B, Q, D]."""
         return x_BLD.gather(1, self._queries_BQ[:, :, None].expand(-1, -1, x_BLD.shape[-1]))
 
     def of_rope(self, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The rotations of the grid's slots, [B, 1, Q, E]."""
+        """Gather the cosines and sines of the grid's slots, [B, 1, Q, E]."""
         if rope[0].ndim == 2:
             return rope[0][self._queries_BQ][:, None], rope[1][self._queries_BQ][:, None]
         return self.of_rows(rope[0][:, 0])[:, None], self.of_rows(rope[1][:, 0])[:, None]
 
     def scored(self, x_BQD: Tensor) -> Tensor:
-        """[B, Q, D] to the [N, D] that count."""
+        """Select the scored slots: [B, Q, D] to [N, D]."""
         return x_BQD.flatten(0, 1)[self._scored_N]
 
 
 def init_weights(model: Transformer, seed: int, scale: float = 1.0) -> None:
-    """Fill a fresh network, determined by `seed` alone.
+    """Initialize a network's weights, determined by `seed` alone.
 
     Weights are normal with standard deviation scale / sqrt(fan-in); the matrices that write into the residual
     stream are divided by sqrt(2 * layers), so that its variance does not grow with depth (GPT-2, section 2.3).
@@ -449,7 +450,7 @@ def init_weights(model: Transformer, seed: int, scale: float = 1.0) -> None:
             if weight.ndim == 1:
                 weight.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
-            # The last axis: experts have their number before it.
+            # Fan-in is the last axis; experts have an extra axis before it.
             std = scale * weight.shape[-1] ** -0.5
             if name.endswith(("out_proj.weight", "down_proj.weight")):
                 std *= depth_scale

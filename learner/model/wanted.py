@@ -1,6 +1,6 @@
-"""What is asked of a policy: the slots that are looked at, and the tokens whose log-probability is wanted there.
+"""Scoring request to a policy: queried slots, target tokens, and an optional teacher.
 
-Shape letters: B rows, Q queries of one, L slots of a row, N wanted tokens.
+Shape letters: B rows, Q queries of a row, L slots of a row, N target tokens.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 CLEAN, FILL = -1, -2
-"""Slots of a row of blocks that are of no noisy state: those of the clean canvas, and what fills the row."""
+"""Labels of slots that belong to no noisy state of a block: the clean canvas, and padding of the row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A teacher's distributions, computed chunk by chunk from its stream and head, and the divergence from them."""
+    """Teacher of a distillation, whose distributions are computed chunk by chunk, and the divergence from it."""
 
     stream: Tensor
-    """[N, D of the teacher] what its head reads at each wanted token's slot."""
+    """[N, D of the teacher] input of the teacher's head at each target token's slot."""
     weight: Tensor
-    """[V, D of the teacher] its head's matrix."""
+    """[V, D of the teacher] matrix of the teacher's head."""
     reverse_kl: float
     """The divergence is (1 - reverse_kl) KL(teacher || policy) + reverse_kl KL(policy || teacher)."""
     top_k: int | None
@@ -34,33 +34,33 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """Tokens whose log-probability is wanted, and under which law."""
+    """Target tokens whose log-probabilities are computed, and the distribution (temperature, excluded ids)."""
 
     slot: Tensor
-    """[N] int64, ascending: which of the scored slots each is wanted at."""
+    """[N] int64, ascending: index of each target's slot among the scored slots."""
     slot_on_host: Tensor | None = None
-    """The same on the CPU: the host can tell then without waiting for a device. None: it looks at `slot`."""
+    """`slot` on the CPU, which avoids a device synchronization. None: the host reads `slot`."""
     token: Tensor
-    """[N] int64; -1 for the one with the highest logit, where a logit is wanted."""
+    """[N] int64 target tokens; with `is_logit`, -1 denotes the token with the highest logit."""
     is_logit: Tensor | None = None
-    """[N] bool: those of which the logit is wanted, divided by the temperature and not normalised; None: no logits."""
+    """[N] bool: targets whose unnormalised logit, divided by the temperature, is computed; None: no logits."""
     temperature: float = 1.0
     """Logits are divided by it."""
     mask_id: int = 0
     """The mask id."""
     excludes_mask_id: bool = False
-    """Whether the law gives it no probability, as the sampler's does."""
+    """Whether the mask id has no probability, as in the sampler's distribution."""
     forbidden_ids: tuple[int, ...] = ()
-    """Other ids to which it gives none."""
+    """Other ids without probability."""
     float32_head: bool = False
-    """Whether logits are in float32, of a stream and a head in half precision too: not rounded to it."""
+    """Whether logits are float32, not rounded to 16 bits, even if the policy is in half precision."""
     compared: Compared | None = None
-    """A teacher's distributions under the same law. The forward then returns the policy's divergence from them instead
-    of log-probabilities. None: there is no teacher."""
+    """Teacher, with the same temperature and excluded ids. The forward then returns the divergence from it instead of
+    log-probabilities. None: there is no teacher."""
 
 
 def query_grid(slots_N: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """What `Transformer.forward` takes to score slots that are spread unevenly over the rows.
+    """Convert slots that are spread unevenly over the rows to the queries of `Transformer.forward`.
 
     Args:
         slots_N: ascending indices into the flattened [num_rows * width] canvases.
@@ -68,7 +68,7 @@ def query_grid(slots_N: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tens
         width: L.
 
     Returns:
-        queries_BQ, as wide as the row with the most slots, and scored_N.
+        queries_BQ, with a width of the most slots in a row, and scored_N.
     """
     rows_N = slots_N // width
     counts_B = rows_N.bincount(minlength=num_rows)

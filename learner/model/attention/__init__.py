@@ -1,1 +1,1 @@
-"""Attention: rotary positions, what a slot may look at, and rows that lie back to back."""
+"""Attention: rotary embeddings, masks, and unpadded (varlen) rows."""

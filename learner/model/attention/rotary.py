@@ -1,6 +1,6 @@
-"""Rotary positions: how far each pair of numbers of a head turns at each column, and the turning.
+"""Rotary position embeddings (RoPE): tables of cosines and sines, and the rotation.
 
-Shape letters: L columns, E what is rotated of a head's width.
+Shape letters: L columns, E rotated part of a head's width.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from learner.model.config import TransformerConfig
 
 
 def rope_tables(length: int, config: TransformerConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [L, E] of the rotary embedding, in float32 as LLaDA's `rope_full_precision`.
+    """Compute the cosines and sines [L, E] of the rotary embedding, in float32 as LLaDA's `rope_full_precision`.
 
-    E is what is rotated of a head's width, and the frequencies are over that. The sines of the first half are negated:
-    `rotate` then needs no sign of its own.
+    The frequencies are computed over E, not over the whole head. The sines of the first half are negated, so that
+    `rotate` applies no sign.
     """
     positions = torch.arange(length, device=device, dtype=torch.float32)
     angles = torch.outer(positions, rope_frequencies(config, device))
@@ -29,7 +29,7 @@ def rope_tables(length: int, config: TransformerConfig, device: torch.device) ->
 
 
 def rope_frequencies(config: TransformerConfig, device: torch.device) -> Tensor:
-    """Angles [E / 2] that the rotary embedding turns each pair by from one position to the next."""
+    """Compute the angle [E / 2] by which each pair turns from one position to the next."""
     exponents = torch.arange(0, config.rotary_dim, 2, device=device, dtype=torch.float32) / config.rotary_dim
     plain = 1.0 / config.rope_theta**exponents
     match config.rope_scaling:
@@ -44,7 +44,7 @@ def rope_frequencies(config: TransformerConfig, device: torch.device) -> Tensor:
 
 
 def _yarn_frequencies(plain: Tensor, scaling: YarnScaling, config: TransformerConfig) -> Tensor:
-    """Plain up to the pair that makes `beta_fast` turns, divided from that on which makes `beta_slow`."""
+    """Apply YaRN: keep frequencies above `beta_fast` turns, divide those below `beta_slow`, interpolate in between."""
     width, longest = config.rotary_dim, scaling.original_max_position_embeddings
 
     def pair_of(turns: float) -> float:
@@ -55,13 +55,13 @@ def _yarn_frequencies(plain: Tensor, scaling: YarnScaling, config: TransformerCo
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
     pairs = torch.arange(len(plain), device=plain.device, dtype=torch.float32)
-    # Where the two are one pair, the step is as steep as in transformers.
+    # 0.001 avoids a division by zero where both are the same pair, as in transformers.
     share = ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
     return plain / scaling.factor * share + plain * (1 - share)
 
 
 def _llama3_frequencies(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Plain for waves shorter than a share of the longest text, divided for those longer than another."""
+    """Apply Llama 3.1's scaling: keep short wavelengths, divide the frequencies of long ones, interpolate between."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     waves = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     share = ((waves - low) / (high - low)).clamp(0, 1)
@@ -69,8 +69,10 @@ def _llama3_frequencies(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate pairs (i, i + E/2) of the last axis of x [..., L, E] by their position, in float32. What is beyond the
-    tables' width passes through."""
+    """Rotate pairs (i, i + E/2) of the last axis of x [..., L, E] by their position, in float32.
+
+    Columns beyond the tables' width are returned unrotated.
+    """
     width = rope[0].shape[-1]
     if width < x.shape[-1]:
         return torch.cat((rotate(x[..., :width], rope), x[..., width:]), dim=-1)
@@ -83,10 +85,10 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rotate_by_halves(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """What `rotate` computes, without a gradient: in bfloat16 three kernels for five, and 14 bytes for 40.
+    """Compute `rotate` without a gradient: in bfloat16, 3 kernels instead of 5, and 14 bytes moved a number, not 40.
 
-    A kernel that is given two precisions computes in the wider one, and rounds only what it writes: the one tensor in
-    float32 is that of the cosines' products. A CPU would convert its tensors first, and is slower so.
+    A CUDA kernel with inputs of two precisions computes in the wider one and rounds only its output. So the products
+    with the cosines are the only float32 tensor. A CPU converts the inputs first, which is slower.
     """
     cos, signed_sin = rope
     own, rotated = x * cos, torch.empty_like(x)
@@ -99,6 +101,8 @@ def rotate_by_halves(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def is_inference() -> bool:
-    """Whether the forward under way is one for inference that nobody compiles: a compiler fuses by itself, and cannot
-    look into this."""
+    """Whether this forward runs in inference mode and is not being compiled.
+
+    A compiler fuses operations itself, and cannot trace the query of inference mode.
+    """
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()

@@ -1,6 +1,6 @@
-"""Rows of unequal length back to back in one, without padding: what they are told apart by.
+"""Lengths and positions of ragged rows: rows of unequal length concatenated without padding.
 
-Shape letters: B rows, T tokens of all.
+Shape letters: B rows, T tokens of all rows.
 """
 
 from __future__ import annotations
@@ -14,48 +14,53 @@ from learner.model.deferred import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The kernel takes queries and keys in runs of so many: told of a longer row than there is, it has nothing to do there.
+# Tile size of the attention kernel, in queries and keys. A bound rounded up to it costs nothing: no tile is added.
 _RUN = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """How long rows are that lie back to back."""
+    """Lengths of concatenated rows, in the forms that the attention kernel needs."""
 
     each: tuple[int, ...]
-    """Of each row, on the host, which so waits for no device."""
+    """Length of each row, on the host, so that reading it needs no device synchronization."""
     ends: Tensor
-    """[B + 1] int32: 0, then where each row ends; on the device."""
+    """[B + 1] int32 on the device: 0, then the end of each row."""
     bound: int
-    """None is longer: the longest rounded up to a whole run of the kernel's, so that a compiler sees few of them. Never
-    1, for which the kernel, of grouped heads, takes it that every row has a query (torch, flash_api.cpp)."""
+    """Upper bound of the lengths: the longest, rounded up to the kernel's tile, so that a compiler sees few values.
+    Never 1: with grouped heads the kernel then assumes that every row has a query (torch, flash_api.cpp)."""
 
     @classmethod
     def of(cls, each: Sequence[int], ends: Tensor) -> Lengths:
-        """Those of so long rows."""
+        """Build the lengths from `each`, and from their `ends` on the device."""
         return cls(each=tuple(each), ends=ends, bound=max(1, -(-max(each) // _RUN)) * _RUN)
 
     @property
     def longest(self) -> int:
-        """Of the longest row."""
+        """Length of the longest row."""
         return max(self.each)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RaggedRows:
-    """The rows that one row of tokens is made of."""
+    """Positions and lengths of rows that are concatenated into one row of tokens."""
 
     positions: Tensor
-    """[1, T] int64: the place of each token in its row, from 0."""
+    """[1, T] int64: the position of each token in its row, from 0."""
     tokens: Lengths
-    """How many tokens each has."""
+    """Number of tokens of each row."""
     asked: Lengths
-    """How many slots of each are asked for, in the order of the rows; of a row it may be none, of all it is not."""
+    """Number of queried slots of each row, in the order of the rows. It may be 0 for a row, but not for all."""
 
     @classmethod
     def of(cls, lengths_B: Tensor, asked_B: Tensor, upload: Callable[[Tensor], Tensor]) -> RaggedRows:
-        """Of rows of so many tokens, of which so many are asked for: both on the CPU, from which `upload` takes them to
-        where the policy computes."""
+        """Build the rows from their numbers of tokens and of queried slots.
+
+        Args:
+            lengths_B: tokens of each row, on the CPU.
+            asked_B: queried slots of each row, on the CPU.
+            upload: copies a tensor to the policy's device.
+        """
         columns_BL = torch.arange(int(lengths_B.max())).expand(len(lengths_B), -1)
         positions_T = columns_BL[columns_BL < lengths_B[:, None]]
         return cls(

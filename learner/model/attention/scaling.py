@@ -1,4 +1,4 @@
-"""Scaled rotary positions, which let a policy read longer texts than it was pre-trained on.
+"""RoPE scaling (linear, YaRN, Llama 3) for contexts longer than those of pre-training.
 
 The fields have the names of transformers' `rope_parameters`.
 """
@@ -17,37 +17,37 @@ class _Scaling(BaseModel):
     )
 
     factor: PositiveFloat
-    """How many times longer texts become."""
+    """Ratio of the extended context length to that of pre-training."""
 
 
 class LinearScaling(_Scaling):
-    """Positions divided by the factor."""
+    """Linear scaling: positions are divided by the factor."""
 
     rope_type: Literal["linear"] = "linear"
 
 
 class YarnScaling(_Scaling):
-    """YaRN (arXiv 2309.00071): slow frequencies are divided by the factor, fast ones stay, others are in between."""
+    """YaRN (arXiv 2309.00071): low frequencies are divided by the factor, high ones stay, others are interpolated."""
 
     rope_type: Literal["yarn"] = "yarn"
     original_max_position_embeddings: PositiveInt
-    """Longest text of the pre-training."""
+    """Context length of pre-training."""
     attention_factor: PositiveFloat | None = None
-    """What cosines and sines are multiplied by; None: what the factor implies (the paper's equation 22)."""
+    """Multiplier of cosines and sines; None: the value that `factor` implies (the paper's equation 22)."""
     mscale: NonNegativeFloat | None = None
-    """With `mscale_all_dim`, the numerator of what is implied: DeepSeek's form."""
+    """With `mscale_all_dim`, DeepSeek's form of the implied multiplier: the weight in its numerator."""
     mscale_all_dim: NonNegativeFloat | None = None
-    """Its denominator."""
+    """The weight in its denominator."""
     beta_fast: PositiveFloat = 32.0
-    """Turns within the longest text from which a frequency stays as it is."""
+    """Frequencies with at least this many turns within the pre-training context are unscaled."""
     beta_slow: PositiveFloat = 1.0
-    """Turns up to which a frequency is divided."""
+    """Frequencies with at most this many turns are divided by the factor."""
     truncate: bool = True
-    """Whether the first and the last pair in between are whole numbers."""
+    """Whether the ends of the interpolated range are rounded to whole pairs."""
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Multiplier of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         stretch = 0.1 * math.log(max(self.factor, 1.0))
@@ -57,15 +57,15 @@ class YarnScaling(_Scaling):
 
 
 class Llama3Scaling(_Scaling):
-    """Llama 3.1's: long waves are divided by the factor, short ones stay, others are in between."""
+    """Llama 3.1's scaling: frequencies of long wavelengths are divided by the factor, those of short ones stay."""
 
     rope_type: Literal["llama3"] = "llama3"
     original_max_position_embeddings: PositiveInt
-    """Longest text of the pre-training."""
+    """Context length of pre-training."""
     low_freq_factor: PositiveFloat
-    """Waves of more than the longest text over this are divided."""
+    """Wavelengths longer than the pre-training context divided by this are scaled."""
     high_freq_factor: PositiveFloat
-    """Waves of less than the longest text over this stay."""
+    """Wavelengths shorter than the pre-training context divided by this are unscaled; those between, interpolated."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Llama3Scaling:

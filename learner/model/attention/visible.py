@@ -1,6 +1,6 @@
-"""What the slots of a row may look at.
+"""Attention masks: block-causal rows, packed documents, noisy states of blocks, annealing.
 
-Shape letters: B rows, L slots, Q asked slots of a row.
+Shape letters: B rows, L slots, Q queried slots of a row.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from learner.model.attention.within import WithinRows
 from learner.model.wanted import CLEAN
 
 Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Whether, in a row, the slot at one column sees what stands at another: indices that broadcast, to bool."""
+"""Predicate of (row, query column, key column), broadcastable indices: bool, whether the query attends to the key."""
 Visible = Tensor | BlockMask | WithinRows | None
-"""What slots may look at: a mask [B, 1, L or 1, width] bool, what says the same to FlexAttention, or rows that lie
-back to back; None is all."""
+"""Attention mask: a bool tensor [B, 1, L or 1, width], FlexAttention's form of one, or concatenated rows; None: all is
+visible."""
 
 
 def up_to_own_block(block_length: Tensor | int, lengths_B: Tensor | None) -> Pattern:
-    """The pattern of block-causal rows: each slot sees its own block and those before it, as far as the row is used.
+    """Return the block-causal pattern: each slot sees its own block and those before it, within the used slots.
 
     Args:
-        block_length: slots of a block, of all rows or of each.
+        block_length: slots of a block, one number for all rows or one for each.
         lengths_B: used slots of each row; None: all.
     """
 
@@ -38,7 +38,7 @@ def up_to_own_block(block_length: Tensor | int, lengths_B: Tensor | None) -> Pat
 
 
 def positions_in_documents(documents_BL: Tensor) -> Tensor:
-    """[B, L] the place of each slot in its document, from 0; a document's slots stand together."""
+    """Compute the position [B, L] of each slot in its document, from 0; a document's slots are contiguous."""
     columns_BL = torch.arange(documents_BL.shape[1], device=documents_BL.device).expand(documents_BL.shape)
     is_first_BL = torch.ones_like(documents_BL, dtype=torch.bool)
     is_first_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
@@ -46,7 +46,7 @@ def positions_in_documents(documents_BL: Tensor) -> Tensor:
 
 
 def within_documents(sees: Pattern | None, documents_BL: Tensor, positions_BL: Tensor) -> Pattern:
-    """The pattern of rows of documents: nothing outside a slot's own, and inside it what `sees` says of positions."""
+    """Return the pattern of packed documents: within a slot's own document as `sees` of its positions, else nothing."""
 
     def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
         is_same = documents_BL[row, query] == documents_BL[row, column]
@@ -56,11 +56,11 @@ def within_documents(sees: Pattern | None, documents_BL: Tensor, positions_BL: T
 
 
 def beside_clean(sees: Pattern, chunks_BL: Tensor, columns_BL: Tensor) -> Pattern:
-    """The pattern of rows of a clean canvas and of noisy states of its blocks, where `sees` is block-causal.
+    """Return the pattern of rows that hold a clean canvas and noisy states of its blocks; `sees` is block-causal.
 
-    A state sees itself and the clean blocks before its own, and nothing sees a state but itself: of each it is what a
-    forward of [clean blocks before it | the state] gives (block diffusion, arXiv 2503.09573, section 4.1, of two copies
-    of a canvas; here of as many states of a block as there are, behind one).
+    A state sees itself and the clean blocks before its own, and is seen by itself alone. So it has the logits of a
+    forward of [clean blocks before it | the state]. Block diffusion (arXiv 2503.09573, section 4.1) packs one noisy
+    copy behind a clean canvas; here a clean canvas is followed by any number of states of each block.
     """
 
     def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
@@ -74,12 +74,12 @@ def beside_clean(sees: Pattern, chunks_BL: Tensor, columns_BL: Tensor) -> Patter
 
 
 def partly_opened(sees: Pattern | None, opened_SS: Tensor, positions_BL: Tensor | None) -> Pattern:
-    """The pattern of a policy in training whose attention is not all open yet: of what `sees` shows, what is opened.
+    """Return the pattern of attention annealing: `sees`, restricted to the pairs that are open so far.
 
     Args:
-        sees: the policy's own; None: everyone sees all.
-        opened_SS: whether the slot at one place of a canvas sees what stands at another.
-        positions_BL: the place of each slot; None: its column.
+        sees: the policy's own pattern; None: all is visible.
+        opened_SS: [query position, key position] bool, whether the pair is open.
+        positions_BL: position of each slot in its canvas or document; None: its column.
     """
 
     def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
@@ -92,7 +92,10 @@ def partly_opened(sees: Pattern | None, opened_SS: Tensor, positions_BL: Tensor 
 
 
 def make_visible(sees: Pattern | None, columns_BQ: Tensor, width: int, *, flex: bool) -> Tensor | BlockMask | None:
-    """What the slots at these columns may look at, of a canvas that is so wide."""
+    """Evaluate a pattern for the queries at `columns_BQ` and `width` key columns.
+
+    With `flex` the result is FlexAttention's `BlockMask`, otherwise a bool tensor. None where all is visible.
+    """
     if sees is None:
         return None
     if flex:

@@ -1,11 +1,11 @@
-"""Attention within rows that lie back to back in one, without padding and without a mask.
+"""Varlen attention: bidirectional attention within concatenated rows, without padding or a mask.
 
-Whatever goes token by token (norms, products, experts, the head) does not see where a row ends. What does are rotary
-positions, which count from 0 in each row, and attention. On a GPU that is one kernel for all rows
-(`torch.nn.attention.varlen`, FlashAttention's); a mask, which padding needs, shuts that kernel out.
+Token-wise layers (norms, linear layers, experts, the head) do not depend on where a row ends. Only rotary positions,
+which count from 0 in each row, and attention do. On a GPU, one FlashAttention kernel computes all rows
+(`torch.nn.attention.varlen`). It takes no mask, so padded rows cannot use it.
 
-Shape letters: T tokens of all rows, Q queries of all, H query heads, K key-value heads, E head width. A leading 1 is
-the one row that all are in.
+Shape letters: T tokens of all rows, Q queries of all rows, H query heads, K key-value heads, E head width. A leading 1
+is the single row that holds them all.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether one kernel attends within all rows: on CUDA from compute capability 8 on (Ampere), in half precision,
-    with heads of at most 256 numbers, a multiple of 8. So it is in torch 2.11 to 2.13, which have none for a CPU or for
-    float32.
+    """Whether the varlen kernel supports a device, a precision and a head width.
+
+    It needs CUDA with compute capability 8 or above (Ampere), bfloat16 or float16, and a head width of at most 256 that
+    is a multiple of 8. This holds for torch 2.11 to 2.13, which have no such kernel for a CPU or for float32.
     """
     if device.type != "cuda" or dtype not in _HALF or head_dim % 8 or head_dim > 256:
         return False
@@ -37,21 +38,21 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WithinRows:
-    """What queries may look at: the keys of their own row, all of them."""
+    """Attention of each query to all keys of its own row."""
 
     queries: Lengths
-    """How many of each row; of some it may be none."""
+    """Number of queries of each row; may be 0 for some."""
     keys: Lengths
-    """How many of each row."""
+    """Number of keys of each row."""
 
     def attend(self, q_1HQE: Tensor, k_1KTE: Tensor, v_1KTE: Tensor) -> Tensor:
-        """What each query gathers, [1, H, Q, E]: by the kernel where there is one, else row by row."""
+        """Compute the attention output [1, H, Q, E]: by the varlen kernel if it is supported, else row by row."""
         if has_kernel(q_1HQE.device, q_1HQE.dtype, q_1HQE.shape[-1]):
             return self._by_kernel(q_1HQE, k_1KTE, v_1KTE)
         return self._row_by_row(q_1HQE, k_1KTE, v_1KTE)
 
     def _by_kernel(self, q_1HQE: Tensor, k_1KTE: Tensor, v_1KTE: Tensor) -> Tensor:
-        # Here and not above: it imports torch's compiler, a second for every process that loads a policy.
+        # Not at module level: it imports torch's compiler, which takes a second in every process that loads a policy.
         from torch.nn.attention.varlen import varlen_attn
 
         is_told = _is_grouped(q_1HQE, k_1KTE) and _is_told_of_groups(varlen_attn)
@@ -86,6 +87,6 @@ def _is_grouped(q_1HQE: Tensor, k_1KTE: Tensor) -> bool:
 
 @cache
 def _is_told_of_groups(varlen_attn: Callable[..., Any]) -> bool:
-    """Whether it wants to know that key-value heads are shared. In torch 2.11 it does not ask, and its kernel, which is
-    the same, shares them."""
+    """Whether `varlen_attn` has the argument `enable_gqa`. That of torch 2.11 has not, and shares key-value heads
+    without it: the kernel is the same."""
     return "enable_gqa" in signature(varlen_attn).parameters

@@ -1,1 +1,1 @@
-"""Autoregressive language models that a diffusion policy can start from: opened, and written as a policy."""
+"""Conversion of autoregressive language models into diffusion policies with bidirectional attention."""

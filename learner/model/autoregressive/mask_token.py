@@ -1,4 +1,4 @@
-"""Which token becomes the mask: the tokenizer's own, one that was reserved, or a new one."""
+"""Choice of the mask token for an autoregressive tokenizer: its own, a reserved one, or a new one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _NEW = "<|mask|>"
-# Mask tokens of tokenizers whose config does not say that they are.
+# Mask tokens that some tokenizers have without declaring them in their config.
 _MASKS = (_NEW, "<|MASK|>", "<|mdm_mask|>", "[MASK]")
-# `<|reserved_special_token_0|>` of Llama 3, and what other vocabularies call a row that is kept free.
+# `<|reserved_special_token_0|>` of Llama 3, and other vocabularies' names of unused rows.
 _RESERVED = re.compile(r"[<\[]\|?(reserved|unused|extra|special)[\w ]*?\d+\|?[>\]]", re.IGNORECASE)
-# Of vocabularies made for source code (StarCoder, SmolLM2), unused by a model that never saw notebooks. All such rows
-# of SmolLM2-135M are equal: nothing has trained them.
+# Tokens of vocabularies for source code (StarCoder, SmolLM2), unused by a model that was not trained on notebooks. In
+# SmolLM2-135M all these rows are equal, so they are untrained.
 _OF_NOTEBOOKS = ("<empty_output>", "<jupyter_script>", "<jupyter_output>", "<jupyter_code>")
 
 
@@ -25,26 +25,26 @@ class MaskToken:
     """The mask token of a policy, and where its row of the embedding comes from."""
 
     token: str
-    """As the tokenizer spells it."""
+    """The token's text."""
     id: int
-    """Its id."""
+    """The token's id."""
     is_new_row: bool
-    """Whether the embedding grows by its row."""
+    """Whether a row is appended to the embedding for it."""
 
 
 def take_mask_token(tokenizer: PreTrainedTokenizerFast, vocab_size: int, name: str | None) -> MaskToken:
-    """Choose the mask token and make it the tokenizer's.
+    """Choose the mask token and set it as the tokenizer's `mask_token`.
 
-    Without a name these are tried in turn: a mask token that the tokenizer has, a token that is reserved by its name, a
-    row of the embedding that has no token, and tokens of notebooks.
+    Without a name these are tried in turn: a mask token that the tokenizer has, a token with the name of a reserved
+    one, a row of the embedding that has no token, and tokens of notebooks.
 
     Args:
-        tokenizer: is changed: the token is its `mask_token`.
+        tokenizer: changed in place.
         vocab_size: rows of the embedding.
-        name: a token of the vocabulary, or a new one, which takes a row without a token or else appends one.
+        name: a token of the vocabulary, or a new one. A new one takes a row without a token, or else appends a row.
 
     Raises:
-        ValueError: nothing can be spared, or the named token has a meaning of its own.
+        ValueError: no token is unused, or the named token already has another function.
     """
     if name is not None and not name.strip():
         raise ValueError("--mask-token is blank; name a token of the vocabulary, or a new one such as <|mask|>")
@@ -76,14 +76,14 @@ def _spare(tokenizer: PreTrainedTokenizerFast, new: str | None) -> str | None:
 
 
 def _reserved(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
-    """The special tokens that are reserved by name, in the order of their ids."""
+    """Yield the special tokens with names of reserved ones, in the order of their ids."""
     for _, added in sorted(tokenizer.added_tokens_decoder.items()):
         if added.special and _RESERVED.fullmatch(added.content):
             yield added.content
 
 
 def _taken(tokenizer: PreTrainedTokenizerFast) -> set[str]:
-    """Tokens that begin, end, fill or structure a text."""
+    """Return the tokens in use: those that begin, end, pad or structure a text."""
     named = {str(token) for name, token in tokenizer.special_tokens_map.items() if name != "mask_token"}
     template = str(tokenizer.chat_template or "")
     return named | {added.content for added in tokenizer.added_tokens_decoder.values() if added.content in template}

@@ -1,4 +1,4 @@
-"""Writing an autoregressive checkpoint as a diffusion policy: the same tensors, attention opened, a mask token."""
+"""Conversion of an autoregressive checkpoint: same tensors, bidirectional attention, a mask token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-# What ends a turn or a text in the vocabularies of Llama, Qwen and SmolLM2; base models' configs name one of them only.
+# Tokens that end a turn or a text in Llama's, Qwen's and SmolLM2's vocabularies. Configs of base models name only one.
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 _VOCABULARY = ("embed.weight", "head.weight")
 
@@ -36,21 +36,21 @@ def write_policy(
     mask_token: str | None = None,
     say: Say | None = None,
 ) -> MaskToken:
-    """Write a source as a policy that `load_policy` reads, whole or not at all; the mask token that was chosen.
+    """Write a source atomically as a policy that `load_policy` reads, and return the chosen mask token.
 
-    Weight files of a directory are referred to where they are, those of the hub's cache are linked or copied, as long
-    as the embedding does not grow. Weights of a GGUF file are written in float32.
+    Unless the embedding grows, safetensors weights are not rewritten: files of a directory are referred to in place,
+    those of the hub's cache are linked or copied. Weights of a GGUF file are written in float32.
 
     Args:
         source: an autoregressive checkpoint.
-        directory: where the policy will be; an earlier checkpoint of that name is replaced.
+        directory: where the policy is written; an existing checkpoint there is replaced.
         block_length: slots of a block of a block-causal policy; None: every slot sees every other.
-        predicts_next: whether the output at a slot goes on predicting the next one, as the source's does.
+        predicts_next: whether the output at a slot still predicts the next one, as the source's does.
         mask_token: a token of the vocabulary or a new one; None: see `take_mask_token`.
-        say: is told at which rate files are read and hashed.
+        say: receives progress messages with the rate of reading and hashing.
 
     Raises:
-        ValueError: the source has settings that d1 does not compute, no tokenizer, or no token to spare.
+        ValueError: the source has settings that d1 does not compute, no tokenizer, or no unused token for the mask.
         OSError: the policy cannot be written.
     """
     tokenizer, raw = source.tokenizer(), source.config()
@@ -81,7 +81,7 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerFast, vocab_
 
 
 def _ends(raw: RawConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The ids that end a text, the tokenizer's own first: what SFT fills a canvas with."""
+    """Collect the ids that end a text. The tokenizer's own comes first: SFT fills a canvas with it."""
     vocabulary = tokenizer.get_vocab()
     named = [vocabulary[token] for token in _ENDS if token in vocabulary]
     return list(dict.fromkeys([*stated_ends(raw, tokenizer), *named]))
@@ -99,7 +99,7 @@ def _weights(source: Source, config: TransformerConfig, mask: MaskToken) -> Stor
 
 
 class _Grown(Mapping[str, "Tensor"]):
-    """Stored weights whose vocabulary has one more row; each is read when it is asked for, and not kept."""
+    """Stored weights with one more vocabulary row. Each tensor is read on access and not cached."""
 
     def __init__(self, stored: StoredWeights) -> None:
         self._stored = stored
@@ -115,7 +115,7 @@ class _Grown(Mapping[str, "Tensor"]):
 
 
 def _with_row(name: str, tensor: Tensor) -> Tensor:
-    """A matrix of the vocabulary with the mean of its rows as one more; any other tensor as it is."""
+    """Append the mean row to a matrix of the vocabulary; return any other tensor unchanged."""
     if name not in _VOCABULARY:
         return tensor
     return torch.cat([tensor, tensor.float().mean(0, keepdim=True).to(tensor.dtype)])

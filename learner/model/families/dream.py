@@ -1,8 +1,8 @@
-"""The Dream family: its config keys, its weight names, and the shift of its predictions.
+"""Dream family: config keys, weight names, and the shift of its predictions by one slot.
 
-Dream began as an autoregressive Qwen2, whose output at a slot predicts the next one, and kept that when it learned to
-see both sides (arXiv 2508.15487, section 3). Its modeling code returns logits as they come, and its sampler shifts them
-by one slot. Here the network shifts them (`predicts_next`), and the logits of a slot are those of its own token.
+Dream was initialized from an autoregressive Qwen2, whose output at a slot predicts the next one, and keeps this shift
+with bidirectional attention (arXiv 2508.15487, section 3). Its modeling code returns unshifted logits, and its sampler
+shifts them by one slot. Here the network shifts them (`predicts_next`): the logits at a slot predict its own token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCK_NAMES = {
     "mlp.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
 }
-# What Dream's config must say, if it says anything, for our transformer to be the same function.
+# Values that Dream's config must have, if it has the key, for our transformer to compute the same function.
 _FIXED_DEFAULTS: dict[str, Any] = {
     # Other networks have the same model_type, and do not shift.
     "architectures": ["DreamModel"],
@@ -46,10 +46,10 @@ _FIXED_DEFAULTS: dict[str, Any] = {
 
 
 def read_config(raw: RawConfig) -> TransformerConfig:
-    """Our config from a Dream checkpoint's.
+    """Convert a Dream checkpoint's config to ours.
 
     Raises:
-        ValueError: a key is missing, or asks for a variant that our transformer does not compute.
+        ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
     raw.check(_FIXED_DEFAULTS, may_lack=True)
     vocab_size = raw["vocab_size"]
@@ -72,7 +72,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` that Dream's original code reads."""
+    """Make the `config.json` that Dream's original code reads."""
     return {
         "model_type": MODEL_TYPE,
         **_FIXED_DEFAULTS,

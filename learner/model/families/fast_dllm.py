@@ -1,9 +1,9 @@
-"""The Fast-dLLM v2 family: its config keys, its weight names, and the mask id that its configs leave to the tokenizer.
+"""Fast-dLLM v2 family: config keys and weight names; its mask id is in the tokenizer alone.
 
-A Qwen2.5 whose slots see their whole block and all blocks before it, and whose output at a slot predicts the next one
-(arXiv 2509.26328; `modeling.py` of the published checkpoints). So the last slot of a finished block predicts the first
-slot of the next block, as in the original `generate`. The sub-blocks that it fills in order (`small_block_size`)
-are a schedule of that sampler, and no part of the network.
+A block-causal Qwen2.5 whose output at a slot predicts the next one (arXiv 2509.26328; `modeling.py` of the published
+checkpoints). So the last slot of a finished block predicts the first slot of the next block, as in the original
+`generate`. The sub-blocks that `generate` fills in order (`small_block_size`) are a schedule of that sampler, not a
+part of the network.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTER_NAMES, BLOCK_PREFIX, BLOCK_NAMES = dream.OUTER_NAMES, dream.BLOCK_PREFIX, 
 # The original code's default.
 _BLOCK_LENGTH = 32
 _MASK = "|<MASK>|"
-# What its config must say, if it says anything, for our transformer to be the same function.
+# Values that its config must have, if it has the key, for our transformer to compute the same function.
 _FIXED_DEFAULTS: dict[str, Any] = {
     "architectures": ["Fast_dLLM_QwenForCausalLM"],
     "attention_dropout": 0.0,
@@ -32,11 +32,10 @@ _FIXED_DEFAULTS: dict[str, Any] = {
 
 
 def read_config(raw: RawConfig) -> TransformerConfig:
-    """Our config from a Fast-dLLM v2 checkpoint's, and from its tokenizer and `generation_config.json` where it says
-    less.
+    """Convert a checkpoint's config to ours, completed from its tokenizer and `generation_config.json`.
 
     Raises:
-        ValueError: a key is missing, or asks for a variant that our transformer does not compute.
+        ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
     raw.check(_FIXED_DEFAULTS, may_lack=True)
     return TransformerConfig(
@@ -52,7 +51,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` that Fast-dLLM v2's original code reads, with the mask id that it leaves out."""
+    """Make the `config.json` that Fast-dLLM v2's original code reads, with the mask id that published ones lack."""
     return {
         "model_type": MODEL_TYPE,
         **_FIXED_DEFAULTS,

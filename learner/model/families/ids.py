@@ -1,7 +1,7 @@
-"""The ids of a policy that have a meaning, for all families: what is masked, what ends a text, what pads rows.
+"""Special token ids of a checkpoint, for all families: mask, end of text, padding.
 
-Published configs have one id, a list of them, null, or no such key. `generation_config.json` may name further ids that
-end a text.
+A key of a published config may hold one id, a list of ids or null, or be missing. `generation_config.json` may list
+further ids that end a text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from learner.model.families.raw_config import GENERATION_CONFIG, RawConfig
 
 _MASK, _EOS, _PAD = "mask_token_id", "eos_token_id", "pad_token_id"
-# What LLaMA's configs write for no padding.
+# LLaMA's configs have this value for no padding.
 _NO_PAD = -1
 
 
@@ -25,16 +25,16 @@ def read_ids(
 ) -> dict[str, Any]:
     """Read the four fields of `TransformerConfig` that hold ids.
 
-    The first id that ends a text is end of text. Without a padding id, that pads as well: attention never sees it.
+    The first id that ends a text becomes `eos_token_id`. Without a padding id it pads as well: attention never sees it.
 
     Args:
         raw: the config.
         vocab_size: rows of the embedding.
-        mask_token: what the tokenizer may call the mask token, for a family whose configs may lack its id.
-        may_end_by_padding: whether the padding id ends a text where the config names no other id.
+        mask_token: possible names of the mask token in the tokenizer, for a family whose configs may lack its id.
+        may_end_by_padding: whether the padding id ends a text if the config has no `eos_token_id`.
 
     Raises:
-        ValueError: no mask id or no id that ends a text, or a value that is no id of the vocabulary.
+        ValueError: there is no mask id or no id that ends a text, or a value is not an id of the vocabulary.
     """
     padding = read_list(raw.path, _PAD, raw.get(_PAD), vocab_size, may_be_none=True)
     ends = read_list(raw.path, _EOS, raw.get(_EOS), vocab_size) or (padding if may_end_by_padding else [])
@@ -55,7 +55,7 @@ def read_ids(
 
 
 def read_list(path: Path, key: str, value: Any, vocab_size: int, *, may_be_none: bool = False) -> list[int]:
-    """The ids that a value is, which may be one, a list or nothing. Raises ValueError for anything else."""
+    """Convert a value (one id, a list of ids, or None) to a list of ids. Raises ValueError for anything else."""
     if value is None or (may_be_none and value == _NO_PAD):
         return []
     ids = value if isinstance(value, list) else [value]

@@ -1,6 +1,6 @@
-"""The iLLaDA family: its config keys, its weight names, and the mask id that its configs leave to the tokenizer.
+"""iLLaDA family: config keys and weight names; its mask id is in the tokenizer alone.
 
-A Llama with attention to both sides (arXiv 2606.25331; `modeling_illada.py` of the published checkpoints).
+A Llama with bidirectional attention (arXiv 2606.25331; `modeling_illada.py` of the published checkpoints).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MODEL_TYPE = "illada"
 
 OUTER_NAMES, BLOCK_PREFIX, BLOCK_NAMES = dream.OUTER_NAMES, dream.BLOCK_PREFIX, dream.BLOCK_NAMES
 _MASK = "<[MASK]>"
-# What iLLaDA's config must say, if it says anything, for our transformer to be the same function.
+# Values that iLLaDA's config must have, if it has the key, for our transformer to compute the same function.
 _FIXED_DEFAULTS: dict[str, Any] = {
     "architectures": ["ILLaDAForCausalLM"],
     "attention_bias": False,
@@ -31,24 +31,24 @@ _FIXED_DEFAULTS: dict[str, Any] = {
 
 
 def read_config(raw: RawConfig) -> TransformerConfig:
-    """Our config from an iLLaDA checkpoint's, and from its tokenizer and `generation_config.json` where it says less.
+    """Convert a checkpoint's config to ours, completed from its tokenizer and `generation_config.json`.
 
     Raises:
-        ValueError: a key is missing, or asks for a variant that our transformer does not compute.
+        ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
     raw.check(_FIXED_DEFAULTS, may_lack=True)
     return TransformerConfig(
         family="illada",
         **read_shape(raw),
         mlp_hidden_size=raw["intermediate_size"],
-        # transformers leaves the key out where it is true and the family's default.
+        # The family's default is true, and transformers does not write default values.
         tied_embeddings=raw.get("tie_word_embeddings", True),
         **read_ids(raw, raw["vocab_size"], mask_token=_MASK),
     )
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` that iLLaDA's original code reads, with the mask id that it leaves out."""
+    """Make the `config.json` that iLLaDA's original code reads, with the mask id that published ones lack."""
     return {
         "model_type": MODEL_TYPE,
         **_FIXED_DEFAULTS,

@@ -1,8 +1,8 @@
-"""Which rows of a checkpoint's tensors are which rows of ours.
+"""Mapping between rows of a checkpoint's tensors and rows of our parameters.
 
-Most are the same tensor under another name. A checkpoint may also hold several of ours one below the other in one
-(a query_key_value), and one of ours in several (a tensor for each expert). So a tensor is a list of rows here: its last
-axis is a row, and the axes before it count them.
+Most are the same tensor under another name. A checkpoint may also fuse several of ours in one tensor (a
+query_key_value), or split one of ours into several (a tensor for each expert). So a tensor is treated as a list of rows
+here: the last axis is a row, and all other axes are flattened.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Rows that stand together, in a checkpoint and in a policy."""
+    """Rows that are contiguous both in a checkpoint's tensor and in our parameter."""
 
     ours: str
-    """The parameter that they are of."""
+    """Name of our parameter."""
     our_begin: int
-    """The first of them, in that."""
+    """Index of the first row in our parameter."""
     stored: str
-    """The checkpoint's tensor that they are in."""
+    """Name of the checkpoint's tensor."""
     stored_begin: int
-    """The first of them, in that."""
+    """Index of the first row in the checkpoint's tensor."""
     num_rows: int
-    """How many they are."""
+    """Number of rows."""
 
 
 class Layout:
-    """The pieces of a whole policy, by what they are of and by what they are in."""
+    """The pieces of a whole policy, by our parameter and by the checkpoint's tensor."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], stored_names: Mapping[str, Sequence[str]]) -> None:
-        """Lay parameters out.
+        """Compute the pieces of all parameters.
 
         Args:
-            shapes: of our parameters.
-            stored_names: the tensors that have equal shares of each, in the order of its rows. What shares a tensor
-                with others follows those before it.
+            shapes: shapes of our parameters.
+            stored_names: the checkpoint's tensors of each parameter, in the order of its rows; each has an equal share.
+                Parameters that share a tensor are concatenated in the order of `shapes`.
         """
         self.of_ours: dict[str, list[Piece]] = {}
         """The pieces of each parameter, in the order of its rows."""
         self.of_stored: dict[str, list[Piece]] = {}
-        """The pieces of each of the checkpoint's tensors, likewise."""
+        """The pieces of each of the checkpoint's tensors, in the order of its rows."""
         self.stored_shapes: dict[str, list[int]] = {}
-        """Of the checkpoint's tensors."""
+        """Shapes of the checkpoint's tensors."""
         for name, shape in shapes.items():
             num_rows = rows_of(shape) // len(stored_names[name])
             for index, stored in enumerate(stored_names[name]):
@@ -64,14 +64,14 @@ class Layout:
                 self.stored_shapes[stored] = [begin + num_rows, *_row(shape)]
 
     def outline(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The checkpoint's tensors, on the meta device: shapes and types alone."""
+        """Make the checkpoint's tensors on the meta device: shapes and types alone."""
         return {
             stored: torch.empty(shape, dtype=weights[self.of_stored[stored][0].ours].dtype, device="meta")
             for stored, shape in self.stored_shapes.items()
         }
 
     def stored(self, name: str, weights: Mapping[str, Tensor]) -> Tensor:
-        """One of the checkpoint's tensors, put together from ours; a view where it is all in one of them."""
+        """Assemble one of the checkpoint's tensors from ours; a view if it comes from a single one."""
         parts = [
             _as_rows(weights[piece.ours])[piece.our_begin : piece.our_begin + piece.num_rows]
             for piece in self.of_stored[name]
@@ -80,13 +80,15 @@ class Layout:
 
 
 def rows_of(shape: Sequence[int]) -> int:
-    """How many rows a tensor of that shape has. A vector's numbers are rows."""
+    """Count the rows of a tensor of that shape. In a vector, each number is a row."""
     return math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
 
 
 def within(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[tuple[str, slice]]:
-    """The checkpoint's tensors that hold the rows from `begin` to `end` of the parameter that the pieces make up, and
-    which of their rows those are. No rows are in the first tensor."""
+    """Yield the checkpoint's tensors and their rows that hold rows `begin` to `end` of the parameter of these pieces.
+
+    An empty range yields no rows of the first tensor.
+    """
     is_none = True
     for piece in pieces:
         first, last = max(begin, piece.our_begin), min(end, piece.our_begin + piece.num_rows)

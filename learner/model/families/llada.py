@@ -1,7 +1,7 @@
-"""The LLaDA family: its config keys and its weight names, in and out.
+"""LLaDA family: config keys and weight names.
 
-Known from the published configs of LLaDA-8B-Base, -Instruct and LLaDA-1.5 and from their modeling code (arXiv
-2502.09992). The family's network is `Transformer` as it stands.
+Sources are the published configs of LLaDA-8B-Base, -Instruct and LLaDA-1.5 and their modeling code (arXiv 2502.09992).
+The family's network is `Transformer` without changes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ BLOCK_NAMES = {
     "mlp.up_proj": "up_proj",
     "mlp.down_proj": "ff_out",
 }
-# What LLaDA's config must say for our transformer to be the same function. The original code's defaults are GPT-2's,
-# so these keys may not be missing.
+# Values that LLaDA's config must have for our transformer to compute the same function. The original code's defaults
+# are GPT-2's, so these keys are required.
 _FIXED: dict[str, Any] = {
     "activation_type": "silu",
     "attention_dropout": 0.0,
@@ -43,10 +43,10 @@ _FIXED: dict[str, Any] = {
     "residual_dropout": 0.0,
     "rope": True,
 }
-# The same, but without the key the original code does what we do.
+# Optional keys: without them the original code computes what ours does.
 _FIXED_DEFAULTS: dict[str, Any] = {
     "alibi": False,
-    # LLaDA-MoE has the same model_type, and a table of its own (`llada_moe.py`).
+    # LLaDA-MoE has the same model_type; see `llada_moe.py`.
     "architectures": ["LLaDAModelLM"],
     "attention_layer_norm": False,
     "bias_for_layer_norm": False,
@@ -63,10 +63,10 @@ _FIXED_DEFAULTS: dict[str, Any] = {
 
 
 def read_config(raw: RawConfig) -> TransformerConfig:
-    """Our config from a LLaDA checkpoint's.
+    """Convert a LLaDA checkpoint's config to ours.
 
     Raises:
-        ValueError: a key is missing, or asks for a variant that our transformer does not compute.
+        ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
     raw.check(_FIXED, may_lack=False)
     raw.check(_FIXED_DEFAULTS, may_lack=True)
@@ -89,13 +89,13 @@ def read_config(raw: RawConfig) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` that LLaDA's original code reads."""
+    """Make the `config.json` that LLaDA's original code reads."""
     return {
         "model_type": MODEL_TYPE,
         **_FIXED,
         **_FIXED_DEFAULTS,
         **write_rotary(config),
-        # Null leaves it to n_kv_heads; the original code refuses `false` beside grouped heads.
+        # With null, n_kv_heads decides; the original code rejects `false` with grouped heads.
         "multi_query_attention": None,
         "attention_layer_norm_with_affine": True,
         "d_model": config.d_model,

@@ -1,7 +1,7 @@
-"""The LLaDA2 family, 2.0 and 2.1: its config keys, its weight names, and the ids that its configs do not have.
+"""LLaDA2 family, 2.0 and 2.1: config keys and weight names; some ids are in the tokenizer alone.
 
-A block-causal transformer with many experts (arXiv 2512.15745, 2602.08676; `modeling_llada2_moe.py` of the published
-checkpoints, which is the same function in both). The family is block-causal.
+A block-causal mixture-of-experts transformer (arXiv 2512.15745, 2602.08676; `modeling_llada2_moe.py` of the published
+checkpoints, which computes the same function in both).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ BLOCK_NAMES = {
     "mlp.shared.up_proj": "mlp.shared_experts.up_proj",
     "mlp.shared.down_proj": "mlp.shared_experts.down_proj",
 }
-# All published checkpoints were trained with it, and their configs do not say so.
+# The block length of all published checkpoints, which their configs do not state.
 _BLOCK_LENGTH = 32
 _MASK = "<|mask|>"
-# What LLaDA2's config must say, if it says anything, for our transformer to be the same function. (Its code reads
-# neither `norm_topk_prob` nor `sliding_window`.)
+# Values that LLaDA2's config must have, if it has the key, for our transformer to compute the same function. (Its code
+# reads neither `norm_topk_prob` nor `sliding_window`.)
 _FIXED_DEFAULTS: dict[str, Any] = {
     "architectures": ["LLaDA2MoeModelLM"],
     "attention_dropout": 0.0,
@@ -61,16 +61,16 @@ _FIXED_DEFAULTS: dict[str, Any] = {
     "use_sliding_window": False,
     "using_split_qkv_in_self_attention": False,
 }
-# LLaDA2.2 has the same model_type and the same tensors. Its router takes the experts of a block from one pool, and its
-# tokens can delete others or make room for them.
+# Keys of LLaDA2.2, which has the same model_type and the same tensors. Its router takes the experts of a block from one
+# pool, and its tokens can delete others or make room for them.
 _OF_LLADA2_2 = ("expert_capacity", "delete_token_id", "split_token_id")
 
 
 def read_config(raw: RawConfig) -> TransformerConfig:
-    """Our config from a LLaDA2 checkpoint's, and from its tokenizer and `generation_config.json` where it says less.
+    """Convert a checkpoint's config to ours, completed from its tokenizer and `generation_config.json`.
 
     Raises:
-        ValueError: a key is missing, or asks for a variant that our transformer does not compute.
+        ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
     raw.check(_FIXED_DEFAULTS, may_lack=True)
     for key in _OF_LLADA2_2:
@@ -113,7 +113,7 @@ def _read_moe(raw: RawConfig) -> MoEConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` that LLaDA2's original code reads, with the ids and the block length that it leaves out."""
+    """Make the `config.json` of LLaDA2's original code, with the ids and block length that published ones lack."""
     moe = config.moe
     assert moe is not None, "a policy of this family has experts"
     return {

@@ -1,7 +1,7 @@
-"""The LLaDA-MoE family: its config keys and its weight names.
+"""LLaDA-MoE family: config keys and weight names.
 
-An OLMoE with attention to both sides, and with queries and keys normalised over each head (arXiv 2509.24389;
-`modeling_lladamoe.py` of the published checkpoints). `model_type` is LLaDA's, so `num_experts` tells the two apart.
+An OLMoE with bidirectional attention, and with queries and keys normalised over each head (arXiv 2509.24389;
+`modeling_lladamoe.py` of the published checkpoints). `model_type` is LLaDA's, so `num_experts` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ MODEL_TYPE = "llada"
 
 OUTER_NAMES, BLOCK_PREFIX, BLOCK_NAMES = sdar_moe.OUTER_NAMES, sdar_moe.BLOCK_PREFIX, sdar_moe.BLOCK_NAMES
 _MASK = "<|mask|>"
-# Of the network with its head, and of the one inside of it.
+# The class of the network with its head, and the class without.
 _ARCHITECTURES = (["LLaDAMoEModelLM"], ["LLaDAMoEModel"])
-# What LLaDA-MoE's config must say for our transformer to be the same function; the original code's default is another.
+# Values that LLaDA-MoE's config must have for our transformer to compute the same function. The key is required: the
+# original code's default differs.
 _FIXED: dict[str, Any] = {"qk_layernorm": True}
-# The same, but without the key the original code does what we do. (It reads neither `norm_topk_prob`,
-# `moe_router_score_function` nor `routed_scaling_factor`, nor the groups of its router.)
+# Optional keys: without them the original code computes what ours does. (It does not read `norm_topk_prob`,
+# `moe_router_score_function`, `routed_scaling_factor` or the groups of its router.)
 _FIXED_DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -36,15 +37,15 @@ _FIXED_DEFAULTS: dict[str, Any] = {
 
 
 def is_own(raw: RawConfig) -> bool:
-    """Whether a config with LLaDA's `model_type` is this family's."""
+    """Whether a config with LLaDA's `model_type` belongs to this family."""
     return raw.get("num_experts") is not None
 
 
 def read_config(raw: RawConfig) -> TransformerConfig:
-    """Our config from a LLaDA-MoE checkpoint's, and from its tokenizer and `generation_config.json` where it says less.
+    """Convert a checkpoint's config to ours, completed from its tokenizer and `generation_config.json`.
 
     Raises:
-        ValueError: a key is missing, or asks for a variant that our transformer does not compute.
+        ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
     if raw.get("architectures", _ARCHITECTURES[0]) not in _ARCHITECTURES:
         raw.check({"architectures": _ARCHITECTURES[0]}, may_lack=True)
@@ -54,7 +55,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     return TransformerConfig(
         family="llada_moe",
         **read_shape(raw),
-        # Published checkpoints have no dense layer, and need no width of one.
+        # Published checkpoints have no dense layer, so this width may be missing.
         mlp_hidden_size=raw.get("dense_intermediate_size", moe.expert_width),
         moe=moe,
         qk_norm=True,
@@ -81,7 +82,7 @@ def _read_moe(raw: RawConfig) -> MoEConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` that LLaDA-MoE's original code reads, with the mask id that it leaves out."""
+    """Make the `config.json` that LLaDA-MoE's original code reads, with the mask id that published ones lack."""
     moe = config.moe
     assert moe is not None, "a policy of this family has experts"
     return {

@@ -1,5 +1,7 @@
-"""A checkpoint's `config.json` as it was written, and what some families leave to the files beside it, with refusals
-that name the file and the key."""
+"""Raw keys of a checkpoint's `config.json`, with errors that name the file and the key.
+
+Some families keep the mask id in the tokenizer's files, or end-of-text ids in `generation_config.json`.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +14,35 @@ from typing import Any
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER, _TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-# What a policy's config is read from.
+# The files that a policy's config is read from.
 CONFIG_FILES = (CONFIG, GENERATION_CONFIG, _TOKENIZER_CONFIG)
 
 
 @dataclass(frozen=True, slots=True)
 class RawConfig:
-    """The keys of one `config.json`, in its family's words."""
+    """The keys of one `config.json`, under the family's names."""
 
     path: Path
-    """The file, for sentences."""
+    """The file, for error messages."""
     values: Mapping[str, Any]
-    """What it says."""
+    """Its keys and values."""
 
     @classmethod
     def read(cls, directory: Path) -> RawConfig:
-        """The config of a checkpoint directory. Raises ValueError when there is none, or it is not a JSON object."""
+        """Read the config of a checkpoint directory. Raises ValueError if there is none, or it is not a JSON object."""
         path = directory / CONFIG
         if not path.is_file():
             raise ValueError(f"{directory} is not a checkpoint: it has no {CONFIG}")
         return cls(path, _read_object(path))
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a key that a policy needs. Raises ValueError when it is missing."""
+        """Return the value of a required key. Raises ValueError if it is missing."""
         if key not in self.values:
             raise ValueError(f"{self.path} has no {key}")
         return self.values[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key that may be missing or null: both mean `default`."""
+        """Return the value of an optional key; `default` if it is missing or null."""
         value = self.values.get(key)
         return default if value is None else value
 
@@ -48,8 +50,8 @@ class RawConfig:
         """Raise ValueError unless every key has the one value that our transformer computes.
 
         Args:
-            fixed: keys and values.
-            may_lack: whether a key that is missing or null means that value to the family's original code.
+            fixed: keys and their required values.
+            may_lack: whether the value is also the original code's default for a key that is missing or null.
         """
         for key, value in fixed.items():
             found = self.get(key, value) if may_lack else self[key]
@@ -57,9 +59,9 @@ class RawConfig:
                 raise ValueError(f"{self.path} has {key} = {found!r}; d1 computes {key} = {value!r} only")
 
     def mask_token_id(self, tokens: Sequence[str]) -> int:
-        """The mask id. Without one it is the id of the tokenizer's `mask_token`, or of the first of `tokens` it has.
+        """Return the mask id. Without one, that of the tokenizer's `mask_token`, or of the first of `tokens` it has.
 
-        Raises ValueError where neither the config nor the tokenizer beside it has one.
+        Raises ValueError if neither the config nor the tokenizer in its directory has one.
         """
         stated: int | None = self.get("mask_token_id")
         if stated is not None:
@@ -75,7 +77,7 @@ class RawConfig:
 
     @property
     def generation(self) -> Mapping[str, Any]:
-        """What the `generation_config.json` beside the config says; nothing where there is none."""
+        """The keys of `generation_config.json` in the same directory; empty if there is none."""
         return self._beside(GENERATION_CONFIG)
 
     def _beside(self, name: str) -> Mapping[str, Any]:
@@ -94,7 +96,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _added_tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Ids of special tokens: `tokenizer_config.json` has them by id, `tokenizer.json` in a list."""
+    """Map added tokens to their ids: `tokenizer_config.json` has them by id, `tokenizer.json` in a list."""
     by_id = tokenizer.get("added_tokens_decoder") or {}
     listed = tokenizer.get("added_tokens") or []
     return {facts["content"]: int(token) for token, facts in by_id.items()} | {

@@ -1,7 +1,7 @@
-"""The rotary settings of a `config.json`, for all families and in both of transformers' spellings.
+"""Rotary settings of a `config.json`, for all families and in both of transformers' formats.
 
-Until version 4, transformers wrote `rope_theta` and `rope_scaling`. Version 5 writes one `rope_parameters`, which holds
-the base as well, and may hold settings for each type of layer. Either spelling may stand beside the other.
+Up to version 4, transformers wrote `rope_theta` and `rope_scaling`. Version 5 writes one `rope_parameters`, which also
+holds the base, and may hold settings for each type of layer. A config may contain both formats.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 _PARAMETERS, _SCALING = "rope_parameters", "rope_scaling"
 _THETA, _PARTIAL = "rope_theta", "partial_rotary_factor"
 _KINDS = ("rope_type", "type")
-# How the config's own keys of positions begin, and those of them that are read here or by a family.
+# Prefixes of the config's top-level rotary keys, and those keys that are read here or by a family.
 _OF_ROTARY = ("rope_", "rotary_", "partial_rotary_")
 _READ = (_PARAMETERS, _SCALING, "rotary_dim", "rope_full_precision")
-# Without scaling these do nothing, whatever they are or if they are 1.
+# Without scaling, `_INERT` have no effect with any value, and `_INERT_AT_ONE` if they are 1.
 _ORIGINAL = "original_max_position_embeddings"
 _INERT = (_ORIGINAL,)
 _INERT_AT_ONE = ("attention_factor", "factor")
-# Beside a scaling these do nothing: transformers ignores what YaRN's own code wrote there about its training.
+# With scaling this has no effect: YaRN's own code wrote it about its training, and transformers ignores it.
 _IGNORED = ("finetuned",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rotary:
-    """How positions rotate queries and keys."""
+    """Rotary settings of a policy."""
 
     theta: float
     """Base of the frequencies."""
     width: int | None
-    """How much of a head's width is rotated, from its beginning; None: all of it."""
+    """Rotated part of a head's width, from its beginning; None: all of it."""
     scaling: RotaryScaling | None
-    """How positions are scaled; None: not at all."""
+    """Scaling of the positions; None: unscaled."""
 
 
 def read_rotary(
@@ -52,12 +52,12 @@ def read_rotary(
 
     Args:
         raw: the config.
-        partial_of: the width of a head, for a family that may rotate a part of it.
+        partial_of: the width of a head, for a family that may rotate only a part of it.
         may_scale: whether the family's positions may be scaled.
-        default_theta: the base where the config has none; None: it must have one.
+        default_theta: the base if the config has none; None: the config must have one.
 
     Raises:
-        ValueError: the base is missing, two settings contradict each other, or they ask for a rotation that d1 does
+        ValueError: the base is missing, two settings contradict each other, or they require a rotation that d1 does
             not compute.
     """
     stated = list(_stated(raw))
@@ -68,7 +68,7 @@ def read_rotary(
             scalings[place] = _read_scaling(raw, place, settings)
         else:
             _check_unscaled(raw, place, settings, may_scale=may_scale)
-            # Without a kind it may be the base alone that stands there.
+            # An object without a kind may hold the base alone, and then says nothing about scaling.
             if any(settings.get(key) for key in _KINDS):
                 scalings[place] = None
     scaling = _only(raw, scalings)
@@ -88,14 +88,13 @@ def read_rotary(
 
 
 def write_rotary(config: TransformerConfig) -> dict[str, Any]:
-    """The settings in the spelling that the families' original code reads, as do both versions of transformers."""
+    """Write the settings in the older format, which the families' original code and both transformers versions read."""
     scaling = None if config.rope_scaling is None else config.rope_scaling.model_dump(exclude_none=True)
     return {_SCALING: scaling, _THETA: config.rope_theta}
 
 
 def _stated(raw: RawConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """All settings by their place in the file: the config's own keys, whose place is empty, and those of each object
-    that holds any."""
+    """Yield all settings by their place in the file: the top-level keys, whose place is "", and each rotary object."""
     yield "", raw.values
     for name in (_SCALING, _PARAMETERS):
         found = raw.get(name)
@@ -110,16 +109,16 @@ def _stated(raw: RawConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _check_unscaled(raw: RawConfig, place: str, settings: Mapping[str, Any], *, may_scale: bool) -> None:
-    """Raise ValueError that names the setting which asks for more than the plain rotation."""
-    # Linear scaling divides positions by its factor.
+    """Raise ValueError that names the first setting that requires a scaled rotation."""
+    # Linear scaling by a factor of 1 is no scaling.
     plain = ("default", "linear") if _is_one(settings.get("factor")) else ("default",)
-    # The kind says more than a factor beside it.
+    # The kind first: in an error message it says more than the factor.
     for key, value in sorted(settings.items(), key=lambda one: one[0] not in _KINDS):
         is_known = (
             (key in _KINDS and value in plain)
             or (key in _INERT_AT_ONE and _is_one(value))
             or key in (*_INERT, _THETA, _PARTIAL)
-            # These say nothing, but for a null in the place of what rotates all layers.
+            # Null and false mean no setting, except a null `full_attention`, which should hold those of all layers.
             or ((value is None and key != "full_attention") or value is False)
         )
         if not is_known:
@@ -133,16 +132,16 @@ def _check_unscaled(raw: RawConfig, place: str, settings: Mapping[str, Any], *, 
 
 
 def _is_scaled(settings: Mapping[str, Any]) -> bool:
-    """Whether the settings are of one kind of scaling that d1 computes, and no factor of 1."""
+    """Whether the settings name one kind of scaling that d1 computes; linear scaling by 1 does not count."""
     kinds = [settings[key] for key in _KINDS if settings.get(key) is not None]
-    # Of another type a kind may not be hashable.
+    # A damaged config may hold an unhashable kind.
     if not kinds or not isinstance(kinds[0], str) or kinds.count(kinds[0]) != len(kinds):
         return False
     return kinds[0] in SCALINGS and not (kinds[0] == "linear" and _is_one(settings.get("factor")))
 
 
 def _read_scaling(raw: RawConfig, place: str, settings: Mapping[str, Any]) -> RotaryScaling:
-    """The scaling of these settings. What is missing or null is as in transformers' `modeling_rope_utils`."""
+    """Read the scaling of these settings. Defaults are those of transformers' `modeling_rope_utils`."""
     kept = {key: value for key, value in settings.items() if value is not None}
     kind = next(kept[key] for key in _KINDS if key in kept)
     given = {key: value for key, value in kept.items() if key not in (*_KINDS, *_IGNORED, _THETA, _PARTIAL)}
@@ -160,7 +159,7 @@ def _read_scaling(raw: RawConfig, place: str, settings: Mapping[str, Any]) -> Ro
 
 
 def _only(raw: RawConfig, scalings: Mapping[str, RotaryScaling | None]) -> RotaryScaling | None:
-    """The one scaling that all places name."""
+    """Return the scaling that all places share. Raises ValueError if they differ."""
     first, *others = scalings.items() or [("", None)]
     for place, scaling in others:
         if scaling != first[1]:
@@ -175,7 +174,7 @@ def _is_one(value: object) -> bool:
 
 
 def _agreed(raw: RawConfig, key: str, stated: list[tuple[str, Mapping[str, Any]]]) -> float | None:
-    """The number that all places which have the key give it; None where none has it."""
+    """Return the value of a key, which must be equal in all places that have it; None if none has it."""
     found = {f"{place}.{key}".lstrip("."): settings[key] for place, settings in stated if settings.get(key) is not None}
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
@@ -189,7 +188,7 @@ def _agreed(raw: RawConfig, key: str, stated: list[tuple[str, Mapping[str, Any]]
 
 
 def _width(raw: RawConfig, factor: float | None, head_width: int) -> int:
-    """How much of a head's width is rotated: a whole number, which the original code's frequencies are over."""
+    """Compute the rotated part of a head's width: a whole number, which the original code's frequencies depend on."""
     width = head_width * (1.0 if factor is None else factor)
     if width > head_width or not math.isclose(width, round(width)):
         raise ValueError(f"{raw.path} has {_PARTIAL} = {factor!r}, which rotates {width:g} of a head's {head_width}")

@@ -1,7 +1,7 @@
-"""The SDAR family: its config keys, its weight names, and the ids that its configs leave to other files.
+"""SDAR family: config keys and weight names; some ids are in other files of the checkpoint.
 
-A Qwen3 whose slots see their whole block, and all blocks before it (arXiv 2510.06303; `modeling_sdar.py` of the
-published checkpoints). Checkpoints of TraDo, DiRL and LightningRL are of this architecture.
+A block-causal Qwen3 (arXiv 2510.06303; `modeling_sdar.py` of the published checkpoints). Checkpoints of TraDo, DiRL and
+LightningRL have this architecture.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ BLOCK_NAMES = {
     "mlp.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
 }
-# What most published checkpoints were trained with; where it is another, it is in their name and nowhere else.
+# The block length of most published checkpoints. Other lengths are stated only in the names of the checkpoints.
 _BLOCK_LENGTH = 4
 _MASK = "<|MASK|>"
-# What SDAR's config must say, if it says anything, for our transformer to be the same function.
+# Values that SDAR's config must have, if it has the key, for our transformer to compute the same function.
 FIXED_DEFAULTS: dict[str, Any] = {
     "architectures": ["SDARForCausalLM"],
     "attention_bias": False,
@@ -50,10 +50,10 @@ FIXED_DEFAULTS: dict[str, Any] = {
 
 
 def read_config(raw: RawConfig) -> TransformerConfig:
-    """Our config from an SDAR checkpoint's, and from its tokenizer and `generation_config.json` where it says less.
+    """Convert a checkpoint's config to ours, completed from its tokenizer and `generation_config.json`.
 
     Raises:
-        ValueError: a key is missing, or asks for a variant that our transformer does not compute.
+        ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
     return read_config_of(raw, "sdar", FIXED_DEFAULTS, None)
 
@@ -61,7 +61,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
 def read_config_of(
     raw: RawConfig, family: Family, fixed: Mapping[str, Any], moe: MoEConfig | None
 ) -> TransformerConfig:
-    """The same for a form of SDAR: what its config must say, if it says anything, and its experts."""
+    """Convert the config of a variant of SDAR, with the values that its config must have and its experts."""
     raw.check(fixed, may_lack=True)
     return TransformerConfig(
         family=family,
@@ -77,7 +77,7 @@ def read_config_of(
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` that SDAR's original code reads."""
+    """Make the `config.json` that SDAR's original code reads."""
     return {
         "model_type": MODEL_TYPE,
         **FIXED_DEFAULTS,

@@ -1,7 +1,7 @@
-"""The mixture-of-experts form of SDAR: its config keys and the names of its experts.
+"""SDAR-MoE family, SDAR with mixture-of-experts layers: config keys and the weight names of its experts.
 
-What is not said here is as in `sdar`. Known from `modeling_sdar_moe.py` of SDAR-30B-A3B-Chat, a Qwen3-MoE (arXiv
-2505.09388) whose slots see their whole block.
+All else is as in `sdar`. The source is `modeling_sdar_moe.py` of SDAR-30B-A3B-Chat, a block-causal Qwen3-MoE (arXiv
+2505.09388).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIXED_DEFAULTS = sdar.FIXED_DEFAULTS | {"architectures": ["SDARMoeForCausalLM"]
 
 
 def read_config(raw: RawConfig) -> TransformerConfig:
-    """Our config from an SDAR-MoE checkpoint's, as `sdar.read_config`. Raises ValueError as that."""
+    """Convert an SDAR-MoE checkpoint's config to ours. Raises ValueError as `sdar.read_config`."""
     moe = MoEConfig(
         num_experts=raw["num_experts"],
         experts_per_token=raw["num_experts_per_tok"],
@@ -45,7 +45,7 @@ def _dense_layers(raw: RawConfig) -> tuple[int, ...]:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` that SDAR-MoE's original code reads."""
+    """Make the `config.json` that SDAR-MoE's original code reads."""
     assert config.moe is not None, "a policy of this family has experts"
     return sdar.write_config(config) | {
         "model_type": MODEL_TYPE,

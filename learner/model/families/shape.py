@@ -1,4 +1,4 @@
-"""The keys in which transformers' Llama and the architectures after it state a policy's shape and its ids."""
+"""Config keys of a policy's shape and ids, as in transformers' Llama and later architectures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from learner.model.families.rotary import read_rotary, write_rotary
 
 
 def read_shape(raw: RawConfig, *, may_scale: bool = False, default_theta: float | None = None) -> dict[str, Any]:
-    """Read the fields of `TransformerConfig` that all of them state.
+    """Read the fields of `TransformerConfig` that all these architectures have.
 
-    The keywords are `read_rotary`'s. Raises ValueError that names a missing key, or a rotation that is not computed.
+    The keywords are `read_rotary`'s. Raises ValueError that names a missing key, or a rotation that d1 does not
+    compute.
     """
     rotary = read_rotary(raw, may_scale=may_scale, default_theta=default_theta)
     return {
@@ -29,7 +30,7 @@ def read_shape(raw: RawConfig, *, may_scale: bool = False, default_theta: float 
 
 
 def write_shape(config: TransformerConfig) -> dict[str, Any]:
-    """The same keys of a policy, with its rotary positions and its ids."""
+    """Write these keys from a policy's config, with its rotary settings and its ids."""
     return {
         **write_rotary(config),
         "eos_token_id": config.eos_token_id,

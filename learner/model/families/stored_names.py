@@ -1,10 +1,10 @@
-"""The names that training frameworks give to a family's tensors when they save a model inside of a wrapper."""
+"""Removal of training wrappers' prefixes (DDP, FSDP, torch.compile) from tensor names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Of DistributedDataParallel and DeepSpeed, torch.compile, FSDP, and activation checkpointing.
+# Name parts that DistributedDataParallel and DeepSpeed, torch.compile, FSDP, and activation checkpointing insert.
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _ROTARY_BUFFERS = (".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")
 
@@ -12,12 +12,12 @@ _ROTARY_BUFFERS = (".rotary_emb.inv_freq", ".rotary_emb.original_inv_freq")
 def plain_names(names: Iterable[str], norm: str) -> dict[str, str]:
     """Map names in a checkpoint to the family's own.
 
-    Wrappers' names are left out. What stands before the names of a whole model is left out too, and the outermost
-    module is added where the model inside of it was saved.
+    Wrappers' name parts are removed, and so is a prefix before the names of a whole model. The outermost module's name
+    is added if only the model inside it was saved.
 
     Args:
-        names: in the checkpoint.
-        norm: the family's own name of the last norm, which every checkpoint of it has once.
+        names: the checkpoint's names.
+        norm: the family's own name of the last norm, which each of its checkpoints has exactly once.
     """
     plain = {name: unwrapped(name) for name in names}
     found = set(plain.values())
@@ -34,10 +34,10 @@ def plain_names(names: Iterable[str], norm: str) -> dict[str, str]:
 
 
 def unwrapped(name: str) -> str:
-    """A name without those of wrappers."""
+    """Remove the wrappers' parts from a name."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_rotary_buffer(name: str) -> bool:
-    """Whether a name is that of rotary frequencies, which older versions of transformers saved with the weights."""
+    """Whether a tensor holds rotary frequencies, which older versions of transformers saved with the weights."""
     return name.endswith(_ROTARY_BUFFERS)

@@ -1,1 +1,1 @@
-"""Feed-forward sublayers of many experts, of which each token takes a few."""
+"""Mixture-of-experts feed-forward layers, with top-k routing of each token."""

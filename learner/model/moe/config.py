@@ -1,4 +1,4 @@
-"""The shape of a feed-forward sublayer of experts."""
+"""Configuration of a mixture-of-experts feed-forward layer."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Posit
 
 
 class MoEConfig(BaseModel):
-    """Experts, and how a token's are chosen and weighed."""
+    """Shape of the experts, and how the router chooses and weighs those of a token."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     num_experts: PositiveInt
     """Experts of a layer."""
     experts_per_token: PositiveInt
-    """How many of them a token takes."""
+    """Experts that each token is routed to (top-k)."""
     expert_width: PositiveInt
     """Inner width of an expert's SwiGLU."""
     router: Literal["softmax", "sigmoid"]
-    """What makes a score of an expert's logit. Of softmax scores the best are taken (Qwen3, arXiv 2505.09388); of
-    sigmoid scores those that are best with a bias of each expert, which moves the choice and not the weight
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Scoring function of the experts' logits. With softmax, the highest scores are chosen (Qwen3, arXiv 2505.09388).
+    With sigmoid, a bias of each expert is added for the choice, but not for the weight (DeepSeek-V3, arXiv 2412.19437,
+    section 2.1.2)."""
     is_normalised: bool = True
-    """Whether a token's weights are its scores over their sum, and not the scores."""
+    """Whether the scores of a token's experts are divided by their sum to give its weights."""
     num_groups: PositiveInt = 1
-    """Groups of neighbours that the experts are in. A group counts as its two best experts do together."""
+    """Groups of consecutive experts. The score of a group is the sum of its two best experts' scores."""
     kept_groups: PositiveInt = 1
-    """The best so many groups have all of a token's experts."""
+    """Number of best groups that a token's experts are chosen from."""
     scale: PositiveFloat = 1.0
-    """What a token's weights are multiplied by."""
+    """Multiplier of a token's weights."""
     shared_width: NonNegativeInt = 0
-    """Inner width of the SwiGLU that every token takes beside its experts; 0: there is none."""
+    """Inner width of the shared expert, a SwiGLU for all tokens; 0: there is none."""
     dense_layers: tuple[NonNegativeInt, ...] = ()
-    """The blocks, from 0, that have an ordinary SwiGLU instead."""
+    """Indices of the blocks, from 0, that have a dense SwiGLU instead."""
 
     @model_validator(mode="after")
     def _groups(self) -> MoEConfig:
@@ -52,7 +52,7 @@ class MoEConfig(BaseModel):
 
     @model_validator(mode="after")
     def _published(self) -> MoEConfig:
-        """Each router comes with what its family's checkpoints can say."""
+        """Allow only settings that the config of the router's family can express."""
         if self.router == "softmax" and (self.num_groups > 1 or self.scale != 1 or self.shared_width):
             raise ValueError("router softmax goes with num_groups 1, scale 1 and shared_width 0, as SDAR's")
         if self.router == "sigmoid" and not self.is_normalised:
@@ -70,13 +70,13 @@ class MoEConfig(BaseModel):
 
     @property
     def has_bias(self) -> bool:
-        """Whether each expert has a bias that moves the choice."""
+        """Whether each expert has a bias that is added for the choice."""
         return self.router == "sigmoid"
 
     def products_of_token(self, width: int) -> int:
-        """Multiply-adds that a token takes, without the shared SwiGLU: the router's, its experts', and their sum's."""
+        """Count the multiply-adds of a token without the shared SwiGLU: router, its experts, and their weighted sum."""
         return width * (self.num_experts + self.experts_per_token * (3 * self.expert_width + 1))
 
     def num_parameters(self, width: int) -> int:
-        """Of one layer, without the shared SwiGLU and the biases: what is trained of it."""
+        """Count the trained parameters of one layer, without the shared SwiGLU; the biases are not trained."""
         return width * self.num_experts * (1 + 3 * self.expert_width)

@@ -1,7 +1,7 @@
-"""A feed-forward sublayer of experts: a router sends each token to a few of them, and adds up what they give.
+"""Mixture-of-experts layer: top-k routing of each token, and the weighted sum of its experts.
 
-Rows are sorted by expert, so that each expert computes one product over the rows that are its own, and no row is ever
-dropped. Routing is of each token by itself: what else is in the batch changes nothing.
+Rows are sorted by expert, so that each expert computes one product over its rows. No token is ever dropped. The routing
+of a token does not depend on the rest of the batch.
 
 Shape letters: N tokens, K experts of a token, T = N * K rows, D width, M inner width of an expert, E experts, G groups,
 I inputs and O outputs of a layer.
@@ -19,7 +19,7 @@ from learner.model.moe.config import MoEConfig
 
 
 class SparseMLP(nn.Module):
-    """Each token's experts, weighed, and the shared SwiGLU if there is one."""
+    """Weighted sum of each token's experts, plus the shared SwiGLU if there is one."""
 
     def __init__(self, width: int, config: MoEConfig, shared: nn.Module | None) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class SparseMLP(nn.Module):
         self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to the same."""
+        """Map [..., D] to [..., D]."""
         x_ND = x.flatten(0, -2)
         weights_NK, experts_NK = self.router(x_ND)
         sorted_T, order_T = experts_NK.flatten().sort(stable=True)
@@ -36,7 +36,7 @@ class SparseMLP(nn.Module):
         ends_E = torch.searchsorted(sorted_T, experts_E, right=True, out_int32=True)
         y_TD = self.experts(x_ND[order_T // experts_NK.shape[1]], ends_E)
         y_NKD = y_TD[order_T.argsort()].view(*experts_NK.shape, x_ND.shape[1])
-        # One product for each token: it adds up in float32, and in the same order every time.
+        # One product for each token accumulates in float32, and in a deterministic order.
         y_ND = torch.bmm(weights_NK[:, None].to(y_NKD.dtype), y_NKD)[:, 0]
         if self.shared is not None:
             y_ND = y_ND + self.shared(x_ND)
@@ -44,28 +44,28 @@ class SparseMLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Which experts a token takes, and with what weights: in float32, whatever the policy is in.
+    """Router: chooses each token's experts and their weights, in float32 whatever the policy's precision.
 
-    In less, a token's scores would often be equal, and its experts others than the sampler's or the learner's.
+    In a lower precision scores would often be equal, and sampler and learner could choose different experts.
     """
 
     def __init__(self, width: int, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, width))
-        # No gradient moves it, and no optimizer. Pre-training balances its experts by it, and RL leaves it.
+        # Not trained: pre-training adjusts it to balance the experts, and RL keeps it constant.
         bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
         self.expert_bias = bias if config.has_bias else None
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, K] weights in float32, and which experts."""
+        """Return the weights [N, K] in float32 and the indices [N, K] of each token's experts."""
         logits_NE = F.linear(x_ND.float(), self.weight.float())
         if self.expert_bias is None:
             scores_NE = logits_NE.softmax(dim=-1)
             experts_NK = scores_NE.topk(self.config.experts_per_token).indices
         else:
             scores_NE = logits_NE.sigmoid()
-            # FSDP leaves it where it is, which need not be where the weights are gathered.
+            # FSDP does not move it, so it may be on another device than the gathered weights.
             experts_NK = self._best_of_groups(scores_NE.detach() + self.expert_bias.to(x_ND.device))
         weights_NK = scores_NE.gather(1, experts_NK)
         if self.config.is_normalised:
@@ -73,7 +73,7 @@ class Router(nn.Module):
         return weights_NK * self.config.scale, experts_NK
 
     def _best_of_groups(self, ranks_NE: Tensor) -> Tensor:
-        """[N, K] the best experts of the best groups."""
+        """Return the indices [N, K] of the best experts of the best groups."""
         config = self.config
         if config.kept_groups < config.num_groups:
             ranks_NGE = ranks_NE.unflatten(1, (config.num_groups, config.experts_of_group))
@@ -84,7 +84,7 @@ class Router(nn.Module):
         return ranks_NE.topk(config.experts_per_token).indices
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """As of every module, but that the bias stays in float32: differences of it that bfloat16 has not do count."""
+        """Apply `fn` as every module does, but keep the bias in float32: rounding it to bfloat16 changes the choice."""
 
         def in_float32(tensor: Tensor) -> Tensor:
             made = fn(tensor)
@@ -103,39 +103,39 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(config.num_experts, config.expert_width, width)
 
     def forward(self, x_TD: Tensor, ends_E: Tensor) -> Tensor:
-        """[T, D] of rows that are sorted by expert, of which each expert's end before `ends_E` (int32), to the same."""
+        """Map rows [T, D], sorted by expert, to [T, D]; `ends_E` (int32) is the exclusive end of each expert's rows."""
         gate_TM, up_TM = self.gate_up_proj(x_TD, ends_E).chunk(2, dim=-1)
         down_TD: Tensor = self.down_proj(F.silu(gate_TM) * up_TM, ends_E)
         return down_TD
 
 
 class ExpertLinear(nn.Module):
-    """One linear layer of all experts: each runs on its own rows."""
+    """Grouped linear layer: each expert's weight is applied to the expert's rows."""
 
     def __init__(self, num_experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, outputs, inputs))
 
     def forward(self, x_TI: Tensor, ends_E: Tensor) -> Tensor:
-        """[T, I] to [T, O]."""
+        """Map [T, I] to [T, O]."""
         if x_TI.is_cuda or torch.compiler.is_compiling():
-            # How many rows an expert has only the device knows.
+            # Only the device knows the rows of each expert; reading them would synchronize.
             return F.grouped_mm(x_TI, self.weight.transpose(1, 2), offs=ends_E)
         return _one_by_one(x_TI, self.weight, ends_E)
 
 
 def _one_by_one(x_TI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """The same by a product for each expert that has rows."""
+    """Compute `ExpertLinear.forward` with one product for each expert that has rows."""
     num_rows = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    # Taken apart once: the gradient is then put together once, zeros where an expert has no rows.
+    # One unbind: the gradient is assembled once, with zeros for experts without rows.
     weights = weight_EOI.unbind()
     parts = [F.linear(x, weight) for x, weight in zip(x_TI.split(num_rows), weights, strict=True) if len(x)]
-    # Without any row there is a gradient all the same: FSDP waits for it.
+    # FSDP waits for a gradient, so there must be one even without any row.
     return torch.cat(parts) if parts else F.linear(x_TI, weights[0])
 
 
 def expert_biases(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a policy that are held as they are, whole and in float32."""
+    """Yield the experts' biases of a policy, which are kept unsharded and in float32."""
     for module in model.modules():
         if isinstance(module, Router) and module.expert_bias is not None:
             yield module.expert_bias

@@ -1,1 +1,1 @@
-"""Adapter directories that peft wrote: what their config says, and their matrices under our names."""
+"""Reading of peft adapter directories: their config, and their matrices under our names."""

@@ -1,4 +1,4 @@
-"""`adapter_config.json` of a peft directory: the scaling of each layer's matrices, and the checkpoint they stand on."""
+"""`adapter_config.json` of a peft directory: scaling, adapted modules and base checkpoint."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from learner.model.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, find_checkpoint, 
 
 _PICKLED_WEIGHTS = "adapter_model.bin"
 _OWN_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-# Keys without a meaning for a trained adapter: of its training, of its start, or of who wrote it.
+# Keys without effect on a trained adapter: they concern its training, its initialization or the tool that wrote it.
 _WITHOUT_EFFECT = frozenset(
     {
         "auto_mapping",
         "corda_config",
         "ensure_weight_tying",
         "eva_config",
-        # peft itself resets it for the linear layers of PyTorch.
+        # peft itself resets it for PyTorch's linear layers.
         "fan_in_fan_out",
         "inference_mode",
         "loftq_config",
@@ -38,20 +38,20 @@ _WITHOUT_EFFECT = frozenset(
         "task_type",
     }
 )
-# Values of `init_lora_weights` that leave the base as it is. The others of peft subtract the first B A from it.
+# Values of `init_lora_weights` that do not change the base. With peft's other values the initial B A is subtracted.
 _INITS = ("gaussian", "eva", "orthogonal", "mica")
 _Number = TypeVar("_Number", int, float)
 
 
 class PeftConfig(BaseModel):
-    """What an `adapter_config.json` says that gives its matrices a meaning; the defaults are peft's."""
+    """Keys of an `adapter_config.json` that determine what its matrices compute; the defaults are peft's."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     peft_type: str
     """The method; `LORA` is the one that d1 reads."""
     base_model_name_or_path: str | None = None
-    """The base checkpoint: a directory or a hub id. peft leaves it out where the model was not loaded from one."""
+    """The base checkpoint: a directory or a hub id. peft omits it if the model was not loaded from one."""
     revision: str | None = None
     """The base checkpoint's revision on the hub."""
     r: PositiveInt = 8
@@ -61,11 +61,11 @@ class PeftConfig(BaseModel):
     use_rslora: bool = False
     """Whether B A is multiplied by alpha / sqrt(rank) instead of alpha / rank."""
     rank_pattern: dict[str, PositiveInt] | None = None
-    """Ranks by the end of a module's name, or by a regular expression of it."""
+    """Ranks by suffix of a module's name, or by regular expression."""
     alpha_pattern: dict[str, float] | None = None
     """Alphas likewise."""
     target_modules: str | list[str] | None = None
-    """The adapted modules: ends of names, a regular expression, or `all-linear`."""
+    """The adapted modules: suffixes of their names, a regular expression, or `all-linear`."""
     exclude_modules: str | list[str] | None = None
     """Modules that are not adapted, likewise."""
     layers_to_transform: int | list[int] | None = None
@@ -93,7 +93,7 @@ class PeftConfig(BaseModel):
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """The config of a peft directory.
+        """Read the config of a peft directory.
 
         Raises ValueError for a damaged file, a setting that d1 does not compute, or a directory that also has weights.
         """
@@ -116,7 +116,7 @@ class PeftConfig(BaseModel):
         return config
 
     def refusal(self) -> str | None:
-        """The first setting that d1 does not compute, and why; None where there is none."""
+        """Return an error message for the first setting that d1 does not compute; None if it computes all."""
         if self.peft_type != "LORA":
             return f"peft_type = {self.peft_type!r}; d1 reads 'LORA' only"
         if not self.base_model_name_or_path:
@@ -131,35 +131,35 @@ class PeftConfig(BaseModel):
             )
         others = self.model_extra or {}
         for key in sorted(others.keys() - _WITHOUT_EFFECT):
-            # Absent, null, false and empty are peft's defaults of what may be switched on.
+            # Absent, null, false and empty are peft's defaults of optional features.
             if others[key]:
                 return f"{key} = {others[key]!r}; d1 reads adapters of lora_A and lora_B only, without {key}"
         return None
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module, by its name in the original model."""
+        """Return the rank of a module, by its name in the original model."""
         return _by_pattern(self.rank_pattern or {}, module, self.r)
 
     def scaling_of(self, module: str) -> float:
-        """What B A of a module is multiplied by."""
+        """Return the multiplier of B A of a module, by its name in the original model."""
         rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern or {}, module, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @property
     def targets(self) -> str | list[str] | None:
-        """`target_modules`; None where they follow from the original code's modules, which d1 does not see."""
+        """`target_modules`; None for `all-linear`, which depends on the original code's modules."""
         is_all = isinstance(self.target_modules, str) and self.target_modules.lower() == "all-linear"
         return None if is_all else self.target_modules
 
     def is_target(self, module: str) -> bool:
-        """Whether `targets`, which must not be None, name a module, by its name in the original model."""
+        """Whether `targets`, which must not be None, include a module, by its name in the original model."""
         targets = self.targets
         assert targets is not None, "they do not say it"
         if _is_named(self.exclude_modules or (), module):
             return False
         if isinstance(targets, str):
             return _is_named(targets, module)
-        # `layers_to_transform` is of modules that are named by their ends.
+        # `layers_to_transform` applies only to modules that are listed by suffix.
         return module in targets or (_is_named(targets, module) and self._is_of_its_layers(module))
 
     def _is_of_its_layers(self, module: str) -> bool:
@@ -180,12 +180,12 @@ def is_peft(directory: Path) -> bool:
 
 
 def find_base(directory: Path, find: Callable[[Path | str], Path] = find_checkpoint) -> Path:
-    """The directory of the checkpoint that a peft adapter stands on.
+    """Find the directory of a peft adapter's base checkpoint.
 
     Args:
-        directory: that of the adapter. A relative path in its config is one from the current directory, as in peft,
-            or else from here.
-        find: fetches what is needed of a base on the hub.
+        directory: the adapter's directory. A relative path in its config is resolved against the current directory, as
+            in peft, or else against this one.
+        find: fetches the needed files of a base on the hub.
 
     Raises ValueError that names the base if it is missing, or as `PeftConfig.read`.
     """
@@ -210,7 +210,7 @@ def find_base(directory: Path, find: Callable[[Path | str], Path] = find_checkpo
 
 
 def _how_to_get(named: str, directory: Path) -> str:
-    """What to do for a base that should be in a directory, in a clause."""
+    """Make the part of an error message that says how to get a missing base directory."""
     model = PACKAGED if Path(named).name == PACKAGED else "MODEL"
     place = named if Path(named).is_absolute() else os.path.relpath(directory / named)
     return (
@@ -220,7 +220,7 @@ def _how_to_get(named: str, directory: Path) -> str:
 
 
 def _check_files(directory: Path) -> None:
-    """Raise ValueError where a directory is not an adapter alone, or its weights are pickled."""
+    """Raise ValueError if a directory also holds a model, has no adapter config, or its weights are pickled."""
     if not (directory / ADAPTER_CONFIG).is_file():
         raise ValueError(
             f"{directory} has an adapter's weights and no {ADAPTER_CONFIG}, which names its base and scaling; put the "
@@ -238,13 +238,13 @@ def _check_files(directory: Path) -> None:
 
 
 def _by_pattern(values: Mapping[str, _Number], module: str, default: _Number) -> _Number:
-    """The value of the first pattern that is the end of a module's name, from a dot on."""
+    """Return the value of the first pattern that matches a suffix of a module's name, starting at a dot."""
     fitting = (value for pattern, value in values.items() if re.match(rf"(.*\.)?({pattern})$", module))
     return next(fitting, default)
 
 
 def _is_named(names: str | Sequence[str], module: str) -> bool:
-    """Whether a regular expression fits a whole name, or one of several names is the end of it, from a dot on."""
+    """Whether a regular expression matches the whole name, or one of several names is a suffix that starts at a dot."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)

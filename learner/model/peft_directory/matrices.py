@@ -1,4 +1,4 @@
-"""The matrices of a peft directory under our names, for layers that may be parts of the original ones.
+"""LoRA matrices of a peft directory under our names; fused layers are split into ours.
 
 Shape letters: I inputs and O outputs of a layer, R rank.
 """
@@ -28,12 +28,12 @@ from learner.model.networks import make_on_meta
 from learner.model.peft_directory.config import PeftConfig
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# peft leaves out the adapter's name, other tools keep it.
+# peft omits the adapter's name, other tools keep it.
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(?:\.[^.]+)?\.weight")
-# peft also saves the frozen weights of an embedding and a head that are adapted, or that may have been resized.
+# peft also saves the frozen weights of the embedding and the head, if they are adapted or may have been resized.
 _COPY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)(?:\.base_layer)?\.weight")
 _WEIGHT = ".weight"
-# Models that were loaded without their head have names without it.
+# Names in a model that was loaded without its head lack this prefix.
 _OPTIONAL_PREFIX = "model."
 
 
@@ -42,9 +42,9 @@ class PeftMatrices:
     """The matrices of all layers, at one rank and one scaling."""
 
     rank: int
-    """R: the highest of the layers' ranks; the others are padded with zeros."""
+    """R: the highest of the layers' ranks; lower ones are padded with zeros."""
     scaling: float
-    """What B A is multiplied by; scalings of single layers are in their B."""
+    """Multiplier of B A. If the layers' scalings differ, it is 1 and they are multiplied into B."""
     matrices: dict[str, Tensor]
     """In float32, by our names: `.lora_A.weight` [R, I] and `.lora_B.weight` [O, R] of each layer."""
 
@@ -60,13 +60,13 @@ class _Pair:
     up: Tensor
     """[O, R], B."""
     scaling: float
-    """What B A is multiplied by."""
+    """Multiplier of B A."""
 
 
 def read_matrices(directory: Path, shape: TransformerConfig) -> PeftMatrices:
-    """The matrices of a peft directory for a base of that shape.
+    """Read the matrices of a peft directory for a base of that shape.
 
-    Raises ValueError that names the tensor or layer: it is missing, does not fit, or has no counterpart in d1.
+    Raises ValueError that names the tensor or layer which is missing, does not fit, or has no counterpart in d1.
     """
     config = PeftConfig.read(directory)
     model = make_on_meta(shape)
@@ -87,25 +87,25 @@ def read_matrices(directory: Path, shape: TransformerConfig) -> PeftMatrices:
     for stored, pair in pairs.items():
         padding = rank - pair.down.shape[0]
         a_RI = F.pad(pair.down, (0, 0, 0, padding))
-        # A scaling that all layers share is not multiplied in.
+        # Only differing scalings are multiplied into B.
         b_OR = F.pad(pair.up if pair.scaling == scaling else pair.up * pair.scaling, (0, padding))
         for piece in layout.of_stored[stored]:
             a, b = adapter_names(piece.ours)
-            # Layers that are one in the original model share its A and have rows of its B.
+            # Parts of a fused layer share its A, and each has its own rows of B.
             matrices[a] = a_RI
             matrices[b] = b_OR[piece.stored_begin : piece.stored_begin + piece.num_rows]
     return PeftMatrices(rank=rank, scaling=scaling, matrices=matrices)
 
 
 def check_copies(directory: Path, shape: TransformerConfig, base: Mapping[str, Any]) -> None:
-    """Check that the embedding and the head in a peft directory, if there are any, are its base's.
+    """Check that copies of the embedding and the head in a peft directory equal the base's.
 
     Args:
-        directory: that of the adapter.
-        shape: of the base.
-        base: its weights by our names, of which rows can be taken; a copy may be in another precision.
+        directory: the adapter's directory.
+        shape: the base's config.
+        base: the base's weights by our names, sliceable by rows; a copy may be in another precision.
 
-    Raises ValueError that names the tensor: with it, peft computes something else.
+    Raises ValueError that names a tensor which differs: peft would compute another policy with it.
     """
     path, outer_names = directory / ADAPTER_WEIGHTS, _outer_names(shape)
     with _opened(path) as file:
@@ -121,21 +121,21 @@ def check_copies(directory: Path, shape: TransformerConfig, base: Mapping[str, A
 
 
 def _outer_names(shape: TransformerConfig) -> dict[str, str]:
-    """Our names of the embedding and the head by those of the base's weights."""
+    """Map the base's names of the embedding and the head to ours."""
     names = FAMILIES[shape.family].outer_names
     head = "embed.weight" if shape.tied_embeddings else "head.weight"
     return {names["embed.weight"]: "embed.weight", names["head.weight"]: head}
 
 
 def _copied(name: str, outer_names: Mapping[str, str]) -> str | None:
-    """Which of our tensors a name in the file says is copied there; None for a matrix of the adapter."""
+    """Return our name of the base's tensor that a tensor of the file copies; None for a matrix of the adapter."""
     match = _COPY.fullmatch(unwrapped(name))
     names = () if match is None else _stored_names(match["module"])
     return next((outer_names[stored] for stored in names if stored in outer_names), None)
 
 
 def _pairs(path: Path, config: PeftConfig, layout: Layout, outer_names: Mapping[str, str]) -> dict[str, _Pair]:
-    """The A and the B of each adapted layer, by the name of the base's weight."""
+    """Read A and B of each adapted layer, by the name of the base's weight."""
     pairs: dict[str, _Pair] = {}
     for module, matrices in _by_module(path, outer_names).items():
         stored = next((name for name in _stored_names(module) if name in layout.stored_shapes), None)
@@ -157,7 +157,7 @@ def _pairs(path: Path, config: PeftConfig, layout: Layout, outer_names: Mapping[
 
 
 def _by_module(path: Path, outer_names: Mapping[str, str]) -> dict[str, dict[str, Tensor]]:
-    """The A and the B in the file, by the module's name in it."""
+    """Read the file's A and B matrices, by the module's name in the file."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in _tensors(path, outer_names).items():
         match = _NAME.fullmatch(unwrapped(name))
@@ -181,7 +181,7 @@ def _stored_names(module: str) -> tuple[str, str]:
 def _check_targets(
     directory: Path, config: PeftConfig, pairs: Mapping[str, _Pair], layout: Layout, adaptable: AbstractSet[str]
 ) -> None:
-    """Raise ValueError where the file lacks matrices of a target, or has some that peft would not use."""
+    """Raise ValueError if the file lacks matrices of a target, or has matrices that peft would not use."""
     if config.targets is None:
         return
     path = directory / ADAPTER_WEIGHTS
@@ -199,7 +199,7 @@ def _check_targets(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The safetensors file, open. Raises ValueError where it is missing or damaged."""
+    """Open a safetensors file. Raises ValueError if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -210,7 +210,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _tensors(path: Path, outer_names: Mapping[str, str]) -> dict[str, Tensor]:
-    """The tensors of the file in float32, without copies of the base's."""
+    """Read the tensors of the file in float32, without copies of the base's."""
     with _opened(path) as file:
         names = [name for name in file.keys() if _copied(name, outer_names) is None]  # noqa: SIM118 (no mapping)
         tensors = {name: file.get_tensor(name) for name in names}

@@ -1,1 +1,4 @@
-"""Policies without a mask token: a step draws the whole canvas anew and keeps what it is sure of (DiffusionGemma)."""
+"""Uniform-noise diffusion policies without a mask token (DiffusionGemma).
+
+A denoise step samples the whole canvas, keeps the tokens that it is sure of, and replaces the others by random ids.
+"""

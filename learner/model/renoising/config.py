@@ -1,4 +1,4 @@
-"""The shape of a policy without a mask token, as its checkpoint says it; who only reads it does not wait for torch."""
+"""Config of a policy without a mask token (DiffusionGemma), read without importing torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from learner.model.families.ids import read_list
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
 
 MODEL_TYPE = "diffusion_gemma"
-# What a config.json may leave out, as transformers' own class has it (`DiffusionGemmaConfig`, 5.11).
+# Defaults of transformers' `DiffusionGemmaConfig` (5.11) for missing keys of a config.json.
 _CANVAS_LENGTH = 256
 _TEXT = {"vocab_size": 262_144, "max_position_embeddings": 131_072, "eos_token_id": 1, "pad_token_id": 0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenoisingConfig:
-    """The shape of such a policy, as far as a sampler needs it."""
+    """Shape and special ids of such a policy, as far as a sampler needs them."""
 
     vocab_size: int
     """V."""
@@ -30,11 +30,11 @@ class RenoisingConfig:
     pad_token_id: int
     """Fills a canvas after the end of a text."""
     max_sequence_length: int
-    """Slots of prompt and completion."""
+    """Maximum slots of prompt and completion together."""
 
 
 def is_renoising(directory: Path) -> bool:
-    """Whether a directory's config.json is of this family."""
+    """Whether a directory's config.json belongs to this family."""
     path = directory / CONFIG
     if not path.is_file():
         return False
@@ -46,7 +46,7 @@ def is_renoising(directory: Path) -> bool:
 
 
 def read_renoising_config(directory: Path) -> RenoisingConfig:
-    """That of a checkpoint directory of this family. Raises ValueError where its files do not say it."""
+    """Read the config of a checkpoint directory of this family. Raises ValueError if its files are invalid."""
     raw, said = _object(directory / CONFIG), _object(directory / GENERATION_CONFIG)
     text = {**_TEXT, **_mapping(raw.get("text_config"))}
     sizes = raw.get("canvas_length", _CANVAS_LENGTH), text["vocab_size"], text["max_position_embeddings"]
@@ -72,7 +72,7 @@ def read_renoising_config(directory: Path) -> RenoisingConfig:
 def _first_ids(
     stated: Sequence[tuple[Path, Mapping[str, Any]]], key: str, vocab_size: int, *, may_be_none: bool = False
 ) -> list[int]:
-    """The ids of the first file that states any; empty where none does. Raises ValueError as `read_list`."""
+    """Return the ids of the first file that states any; empty if none does. Raises ValueError as `read_list`."""
     lists = (read_list(path, key, values.get(key), vocab_size, may_be_none=may_be_none) for path, values in stated)
     return next(filter(None, lists), [])
 

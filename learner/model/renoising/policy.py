@@ -1,9 +1,9 @@
-"""DiffusionGemma: an encoder of what is finished, whose keys and values a decoder of the canvas reads.
+"""DiffusionGemma policy: an encoder caches the finished slots, and a decoder denoises the canvas.
 
-The network is transformers' own (`DiffusionGemmaForBlockDiffusion`, since 5.11), which the family's checkpoints are
-released with; here is how d1 asks it. One set of weights serves both: the encoder sees what is before a slot, the
-decoder the whole canvas and all finished slots (the last window of them in its sliding layers). A step is conditioned
-on the logits of the one before it.
+The network is transformers' own (`DiffusionGemmaForBlockDiffusion`, since 5.11), with which the family's checkpoints
+are released; this module wraps it. Encoder and decoder share their weights. The encoder is causal; the decoder sees the
+whole canvas and all finished slots (in its sliding layers, the last window of them). A step is conditioned on the
+logits of the previous step (self-conditioning).
 
 Shape letters: P finished slots, C slots of the canvas, V vocabulary.
 """
@@ -25,44 +25,44 @@ _VISION = ("vision_tower", "embed_vision")
 
 
 class Prefix:
-    """The finished slots, as the decoder reads them: keys and values, which never change."""
+    """KV cache of the finished slots, which the decoder reads. Entries never change."""
 
     def __init__(self, cache: DynamicCache) -> None:
-        """Nothing yet."""
+        """Start with an empty cache."""
         self.cache = cache
         self.num_slots = 0
         """P."""
 
 
 class RenoisingPolicy(nn.Module):
-    """The network, asked by canvas."""
+    """Wrapper of transformers' network that computes the logits of one canvas behind a prefix."""
 
     def __init__(self, network: Any, config: RenoisingConfig) -> None:
-        """Take transformers' network; `load_renoising_policy` does."""
+        """Wrap transformers' network. Use `load_renoising_policy` to load one."""
         super().__init__()
         self.network, self.config = network, config
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
     def prefix(self) -> Prefix:
-        """An empty one."""
+        """Make an empty prefix."""
         from transformers.cache_utils import DynamicCache
 
         return Prefix(DynamicCache(config=self.network.config.get_text_config(decoder=True)))
 
     def finish(self, prefix: Prefix, ids: Tensor) -> None:
-        """Append slots [L] that change no more."""
+        """Append the finished slots [L] to a prefix."""
         positions = torch.arange(prefix.num_slots, prefix.num_slots + len(ids), device=ids.device)
         self.network.model.encoder(input_ids=ids[None], past_key_values=prefix.cache, position_ids=positions[None])
         prefix.num_slots += len(ids)
 
     def forward(self, prefix: Prefix, canvas: Tensor, conditioning: Tensor | None = None) -> Tensor:
-        """Logits [C, V] in float32 of a canvas [C] behind what is finished.
+        """Compute the float32 logits [C, V] of a canvas [C] behind a prefix.
 
-        `conditioning` are the tempered logits [C, V] of the step before; None at the first.
+        `conditioning` are the logits [C, V] of the previous step, divided by its temperature; None at the first step.
         """
         positions = torch.arange(prefix.num_slots, prefix.num_slots + len(canvas), device=canvas.device)
         answer = self.network(
@@ -81,9 +81,10 @@ class RenoisingPolicy(nn.Module):
 
 
 def load_renoising_policy(directory: Path, dtype: torch.dtype = torch.float32) -> RenoisingPolicy:
-    """The policy of a checkpoint directory, on the CPU. Its vision tower is left out: d1 asks about text.
+    """Load the policy of a checkpoint directory, on the CPU, without its vision tower: d1 processes text alone.
 
-    No code of the checkpoint is run, and nothing is unpickled. Raises ValueError where it is none, or not whole.
+    No code of the checkpoint is run, and nothing is unpickled. Raises ValueError if it is of another family or
+    incomplete.
     """
     from transformers import DiffusionGemmaForBlockDiffusion
     from transformers.utils.logging import disable_progress_bar
@@ -92,14 +93,14 @@ def load_renoising_policy(directory: Path, dtype: torch.dtype = torch.float32) -
         raise ValueError(f"{directory} is no checkpoint of model_type {MODEL_TYPE!r}")
     network: Any
     found: dict[str, Any]
-    # Its bar of progress is no part of what is printed here.
+    # d1 prints its own progress.
     disable_progress_bar()
     try:
-        # Its annotation knows the network alone.
+        # transformers' annotation omits the loading info.
         network, found = DiffusionGemmaForBlockDiffusion.from_pretrained(  # type: ignore[misc]
             directory, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
-    # Whatever the files are: transformers raises what its parts do.
+    # With damaged files transformers raises exceptions of many classes.
     except Exception as error:
         raise ValueError(f"{directory} cannot be loaded: {type(error).__name__}: {error}") from error
     wrong = [*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])]

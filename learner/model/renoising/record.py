@@ -1,4 +1,4 @@
-"""What a sampler did on one canvas: all that its likelihood is of.
+"""Record of all denoise steps on one canvas, from which its likelihood is computed (DiffusionGemma).
 
 Shape letters: C slots of the canvas, N denoise steps.
 """
@@ -16,24 +16,23 @@ class DenoisedCanvas:
     """The steps of one canvas."""
 
     seen: NDArray[np.int32]
-    """[N, C] the canvas that each step saw: random ids at first, then what was accepted, and random ids elsewhere."""
+    """[N, C] input canvas of each step: random ids at first, later accepted tokens and random ids elsewhere."""
     drawn: NDArray[np.int32]
-    """[N, C] the token that each step drew at every slot."""
+    """[N, C] the token that each step sampled at every slot."""
     drawn_logp: NDArray[np.float32]
-    """[N, C] its log-probability, in nats, under the step's tempered law."""
+    """[N, C] log-probability of the sampled token, in nats, under the step's tempered distribution."""
     accepted: NDArray[np.bool_]
-    """[N, C] whether it was kept for the next step."""
+    """[N, C] whether the sampled token was kept for the next step."""
     argmax: NDArray[np.int32]
     """[N, C] the most probable token."""
     mean_entropy: NDArray[np.float32]
-    """[N] entropy of the tempered law, in nats, mean over the slots."""
+    """[N] entropy of the tempered distribution, in nats, mean over the slots."""
     temperatures: NDArray[np.float32]
-    """[N]."""
+    """[N] temperature of each step."""
 
     @property
     def token_ids(self) -> NDArray[np.int32]:
-        """[C] what the canvas ends as: the last step's most probable tokens. They were never drawn, and have no
-        log-probability."""
+        """[C] the final tokens: the last step's most probable ones. Not being sampled, they have no log-probability."""
         return self.argmax[-1]
 
     @property

@@ -1,1 +1,1 @@
-"""The bytes of checkpoint files: read, hashed and referred to, in several threads, with the rate shown."""
+"""Checkpoint files on disk: multithreaded reading and hashing, references, progress messages."""

@@ -1,4 +1,4 @@
-"""SHA-256 of files, several at a time; one that this process has hashed already is not read again."""
+"""SHA-256 of files, in several threads, with a cache in the process for unchanged files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from learner.model.storage.throughput import Throughput, num_threads
 
 _CHUNK_BYTES = 4 << 20
-# Clocks of file systems are coarse: what was written just now may be written again in the same tick.
+# Timestamps of file systems are coarse: a file written just now may be rewritten with the same timestamp.
 _SETTLED_NS = 2_000_000_000
 
-# By device, inode, size and times of the last change: what has those is the same file, unchanged.
+# Cache keyed by device, inode, size, mtime and ctime, which identify an unchanged file.
 _known: dict[tuple[int, ...], str] = {}
 
 
 def checksums(paths: Sequence[Path], progress: Throughput | None = None) -> dict[Path, str]:
-    """The SHA-256 of files, in hexadecimal. Raises OSError where one cannot be read."""
+    """Compute the SHA-256 of files, in hexadecimal. Raises OSError if one cannot be read."""
     if len(paths) < 2:
         return {path: checksum(path, progress) for path in paths}
     largest_first = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
@@ -29,7 +29,7 @@ def checksums(paths: Sequence[Path], progress: Throughput | None = None) -> dict
 
 
 def checksum(path: Path, progress: Throughput | None = None) -> str:
-    """The SHA-256 of a file, in hexadecimal. Raises OSError where it cannot be read."""
+    """Compute the SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
     with path.open("rb", buffering=0) as file:
         about = os.fstat(file.fileno())
         key = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)

@@ -1,7 +1,7 @@
-"""Reading tensors from files in several threads, each byte once and straight to where it belongs.
+"""Multithreaded reading of tensors from files directly into their destinations; each byte is read once.
 
-What is in the precision of its destination, on the CPU, is read into the destination's own memory. Anything else goes
-through a small buffer of the thread, from which it is cast or copied to the GPU.
+If the destination is on the CPU and has the file's precision, the bytes are read into its memory. Otherwise they go
+through a small staging buffer, from which they are cast or copied to the GPU.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _FEWEST_SHARED = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """Numbers that stand together in a file, and where they go."""
+    """Contiguous numbers of a file, and their destination."""
 
     path: Path
     """The file."""
     begin: int
-    """The first byte of them."""
+    """Offset of their first byte in the file."""
     dtype: torch.dtype
-    """What they are in the file."""
+    """Their type in the file."""
     destination: Tensor
-    """[N] where they go: in one piece, of any type, on any device."""
+    """[N] contiguous tensor that they are read into, of any type, on any device."""
 
     @property
     def num_bytes(self) -> int:
-        """What they take in the file."""
+        """Their size in the file."""
         return self.destination.numel() * self.dtype.itemsize
 
     @property
     def is_staged(self) -> bool:
-        """Whether it goes through a buffer: what is on the CPU and in the file's precision is read to its place."""
+        """Whether they go through a staging buffer, for a cast or a copy to the GPU."""
         return self.destination.is_cuda or self.destination.dtype is not self.dtype
 
     def chunks(self) -> Iterator[Extent]:
-        """The same in parts that fit a buffer."""
+        """Split into parts that fit a staging buffer."""
         size = _CHUNK_BYTES // self.dtype.itemsize
         for first in range(0, self.destination.numel(), size):
             part = self.destination[first : first + size]
@@ -56,16 +56,16 @@ class Extent:
 
 
 def read_extents(extents: Sequence[Extent], progress: Throughput | None = None) -> None:
-    """Read all of them.
+    """Read all extents.
 
-    Raises ValueError where a file is shorter than it should be, OSError where it cannot be read.
+    Raises ValueError if a file is too short, OSError if it cannot be read.
     """
     chunks = [chunk for extent in sorted(extents, key=_place) for chunk in extent.chunks()]
     count = min(num_threads(), len(chunks))
     buffers = SimpleQueue[Tensor]()
     staged = [chunk for chunk in chunks if chunk.is_staged]
     for _ in range(count if staged else 0):
-        # Here and not in the threads, which know less of the device.
+        # Not in the threads: the current CUDA device is set for the calling thread only.
         buffer = torch.empty(max(chunk.num_bytes for chunk in staged), dtype=torch.uint8)
         buffers.put(buffer.pin_memory() if staged[0].destination.is_cuda else buffer)
     with ExitStack() as stack:
@@ -76,7 +76,7 @@ def read_extents(extents: Sequence[Extent], progress: Throughput | None = None) 
             _read_chunk(chunk, files[chunk.path], buffers)
             return chunk.num_bytes
 
-        # What is small is read before a thread has started.
+        # A single chunk is read before a thread would have started.
         each = map if count < _FEWEST_SHARED else stack.enter_context(ThreadPoolExecutor(count, "d1-reading")).map
         for num_bytes in each(read, chunks):
             if progress is not None:
@@ -101,7 +101,7 @@ def _read_chunk(chunk: Extent, file: int, buffers: SimpleQueue[Tensor]) -> None:
 
 
 def _read(chunk: Extent, file: int, into: Tensor) -> None:
-    # By its address: a tensor that numpy has seen cannot be resized any more, as a learner that sleeps resizes its own.
+    # By address, not by `Tensor.numpy`: a tensor exported to numpy cannot be resized, which offloading a learner does.
     left, begin = memoryview((ctypes.c_ubyte * chunk.num_bytes).from_address(into.data_ptr())), chunk.begin
     while left:
         num_bytes = os.preadv(file, [left], begin)

@@ -1,7 +1,7 @@
-"""Weight files that a checkpoint refers to where they are, instead of holding a copy.
+"""References from a checkpoint to weight files elsewhere, instead of copies (`weights.json`).
 
-`weights.json` says for each file where it is, its SHA-256, its size and when it was last changed. A file of that name
-beside it counts instead: so a copy of the whole checkpoint on another machine may hold the files themselves.
+`weights.json` has the path, SHA-256, size and mtime of each file. A file of the same name in the checkpoint's directory
+takes precedence, so a copy of the checkpoint on another machine may contain the files themselves.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """One weight file that is elsewhere."""
+    """Reference to one weight file outside the checkpoint."""
 
     path: Path
-    """Where it is; absolute."""
+    """Absolute path of the file."""
     sha256: str
-    """Of its content, in hexadecimal."""
+    """SHA-256 of its content, in hexadecimal."""
     size: int
-    """In bytes."""
+    """Size in bytes."""
     mtime_ns: int
-    """When it was last changed, in unix time."""
+    """Time of its last change, in Unix time (ns)."""
 
     def is_as_it_was(self) -> bool:
-        """Whether the file has the size and the time of change that it had; where it is not there, it has not."""
+        """Whether the file exists with the recorded size and mtime."""
         try:
             about = self.path.stat()
         except OSError:
@@ -42,12 +42,12 @@ class Reference:
 
 
 def write_references(directory: Path, files: Sequence[Path], say: Say | None = None) -> None:
-    """Refer to weight files from a checkpoint's directory. They are hashed, which takes as long as they are large."""
+    """Write references to weight files into a checkpoint's directory. Hashing reads every file once."""
     progress = Throughput("hashing the checkpoint", sum(path.stat().st_size for path in files), say)
     references = {}
     for path, digest in checksums(files, progress).items():
         about = path.stat()
-        # Not the file itself: in the cache of the hub that is a link, and what it points to has another name.
+        # Only the parent is resolved: in the hub's cache the file is a symlink, and its target has another name.
         where = path.parent.resolve() / path.name
         reference = Reference(path=where, sha256=digest, size=about.st_size, mtime_ns=about.st_mtime_ns)
         references[path.name] = asdict(reference) | {"path": str(where)}
@@ -55,9 +55,9 @@ def write_references(directory: Path, files: Sequence[Path], say: Say | None = N
 
 
 def read_references(directory: Path) -> dict[str, Reference]:
-    """The files that a checkpoint refers to, by name; where it holds one itself, that.
+    """Read the files that a checkpoint refers to, by name; a file of that name in its own directory takes precedence.
 
-    Raises ValueError where its list is not what d1 writes.
+    Raises ValueError if the list is not as d1 writes it.
     """
     listed = directory / REFERENCES
     if not listed.is_file():
@@ -84,7 +84,7 @@ def _reference(name: str, about: Mapping[str, object]) -> Reference:
 
 
 def why_gone(directory: Path, reference: Reference) -> str:
-    """What is wrong where a file is not where it should be, in a sentence."""
+    """Make the error message for a missing file."""
     return (
         f"{directory} refers to {reference.path} for its weights, and this machine has no such file; put it back, or "
         "start a new run"
@@ -92,9 +92,9 @@ def why_gone(directory: Path, reference: Reference) -> str:
 
 
 def check_unchanged(directory: Path) -> None:
-    """Raise ValueError, which names it, where a file elsewhere that a checkpoint refers to is gone or was changed.
+    """Raise ValueError if a file outside the checkpoint that it refers to is missing or was changed.
 
-    One that has its size and time of change is not read.
+    A file with the recorded size and mtime is not read.
     """
     for reference in read_references(directory).values():
         if reference.path.parent == directory:
@@ -106,7 +106,7 @@ def check_unchanged(directory: Path) -> None:
 
 
 def why_changed(directory: Path, reference: Reference) -> str:
-    """What is wrong where a file is another than it was, in a sentence."""
+    """Make the error message for a changed file."""
     return (
         f"{reference.path} was changed since {directory} was made, which refers to it for its weights; put the "
         "original file back, or start a new run"

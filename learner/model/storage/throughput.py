@@ -1,4 +1,4 @@
-"""How fast bytes are read or hashed: counted over threads, and said once a second."""
+"""Throughput of reading and hashing files, counted over threads and reported once a second."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import time
 from collections.abc import Callable
 
 Say = Callable[[str], object]
-"""Is told what is going on, such as `loading sft: 4.1 of 16.0 GB, 2.1 GB/s`."""
+"""Callback for progress messages such as `loading sft: 4.1 of 16.0 GB, 2.1 GB/s`."""
 
 MOST_THREADS = 8
-"""More read no faster from one disk, and several processes of a machine read at a time."""
+"""More threads do not read faster from one disk, and several processes of a machine read at the same time."""
 _EVERY_S = 1.0
 
 
 def num_threads() -> int:
-    """How many threads read or hash files in this process."""
+    """Return the number of threads that read or hash files in this process."""
     return min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 class Throughput:
-    """Counts bytes from any thread. Says nothing in the first second, and then once a second."""
+    """Thread-safe byte counter that reports once a second, and nothing in the first second."""
 
     def __init__(self, what: str, num_bytes: int, say: Say | None = None) -> None:
-        """Begin to do `what` with `num_bytes`; without `say` it only counts."""
+        """Start counting towards `num_bytes` of the task `what`; without `say` nothing is reported."""
         self._what, self._all, self._say = what, num_bytes, say
         self._began = self._said_at = time.monotonic()
         self._lock = threading.Lock()
         self.num_bytes = 0
-        """Done so far."""
+        """Bytes done so far."""
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def add(self, num_bytes: int) -> None:
-        """So many more are done."""
+        """Count bytes that are done, and report if a second has passed."""
         with self._lock:
             self.num_bytes += num_bytes
             if self._say is not None and time.monotonic() - self._said_at >= _EVERY_S:

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by our names, which are read from its files when they are asked for."""
+"""Lazily read weights of a checkpoint, under our parameter names."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from learner.model.networks import make_on_meta
 from learner.model.storage.reading import Extent, read_extents
 from learner.model.storage.throughput import Say, Throughput
 
-# As safetensors names them. Quantised weights mean nothing without their scales.
+# Types by their safetensors names. Quantised types are left out: their numbers mean nothing without their scales.
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # A safetensors file begins with the length of its header.
 _LENGTH_BYTES = 8
-# A wrong config.json makes every tensor wrong: so many are named, the others counted.
+# A wrong config.json makes every tensor wrong: an error names this many of them and counts the others.
 _MOST_NAMED = 3
-# Numbers of a tensor that are compared at a time.
+# Chunk size of tensor comparison, in numbers.
 _COMPARED = 2**24
 
 
 class StoredWeights(Mapping[str, "StoredTensor"]):
-    """The weights of a checkpoint directory by our names; what is read of them is read when it is asked for."""
+    """Weights of a checkpoint directory by our names, read from its files on access."""
 
     def __init__(self, directory: Path, config: TransformerConfig | None = None) -> None:
-        """Look at the headers, which are small.
+        """Read only the headers, which are small.
 
-        `config` takes the place of the directory's, where that is another model's with the same tensors.
-        Raises ValueError if there are no weights, or a tensor is not as the config makes it.
+        `config` replaces the directory's own, if that is of another model type with the same tensors.
+        Raises ValueError if there are no weights, or a tensor does not match the config.
         """
         self.directory = directory
-        """Where it is."""
+        """The checkpoint's directory."""
         self.config = config or load_config(directory)
         """The policy's shape and family."""
         parameters = dict(make_on_meta(self.config).to(torch.bfloat16).named_parameters())
@@ -51,7 +51,7 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         layout = family.layout({name: held.shape for name, held in parameters.items()})
         found = _read_headers(weight_files(directory))
         stored, self.is_renamed = self._in_our_names(found)
-        """Whether its tensors have other names than the family's original code gives them."""
+        """Whether its tensors have other names than in the family's original code."""
         surplus = {name for name in stored.keys() - layout.stored_shapes.keys() if self._is_known_surplus(name)}
         shapes = {name: header.shape for name, header in stored.items() if name not in surplus}
         _check_shapes(directory, shapes, layout.stored_shapes)
@@ -62,10 +62,10 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         pieces = [layout.of_ours[name] for name, held in parameters.items() if held.dtype is torch.bfloat16]
         kinds = {stored[piece.stored].dtype for of_one in pieces for piece in of_one}
         self.dtype = torch.bfloat16 if kinds == {torch.bfloat16} else torch.float32
-        """What holds them as they are: bfloat16 where all are in it that it may hold, else float32."""
+        """Type to hold them in: bfloat16 if all but the routers' biases are stored in it, else float32."""
 
     def _in_our_names(self, found: Mapping[str, StoredHeader]) -> tuple[dict[str, StoredHeader], bool]:
-        """The tensors by the family's names, and whether they were stored under others."""
+        """Return the tensors by the family's names, and whether any was stored under another name."""
         names = FAMILIES[self.config.family].outer_names
         plain = plain_names(found, names["norm.weight"])
         if self.config.tied_embeddings and names["embed.weight"] not in plain.values():
@@ -88,7 +88,7 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         return is_rotary_buffer(name) or (is_head and self.config.tied_embeddings)
 
     def _check_surplus(self, surplus: Mapping[str, StoredHeader], embedding: StoredHeader) -> None:
-        """Raise ValueError where a tensor that is stored beside ours is not what ours make of it."""
+        """Raise ValueError if a redundant tensor (rotary frequencies, tied head) contradicts the others."""
         for name, header in surplus.items():
             if is_rotary_buffer(name):
                 if not _are_frequencies(header, rope_frequencies(self.config, torch.device("cpu"))):
@@ -105,14 +105,14 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
     def read_into(
         self, destinations: Mapping[str, Tensor], rows: Mapping[str, slice] | None = None, say: Say | None = None
     ) -> None:
-        """Read tensors to where they belong, in their precision and on their device, in several threads.
+        """Read tensors into destinations of any precision, on any device, in several threads.
 
         Args:
-            destinations: by our names; each in one piece.
-            rows: which rows of a tensor its destination holds; all, where it is not listed.
-            say: is told at which rate they are read.
+            destinations: contiguous tensors by our names.
+            rows: the rows of a tensor that its destination holds; all rows for names that are not listed.
+            say: receives progress messages with the rate of reading.
 
-        Raises ValueError where a file has become shorter, OSError where it cannot be read.
+        Raises ValueError if a file has become shorter, OSError if it cannot be read.
         """
         extents = [
             extent
@@ -123,9 +123,9 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         read_extents(extents, Throughput(f"loading {self.directory.name}", num_bytes, say))
 
     def whole_ones(self, names: Iterable[str], say: Say | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Tensors by our names, whole, in float32 on the CPU: read one after the other, and not kept here.
+        """Yield whole tensors by our names, in float32 on the CPU, reading one at a time and keeping none.
 
-        `say` is told at which rate they are read. Raises as `read_into` does.
+        `say` receives progress messages with the rate of reading. Raises as `read_into` does.
         """
         everything, tensors = slice(None), {name: self._tensors[name] for name in names}
         on_meta = (tensor.extents(everything, torch.empty(*tensor.shape, device="meta")) for tensor in tensors.values())
@@ -148,31 +148,31 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredHeader:
-    """Where one of a checkpoint's tensors is."""
+    """Location and type of one of a checkpoint's tensors."""
 
     path: Path
     """Its file."""
     begin: int
-    """Its first byte there."""
+    """Offset of its first byte in the file."""
     dtype: torch.dtype
-    """What its numbers are."""
+    """Type of its numbers."""
     shape: list[int]
-    """Of the checkpoint's tensor."""
+    """Its shape in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One of our tensors in files, of which any rows can be read."""
+    """One of our parameters in a checkpoint's files; any range of its rows can be read."""
 
     shape: Sequence[int]
-    """Ours."""
+    """Shape of our parameter."""
     pieces: Sequence[Piece]
-    """What of the checkpoint's tensors it is made of."""
+    """The parts of the checkpoint's tensors that it consists of."""
     stored: Mapping[str, StoredHeader]
     """The checkpoint's tensors by name."""
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Some rows, on the CPU."""
+        """Read a range of rows, on the CPU."""
         begin, end, _ = rows.indices(self.shape[0])
         kinds = (self.stored[piece.stored].dtype for piece in self.pieces)
         found = torch.empty(end - begin, *self.shape[1:], dtype=reduce(torch.promote_types, kinds))
@@ -180,7 +180,7 @@ class StoredTensor:
         return found
 
     def extents(self, rows: slice, destination: Tensor) -> Iterator[Extent]:
-        """Where some rows are in the files, for a destination of their shape."""
+        """Yield the extents in the files of a range of rows, for a contiguous destination of their shape."""
         begin, end, _ = rows.indices(self.shape[0])
         inner, width = rows_of(self.shape) // self.shape[0], self.shape[-1] if len(self.shape) > 1 else 1
         numbers, first = destination.view(-1), 0
@@ -197,13 +197,13 @@ class StoredTensor:
 
 
 def _whole(header: StoredHeader) -> StoredTensor:
-    """A tensor of a checkpoint as it stands there."""
+    """Wrap a checkpoint's tensor in its stored layout."""
     piece = Piece(ours="", our_begin=0, stored="", stored_begin=0, num_rows=rows_of(header.shape))
     return StoredTensor(header.shape, [piece], {"": header})
 
 
 def _are_equal(one: StoredHeader, other: StoredHeader) -> bool:
-    """Whether two tensors hold the same numbers; one without an axis or numbers equals none."""
+    """Whether two tensors hold the same numbers. A scalar or empty tensor equals no other."""
     if one.shape != other.shape or not math.prod(one.shape or [0]):
         return False
     step = max(1, _COMPARED * one.shape[0] // math.prod(one.shape))
@@ -213,16 +213,16 @@ def _are_equal(one: StoredHeader, other: StoredHeader) -> bool:
 
 
 def _are_frequencies(header: StoredHeader, expected: Tensor) -> bool:
-    """Whether a tensor holds these frequencies, as far as its precision goes."""
+    """Whether a tensor holds these frequencies, up to its precision."""
     if header.shape != list(expected.shape):
         return False
-    # Half precision has 8 bits or more, and steps of 6e-8 near 0.
+    # 16-bit types have at least 8 significant bits, and float16 has steps of 6e-8 near 0.
     relative, absolute = (2**-8, 6e-8) if header.dtype.itemsize == 2 else (1e-4, 0.0)
     return torch.allclose(_whole(header)[slice(None)].float(), expected, rtol=relative, atol=absolute)
 
 
 def _read_headers(paths: Iterable[Path]) -> dict[str, StoredHeader]:
-    """The tensors of several files by name. Raises ValueError where two files have different ones of one name."""
+    """Read the headers of several files, by tensor name. Raises ValueError if two files differ in a tensor."""
     found: dict[str, StoredHeader] = {}
     for path in paths:
         for name, header in _read_header(path).items():
@@ -233,9 +233,9 @@ def _read_headers(paths: Iterable[Path]) -> dict[str, StoredHeader]:
 
 
 def _read_header(path: Path) -> dict[str, StoredHeader]:
-    """The tensors of a file by name. Raises ValueError for what is no whole safetensors file."""
+    """Read the header of a file, by tensor name. Raises ValueError if the file is damaged or truncated."""
     try:
-        # It checks that the header is one, and that the file is as long as that says.
+        # `safe_open` checks the header, and the file's length against it.
         with safe_open(path, framework="pt"), path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             header = {name: about for name, about in json.loads(file.read(length)).items() if name != "__metadata__"}
@@ -257,7 +257,7 @@ def _read_header(path: Path) -> dict[str, StoredHeader]:
 
 
 def _check_shapes(directory: Path, stored: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
-    """Raise ValueError that names what differs."""
+    """Raise ValueError that names the tensors which differ."""
     wrong = list(_differences(stored, expected))
     if wrong:
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
