@@ -119,8 +119,7 @@ class RegistryServer:
 
 
 def registry_url() -> str:
-    """Return the URL of this cluster's registry: D1_REDIS_URL if set, otherwise the embedded server's, started if
-    necessary.
+    """Return the URL of this cluster's registry: D1_REDIS_URL, or the embedded server's, started if necessary.
 
     Ray must be connected. Raises ValueError and ConnectionError as `check_registry` does, and RuntimeError if the
     embedded server does not start.
