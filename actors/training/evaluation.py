@@ -1,4 +1,4 @@
-"""Evaluation by the learner: when a version is evaluated, under which label, and when the result is in.
+"""Evaluation by the learner: when a version is evaluated, its label, and when the result is known.
 
 Between rounds an evaluation is requested together with the next round. The samplers start it after that round's
 completions, and the learner collects the result after training on the round. The evaluated version is in a checkpoint
