@@ -1,9 +1,9 @@
-"""The Ray side: pools, coordinator, learner group, weights and registry."""
+"""Ray actors of a run: coordinator, sampler and grader pools, learner, weight store and registry."""
 
 NAMESPACE = "d1"
 """The Ray namespace of all named actors."""
 
 
 def actor_name(run: str, name: str) -> str:
-    """What Ray calls an actor of a run, by its name among the run's: `tiny-sampler-1` is `sampler 1` of `tiny`."""
+    """Return the Ray name of a run's actor: `sampler 1` of run `tiny` is `tiny-sampler-1`."""
     return f"{run}-{name.replace(' ', '-')}"

@@ -1,4 +1,4 @@
-"""A run's actors on a Ray cluster: built, named, waited for, and ended."""
+"""Start, wait for and stop a run's actors on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from learner.parallel.ranks import LeaderFailedError, Ranks, is_lost_peer
 
 _START_TIMEOUT_S = 600.0
 _VERDICT_TIMEOUT_S = 120.0
-# The coordinator gives up long before, unless a group does not come to ask it.
+# The coordinator normally gives up long before. This limit is for groups that fail before they reach it.
 _MAX_LEARNER_RESTARTS = 1000
 
 WORKER_ENV = {
@@ -37,8 +37,8 @@ WORKER_ENV = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-"""What the processes of a run need in their environment: a brisk Ray Train controller, no look-ups at a hub, and one
-thread for each of the processes that share a machine."""
+"""Environment of a run's processes: a fast-polling Ray Train controller, no look-ups at a hub, and one thread per
+process, as several share a machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,24 +48,24 @@ class RunActors:
     coordinator: Any
     """The coordinator."""
     store: Any
-    """The weight store; detached, for the service outlives the run."""
+    """The weight store. It is detached, because the service may outlive the run."""
     pools: tuple[Any, ...]
     """Samplers and graders."""
 
 
 class LearnerFailedError(Exception):
-    """The learner group failed again and again; says of what."""
+    """The learner group failed for good; the message says why."""
 
 
 def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str) -> RunActors:
-    """Ask Ray for the pools, the store and the coordinator; `wait_until_ready` says when they are there.
+    """Create the pools, the weight store and the coordinator; `wait_until_ready` waits until they are up.
 
-    Ray starts each of them again where it dies. `driver` names this attempt at the run.
+    Ray restarts each of them if it dies. `driver` identifies this attempt at the run.
     """
     restarted = {"max_restarts": -1, "max_task_retries": -1}
     store: Any = (
         watched(WeightStore)
-        # An earlier try of the run may have left its store: it is taken over.
+        # Reuse the store that an earlier attempt at the run may have left.
         .options(
             name=store_name(spec.name),
             namespace=NAMESPACE,
@@ -78,9 +78,10 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
     )
     samplers = dict(start_sampler(spec, store, index) for index in range(spec.rollout.num_samplers))
     graders = dict(start_grader(spec, index) for index in range(num_graders))
-    # A run of the name that is under way has its samplers, and has refused us by now: its store is left as it is.
+    # If a run of this name were active, creating its samplers again would have failed by now, so its store stays as it
+    # is.
     store.keep.remote(spec.learner.max_staleness + 2)
-    # The run directory is written where the driver made it.
+    # The coordinator writes the run directory, so it must be on the driver's node.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     coordinator: Any = (
         ray.remote(Coordinator)
@@ -95,7 +96,7 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
 
 
 def start_sampler(spec: RunSpec, store: Any, index: int) -> tuple[str, Any]:
-    """Ask Ray for the run's sampler `index`: its name among the run's actors, and its handle."""
+    """Create the run's sampler `index`. Returns its name within the run and its handle."""
     name = f"sampler {index}"
     sampler: Any = (
         watched(SamplerWorker)
@@ -118,7 +119,7 @@ def start_sampler(spec: RunSpec, store: Any, index: int) -> tuple[str, Any]:
 
 
 def start_grader(spec: RunSpec, index: int) -> tuple[str, Any]:
-    """The same for the run's grader `index`."""
+    """Create the run's grader `index`. Returns its name within the run and its handle."""
     name = f"grader {index}"
     grader: Any = (
         watched(GraderWorker)
@@ -129,9 +130,11 @@ def start_grader(spec: RunSpec, index: int) -> tuple[str, Any]:
 
 
 def watched(actor_class: type) -> Any:
-    """An actor class whose `ready` is answered while another call is at work, as `Pools` and `Watch` ask it; and a
-    sampler's `stage`."""
-    remote: Any = ray.remote  # Its types do not know of the groups.
+    """Make an actor class with concurrency groups, so that some calls are answered while another one runs.
+
+    These are `ready`, which `Pools` and `Watch` poll, and a sampler's `stage`.
+    """
+    remote: Any = ray.remote  # Its type stubs lack `concurrency_groups`.
     return remote(concurrency_groups={"liveness": 1, "weights": 1})(actor_class)
 
 
@@ -140,7 +143,7 @@ def wait_until_ready(actors: RunActors) -> None:
 
     Raises:
         TimeoutError: the cluster did not place them all in time.
-        ray.exceptions.RayError: one of them could not be made.
+        ray.exceptions.RayError: one of them could not be created.
     """
     answers = [actor.ready.remote() for actor in actors.pools] + [actors.coordinator.events_since.remote(0)]
     try:
@@ -153,7 +156,7 @@ def wait_until_ready(actors: RunActors) -> None:
 
 
 def stop_actors(actors: RunActors, *, keep_store: bool) -> None:
-    """End a run's actors; the store stays where a service still reads from it."""
+    """Kill a run's actors; `keep_store` spares the store, for a service that still reads from it."""
     for actor in (
         *actors.pools,
         actors.coordinator,
@@ -163,12 +166,12 @@ def stop_actors(actors: RunActors, *, keep_store: bool) -> None:
 
 
 def fit(spec: RunSpec, actors: RunActors) -> None:
-    """Run the learner group to its end. Blocks.
+    """Run the learner group until it ends; blocks.
 
-    The group is started again as long as that leads somewhere, which the coordinator decides: not after so many faults,
-    which a long run on many machines is bound to have.
+    The coordinator decides whether a failed group is restarted: as long as the run makes progress. The number of
+    failures does not matter, since a long run on many machines is bound to have many.
 
-    Raises LearnerFailedError where it leads nowhere, or who starts it again has died.
+    Raises LearnerFailedError if the coordinator gives up or Ray Train's controller dies.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig
@@ -201,8 +204,8 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
 
 
 def train_worker(config: Mapping[str, Any]) -> None:
-    """What each learner worker runs; after a restart it goes on from the newest checkpoint."""
-    # Driver and controller import this module too, and FSDP takes a second.
+    """Run one learner worker; after a restart it resumes from the newest checkpoint."""
+    # Imported here: driver and controller import this module too, and importing FSDP takes a second.
     from actors.training.training import TrainingRun
 
     spec, coordinator = config["spec"], config["coordinator"]
@@ -214,10 +217,11 @@ def train_worker(config: Mapping[str, Any]) -> None:
     try:
         TrainingRun(spec.with_micro_batches(tokens), client, heartbeat, ranks).run()
     except LeaderFailedError:
-        raise  # Rank 0 says why.
+        raise  # Rank 0 reports the cause.
     except Exception as error:
         may_start_again = heartbeat.report(error, is_echo=is_lost_peer(error))
-        # Others may wait for this rank in a collective, which only its end breaks: then the next group is told.
+        # Other ranks may be blocked in a collective, which only the end of this process breaks. If the run gave up, the
+        # next group then ends at its start.
         if may_start_again or ranks.size > 1:
             raise
     finally:

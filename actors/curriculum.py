@@ -1,12 +1,12 @@
-"""The curriculum: how often each problem was solved so far, and which problems a round takes because of it.
+"""Curriculum: sampling of a round's problems by their solve rates so far.
 
-A group whose completions are all right, or all wrong, teaches nothing. If a completion is right with probability p,
-rewards vary within the group as p (1 - p) does, so that is what a problem is worth; p is estimated from all that was
-sampled of the problem, by the mean of a Beta(1, 1) prior's posterior. One that was never asked is worth most.
+A group whose completions are all correct, or all wrong, gives no learning signal. If a completion is correct with
+probability p, rewards within a group vary as p (1 - p), so that is a problem's weight. p is the posterior mean under a
+Beta(1, 1) prior, given all graded completions of the problem. A problem that was never sampled has the largest weight.
 
-Candidates are drawn without replacement in proportion to what they are worth (Efraimidis and Spirakis 2006: the largest
-of u^(1/w)). The draw of a round depends on the seed and on the rewards of the rounds that are certain to be known, so
-not on who was faster; with `learner.max_staleness` 0 it is the same in every run.
+Candidates are sampled without replacement in proportion to their weights (Efraimidis and Spirakis 2006: the largest of
+u^(1/w)). The choice depends on the seed and on the rewards of those rounds that are certain to be known, so it does not
+depend on timing. With `learner.max_staleness` 0 it is the same in every run.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _KEY = 15
 _KEY_BITS = 63
 
 Outcomes = Mapping[str, tuple[int, int]]
-"""By problem: right completions, and graded ones."""
+"""Correct completions and graded completions, by problem id."""
 
 
 class SolveRates:
-    """What became of the problems of each round."""
+    """Outcomes of each round's problems, and their running totals."""
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Start without any outcomes."""
         self._rounds: dict[int, Outcomes] = {}
         self._totals: dict[str, tuple[int, int]] = {}
         self._totals_before = 0
 
     def note(self, round_index: int, outcomes: Outcomes) -> None:
-        """A round was graded; one that is done again has what it had."""
+        """Record a round's outcomes; a repeated round replaces its earlier ones."""
         if self._rounds.get(round_index) == outcomes:
             return
         self._rounds[round_index] = outcomes
@@ -45,7 +45,7 @@ class SolveRates:
             self._totals, self._totals_before = {}, 0
 
     def before(self, round_index: int) -> Outcomes:
-        """Totals of the rounds before one."""
+        """Return the totals of the rounds before `round_index`."""
         if round_index < self._totals_before:
             self._totals, self._totals_before = {}, 0
         for index in range(self._totals_before, round_index):
@@ -59,13 +59,13 @@ class SolveRates:
 def chosen(
     candidates: Sequence[tuple[Problem, int]], count: int, known: Outcomes, seed: int, round_index: int
 ) -> list[tuple[Problem, int]]:
-    """The `count` problems of a round, each with its epoch, among its candidates.
+    """Choose the `count` problems of a round, each with its epoch, from its candidates.
 
     Args:
-        candidates: problems with their epochs, in their order.
-        count: how many.
-        known: what became of them in earlier rounds.
-        seed: the run's.
+        candidates: problems with their epochs, in order.
+        count: number of problems to choose.
+        known: outcomes of earlier rounds.
+        seed: the run's seed.
         round_index: the round.
     """
 
@@ -83,7 +83,7 @@ def _worth(right: int, graded: int) -> float:
 
 
 def outcomes_of(graded: Iterable[tuple[Sequence[Problem], Sequence[Grade]]]) -> Outcomes:
-    """What became of the problems of some portions, by the problem and the grade of each of their rows."""
+    """Count correct and graded completions by problem, given the problem and grade of each row of some work units."""
     found: dict[str, tuple[int, int]] = {}
     for problems, grades in graded:
         for problem, grade in zip(problems, grades, strict=True):
@@ -94,12 +94,12 @@ def outcomes_of(graded: Iterable[tuple[Sequence[Problem], Sequence[Grade]]]) -> 
 
 
 def line_of(round_index: int, outcomes: Outcomes) -> str:
-    """What the file has of a round."""
+    """Encode a round's outcomes as one line of the solve rates file."""
     return json.dumps({"round": round_index, "solved": outcomes}, ensure_ascii=False)
 
 
 def read_solve_rates(directory: Path) -> SolveRates:
-    """What a run's file says; a line that cannot be read is none. Of a round that was done twice the last counts."""
+    """Read a run's solve rates file, skipping unreadable lines. Of a repeated round, the last line counts."""
     rates = SolveRates()
     for round_index, outcomes in _lines(directory / SOLVE_RATES):
         rates.note(round_index, outcomes)

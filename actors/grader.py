@@ -1,4 +1,7 @@
-"""The pools' graders: an ordinary class, made a Ray actor where the pools are built. It needs no torch."""
+"""Grader worker: decodes completions and grades them.
+
+An ordinary class, which `actors/cluster.py` makes a Ray actor. It needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ from rollout.request import Completion, FinishReason, Request
 
 
 class GraderWorker:
-    """Turns completions into text and grades them. One grader serves reward and evaluation."""
+    """Grader of completions, for rewards and evaluations."""
 
     def __init__(self, task: TaskConfig, reward: RewardConfig, tokenizer: Path) -> None:
-        """Raises ValueError when a term of the reward cannot work on this machine."""
+        """Create the grader. Raises ValueError if a term of the reward cannot work on this machine."""
         self._grader = Grader(task, reward)
         self._tokenizer = ChatTokenizer(tokenizer)
 
     def ready(self) -> int:
-        """Answers once the actor is up, with its process id: another one is a restart."""
+        """Return the process id once the actor is up; a different id means that it restarted."""
         return os.getpid()
 
     def grade(self, portion: Portion, completions: Sequence[Completion]) -> tuple[ScoredPortion, PortionSummary]:
-        """Grade the text of each completion up to its end of text; what follows it is not the policy's answer.
+        """Grade each completion's text up to its end-of-text token; what follows is not part of the answer.
 
-        An evaluation is graded by the task alone. Raises RewardUnavailableError when what a term of the reward asks
-        does not answer.
+        An evaluation is graded by the task alone, without the reward's terms. Raises RewardUnavailableError if a
+        service that a term calls does not answer.
         """
         samples = self._samples(portion, completions)
         is_evaluation = portion.key.round == EVALUATION_ROUND
@@ -50,7 +53,7 @@ def sample_of(
     completion: Completion | RenoisedCompletion,
     tokenizer: ChatTokenizer,
 ) -> Sample:
-    """What is graded of a completion: its text up to its end of text."""
+    """Make the grader's input from a completion, with its text up to the end-of-text token."""
     return Sample(
         problem=problem,
         text=tokenizer.decode(completion.token_ids[: completion.num_tokens].tolist()),

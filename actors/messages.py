@@ -1,4 +1,4 @@
-"""The types that travel between the actors."""
+"""Message types between the actors: work units (portions), completions, summaries and weight versions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rewards import Grade, Outcome, Problem
 from rollout.request import Completion, Request
 
 EVALUATION_ROUND = -1
-"""The round of portions that only measure."""
+"""Round index of work units that belong to an evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """Names the weights that a portion is sampled from.
+    """Identity of the weights that a work unit is sampled from.
 
-    A learner that restarts makes versions again, and they may be other weights: the number alone would let a sampler
-    keep what it has. The digest holds whichever process remembers or forgets what.
+    A restarted learner makes versions again, possibly with different weights. By the number alone a sampler would keep
+    its old ones. The digest tells them apart, whatever state each process has kept.
     """
 
     version: int
@@ -29,16 +29,16 @@ class Generation:
 
 
 class Next(StrEnum):
-    """What the coordinator asks of the learner."""
+    """The coordinator's answer to a request of the learner."""
 
     GO_ON = "go on"
-    """Here is what it waited for."""
+    """Continue: the request is done."""
     PUBLISH = "publish"
-    """The weight store has lost the newest version: publish it again, and ask again."""
+    """The weight store lost the newest version: publish it again, then repeat the request."""
     STOP = "stop"
-    """Somebody wants the run to stop: write a checkpoint, and end."""
+    """A stop was requested: write a checkpoint and end."""
     TELL = "tell"
-    """The coordinator has restarted and does not know what was trained on: tell it all of that, and ask again."""
+    """The coordinator has restarted and lacks the last round's summaries: report them, then repeat the request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,51 +46,51 @@ class TrainedRound:
     """A round that the learner has trained on."""
 
     round: int
-    """The round."""
+    """Its index."""
     generation: Generation
-    """What it gave, which is published."""
+    """The version that it produced, already published."""
     values: Mapping[str, Any]
-    """What the learner measured."""
+    """The learner's metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PortionKey:
-    """Names a portion: whole groups of one round (or one evaluation) that are sampled together.
+    """Key of a work unit: whole groups of one round (or one evaluation) that are sampled together.
 
-    What a portion holds is fixed by the recipe, never by who is free: the last bits of a logit depend on the batch,
-    so a fixed composition is what makes a repeated run equal to the first.
+    The recipe fixes what a work unit contains, independently of which sampler is free. The last bits of a logit depend
+    on the batch, so a fixed composition is what makes a repeated run equal to the first.
     """
 
     round: int
     """The round, or -1 for an evaluation."""
     index: int
-    """Its place in the round."""
+    """Its position in the round."""
 
     @property
     def is_of_evaluation(self) -> bool:
-        """Whether it is of an evaluation and not of a round."""
+        """Whether it belongs to an evaluation instead of a round."""
         return self.round < 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:
-    """The work of one portion."""
+    """Work unit of a sampler: requests that are sampled together."""
 
     key: PortionKey
-    """Its name."""
+    """Its round and position."""
     problems: tuple[Problem, ...]
     """The problem of each request."""
     group_ids: tuple[int, ...]
-    """The group, counted in the round, of each request."""
+    """The group of each request, numbered within the round."""
     requests: tuple[Request, ...]
-    """What the sampler is asked for."""
+    """The requests to the sampler."""
     is_long: bool = False
-    """Whether its prompts are longer than those of the rounds, as those of an evaluation may be."""
+    """Whether its prompts exceed the limit of the rounds, as those of an evaluation may."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PortionSummary:
-    """The little of a scored portion that the coordinator keeps; the tensors go past it."""
+    """The part of a scored work unit that the coordinator keeps; the tensors bypass it."""
 
     grades: tuple[Grade, ...]
     """The grade of each completion."""
@@ -103,9 +103,9 @@ class PortionSummary:
     policy_versions: tuple[int, ...]
     """The version that sampled each completion."""
     failures: tuple[str, ...]
-    """What went wrong in the grader, if anything did."""
+    """Distinct errors of the grader."""
     costs: Mapping[str, float]
-    """What the terms of the reward spent on it, by `TERM/WHAT`; after a failed try also what that spent."""
+    """What the reward's terms spent on it, by `TERM/WHAT`, including the spending of a failed attempt."""
 
     @classmethod
     def of(
@@ -115,7 +115,7 @@ class PortionSummary:
         texts: Sequence[str],
         costs: Mapping[str, float],
     ) -> Self:
-        """Of completions with their grades and texts."""
+        """Summarize completions with their grades and texts."""
         failures = [grade.detail for grade in grades if grade.outcome is Outcome.ERROR]
         return cls(
             grades=tuple(grades),
@@ -130,16 +130,16 @@ class PortionSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredPortion:
-    """A portion with its completions and grades: what the learner trains on."""
+    """Work unit with its completions and grades: the learner's training data."""
 
     portion: Portion
-    """What was asked."""
+    """The work unit."""
     completions: tuple[Completion, ...]
-    """What was sampled, in the order of the requests."""
+    """Its completions, in the order of the requests."""
     summary: PortionSummary
-    """Their grades, and the rest that the coordinator is told. A coordinator that restarted is told again from here."""
+    """Grades and statistics for the coordinator; reported again from here if the coordinator restarts."""
 
     @property
     def grades(self) -> tuple[Grade, ...]:
-        """What each completion is worth."""
+        """The grade of each completion."""
         return self.summary.grades

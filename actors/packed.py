@@ -1,6 +1,6 @@
-"""Serialization of completions between processes: a column for each of their arrays, not thousands of short ones.
+"""Columnar pickling of completions: one array per field instead of thousands of short ones.
 
-Ray takes longer over each array than over its bytes.
+Ray's overhead per array exceeds the cost of its bytes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _NAMES = [field.name for field in fields(Completion)]
 
 
 class Completions(tuple[Completion, ...]):
-    """Completions that are pickled as columns. What arrives are the same, with views of the columns for arrays."""
+    """Tuple of completions that is pickled as columns. After unpickling, their arrays are views of the columns."""
 
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The columns."""
+        """Pickle one column per field: a concatenated array, or a list."""
         if not self:
             return Completions, ()
         is_array = {name: isinstance(getattr(self[0], name), np.ndarray) for name in _NAMES}
         columns = {name: [getattr(completion, name) for completion in self] for name in _NAMES}
-        # All arrays of a completion are as long as it.
+        # All arrays of a completion have the same length.
         lengths = np.array([len(completion.token_ids) for completion in self])
         arrays = {name: np.concatenate(column) for name, column in columns.items() if is_array[name]}
         values = {name: column for name, column in columns.items() if not is_array[name]}

@@ -1,4 +1,7 @@
-"""Who is asked what, and when: a pure function of the run's seed, and under a curriculum of the rewards so far."""
+"""Run plan: the problems, requests and seeds of every round and evaluation.
+
+It is a pure function of the run's seed and, with a curriculum, of the rewards so far.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,30 @@ from rewards.problem import chat
 from rollout.request import Request, SamplingParams, canvas_of
 
 _ORDER_KEY, _SAMPLE_KEY, MASK_KEY, _SCHEDULE_KEY = 11, 12, 13, 14
-# Rounds whose plan is at hand.
+# Number of rounds whose plans stay cached.
 _MOST_KEPT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
-    """What a round may ask."""
+    """Candidate groups of a round, and their work units."""
 
     problems: list[tuple[Problem, int]]
-    """The problem of each group, and its epoch."""
+    """The problem of each group, with its epoch."""
     portions: list[tuple[int, ...]]
-    """The groups of each portion."""
+    """The groups of each work unit."""
 
 
 class RunPlan:
-    """The problems of a run and the portions that its rounds and evaluations consist of."""
+    """The problems of a run, and the work units of its rounds and evaluations."""
 
     def __init__(self, spec: RunSpec, tokenizer: ChatTokenizer) -> None:
-        """Make the problems and encode their prompts.
+        """Create the problems and encode their prompts.
 
-        Training problems with prompts that are too long are left out or cut, as the recipe says. The others are all
-        there: their prompts are whole, unless the recipe has prompts cut.
+        Training problems whose prompts are too long are dropped or truncated, as the recipe says. Held-out and
+        validation problems are never dropped, and truncated only if the recipe says so.
 
-        Raises ValueError when the task has too few problems or every training prompt is longer than allowed.
+        Raises ValueError if the task has too few problems or every training prompt is too long.
         """
         task = make_task(spec.task)
         self._spec, self._params = spec, spec.rollout.params
@@ -51,7 +54,7 @@ class RunPlan:
         self._asked: dict[int, _Asked] = {}
         self.solve_rates = SolveRates()
         self.num_overlong = 0
-        # The split is by solution and not by seed, so neither set depends on which run asks.
+        # The split is by solution and not by seed, so the held-out and validation sets are the same for every run.
         self.train = self._fitting(task.problems(Split.TRAIN, spec.num_train_problems, spec.seed))
         self.heldout = self._encoded(task.problems(Split.HELDOUT, spec.evaluation.num_problems, seed=0))
         num_validation = spec.evaluation.num_validation
@@ -61,25 +64,25 @@ class RunPlan:
 
     @property
     def to_choose_by(self) -> list[Problem]:
-        """What may be looked at before a run's end: the validation problems, or without any the held-out ones."""
+        """Problems for model selection during a run: the validation problems, or without any the held-out ones."""
         return self.validation or self.heldout
 
     @property
     def to_test_loss_by(self) -> list[Problem]:
-        """Those of them whose prompts fit the canvases of training."""
+        """Problems of `to_choose_by` whose prompts fit the training canvases."""
         return [problem for problem in self.to_choose_by if not self._is_overlong(problem)]
 
     @property
     def portions_per_round(self) -> int:
-        """Portions that a round consists of, before any group is replaced."""
+        """Work units of a round, before any group is replaced."""
         return self._spec.portions_per_round
 
     def portion_sizes(self, round_index: int) -> list[int]:
-        """Groups of each portion that a round may ask."""
+        """Return the number of groups in each candidate work unit of a round."""
         return [len(groups) for groups in self._asked_in(round_index).portions]
 
     def round_portion(self, round_index: int, index: int) -> Portion:
-        """A portion of a round. Problems come in a new order in every epoch; every draw has its own seed."""
+        """Make a work unit of a round. Problems are shuffled anew in every epoch; every sample has its own seed."""
         spec, asked_in = self._spec, self._asked_in(round_index)
         problems, requests = [], []
         for group in asked_in.portions[index]:
@@ -97,12 +100,12 @@ class RunPlan:
         )
 
     def group_ids(self, key: PortionKey) -> tuple[int, ...]:
-        """The group, counted in the round, of each request of a round's portion."""
+        """Return the group of each request of a work unit, numbered within the round."""
         groups = self._asked_in(key.round).portions[key.index]
         return tuple(group for group in groups for _ in range(self._spec.learner.group_size))
 
     def portion_problems(self, key: PortionKey) -> list[Problem]:
-        """The problem of each request of a round's portion."""
+        """Return the problem of each request of a round's work unit."""
         problems = self._asked_in(key.round).problems
         return [problems[group][0] for group in self.group_ids(key)]
 
@@ -113,15 +116,17 @@ class RunPlan:
         first_index: int = 0,
         asked: Sequence[Problem] | None = None,
     ) -> list[Portion]:
-        """Every problem that has room in the policy's longest canvas, once at temperature 0.
+        """Make the work units of an evaluation: each problem once, at temperature 0.
+
+        Problems whose prompts leave no room in the policy's longest canvas are left out.
 
         Args:
-            params: how they are denoised otherwise.
-            policy: the shape of what answers.
-            first_index: what the portions count from.
+            params: sampling parameters; their temperature is ignored.
+            policy: config of the policy that answers.
+            first_index: index of the first work unit.
             asked: which of the plan's problems; None: the held-out ones.
 
-        Raises ValueError where none of them has room.
+        Raises ValueError if no problem has room.
         """
         asked = self.heldout if asked is None else asked
         has_no_room = {problem.problem_id for problem in self.without_room(params, policy, asked)}
@@ -149,7 +154,7 @@ class RunPlan:
     def without_room(
         self, params: SamplingParams, policy: TransformerConfig, asked: Sequence[Problem] | None = None
     ) -> list[Problem]:
-        """The problems whose prompts leave no room for a completion in the policy's longest canvas.
+        """Return the problems whose prompts leave no room for a completion in the policy's longest canvas.
 
         The arguments are those of `evaluation_portions`.
         """
@@ -160,15 +165,15 @@ class RunPlan:
         ]
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
-        """The encoded prompt of one of the plan's problems."""
+        """Return the encoded prompt of one of the plan's problems."""
         return self._prompts[problem.problem_id]
 
     def prompt_text(self, problem: Problem) -> str:
-        """What a person reads as the prompt."""
+        """Return the prompt as readable text."""
         return "\n".join(message.content for message in problem.messages)
 
     def note_solved(self, round_index: int, outcomes: Outcomes) -> None:
-        """A round was graded: what it says of its problems counts for those that come after."""
+        """Record a graded round's outcomes; with a curriculum, later rounds are planned again from them."""
         self.solve_rates.note(round_index, outcomes)
         if self._spec.rollout.curriculum > 1:
             self._asked = {index: asked for index, asked in self._asked.items() if index <= round_index}
@@ -181,18 +186,18 @@ class RunPlan:
         return self._asked[round_index]
 
     def _asks(self, round_index: int) -> _Asked:
-        # A round has problems of its own for those that it may replace: which it asks depends on no other's groups.
+        # A round has its own spare problems for replacements, so its problems do not depend on other rounds' groups.
         spec, most, times = self._spec, self._spec.most_groups_per_round, self._spec.rollout.curriculum
         first = round_index * most * times
         problems = [self._problem_at(first + place) for place in range(most * times)]
         if times > 1:
-            # What is certain to be graded before the round begins.
+            # Only rounds that are certain to be graded before this one begins.
             known = self.solve_rates.before(round_index - spec.learner.max_staleness)
             problems = chosen(problems, most, known, spec.seed, round_index)
         whole, size = spec.learner.groups_per_round, spec.portion_groups
         lengths = [len(self._prompts[problem.problem_id]) + spec.rollout.sampling.gen_length for problem, _ in problems]
         at_first = portioned(lengths[:whole], size, spec.most_portion_groups)
-        # Those that replace others are asked in their order: short ones have no advantage.
+        # Replacement groups stay in order, so that short ones have no advantage.
         return _Asked(problems=problems, portions=[*at_first, *in_order(range(whole, most), size)])
 
     def _problem_at(self, position: int) -> tuple[Problem, int]:
@@ -206,7 +211,7 @@ class RunPlan:
         return Request(prompt_ids=self._prompts[problem.problem_id], params=params, seed=seed)
 
     def _fitting(self, problems: list[Problem]) -> list[Problem]:
-        """Encode prompts, and leave out those that are too long, unless they are cut."""
+        """Encode prompts and drop those that are too long, unless they are truncated."""
         kept = [problem for problem in self._encoded(problems) if not self._is_overlong(problem)]
         self.num_overlong += len(problems) - len(kept)
         if not kept:
@@ -217,7 +222,7 @@ class RunPlan:
         return kept
 
     def _encoded(self, problems: list[Problem]) -> list[Problem]:
-        """Encode prompts; cut those that are too long, if the recipe says so."""
+        """Encode prompts, truncating those that are too long if the recipe says so."""
         rollout = self._spec.rollout
         for problem in problems:
             prompt = self._tokenizer.encode_chat(chat(problem.messages))

@@ -1,6 +1,7 @@
-"""Which groups of a round are sampled together: portions of about the same number of tokens, each of like lengths.
+"""Length-balanced batching: splits a round's groups into work units of similar cost and length.
 
-Canvases that are denoised together are padded to the longest of them, so a portion costs its canvases times that.
+Canvases that are denoised together are padded to the longest, so a work unit costs its number of canvases times that
+length.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from collections.abc import Sequence
 
 
 def portioned(lengths: Sequence[int], size: int, most: int) -> list[tuple[int, ...]]:
-    """The groups of each portion, the costliest portion first. There are as many as with `size` groups in each.
+    """Split groups into work units, costliest first; there are as many as with `size` groups in each.
 
-    The costliest is as cheap as it can be with groups that are cut into portions by their length. Where all are of one
-    length, they are in their order, `size` in a portion.
+    Groups are sorted by length and split so that the costliest work unit is as cheap as possible. If all lengths are
+    equal, the groups stay in order, `size` in each.
 
     Args:
-        lengths: tokens of a canvas of each group.
-        size: groups of a portion, if all were alike.
-        most: groups of a portion, at most; no less than `size`.
+        lengths: canvas tokens of each group.
+        size: groups per work unit if all lengths were equal.
+        most: maximum groups per work unit; at least `size`.
     """
     if len(set(lengths)) == 1:
         return in_order(range(len(lengths)), size)
@@ -28,7 +29,7 @@ def portioned(lengths: Sequence[int], size: int, most: int) -> list[tuple[int, .
     fits = bisect_left(limits, True, key=lambda limit: len(_filled(order, lengths, limit, most)) <= count)
     portions = _filled(order, lengths, limits[fits], most)
     while len(portions) < count:
-        # Every portion is somebody's: halves of the costliest.
+        # The number of work units is fixed, so that each sampler has its share: halve the costliest.
         index = max(range(len(portions)), key=lambda place: (len(portions[place]) > 1, _cost(portions[place], lengths)))
         whole = portions[index]
         portions[index : index + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
@@ -37,20 +38,20 @@ def portioned(lengths: Sequence[int], size: int, most: int) -> list[tuple[int, .
 
 
 def in_order(groups: range, size: int) -> list[tuple[int, ...]]:
-    """The groups of each portion where they stay in their order, `size` in a portion."""
+    """Split groups into work units of `size` groups, in order."""
     return _in_batches(groups, size)
 
 
 def evaluated_together(prompts: Sequence[int], size: int, usual: int, num_slots: int) -> list[tuple[int, ...]]:
-    """The requests of each batch of an evaluation, by their place.
+    """Split the requests of an evaluation into batches of positions.
 
-    They stay in their order, `size` in a batch. Those with longer prompts than usual come after the others, in batches
-    that take no more tokens, of one request at least.
+    Requests stay in order, `size` in a batch. Those with longer prompts than `usual` come last, in smaller batches with
+    no more tokens, but at least one request.
 
     Args:
         prompts: tokens of each prompt.
-        size: requests of a batch.
-        usual: tokens of the longest prompt that batches of that size are made for.
+        size: requests in a batch.
+        usual: longest prompt, in tokens, for which batches of that size are made.
         num_slots: tokens of a completion.
     """
     short = [place for place, length in enumerate(prompts) if length <= usual]
@@ -64,10 +65,10 @@ def _in_batches(places: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 
 def _filled(order: Sequence[int], lengths: Sequence[int], limit: int, most: int) -> list[list[int]]:
-    """Portions that cost no more than a limit, the longest groups first; one group at least is in each."""
+    """Fill work units up to a cost limit, longest groups first; each has at least one group."""
     portions: list[list[int]] = []
     for group in order:
-        # The first is the longest.
+        # The first group is the longest, and so sets the padded length.
         if portions and len(portions[-1]) < min(most, limit // lengths[portions[-1][0]]):
             portions[-1].append(group)
         else:

@@ -1,4 +1,4 @@
-"""What a run is made of: the part of a recipe that its actors need."""
+"""Run configuration: the part of a recipe that a run's actors need."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import SamplingParams
 
 STRICT = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-"""Of every section: a name that is none of its fields is refused."""
+"""Config of every section; unknown fields are rejected."""
 
 
 class ModelSection(BaseModel):
-    """The policy: made from scratch by its shape, or loaded from a checkpoint."""
+    """The policy: made from scratch with the shape below, or loaded from a checkpoint."""
 
     model_config = STRICT
 
     checkpoint: Path | None = None
-    """The Hugging Face checkpoint or peft adapter to start from: a directory, a run's for its newest, or a hub id
-    `org/name[@revision]`; then the shape below is the checkpoint's. The run refers to its weight files and does not
-    copy them: they must stay where they are, and every machine of the run must see them."""
+    """The Hugging Face checkpoint or peft adapter to start from: a directory, a run's directory (its newest
+    checkpoint), or a hub id `org/name[@revision]`. The checkpoint's shape replaces the one below. The run refers to its
+    weight files and does not copy them: they must stay where they are, accessible to every machine of the run."""
     d_model: PositiveInt = 128
     """Width of the residual stream."""
     num_layers: PositiveInt = 4
@@ -52,20 +52,20 @@ class ModelSection(BaseModel):
     mlp_hidden_size: PositiveInt = 384
     """Inner width of the SwiGLU."""
     init_scale: PositiveFloat = 1.0
-    """Of the initial weights. Smaller ones learn more slowly, and generalise better where the answer must be composed
-    (digit sums: from nothing to a third of the held-out problems)."""
+    """Scale of the initial weights. Smaller ones learn more slowly, and generalise better where the answer must be
+    composed (digit sums: from nothing to a third of the held-out problems)."""
     block_length: PositiveInt | None = None
-    """Slots of a block of a block-causal policy, of SDAR's architecture: a slot sees its own block and all before it.
-    Absent: every slot sees every other (LLaDA's architecture)."""
+    """Block length, in slots, of a block-causal policy (SDAR's architecture): a slot attends to its own block and all
+    blocks before it. Absent: every slot attends to every other (LLaDA's architecture)."""
     vocab_size: Annotated[int, Field(ge=288)] = 320
-    """Most tokens of the tokenizer that is trained on the task's texts."""
+    """Maximum vocabulary size of the tokenizer, which is trained on the task's texts."""
     lora: LoraConfig = LoraConfig()
-    """What of it is trained, in both stages."""
+    """Which weights both stages train: all, or a LoRA adapter."""
 
     def shape(
         self, vocab_size: int, max_sequence_length: int, *, mask_token_id: int, eos_token_id: int
     ) -> TransformerConfig:
-        """That of a policy made from scratch, with what its tokenizer and its canvases say."""
+        """Return the config of a policy made from scratch, for a given tokenizer and canvas length."""
         return TransformerConfig(
             family="llada" if self.block_length is None else "sdar",
             block_length=self.block_length,
@@ -97,21 +97,21 @@ class GraderSection(BaseModel):
     model_config = STRICT
 
     num_graders: PositiveInt = 1
-    """Grader actors."""
+    """Number of grader actors."""
     timeout_s: PositiveFloat = 60.0
-    """Longest time to grade one batch of completions, in seconds; then the batch is tried again. Programs and
-    mathematical comparisons have limits of their own, one by one (`task.sandbox.wall_s`), and that time beside."""
+    """Timeout for grading one batch of completions, in seconds, after which the batch is retried. Each program and
+    mathematical comparison has its own limit (`task.sandbox.wall_s`), which is added to it."""
 
 
 class ControlSection(BaseModel):
-    """The control: more SFT on the same labels, from the SFT checkpoint, for as long as the rounds took."""
+    """The control experiment: more SFT on the same labels, from the SFT checkpoint, for as long as the rounds took."""
 
     model_config = STRICT
 
     enabled: bool = True
     """Whether to run it after the rounds."""
     num_steps: NonNegativeInt = 0
-    """Optimizer steps; 0 means: for the same seconds as the rounds took."""
+    """Optimizer steps; 0: as many as fit into the seconds that the rounds took."""
 
 
 class RunConfig(BaseModel):
@@ -120,51 +120,52 @@ class RunConfig(BaseModel):
     model_config = STRICT
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
-    """The run's name: its directory below `runs_dir`, its Ray namespace and its job id."""
+    """The run's name: its directory below `runs_dir`, the prefix of its Ray actors' names, and its job id."""
     seed: NonNegativeInt = 0
-    """Keys every random draw of the run."""
+    """Seed of every random draw of the run."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where samplers and learner workers compute: `cpu`, or `cuda` with a GPU for each of them, or as `gpus` says."""
+    """Device of samplers and learner workers: `cpu`, or `cuda` with one GPU for each of them, or as `gpus` says."""
     gpus: GpuSection = GpuSection()
     """Shares of GPUs."""
     placement: PlacementSection = PlacementSection()
-    """Machines of a cluster."""
+    """Placement on the machines of a cluster."""
     weight_transport: WeightTransport = OBJECT_STORE
-    """How weights that are all trained go to the samplers: through Ray's object store, where they outlive the learner;
-    or from the learner's memory by Ray Direct Transport, over `nixl` (needs the package) or `cuda_ipc` (on one GPU)."""
+    """Weight sync without LoRA: through Ray's object store, where the weights outlive the learner; or from the
+    learner's memory by Ray Direct Transport, over `nixl` (needs the package) or `cuda_ipc` (on one GPU)."""
     task: TaskConfig
-    """What is learned."""
+    """The task to learn."""
     reward: RewardConfig = RewardConfig()
-    """What the rounds reward."""
+    """The reward of the rounds."""
     num_train_problems: PositiveInt = 2000
-    """Problems without labels that the rounds draw from; SFT's labels are the first of them."""
+    """Training problems that the rounds sample from, without labels; SFT's labels are those of the first ones."""
     model: ModelSection = ModelSection()
     """The policy."""
     sft: SftConfig
-    """Stage 1."""
+    """Stage 1: SFT."""
     rollout: RolloutConfig = RolloutConfig()
     """The sampler pool."""
     grading: GraderSection = GraderSection()
     """The grader pool."""
     learner: LearnerConfig
-    """Stage 2."""
+    """Stage 2: the rounds of RL."""
     sharding: ShardingConfig = ShardingConfig()
-    """How the learner's workers hold the policy."""
+    """Sharding of the policy over the learner's workers."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
     control: ControlSection = ControlSection()
-    """What else the same seconds could have bought."""
+    """The control experiment: SFT for the seconds that the rounds took."""
     checkpoint_every_rounds: NonNegativeInt = 0
-    """Write a checkpoint to resume from after every so many rounds; 0: only by time, where the rounds are evaluated,
-    and at the ends of the stages."""
+    """Rounds between checkpoints. 0: checkpoints only by time, at evaluated rounds, and at the ends of the stages."""
     checkpoint_every_s: NonNegativeFloat = 120.0
-    """Write one after so many seconds too, in SFT, the rounds and the control: what a crash costs at most. It takes at
-    most a twentieth of the time: where one takes long to write, they are further apart. 0: none by time."""
+    """Seconds between checkpoints in SFT, the rounds and the control, in addition: the most that a crash can lose.
+    Writing takes at most a twentieth of the time: if a checkpoint is slow to write, they are further apart. 0: none by
+    time."""
     num_checkpoints_kept: PositiveInt = 3
-    """The newest checkpoints to keep, beside those that end a stage, the best by validation (or, without, by held-out
-    accuracy) and one that an operator has pinned."""
+    """Number of newest checkpoints to keep, besides those that end a stage, the best by validation (or, without, by
+    held-out accuracy) and one that an operator has pinned."""
     wandb_project: str | None = None
-    """Also log to this Weights & Biases project; needs the extra `d1[wandb]`. WANDB_MODE=offline keeps it here."""
+    """Also log to this Weights & Biases project; needs the extra `d1[wandb]`. WANDB_MODE=offline keeps the data
+    local."""
 
     @property
     def canvas_tokens(self) -> int:
@@ -174,42 +175,44 @@ class RunConfig(BaseModel):
 
     @property
     def may_hold_base_in_half(self) -> bool:
-        """Whether the learner may hold frozen weights in bfloat16, if their checkpoint is in it: it computes in it."""
+        """Whether the learner may hold frozen weights in bfloat16, if their checkpoint is: it computes in bfloat16
+        anyway."""
         lora = self.model.lora
         return lora.rank > 0 and lora.base_weights == "full" and self.sharding.compute_dtype == "bfloat16"
 
     @property
     def portion_groups(self) -> int:
-        """Groups of a portion."""
+        """Groups in a work unit."""
         return self.portion_groups_for(self.rollout.num_samplers)
 
     def portion_groups_for(self, num_samplers: int) -> int:
-        """With so many samplers: as many as one is given at once, and few enough that each has its share of a round."""
+        """Return the groups in a work unit for `num_samplers`: at most a sampler's batch, and few enough for each
+        sampler to have its share of a round."""
         return min(self.most_portion_groups, -(-self.learner.groups_per_round // num_samplers))
 
     @property
     def most_portion_groups(self) -> int:
-        """As many as a sampler is given at once."""
+        """Maximum groups in a work unit: a sampler's batch."""
         return max(1, self.rollout.batch_size // self.learner.group_size)
 
     @property
     def most_portion_requests(self) -> int:
-        """Completions of the largest portion, of a round or of an evaluation."""
+        """Completions of the largest work unit, of a round or of an evaluation."""
         return max(self.rollout.batch_size, self.learner.group_size)
 
     @property
     def grading_timeout_s(self) -> float:
-        """Longest time to grade one portion: `grading.timeout_s`, and what each of its completions may use up."""
+        """Timeout for grading one work unit: `grading.timeout_s`, plus the time limit of each completion."""
         return self.grading.timeout_s + self.most_portion_requests * self.task.longest_grade_s
 
     @property
     def most_groups_per_round(self) -> int:
-        """Groups that a round may ask, with those that replace others."""
+        """Maximum groups that a round may sample, including replacements."""
         return int(self.learner.groups_per_round * self.rollout.max_oversampling)
 
     @property
     def portions_per_round(self) -> int:
-        """Portions that a round consists of, before any group is replaced."""
+        """Work units of a round, before any group is replaced."""
         return -(-self.learner.groups_per_round // self.portion_groups)
 
     @property
@@ -220,11 +223,12 @@ class RunConfig(BaseModel):
 
     @property
     def sft_micro_batch_tokens(self) -> int:
-        """Most tokens of one forward and backward of SFT on a worker: a row at least, at most its share of a batch."""
+        """Maximum tokens of an SFT micro-batch on one worker: at least one row, at most the worker's share of a
+        batch."""
         return self.sft_micro_batch_tokens_for(self.learner.num_workers)
 
     def sft_micro_batch_tokens_for(self, num_workers: int) -> int:
-        """The same with so many learner workers."""
+        """Return the same for `num_workers` learner workers."""
         whole = -(-self.sft.batch_size // num_workers) * self.sft_tokens
         return min(whole, max(self.sft.micro_batch_tokens or whole, self.sft_tokens))
 
@@ -323,7 +327,7 @@ class RunConfig(BaseModel):
         return self
 
     def _term_refusal(self, term: TermConfig) -> str | None:
-        """Why a term cannot go with the rest; None when it can."""
+        """Return why a reward term does not fit the rest of the config; None if it does."""
         gen_length, limit_s, count = self.rollout.sampling.gen_length, self.grading.timeout_s, self.rollout.batch_size
         if isinstance(term, LengthPenaltyConfig) and term.buffer_tokens > gen_length:
             return f".buffer_tokens {term.buffer_tokens} exceeds rollout.sampling.gen_length {gen_length}"
@@ -341,7 +345,7 @@ class RunConfig(BaseModel):
         return None
 
     def _check_labels(self) -> None:
-        """Raise ValueError unless the task's problems are enough for SFT's examples."""
+        """Raise ValueError unless the task has enough problems for SFT's examples."""
         if (self.sft.num_labels or 0) > self.num_train_problems:
             raise ValueError(
                 f"sft.num_labels {self.sft.num_labels} exceeds num_train_problems {self.num_train_problems}, "
@@ -356,5 +360,5 @@ class RunConfig(BaseModel):
 
     @property
     def evaluated_params(self) -> tuple[SamplingParams, ...]:
-        """What a policy is evaluated at; the first is what the service answers at."""
+        """Sampling parameters of the evaluations; the service uses the first."""
         return self.evaluation.params(self.rollout.sampling)

@@ -1,7 +1,7 @@
-"""The run directory: what a run did, written as it happens.
+"""Run log: writes a run's events, samples and metrics into the run directory.
 
-`metrics.jsonl` is the truth: one JSON object a line, each with `event` and `time_s` (seconds since the run began).
-Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is made from these events.
+`metrics.jsonl` is the source of truth: one JSON object per line, with `event` and `time_s` (seconds since the start).
+Everything else that shows numbers (TensorBoard, W&B, tables, curves) is derived from these events.
 
 | event | other fields |
 |---|---|
@@ -12,12 +12,12 @@ Everything else that shows numbers (TensorBoard, W&B, the table, the curves) is 
 | sft_eval | phase, step, loss, loss_at_t |
 | sft_samples | phase, step, samples: prompt and completion of each |
 | round | round, policy_version, reward, correct, loss, ...: all of them are in docs/run_directory.md |
-| evaluation | label: untrained or start, sft, round, rl, control; policy_version, round, num_correct, |
-|       | num_problems, num_ungraded, items_right, num_items; without_room: problems that could not be asked |
-| checkpoint | path (below the run directory), phase, round, policy_version, seconds; step in the midst of a stage |
+| evaluation | label: untrained or start, sft, round, rl, control, validation; policy_version, round, num_correct, |
+|       | num_problems, num_ungraded, items_right, num_items; without_room: problems whose prompts left no room |
+| checkpoint | path (below the run directory), phase, round, policy_version, seconds; step if within a stage |
 | phase_end | phase, seconds (evaluation and checkpoints not counted), num_steps |
-| failure | what, attempt (0: nothing was tried again) |
-| pause | what: who does not answer; pause_end: seconds |
+| failure | what, attempt (0: no retry) |
+| pause | what: the service that does not answer; pause_end: seconds |
 | scale | pool: samplers or graders; before, after |
 | loaded | path, num_bytes, check_s, load_s: the learner has loaded a large checkpoint |
 | done | seconds |
@@ -50,20 +50,22 @@ METRICS, SAMPLES, SOLVE_RATES, TENSORBOARD, CHECKPOINTS, RECIPE, FAILED_BATCHES,
 
 
 VALIDATION = "validation"
-"""The label of the evaluations on validation problems. The others are on held-out ones."""
+"""Label of the evaluations on validation problems. The others are on held-out ones."""
 LEARNER_FAILED, RESTARTED = "a learner worker failed", "the learner group restarted"
-"""What the `failure` events of one fault of the learner group begin with: each worker's, and the restart's."""
+"""Prefixes of the `failure` events of a learner fault: the one of each failed worker, and that of the restart."""
 
 
 class RunLog:
-    """Appends to the files of one run directory. A disk that is full costs nothing but time: what could not be written
-    waits in memory, in order, and is written once there is room."""
+    """Append-only log of one run directory.
+
+    On a full disk nothing is lost: what cannot be written is buffered in memory, in order, until there is room.
+    """
 
     def __init__(self, directory: Path, wandb_project: str | None = None, *, is_going_on: bool = False) -> None:
-        """Open `directory` for appending: a resumed run goes on in the same files.
+        """Open `directory` for appending; a resumed run continues the same files.
 
-        With `wandb_project` the numbers also go to Weights & Biases, as WANDB_MODE and its other variables say. With
-        `is_going_on` the run has not been interrupted: the time since its last event counts.
+        With `wandb_project` the numbers also go to Weights & Biases, configured by WANDB_MODE and its other variables.
+        With `is_going_on` the run was not interrupted, so the time since its last event counts.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._metrics = LineFile(directory / METRICS)
@@ -74,35 +76,38 @@ class RunLog:
             self._boards.append(WandB(directory, wandb_project))
         away_s = max(0.0, time.time() - (directory / METRICS).stat().st_mtime) if is_going_on else 0.0
         self._events = read_events(directory)
-        # A clock that nobody sets: an event is never earlier than the one before it.
+        # A monotonic clock: even if the system time changes, no event is earlier than the one before it.
         self._began = time.monotonic() - self._seconds_so_far() - away_s
         self._is_failing = False
         self._for_boards: list[tuple[str, Mapping[str, Any]]] = []
-        # A thread that writes may find that it cannot, and say so.
+        # Two locks: a thread that cannot write records that failure while it holds the first one.
         self._writing, self._keeping = threading.Lock(), threading.Lock()
 
     def append(self, event: str, **values: Any) -> Event:
-        """Record one event; it is on disk when this returns, or waits in memory for room on the disk."""
+        """Record one event. On return it is on disk, or buffered in memory if the disk is full."""
         record = self.add(event, **values)
         self.write_out()
         return record
 
     def add(self, event: str, **values: Any) -> Event:
-        """Record one event, which waits in memory for `write_out`."""
+        """Record one event, buffered until `write_out`."""
         return self._keep(event, values)
 
     def add_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Record readable completions, which wait for `write_out`."""
+        """Record readable completions, buffered until `write_out`."""
         for sample in samples:
             self._samples.add(json.dumps(dict(sample), ensure_ascii=False))
 
     def add_solve_rates(self, line: str) -> None:
-        """Record how often the problems of a round were solved; it waits for `write_out`."""
+        """Record how often the problems of a round were solved, buffered until `write_out`."""
         self._solve_rates.add(line)
 
     def write_out(self) -> None:
-        """Write what waits, and have the event of a round behind what it is about: a process that dies between the two
-        does both again. Any thread may."""
+        """Write everything that is buffered. Any thread may call it.
+
+        A round's event is written after its samples and solve rates: if the process dies in between, all are written
+        again.
+        """
         with self._writing:
             writes = self._samples.write_out, self._solve_rates.write_out, self._metrics.write_out
             with self._keeping:
@@ -111,15 +116,15 @@ class RunLog:
             self._note(next((failed for failed in tries if failed is not None), None))
 
     def events_since(self, count: int) -> list[Event]:
-        """The events after the first `count`: what a follower has not seen."""
+        """Return the events after the first `count`, for a follower that has seen those."""
         return self._events[count:]
 
     def seconds(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the run began."""
         return round(time.monotonic() - self._began, 3)
 
     def close(self) -> None:
-        """Write what waits, and close the files and the boards. Raises OSError when events are lost by that."""
+        """Write everything that is buffered, and close the files and boards. Raises OSError if events are lost."""
         for board in self._boards:
             self._try(board.close)
         self._try(self._samples.close)
@@ -127,7 +132,7 @@ class RunLog:
         self._metrics.close()
 
     def _keep(self, event: str, values: Mapping[str, Any]) -> Event:
-        """Followers see it at once; the file has it once it is written out."""
+        """Add an event: followers see it at once, the file has it after `write_out`."""
         with self._keeping:
             line = json.dumps({"event": event, "time_s": self.seconds(), **values})
             record: Event = json.loads(line)
@@ -144,7 +149,7 @@ class RunLog:
         return None
 
     def _note(self, failed: OSError | None) -> None:
-        """Say once that something cannot be written, until all of it can be again."""
+        """Record a write failure once, until everything can be written again."""
         if failed is not None and not self._is_failing:
             what = "the disk is full" if failed.errno == errno.ENOSPC else f"the run directory: {failed}"
             waiting = f"{self._metrics.num_waiting} events and {self._samples.num_waiting} samples wait in memory"
@@ -152,14 +157,14 @@ class RunLog:
         self._is_failing = failed is not None
 
     def _seconds_so_far(self) -> float:
-        """Of a run that has only been announced, the time since; of a resumed one, the time it had run."""
+        """Return how long the run has taken: since `began_at` if its last event is `run`, else up to its last event."""
         if not self._events:
             return 0.0
         last = self._events[-1]
         return max(0.0, time.time() - last["began_at"]) if last["event"] == "run" else last["time_s"]
 
     def _to_boards(self, event: str, values: Mapping[str, Any]) -> OSError | None:
-        """Show the numbers of an event; the boards' last failure."""
+        """Log the numbers of an event to the boards. Returns their first failure."""
         step = values.get("round", values.get("step"))
         if event not in ("sft", "sft_eval", "round", "evaluation") or step is None:
             return None
@@ -176,12 +181,12 @@ class RunLog:
 
 
 class LineFile:
-    """A file of lines. A line is in it whole and once, or it waits in memory behind those before it."""
+    """Append-only file of lines. A line is in it once and whole, or buffered in memory, in order."""
 
     def __init__(self, path: Path, *, is_synced: bool = True) -> None:
-        """Open for appending, without a last line that a crash cut short: what is appended to it could not be read.
+        """Open for appending, and cut off a last line that a crash truncated, which would corrupt the next one.
 
-        With `is_synced`, what was written out is on disk.
+        With `is_synced`, written lines are on disk (fsync).
         """
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         self._is_synced = is_synced
@@ -192,15 +197,16 @@ class LineFile:
 
     @property
     def num_waiting(self) -> int:
-        """Lines that are not in the file yet."""
+        """Number of buffered lines."""
         return len(self._waiting)
 
     def add(self, line: str) -> None:
-        """Take a line, without a newline in it, to be written out."""
+        """Buffer a line, which must contain no newline."""
         self._waiting.append(line.encode(errors="backslashreplace") + b"\n")
 
     def write_out(self) -> None:
-        """Write what waits, without a buffer between. Raises OSError; the file then has whole lines only."""
+        """Write the buffered lines directly, without a stream buffer. Raises OSError; the file then has whole lines
+        only."""
         while self._waiting:
             size = os.fstat(self._file).st_size
             try:
@@ -213,26 +219,26 @@ class LineFile:
             del self._waiting[0]
 
     def close(self) -> None:
-        """Write what waits, and close. Raises OSError when that cannot be written."""
+        """Write the buffered lines, and close. Raises OSError if they cannot be written."""
         try:
             self.write_out()
         finally:
-            # Another file may have its number from now on, and what comes late must not be written there.
+            # The OS may reuse the descriptor, and late writes must not reach another file.
             file, self._file = self._file, -1
             os.close(file)
 
 
 def _write_all(file: int, data: bytes) -> None:
-    """A full disk takes the beginning first."""
+    """Write all of `data`: a nearly full disk may accept only its beginning."""
     while data:
         data = data[os.write(file, data) :]
 
 
 class Board(Protocol):
-    """Somewhere else that shows the numbers."""
+    """Dashboard that also shows the numbers."""
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Show numbers of a step or a round."""
+        """Show the scalars of a step or a round."""
         ...
 
     def close(self) -> None:
@@ -241,22 +247,22 @@ class Board(Protocol):
 
 
 class TensorBoard:
-    """Event files for TensorBoard."""
+    """Writer of TensorBoard event files."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._writer: Any = None
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add the scalars, and write them out. Raises OSError; the next ones then go into a file of their own."""
-        # Not torch's SummaryWriter: whoever records need not hold torch.
+        """Write the scalars to disk. Raises OSError; later scalars then go into a new file."""
+        # Not torch's SummaryWriter: the process that logs need not load torch.
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         try:
-            # After a failure it writes no more, and its file may end in half a record.
+            # After a failure the writer stops, and its file may end in a partial record.
             self._writer = self._writer or EventFileWriter(str(self._directory))
             self._writer.add_event(Record(wall_time=time.time(), step=step, summary=Summary(value=values)))
             self._writer.flush()
@@ -271,25 +277,25 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases. Needs the extra `d1[wandb]`."""
+    """Weights & Biases run. Needs the extra `d1[wandb]`."""
 
     def __init__(self, directory: Path, project: str) -> None:
         import wandb
 
-        # One id for all of a run's processes: a resumed run goes on in the same place.
+        # One id for all of a run's processes, so that a resumed run continues the same W&B run.
         self._run = wandb.init(project=project, name=directory.name, id=directory.name, dir=directory, resume="allow")
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:  # noqa: ARG002 - it is among the scalars
-        """Log the scalars. Stages count their steps apart, so W&B's own step, which only rises, is left to itself."""
+        """Log the scalars without a step: each stage counts its own steps, and W&B's step may only increase."""
         self._run.log(dict(scalars))
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining data."""
         self._run.finish()
 
 
 def append_event(directory: Path, event: str, **values: Any) -> None:
-    """Append an event to the log of a run whose coordinator is gone. Raises OSError."""
+    """Append an event to the log of a run whose coordinator is dead. Raises OSError."""
     path = directory / METRICS
     silent_s = max(0.0, time.time() - path.stat().st_mtime) if path.is_file() else 0.0
     last_s = max((record["time_s"] for record in read_events(directory)), default=0.0)
@@ -299,17 +305,17 @@ def append_event(directory: Path, event: str, **values: Any) -> None:
 
 
 def began_at(events: Sequence[Event]) -> float | None:
-    """When a run began (unix time), which tells it from others of its name; None where no event says so."""
+    """Return when a run began (unix time), which distinguishes runs of the same name; None if no event says so."""
     return next((event.get("began_at") for event in events if event["event"] == "run"), None)
 
 
 def is_done(events: Sequence[Event]) -> bool:
-    """Whether a run came to its end and nothing was added since."""
+    """Return whether a run completed and nothing was added since."""
     return bool(events) and events[-1]["event"] == "done"
 
 
 def read_events(directory: Path) -> list[Event]:
-    """The events of a run directory; a last line that a crash cut short is left out."""
+    """Return the events of a run directory, up to a line that a crash truncated."""
     path = directory / METRICS
     if not path.is_file():
         return []

@@ -1,4 +1,7 @@
-"""The pools' samplers: an ordinary class, made a Ray actor where the pools are built."""
+"""Sampler worker: holds one policy version and samples completions from it.
+
+An ordinary class, which `actors/cluster.py` makes a Ray actor.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ _FETCH_TIMEOUT_S = 120.0
 
 
 def read_from(store: Any) -> Callable[[], Reader]:
-    """A sampler's way to the weight store with this Ray handle, opened in the sampler's process: the driver loads no
-    torch for it."""
+    """Return a function that opens a reader of this weight store (a Ray handle).
+
+    The sampler's process calls it, so that the driver does not load torch.
+    """
     return partial(_store_reader, store)
 
 
@@ -31,7 +36,7 @@ def _store_reader(store: Any) -> Reader:
 
 
 class SamplerWorker:
-    """Holds one policy version and samples from it. Without weights it takes none on faith: it fetches them first."""
+    """Sampler of completions from exactly the policy version that a request names."""
 
     def __init__(
         self,
@@ -43,12 +48,12 @@ class SamplerWorker:
         *,
         is_asleep: bool = False,
     ) -> None:
-        """Make an empty policy of a checkpoint's shape; one that is asleep takes memory as it is first used.
+        """Create an empty policy of a checkpoint's shape; with `is_asleep` it allocates device memory at its first use.
 
-        What adapters stand on lies beside `checkpoint`. `open_store` gives what versions are read from: `read_from` a
-        weight store on Ray.
+        The base checkpoints of adapters are siblings of `checkpoint`. `open_store` opens the reader of policy versions,
+        for instance `read_from` of a weight store on Ray.
         """
-        # Here and not above: whoever gets this actor's handle imports its class, the coordinator too.
+        # Imported here: every process with this actor's handle imports its class, the coordinator too.
         import torch
 
         from actors.weights.fetching import PolicyLoader, StagingReader
@@ -69,19 +74,19 @@ class SamplerWorker:
         self._asked: Generation | None = None
 
     def ready(self) -> int:
-        """Answers once the actor is up, with its process id: another one is a restart."""
+        """Return the process id once the actor is up; a different id means that it restarted."""
         return os.getpid()
 
     def stage(self, generation: Generation) -> None:
-        """Fetch and verify weights that will be sampled from, while others are: on a thread of its own."""
-        # Else it is here, or is being fetched as it is asked for.
+        """Prefetch and verify the next weights, on a separate thread while sampling continues."""
+        # Otherwise `generate` has them already, or is fetching them.
         if generation != self._asked:
             self._reader.stage(generation)
 
     def generate(self, generation: Generation, portion: Portion) -> tuple[Completions, int]:
-        """Completions of a portion by exactly those weights, fetched and verified where they are not held.
+        """Sample a work unit's completions from exactly these weights, fetched and verified if they are not loaded.
 
-        Returns them and their number: a caller that only needs to know that they are there waits for the number.
+        Returns the completions and their number. A caller that only waits for them can wait for the number.
         """
         self._asked = generation
         if generation != self._generation:
@@ -94,14 +99,14 @@ class SamplerWorker:
         self._sampler.policy_version = generation.version
         sampler = self._sampler
         if portion.is_long and self._engine.compile:
-            # Each length would take minutes to compile, and memory of its width for good.
+            # Each new length would take minutes to compile, and keep memory for its width.
             not_compiled = self._engine.model_copy(update={"compile": False})
             sampler = self._make_sampler(generation.version, engine=not_compiled)
         completions = sampler.generate(portion.requests)
         return Completions(completions), len(completions)
 
     def sleep(self) -> None:
-        """Give the memory of the device back: the next call of `generate` takes it again, and fetches the weights."""
+        """Release the device memory; the next call of `generate` allocates it again and fetches the weights."""
         from learner.hardware import free_unused_memory
 
         self._generation, self._sampler, self._is_asleep = None, None, True

@@ -1,4 +1,4 @@
-"""A recipe's run at its place, with its stages: what all of its actors share."""
+"""Run specification: a run's config, directory and stages, which all of its actors share."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ class Phase(StrEnum):
 
 
 class RunSpec(RunConfig):
-    """A run's config, where the run lies and which stages it has. Paths are absolute."""
+    """A run's config, directory and stages. Paths are absolute."""
 
     run_dir: Path
-    """Every machine of the run sees it."""
+    """The run directory, accessible to every machine of the run."""
     phases: tuple[Phase, ...]
     """The stages to run."""
 
     @property
     def checkpoints_dir(self) -> Path:
-        """Where the run's checkpoints lie."""
+        """Directory of the run's checkpoints."""
         return self.run_dir / CHECKPOINTS
 
     @property
     def initial_checkpoint(self) -> Path:
-        """Policy version 0, with the tokenizer that all versions share."""
+        """Checkpoint of policy version 0, with the tokenizer that all versions share."""
         return self.checkpoints_dir / "initial"
 
     @property
     def collective_timeout_s(self) -> float:
-        """Longest time that a rank waits for others in one collective: `COLLECTIVE_TIMEOUT_S`, and what a checkpoint
-        takes to be read, once to be verified and once to be loaded."""
+        """Timeout of a rank in one collective: `COLLECTIVE_TIMEOUT_S`, plus the time to read a checkpoint twice, for
+        verifying and for loading."""
         return patience_s(COLLECTIVE_TIMEOUT_S, 2 * most_weight_bytes(self.initial_checkpoint))
 
     @property
     def sampling_timeout_s(self) -> float:
-        """Longest time for one portion: `rollout.timeout_s`, and what weights take that have to arrive first."""
+        """Timeout of one work unit: `rollout.timeout_s`, plus the time for its weights to arrive."""
         return patience_s(self.rollout.timeout_s, most_weight_bytes(self.initial_checkpoint))
 
     def with_micro_batches(self, tokens: Mapping[str, int]) -> RunSpec:
-        """The same with micro-batches of other sizes, by the section that has them (`sft`, `learner`): each of the same
-        gradient."""
+        """Return the spec with other micro-batch sizes, by recipe section (`sft`, `learner`). The gradient stays the
+        same."""
         sections = {
             name: getattr(self, name).model_copy(update={"micro_batch_tokens": size}) for name, size in tokens.items()
         }
         return self.model_copy(update=sections)
 
     def lora_of(self, phase: Phase) -> LoraConfig:
-        """The adapter that a stage trains: SFT and the control, which is more of it, may have their own alpha."""
+        """Return the adapter config of a stage: SFT and the control, which continues SFT, may have their own alpha."""
         alpha = None if phase is Phase.RL else self.sft.lora_alpha
         return self.model.lora if alpha is None else self.model.lora.model_copy(update={"alpha": alpha})
 
 
 def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> SamplerFacts:
-    """What a learner must know of completions that are sampled like this."""
+    """Return what a learner must know about completions that are sampled with these parameters."""
     is_whole = params.top_p == 1 and params.top_k == 0 and not params.cfg_scale
     return SamplerFacts(
         temperature=params.temperature,
@@ -77,7 +77,7 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> S
         forbidden_ids=params.forbidden_ids,
         records_law=is_whole and params.cache is Cache.NONE,
         draws_law=params.logp_exact,
-        # The other schedules have no test, or one that the first slot always passes.
+        # The other schedules have no acceptance test, or one that the first slot always passes.
         has_fallback=params.threshold is not None or params.schedule is Schedule.FACTOR,
         has_varying_steps=not params.is_by_shares or params.edits,
         edits=params.edits,
@@ -87,13 +87,13 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> S
 
 def _most_steps(params: SamplingParams, *, is_block_causal: bool) -> int:
     if params.edits:
-        # A step that begins with a masked slot fills one at least.
+        # A step that begins with a masked slot fills at least one.
         return (params.block_length + params.max_post_steps) * (params.num_blocks + 1)
     has_shares = params.is_by_shares or (params.schedule is Schedule.THRESHOLD and params.steps_per_block is not None)
     if not has_shares:
-        # One slot a step at least.
+        # At least one slot per step.
         return params.most_slots(is_block_causal=is_block_causal)
     if params.steps_per_block is None and not is_block_causal:
         return params.num_denoise_steps
-    # A block-causal policy's first block may begin in the prompt: there is one more then.
+    # A block-causal policy's first block may begin in the prompt, which adds one block.
     return params.num_block_steps * (params.num_blocks + is_block_causal)

@@ -1,4 +1,4 @@
-"""Atomic replacement of small files that are read meanwhile."""
+"""Atomic replacement of small files that other processes read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all; a disk that is full leaves the older one."""
+    """Write a file atomically. Errors are ignored: on a full disk the old file stays."""
     beside = path.with_name(f".{path.name.lstrip('.')}.new")
     try:
         beside.write_text(text, encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written whole, and chosen from."""
+"""Checkpoints of a run: atomic writing, selection and pruning."""

@@ -1,4 +1,4 @@
-"""What is written while training goes on: in a thread, one thing at a time."""
+"""Background writing of checkpoints: one at a time, in a thread, while training continues."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from concurrent.futures import Future, wait
 
 from learner.parallel.patience import patience_s
 
-# The least that it is waited for; its bytes make that longer.
+# Minimum timeout, extended by the size of the write.
 _WRITING_S = 600.0
 
 
 class Beside:
-    """Writes, and says whether it could. Its thread does not keep the process from ending."""
+    """Background writer, one item at a time. Its daemon thread does not keep the process alive."""
 
     def __init__(self) -> None:
         self._what, self._within_s = "", 0.0
@@ -21,11 +21,11 @@ class Beside:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being written now."""
+        """Whether a write is in progress."""
         return self._result is not None and not self._result.done()
 
     def begin(self, what: str, num_bytes: int, write: Callable[[], bool]) -> None:
-        """Begin to `write` so many bytes. What came before was asked for its `outcome`."""
+        """Start `write`, which writes `num_bytes`. The `outcome` of the previous one must have been collected."""
         assert not self.is_busy, "one at a time"
         result = Future[bool]()
 
@@ -39,11 +39,11 @@ class Beside:
         threading.Thread(target=do, name="checkpoint", daemon=True).start()
 
     def wait(self) -> bool:
-        """Whether what was begun last has ended, after as long as its bytes may take."""
+        """Wait for the last write, up to its timeout by size; returns whether it has ended."""
         return self._result is None or bool(wait([self._result], self._within_s).done)
 
     def outcome(self) -> bool:
-        """What it gave, once it has ended. Raises what it raised, and TimeoutError when it takes too long."""
+        """Return the last write's result. Raises its exception, and TimeoutError if it takes too long."""
         assert self._result is not None, "something was begun"
         if not self.wait():
             raise TimeoutError(f"{self._what} is not written after {self._within_s:.0f} s; does its disk answer?")

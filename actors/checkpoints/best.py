@@ -1,4 +1,4 @@
-"""Which version of a run is the best: by validation problems, so that the held-out ones choose nothing."""
+"""Best policy version of a run, by validation accuracy: held-out problems select nothing."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Iterable, Sequence
 
 from actors.run_log import VALIDATION, Event
 
-# Where a run without validation problems has its accuracies from; `actors.spec.Phase` has the latter, and takes torch.
+# Labels of the held-out accuracies that replace it in runs without validation problems. "rl" is `actors.spec.Phase.RL`,
+# whose import would load torch.
 _HELDOUT = ("round", "rl")
 
 
 def best_version(events: Sequence[Event]) -> int | None:
-    """The version with the best validation accuracy, that from which the rounds began among them; None where none was
-    evaluated. In a run without validation problems that of the rounds with the best held-out accuracy.
+    """Return the version with the best validation accuracy, including the one that the rounds started from.
 
-    The oldest of several: an accuracy that stays where it is, at 0 too, writes no checkpoint each time. Of those of one
-    version, as after a restart, the later counts.
+    Without validation problems it is the version of the rounds with the best held-out accuracy. None if no version was
+    evaluated.
+
+    Ties go to the oldest version: a constant accuracy, such as 0, then writes no checkpoint each time. If a version was
+    evaluated twice, as after a restart, the later result counts.
     """
     labels = (VALIDATION,) if has_validation(events) else _HELDOUT
     found = {
@@ -28,13 +31,15 @@ def best_version(events: Sequence[Event]) -> int | None:
 
 
 def validated_best(events: Sequence[Event]) -> int | None:
-    """What the alias `best` means: nothing in a run without validation problems, for it would be chosen by the test."""
+    """Return the version for the alias `best`; None without validation problems, as the test set would select it."""
     return best_version(events) if has_validation(events) else None
 
 
 def standing_evaluations(events: Sequence[Event]) -> list[Event]:
-    """The evaluations of weights that a run still has, in their order: a resumed run does the rounds after its
-    checkpoint again, and what was later is gone."""
+    """Return the evaluations of weights that a run still has, in order.
+
+    A resumed run repeats the rounds after its checkpoint, so later versions are discarded.
+    """
     standing, later = [], math.inf
     for event in reversed(events):
         if event["event"] == "round":
@@ -45,5 +50,5 @@ def standing_evaluations(events: Sequence[Event]) -> list[Event]:
 
 
 def has_validation(events: Iterable[Event]) -> bool:
-    """Whether the run has asked validation problems."""
+    """Return whether the run has evaluated validation problems."""
     return any(event["event"] == "evaluation" and event["label"] == VALIDATION for event in events)

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run to go on from, or to answer from: the newest that is whole. And which are kept."""
+"""Checkpoint selection: the newest intact one to resume or serve from, and pruning of old ones."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from actors.spec import Phase
 from learner.model.checkpoint_files import MANIFEST, TRAINER_STATE, verify_checkpoint
 from learner.model.storage.throughput import Say
 
-# Those of a stage that was under way.
+# Names of intermediate checkpoints, written within a stage.
 _PASSING = re.compile(r"(sft|rl|control)-\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """Where a run stands: written into every checkpoint, and read back to go on from it.
+    """Progress of a run: written into every checkpoint, and read back to resume.
 
-    With the run's seed it is all of the state that no tensor has. The learning rate is a function of the round, each
-    draw is one of the seed and of what it is for, each portion's problems are one of seed and round. A checkpoint is
-    written between rounds, where no inner update is under way.
+    With the run's seed it is all state that is not in tensors. The learning rate depends on the round, each random draw
+    on the seed and its purpose, and the problems of a work unit on seed and round. A checkpoint is written between
+    rounds, never within an update.
     """
 
     phase: Phase
-    """The stage that was last finished, or that is under way."""
+    """The stage that was finished last, or that is in progress."""
     round: int
     """Rounds trained."""
     policy_version: int
     """The version of the checkpoint's weights."""
     rl_seconds: float
-    """Seconds spent in rounds so far: the control gets as many."""
+    """Seconds spent in rounds so far; the control gets the same time."""
     manifest_digest: str | None = None
-    """Checksum of the manifest of the checkpoint's tensors; None in one of a stage of SFT under way, whose weights were
-    not published, and in one that an earlier d1 wrote."""
+    """Checksum of the manifest of the checkpoint's tensors. None within a stage of SFT, whose weights were not
+    published, and in checkpoints of earlier releases of d1."""
     step: int | None = None
-    """Optimizer steps done of SFT or the control, where that is under way; else None."""
+    """Optimizer steps done within SFT or the control; None elsewhere."""
     stage_seconds: float = 0.0
     """Seconds spent in that stage so far."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """From JSON. Raises ValueError, TypeError or KeyError for what is no position."""
+        """Build a position from JSON values. Raises ValueError, TypeError or KeyError if they are none."""
         return cls(**{**values, "phase": Phase(values["phase"])})
 
     @property
@@ -56,51 +56,53 @@ class Position:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """A later position has a greater one."""
+        """Sort key; later positions have a greater one."""
         return self.policy_version, list(Phase).index(self.phase), self.step or 0
 
 
 Rule = Callable[[Position], bool]
-"""Whether a checkpoint at that position counts."""
+"""Predicate: whether a checkpoint at that position is eligible."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCheckpoint:
-    """The newest checkpoint that is whole."""
+    """The newest intact checkpoint."""
 
     directory: Path
-    """Where it is."""
+    """Its directory."""
     position: Position
-    """Where the run stood."""
+    """Progress of the run at it."""
     passed_over: tuple[str, ...]
-    """A sentence for each newer one that is damaged. Whoever uses this one says them aloud."""
+    """One sentence per damaged checkpoint that was skipped; the caller reports them."""
 
 
 def to_go_on(num_rounds: int) -> Rule:
-    """For a run of `num_rounds`: the control's counts where all are done; more rounds go on from the last of them."""
+    """Return the rule for resuming a run of `num_rounds`.
+
+    The control's checkpoint is eligible if all rounds are done; otherwise more rounds continue from the last of them.
+    """
     return lambda position: position.phase is not Phase.CONTROL or position.round >= num_rounds
 
 
 def to_answer(position: Position) -> bool:
-    """For a service: never the control's, which is trained to compare with, and no half-trained SFT."""
+    """Return whether a service may use it: not the control's, which is a baseline, nor one within SFT."""
     return position.phase is not Phase.CONTROL and position.is_published
 
 
 def newest_checkpoint(checkpoints_dir: Path, rule: Rule, say: Say | None = None) -> FoundCheckpoint | None:
-    """The checkpoint that is furthest of those that count and whose files are what was written; `say` is told at which
-    rate they are read.
+    """Return the most advanced checkpoint that is eligible and intact; `say` reports the read throughput.
 
-    None where there is none that counts. Raises ValueError, which names them, when all that count are damaged.
+    None if no checkpoint is eligible. Raises ValueError, which names them, if all eligible ones are damaged.
     """
     found, damaged = [], []
-    # A name with a dot is a checkpoint that was being written when the machine died.
+    # A leading dot marks a checkpoint that was being written when the machine died.
     for directory in sorted(checkpoints_dir.glob("[!.]*/")):
         if not (directory / TRAINER_STATE).is_file() and not (directory / MANIFEST).is_file():
-            continue  # Nothing that a run wrote.
+            continue  # Not written by a run.
         try:
             position = read_position(directory)
         except ValueError as error:
-            # How new it is cannot be known.
+            # Its position is unknown.
             damaged.append(str(error))
             continue
         if rule(position):
@@ -119,10 +121,10 @@ def newest_checkpoint(checkpoints_dir: Path, rule: Rule, say: Say | None = None)
 
 
 def checkpoints_to_answer(checkpoints_dir: Path) -> list[tuple[Position, Path]]:
-    """The checkpoints that a service may answer from, the oldest version first.
+    """Return the checkpoints that a service may use, oldest version first.
 
-    Their large files are not looked at, which takes long; who loads one does. What is torn is left out, as is what no
-    run wrote: whoever resumes or serves says so.
+    Their large files are verified on loading, since that takes long. Those with a damaged position are left out, as are
+    foreign directories: resuming or serving reports them.
     """
     found = []
     for directory in sorted(checkpoints_dir.glob("[!.]*/")):
@@ -134,21 +136,22 @@ def checkpoints_to_answer(checkpoints_dir: Path) -> list[tuple[Position, Path]]:
 
 
 def checkpoint_name(position: Position) -> str:
-    """The name of a checkpoint's directory: that of the stage, and where the stage stood unless it had ended."""
+    """Return the name of a checkpoint's directory: the stage, with the round (RL) or the step (within SFT or the
+    control)."""
     if position.phase is Phase.RL:
         return f"{position.phase}-{position.round:06d}"
     return str(position.phase) if position.step is None else f"{position.phase}-{position.step:06d}"
 
 
 def prune(checkpoints_dir: Path, num_kept: int, versions: Collection[int], now: Position) -> list[Path]:
-    """Delete checkpoints of stages under way, but for the newest `num_kept`, those of `versions` and the last round's.
+    """Delete intermediate checkpoints, except the newest `num_kept`, those of `versions` and the last round's.
 
-    What is further than `now`, where the run stands, is of a future that was given up: it is none of the newest. What
-    cannot be read stays. Nobody else may be writing a checkpoint. Returns what was deleted.
+    Those beyond `now`, the run's current position, belong to an abandoned future and do not count as newest. Unreadable
+    ones stay. No other process may be writing a checkpoint. Returns the deleted directories.
     """
     for left in checkpoints_dir.glob(".*"):
         if left.suffix in (".partial", ".deleted", ".earlier"):
-            # By a process that died over it.
+            # Left by a process that died while it wrote or deleted one.
             shutil.rmtree(left)
     found = []
     for directory in checkpoints_dir.glob("[!.]*/"):
@@ -163,7 +166,7 @@ def prune(checkpoints_dir: Path, num_kept: int, versions: Collection[int], now: 
     for position, directory in passing:
         if directory in kept or (position.policy_version in versions and position.is_published):
             continue
-        # Renamed first: nobody sees half of one.
+        # Rename first, so that no reader sees a partial checkpoint.
         going = directory.with_name(f".{directory.name}.deleted")
         shutil.rmtree(going, ignore_errors=True)
         directory.rename(going)
@@ -173,14 +176,14 @@ def prune(checkpoints_dir: Path, num_kept: int, versions: Collection[int], now: 
 
 
 def is_passing(directory: Path) -> bool:
-    """Whether a directory is a checkpoint of a stage under way, which its run deletes in time."""
+    """Return whether a directory is an intermediate checkpoint, which its run will delete."""
     return _PASSING.fullmatch(directory.name) is not None and (directory / TRAINER_STATE).is_file()
 
 
 def find_position(directory: Path) -> Position | None:
-    """As `read_position`; None in a directory of another tool: transformers' Trainer has a file of that name too.
+    """Read a checkpoint's position, like `read_position`, but return None in a directory of another tool.
 
-    Raises ValueError.
+    Transformers' Trainer has a file of that name too. Raises ValueError.
     """
     path = directory / TRAINER_STATE
     if not path.is_file() or not ((directory / MANIFEST).is_file() or _has_position(path)):
@@ -196,8 +199,8 @@ def _has_position(path: Path) -> bool:
 
 
 def read_position(directory: Path) -> Position:
-    """Where the run stood when it wrote a checkpoint. Raises ValueError when its file is not what was written."""
-    # By itself: other files are large, and a wrong version would put the whole checkpoint in a wrong place.
+    """Return the run's progress at a checkpoint. Raises ValueError if its file is damaged."""
+    # Verify this file alone: other files are large, and a wrong version would misplace the whole checkpoint.
     verify_checkpoint(directory, [TRAINER_STATE])
     path = directory / TRAINER_STATE
     try:

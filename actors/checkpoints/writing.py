@@ -1,7 +1,7 @@
-"""Writing a run's checkpoints: where a stage ends, by rounds, by time, where it is evaluated, and when a run stops.
+"""Checkpoint writing: at stage ends, by rounds, by time, at evaluations, and when a run stops.
 
-What is in one is gathered while training stands still. A large one that the run can do without is then written beside
-the training that goes on: what was gathered are copies, which no update changes.
+The contents are gathered while training pauses. A large optional checkpoint is then written in the background: the
+gathered tensors are copies, which no update changes.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from learner.model.checkpoint import save_checkpoint
 from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy
 
-# One by time takes at most one part in so many of a run's seconds.
+# Checkpoints by time take at most one part in this many of a run's seconds.
 _SHARE_OF_TIME = 20
-# One that a later stage begins from waits for room on the disk.
+# A checkpoint that a later stage starts from waits this long for room on the disk, and retries at this interval.
 _PATIENCE_S, _PAUSE_S = 600.0, 5.0
-# Of what a checkpoint beside training may hold. Less is written in a second or so. Of more a machine may not have the
-# memory meanwhile: whole weights are gathered once more when the next version is published.
+# Range of sizes, in bytes, that are written in the background. Smaller ones take a second or so. For larger ones memory
+# may not suffice: full weights are gathered once more when the next version is published.
 _LEAST_BESIDE, _MOST_BESIDE = 250_000_000, 40_000_000_000
 
 
 class CheckpointClient(Protocol):
-    """Whom rank 0 tells of it: `actors/training/run_client.py`."""
+    """Interface of rank 0 to the coordinator; implemented by `actors/training/run_client.py`."""
 
     def record(self, event: str, values: Mapping[str, Any]) -> None: ...
     def versions_to_keep(self) -> list[int]: ...
 
 
 class Checkpointer:
-    """Writes them on rank 0; the other ranks help to gather what is in them. At most one is being written."""
+    """Checkpoint writer of rank 0; the other ranks help to gather the contents. At most one write is in progress."""
 
     def __init__(
         self, spec: RunSpec, policy: ShardedPolicy, ranks: Ranks, client: CheckpointClient, clock: Callable[[], float]
@@ -47,14 +47,14 @@ class Checkpointer:
         self._spec, self._policy, self._ranks, self._client, self._clock = spec, policy, ranks, client, clock
         self._written_at, self._write_s = clock(), 0.0
         self.newest: Position | None = None
-        """Where the run stood at the newest one that this process wrote."""
+        """Position of the newest checkpoint that this process wrote."""
         self._pending: Position | None = None
-        """The same of one that is being written beside training, or was: what became of it is not known here yet."""
+        """Position of a background write whose outcome has not been collected."""
         self._beside = Beside()
-        """Writes that one, on rank 0."""
+        """Background writer, used on rank 0."""
 
     def is_due(self) -> bool:
-        """Whether it is time for another; for rank 0 to decide."""
+        """Return whether the next checkpoint by time is due; rank 0 decides."""
         if self._beside.is_busy:
             return False
         every_s = self._spec.checkpoint_every_s
@@ -70,19 +70,19 @@ class Checkpointer:
         *,
         may_fail: bool,
     ) -> None:
-        """A checkpoint of the policy as it is, and away with those that are not kept. A collective.
+        """Write a checkpoint of the current policy, and prune old ones. A collective.
 
         Args:
-            position: where the run stands.
-            digest: the policy's weights', where they were published.
-            state: gives what the learner of a stage under way goes on with; a collective. None where SFT or the control
-                has ended.
-            adapter: that of the stage, whole on rank 0, which is written instead of weights; None without LoRA.
-            may_fail: the run can do without this one: that it cannot be written, as on a full disk, is recorded. It may
-                still be being written when this returns. Else it is on disk then, and tried again for `_PATIENCE_S`.
+            position: progress of the run.
+            digest: manifest digest of the policy's weights, if they were published.
+            state: gathers the learner's state within a stage; a collective. None if SFT or the control has ended.
+            adapter: the stage's adapter, whole on rank 0, which is written instead of weights; None without LoRA.
+            may_fail: whether the checkpoint is optional. Then a failure, as on a full disk, is only recorded, and the
+                write may still be in progress on return. A required one is on disk on return; it is retried for
+                `_PATIENCE_S`.
 
-        Raises OSError on rank 0, and LeaderFailedError on the others, when it cannot be written and may not fail; and
-        as `settle`.
+        Raises OSError on rank 0, and LeaderFailedError on the others, if a required one cannot be written; and as
+        `settle`.
         """
         self.settle()
         began = self._clock()
@@ -109,9 +109,9 @@ class Checkpointer:
         self._write_s = self._written_at - began
 
     def settle(self) -> None:
-        """Wait for one that is being written beside training, if there is one. A collective.
+        """Wait for the background write, if there is one. A collective.
 
-        Raises TimeoutError on rank 0, and LeaderFailedError on the others, when it takes too long.
+        Raises TimeoutError on rank 0, and LeaderFailedError on the others, if it takes too long.
         """
         if self._pending is None:
             return
@@ -120,12 +120,15 @@ class Checkpointer:
             self.newest = pending
 
     def wait(self) -> None:
-        """The same on one rank alone, whatever becomes of it: the process is about to end, and its thread with it."""
+        """Wait for the background write on this rank alone, ignoring its outcome: the process and its thread are about
+        to end."""
         self._beside.wait()
 
     def _is_written(self, contents: _Contents, began: float, within_s: float, *, is_beside: bool = False) -> bool:
-        """Whether it could be, within `within_s` seconds if that is more than none; else it raises OSError. Others
-        that are not kept go then."""
+        """Write and record a checkpoint, then prune old ones. Returns whether that succeeded.
+
+        With a positive `within_s` it retries for so many seconds, and then raises OSError.
+        """
         position, name = contents.position, checkpoint_name(contents.position)
         directory = self._spec.checkpoints_dir / name
 
@@ -149,7 +152,7 @@ class Checkpointer:
         return True
 
     def _is_saved(self, save: Callable[[], None], name: str, within_s: float) -> bool:
-        """Whether it could be saved, within `within_s` seconds if that is more than none; else it raises."""
+        """Call `save` and return whether it succeeded; retry and raise as in `_is_written`."""
         began = time.monotonic()
         is_told = False
         while True:
@@ -185,7 +188,7 @@ class Checkpointer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Contents:
-    """What a checkpoint holds, on rank 0: copies, which stay what they are while training goes on."""
+    """Contents of a checkpoint, on rank 0: copies, which training does not change."""
 
     position: Position
     weights: Mapping[str, Tensor] | None
@@ -194,7 +197,7 @@ class _Contents:
 
     @property
     def num_bytes(self) -> int:
-        """What the tensors take."""
+        """Total size of the tensors."""
         matrices = None if self.adapter is None else self.adapter.matrices
         parts = (self.weights, matrices, self.learner_state)
         return sum(tensor.nbytes for part in parts for tensor in (part or {}).values())

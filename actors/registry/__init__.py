@@ -1,1 +1,1 @@
-"""The registry of policy versions: on Redis, or rebuilt from run directories."""
+"""Registry of policy versions: on Redis, or rebuilt from run directories."""

@@ -1,4 +1,4 @@
-"""What the registry, and so the service, is told of a run's versions; nobody waits for it."""
+"""Asynchronous updates of the registry, and so of the service, about a run's policy versions."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from actors.registry.registry import Registry
 from actors.run_log import VALIDATION, RunLog, began_at
 from actors.spec import Phase
 
-# The registry answers in a millisecond or two. Until then a version's publisher waits, and so says it again where this
+# The registry answers in a millisecond or two. A version's publisher waits for that, and so repeats the call if this
 # process dies meanwhile.
 _PATIENCE_S = 2.0
 
 
 class Announcer:
-    """Tells the registry of one run, one thing after another, in a task of its own. It is never the only copy.
+    """Queue of updates to one run's registry, sent in order by a background task. It is never the only copy.
 
-    While the registry is away, what it is to hear waits; an outage is one failure, however long it is. What it refuses
-    is recorded, and filled in from the run directory with the next version, as is what a process before this one may
-    have left untold.
+    While the registry is unreachable, updates are queued, and an outage is recorded as one failure, however long it is.
+    Rejected updates are recorded, and filled in from the run directory with the next version. So are updates that a
+    previous process may have left unsent.
     """
 
     def __init__(self, registry: Registry, log: RunLog, run_dir: Path, store_name: str) -> None:
-        """`store_name` is the Ray name of the run's weight store."""
+        """Create it with nothing to send. `store_name` is the Ray name of the run's weight store."""
         self._registry, self._log = registry, log
         self._run_dir, self._store_name = run_dir, store_name
         self._lacks_history, self._is_away = True, False
@@ -39,7 +39,7 @@ class Announcer:
         self._telling: asyncio.Task[None] | None = None
 
     async def announce(self, generation: Generation, phase: Phase, round_index: int) -> bool:
-        """The store has a version. Whether the registry was told of it."""
+        """Publish a version that the store has. Returns whether the registry has received it."""
         call = self._announcement(generation, phase, round_index)
         telling = self._tell(call)
         if not self._is_away:
@@ -47,28 +47,30 @@ class Announcer:
         return telling.done() and call not in self._untold
 
     def remember(self, generation: Generation, phase: Phase, round_index: int) -> None:
-        """A process before this one had not told of the newest version: it is told before all else. A registry that
-        has heard of it meanwhile hears nothing new."""
+        """Queue the newest version, which a previous process did not deliver, before all else.
+
+        A registry that has it already does not change.
+        """
         self._untold.append(self._announcement(generation, phase, round_index))
 
     def checkpoint(self, version: int, directory: Path) -> None:
-        """A version's weights lie in a directory too."""
+        """Publish that a directory has a version's weights too."""
         self._tell(partial(self._registry.add_checkpoint, version, str(directory)))
 
     def evaluated(self, version: int, label: str, num_correct: int, num_problems: int) -> None:
-        """A version was evaluated; where validation problems were asked, another may be the best now."""
+        """Publish a version's score; after an evaluation on validation problems, also the best version."""
         self._tell(partial(self._registry.score, version, num_correct, num_problems))
         best = validated_best(self._log.events_since(0)) if label == VALIDATION else None
         if best is not None:
             self._tell(partial(self._registry.choose_best, best))
 
     def go_on(self) -> None:
-        """Try again to tell what is untold. To be called again and again."""
+        """Retry the queued updates. To be called periodically."""
         if self._untold:
             self._begin()
 
     async def settled(self) -> None:
-        """Everything is told, or was tried once more; what is left is recorded."""
+        """Send all queued updates, or try once more; record a failure if some are left."""
         if self._telling is not None:
             await self._telling
         if self._lacks_history:
@@ -80,7 +82,7 @@ class Announcer:
             self._log.append("failure", what=what, attempt=1)
 
     def pinned(self) -> int | None:
-        """The version that an operator holds on to."""
+        """Return the version that an operator has pinned."""
         try:
             return read_admin(self._run_dir).pinned
         except ValueError as error:
@@ -101,7 +103,7 @@ class Announcer:
         return partial(self._announce, version, began_at(self._log.events_since(0)))
 
     def _announce(self, version: PolicyVersion, run_began_at: float | None) -> None:
-        # It knew none where it is new, or where Redis has lost its data.
+        # It knew none if it is new, or if Redis has lost its data.
         self._lacks_history |= not self._registry.announce(version, run_began_at)
         if self._lacks_history:
             self._fill()
@@ -110,7 +112,7 @@ class Announcer:
         try:
             rebuild(self._registry, self._run_dir)
         except ValueError:
-            self._lacks_history = False  # All but what the operator wants is filled in.
+            self._lacks_history = False  # All but the operator's settings is filled in.
             raise
         self._lacks_history = False
 
@@ -124,7 +126,7 @@ class Announcer:
         return self._telling
 
     async def _tell_all(self) -> None:
-        """Until nothing is left, or the registry is away."""
+        """Send updates until the queue is empty or the registry is unreachable."""
         while self._untold:
             call = self._untold.popleft()
             try:
@@ -134,10 +136,10 @@ class Announcer:
                     self._untold.appendleft(call)
                     self._note_outage(error)
                     return
-                # It refuses this very thing.
+                # The registry is up, so it rejected this update.
                 self._lacks_history = True
                 self._note_failure(error)
-            except Exception as error:  # Else what comes after it would not be told, and nobody would hear of it.
+            except Exception as error:  # Otherwise the updates behind it would be lost silently.
                 self._note_failure(error)
             self._is_away = False
 

@@ -1,4 +1,4 @@
-"""The registry from the run directory: what an empty one, new or after Redis lost its data, is filled with."""
+"""Rebuild the registry from the run directory, if it is new or Redis has lost its data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ ADMIN = "admin.json"
 
 
 def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = None) -> int:
-    """Fill in what the registry does not know of a run; what it knows stays, and a second call does nothing.
+    """Fill in what the registry lacks of a run. Existing data stays, and a second call does nothing.
 
-    Checkpoints are not verified here: whoever loads one does that. `heard` is what the caller knows to have been
-    announced last: a registry that has lost its data would else go back to the newest checkpoint. Returns how many
-    versions were absent. Raises ConnectionError as the registry does, and ValueError, when all else is filled in, where
-    RUN/admin.json is damaged.
+    Checkpoints are not verified here, but on loading. `heard` is the version that the caller knows to be the newest:
+    without it, a registry that has lost its data would go back to the newest checkpoint.
+
+    Returns how many versions were absent. Raises ConnectionError as the registry does. Raises ValueError if
+    RUN/admin.json is damaged, after all else is filled in.
     """
     events = read_events(run_dir)
     versions, newest, began = history_of(run_dir, events), None, began_at(events)
@@ -41,7 +42,7 @@ def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = Non
 
 
 def history_of(run_dir: Path, events: list[Event]) -> list[PolicyVersion]:
-    """The versions of a run that a service may answer from, oldest first, with the scores and checkpoints they have."""
+    """Return the versions that a service may use, oldest first, with their scores and checkpoints."""
     versions = _from_rounds(events)
     for position, directory in checkpoints_to_answer(run_dir / CHECKPOINTS):
         known = versions.get(position.policy_version) or _version(
@@ -59,7 +60,7 @@ def history_of(run_dir: Path, events: list[Event]) -> list[PolicyVersion]:
 
 
 def read_admin(run_dir: Path) -> AdminState:
-    """What an operator last wanted of the run's service. Raises ValueError when the file is damaged."""
+    """Read an operator's settings of the run's service. Raises ValueError if the file is damaged."""
     path = run_dir / ADMIN
     if not path.is_file():
         return NOTHING_HELD
@@ -71,8 +72,8 @@ def read_admin(run_dir: Path) -> AdminState:
 
 
 def write_admin(run_dir: Path, state: AdminState) -> None:
-    """Keep what an operator wants, whole or not at all: Redis is never the only copy."""
-    # Two replicas may write at once.
+    """Write an operator's settings atomically: Redis is never the only copy."""
+    # A unique name, as two replicas may write at once.
     beside = run_dir / f".{ADMIN}.{secrets.token_hex(8)}"
     with beside.open("w", encoding="utf-8") as file:
         file.write(json.dumps(asdict(state)) + "\n")
@@ -86,9 +87,9 @@ def _from_rounds(events: list[Event]) -> dict[int, PolicyVersion]:
     for event in events:
         if event["event"] == "round":
             number = event["policy_version"]
-            # A resumed run does the rounds after its checkpoint again: what was later is gone.
+            # A resumed run repeats the rounds after its checkpoint, so later versions are discarded.
             versions = {other: policy for other, policy in versions.items() if other < number}
-            # An event counts rounds from 0; a version's round is how many it has been trained for.
+            # An event counts rounds from 0; a version's round is the number of rounds trained.
             versions[number] = _version(number, event["round"] + 1, Phase.RL)
     return versions
 

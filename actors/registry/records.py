@@ -1,4 +1,4 @@
-"""What a registry knows of a run's policy versions: for whoever has no need of Redis too."""
+"""Records of the registry: policy versions, events and operator settings. They need no Redis."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from enum import StrEnum
 from typing import Self
 
 NEWEST, POLICY, BASE, BEST, PINNED = "newest", "policy", "base", "best", "pinned"
-"""Aliases: what was announced last, what is served, what the rounds began from, what solves most validation problems,
-what an operator holds on to."""
+"""Aliases: the version announced last, the one served, the one that the rounds started from, the one that solves most
+validation problems, and the one that an operator has pinned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyVersion:
-    """What is known of one published set of weights."""
+    """Metadata of one published set of weights."""
 
     version: int
     """The policy version: +1 for each published set of weights, 0 is what training started from."""
     round: int
-    """The round that published it; 0 before the first."""
+    """Rounds trained when it was published; 0 before the first."""
     phase: str
     """The stage of the run that made it: untrained, sft, rl or control."""
     num_correct: int | None
-    """Held-out problems that it solves; None while it has not been evaluated."""
+    """Problems that it solved in its last evaluation, on held-out or validation problems; None before one."""
     num_problems: int | None
-    """Held-out problems that it was asked; None while it has not been evaluated."""
+    """Problems of that evaluation; None before one."""
     checkpoint: str | None
-    """Directory that holds these very weights; None when none was written."""
+    """Checkpoint directory with exactly these weights; None if none was written."""
     weight_store: str | None
-    """Ray name of the weight store that holds or held them; None when they were never published there."""
+    """Ray name of the weight store that holds or held them; None if they were never published there."""
     manifest_digest: str | None
-    """Checksum of the manifest of its tensors; None when the publisher made none."""
+    """Checksum of the manifest of its tensors; None if the publisher made none."""
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """Encode as a JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The policy version of a JSON object. Raises ValueError when it is not one."""
+        """Decode a JSON object. Raises ValueError if it is not a policy version."""
         values = json.loads(text)
         if not isinstance(values, dict) or values.keys() != {field.name for field in fields(cls)}:
             raise ValueError("a policy version needs exactly the fields " + ", ".join(f.name for f in fields(cls)))
@@ -50,65 +50,68 @@ class PolicyVersion:
         return cls(**values)
 
     def has_same_weights(self, other: PolicyVersion) -> bool:
-        """Whether both name the same weights. A run resumed from a checkpoint announces its versions a second time."""
+        """Return whether both identify the same weights, as far as their digests are known.
+
+        A run resumed from a checkpoint announces its versions a second time.
+        """
         digests = {self.manifest_digest, other.manifest_digest} - {None}
         return self.version == other.version and len(digests) < 2
 
     def with_checkpoint_of(self, on_disk: PolicyVersion | None) -> PolicyVersion:
-        """The same with the checkpoint of `on_disk`, if it has none itself and that one holds these very weights."""
+        """Return a copy with the checkpoint of `on_disk`, if this has none and both have the same weights."""
         if self.checkpoint is not None or on_disk is None or not self.has_same_weights(on_disk):
             return self
         return replace(self, checkpoint=on_disk.checkpoint)
 
 
 class EventKind(StrEnum):
-    """What happened to a policy version."""
+    """Kind of a registry event."""
 
     PUBLISHED = "published"
-    """It was announced."""
+    """The version was announced."""
     SERVING = "serving"
-    """The alias `policy` came to it."""
+    """The alias `policy` moved to it."""
     RETIRED = "retired"
-    """The alias `policy` went to another."""
+    """The alias `policy` moved away from it."""
     REFUSED = "refused"
-    """The service would not serve it."""
+    """A service refused to serve it."""
     MOVED = "moved"
-    """Another alias came to it."""
+    """Another alias moved to it."""
     PINNED = "pinned"
-    """An operator holds the service on it."""
+    """An operator pinned the service to it."""
     UNPINNED = "unpinned"
-    """No longer."""
+    """An operator unpinned it."""
     PAUSED = "paused"
-    """An operator holds the service on what it has. Of no version."""
+    """An operator paused the service's updates to newer versions. Has no version."""
     RESUMED = "resumed"
-    """No longer. Of no version."""
+    """An operator resumed them. Has no version."""
     REBUILT = "rebuilt"
-    """The registry was built again from the run directory; what happened before is lost."""
+    """The registry was rebuilt from the run directory; earlier events may be lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegistryEvent:
-    """Something that happened."""
+    """Entry of the registry's event stream."""
 
     id: str
-    """The stream's: events are read on after it."""
+    """Id in the stream; a reader continues after it."""
     kind: EventKind
-    """What."""
+    """What happened."""
     version: int | None
     """The policy version; None where there is none."""
     round: int | None
-    """The round that published it; None where that is not known."""
+    """Rounds trained when that version was published; None if unknown."""
     why: str | None
-    """A sentence; None where none was given."""
+    """The reason, as a sentence; None if none was given."""
 
     @property
     def time_s(self) -> float:
-        """When, in seconds since 1970, by the clock of the registry's server."""
+        """Time of the event (unix time), by the clock of the registry's server."""
         return int(self.id.partition("-")[0]) / 1000
 
     @classmethod
     def from_json(cls, entry_id: str, text: str | bytes) -> Self:
-        """The event of a JSON object. Raises ValueError when it is not one."""
+        """Decode a JSON object. Raises ValueError if it is not an event."""
         values = json.loads(text)
         if not isinstance(values, dict) or values.keys() != {"kind", "version", "round", "why"}:
             raise ValueError("an event needs exactly the fields kind, version, round, why")
@@ -117,32 +120,32 @@ class RegistryEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdminState:
-    """What an operator told the service."""
+    """Operator's settings of the service."""
 
     pinned: int | None
     """The policy version to serve, whatever is announced; None: the newest."""
     is_paused: bool
-    """Whether the service keeps what it has."""
+    """Whether the service keeps its current version."""
 
 
 NOTHING_HELD = AdminState(pinned=None, is_paused=False)
-"""The service goes to what is announced: what holds until an operator says otherwise."""
+"""Default settings: the service follows the newest version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegistrySnapshot:
-    """What a service is to serve, all of it at one moment."""
+    """Consistent snapshot of what a service should serve."""
 
     aliases: Mapping[str, int]
-    """Which version each alias points to."""
+    """The version of each alias."""
     admin: AdminState
-    """What an operator wants."""
+    """The operator's settings."""
     refused: frozenset[int]
     """The versions that a service has refused."""
 
 
 class MalformedEntryError(ValueError):
-    """The next entry of a stream cannot be read; a reader goes on after `entry_id`."""
+    """The next entry of a stream is unreadable; a reader can continue after `entry_id`."""
 
     def __init__(self, entry_id: str, reason: str) -> None:
         super().__init__(f"entry {entry_id} of the registry cannot be read: {reason}")

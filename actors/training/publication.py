@@ -1,8 +1,7 @@
-"""Publishing policy versions to the weight store, again where that has lost them.
+"""Weight sync, sending side: publishes policy versions to the weight store, again if it lost them.
 
-Of weights that are all trained each rank offers its rows, in the samplers' precision, and the store takes them from
-each. Under LoRA a version is its adapter, which rank 0 gathers and hands over, with the name of the checkpoint that it
-stands on.
+Without LoRA each rank offers its rows, in the samplers' precision, and the store takes them from each rank. Under LoRA
+a version is its adapter: rank 0 gathers it and sends it with the name of its base checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _AS_HELD = Travel()
 
 
 class PublicationClient(Protocol):
-    """Whom they are handed to: `actors/training/run_client.py`."""
+    """Interface to the weight store and the coordinator; implemented by `actors/training/run_client.py`."""
 
     def offer(self, key: str, rank: int, shards: Mapping[str, Tensor]) -> None: ...
     def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool: ...
@@ -38,7 +37,7 @@ class PublicationClient(Protocol):
 
 
 class Publisher:
-    """Publishes; all ranks call every method of it, but for what rank 0 alone knows."""
+    """Publisher of policy versions. All ranks call every method; `newest` and `digest` are for rank 0."""
 
     def __init__(
         self,
@@ -48,14 +47,14 @@ class Publisher:
         asking: Callable[[], AbstractContextManager[None]] = nullcontext,
         travel: Travel = _AS_HELD,
     ) -> None:
-        """Publish a policy.
+        """Create a publisher of a policy.
 
         Args:
-            policy: what is trained.
+            policy: the trained policy.
             ranks: its ranks.
-            client: the run.
-            asking: entered by all ranks for each thing that the run is asked for.
-            travel: of weights that are all trained.
+            client: the rest of the run.
+            asking: context that all ranks enter for each request to the run.
+            travel: transfer format of weights without LoRA.
         """
         self._policy, self._ranks, self._client, self._asking = policy, ranks, client, asking
         self._shipping = None if policy.lora.rank else Shipping(policy, travel)
@@ -66,28 +65,28 @@ class Publisher:
 
     @property
     def newest(self) -> Generation:
-        """On rank 0: what was published last."""
+        """The version that was published last; on rank 0 only."""
         assert self._generation is not None, "a stage publishes before it asks for anything"
         return self._generation
 
     @property
     def digest(self) -> str | None:
-        """The checksum of what was published last; None before that, and on the other ranks."""
+        """Digest of the version that was published last; None before the first, and on the other ranks."""
         return None if self._generation is None else self._generation.digest
 
     def publish(self, version: int, phase: Phase, round_index: int, known_as: str | None = None) -> None:
-        """Hand the policy to the store; the service hears of all versions but the control's. A collective.
+        """Publish the policy to the store, and announce it to the service unless it is the control's. A collective.
 
-        Under LoRA `known_as` is the digest that the checkpoint of this policy has: the initial one has no adapter yet.
+        Under LoRA `known_as` is the digest of this policy's checkpoint: the initial one has no adapter yet.
         """
         self._send(version, known_as)
         if phase is not Phase.CONTROL:
             self._ranks.on_rank_0(lambda: self._client.announce(self.newest, phase, round_index))
 
     def answered(self, ask: Callable[[], tuple[str, Any]]) -> Any:
-        """What the run answers to `ask`, a collective that says `Next` first, once the store has what it is about.
+        """Request something from the run, publishing again as long as the store lacks the version; return the result.
 
-        Raises StopRequestedError where the run is to stop.
+        `ask` is a collective that returns a `Next` and the result. Raises StopRequestedError if the run must stop.
         """
         while (answer := self._asked(ask))[0] == Next.PUBLISH:
             self._publish_again()
@@ -100,13 +99,13 @@ class Publisher:
             return ask()
 
     def _publish_again(self) -> None:
-        """The weight store has lost what was published last, which is what the policy still is."""
+        """Publish the current policy again under its version, which the weight store has lost."""
         newest = self._ranks.agreed(lambda: asdict(self.newest))
         self._send(newest["version"], newest["digest"])
 
     def _send(self, version: int, known_as: str | None) -> None:
         if self._shipping is not None:
-            # The store forgets offers where it dies.
+            # A store that dies loses the offers.
             while not self._send_shards(version, self._shipping):
                 pass
             return
@@ -114,9 +113,9 @@ class Publisher:
         self._ranks.on_rank_0(lambda: self._put_adapter(version, adapter, known_as))
 
     def _send_shards(self, version: int, shipping: Shipping) -> bool:
-        """Offer all rows, and let the store take them. False where it has to be done again."""
+        """Offer all rows, and let the store take them. Returns False if that must be repeated."""
         shards = shipping.own()
-        # As many on every rank. Those of ranks that are gone the store has forgotten for these.
+        # The same number on every rank. In the store, these offers replace those of dead ranks.
         self._num_offers += 1
         key = str(self._num_offers)
         self._client.offer(key, self._ranks.rank, shards.rows)

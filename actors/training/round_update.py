@@ -1,4 +1,4 @@
-"""The update of one round: counted, measured, and skipped where its loss or gradient is no finite number."""
+"""Policy update of one round: measured, and skipped if its loss or gradient is not finite."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ _NOTHING = {"num_trained_completions": 0.0}
 
 
 class RoundUpdate:
-    """Updates the policy on one round after another."""
+    """Updater of the policy, round by round."""
 
     def __init__(self, context: RunContext, learner: Learner) -> None:
         self._context, self._learner = context, learner
         self._num_skipped = 0
 
     def run(self, batch: RolloutBatch | None, round_index: int) -> dict[str, float]:
-        """Update on a round's batch. Returns the round's metrics, of no batch and of a skipped one that nothing was
-        trained on.
+        """Update on a round's batch and return the metrics; without a batch, or if it is skipped, those of no training.
 
         Raises:
-            FloatingPointError: after too many rounds in a row without a finite loss.
-            OutOfGpuMemoryError: this rank's GPU has not memory for its micro-batches.
+            FloatingPointError: too many rounds in a row had no finite loss.
+            OutOfGpuMemoryError: this rank's GPU lacks the memory for its micro-batches.
         """
         metrics = _NOTHING if batch is None else self._updated(batch, round_index)
         self._learner.sync_reference(round_index)
@@ -51,7 +50,7 @@ class RoundUpdate:
         return metrics | self._use_of_devices(self._learner.model_flops / (context.clock() - began))
 
     def _skip(self, batch: RolloutBatch, round_index: int, error: FloatingPointError) -> None:
-        """Keep a batch that no step was taken on. Raises FloatingPointError after too many rounds of that in a row."""
+        """Save a batch that is skipped. Raises FloatingPointError after too many such rounds in a row."""
         path = self._context.spec.run_dir / FAILED_BATCHES / f"round-{round_index:06d}.safetensors"
         if self._context.ranks.rank == 0:
             _keep(batch, path)
@@ -62,7 +61,7 @@ class RoundUpdate:
         self._context.record("failure", what=what, attempt=1)
 
     def _use_of_devices(self, flop_per_s: float) -> dict[str, float]:
-        """How much of its devices an update used: arithmetic of all workers, memory of the one that took most."""
+        """Return the device utilization of an update: FLOP/s of all workers, and the largest memory peak among them."""
         policy = self._context.policy
         memory = policy.max_over_ranks(torch.tensor([peak_memory_bytes(policy.device)])).item()
         used = {"flop_per_s": flop_per_s, "peak_memory_bytes": int(memory)}

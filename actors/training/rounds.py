@@ -1,4 +1,4 @@
-"""The rounds on one learner worker: pull a round, improve the policy on it, publish the next version."""
+"""RL rounds on one learner worker: pull a round's batch, update the policy, publish the next version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from learner.parallel.teacher import Teacher
 
 
 def run_rounds(context: RunContext) -> None:
-    """All rounds that are still to be trained, from where SFT ended or from the initial checkpoint."""
+    """Run all remaining rounds, starting from the SFT checkpoint or the initial one."""
     num_rounds = context.spec.learner.num_rounds
     learner = _begun(context)
     context.learner_tensors = learner.tensors
@@ -43,10 +43,10 @@ def run_rounds(context: RunContext) -> None:
 
 
 def _begun(context: RunContext) -> Learner:
-    """The learner of the first round, or of the one that an interrupted run would have gone on with."""
+    """Create the learner for the first round, or restore it for the round at which a run resumes."""
     spec, has_begun = context.spec, context.position.phase is Phase.RL
     if spec.model.lora.rank and not has_begun:
-        # An adapter of its own: without it the policy is the KL reference.
+        # RL has its own adapter: the policy without it is the KL reference.
         context.begin_adapter(Phase.RL)
     facts = sampler_facts(spec.rollout.params[0], is_block_causal=context.policy.config.is_block_causal)
     learner = Learner(context.policy, spec.learner, facts, _teacher(context))
@@ -56,10 +56,7 @@ def _begun(context: RunContext) -> Learner:
 
 
 def _teacher(context: RunContext) -> Teacher | None:
-    """What the objective compares with, if it needs a teacher.
-
-    Raises ValueError where its checkpoint cannot be read.
-    """
+    """Load the objective's teacher, if it needs one. Raises ValueError if its checkpoint cannot be read."""
     objective = context.spec.learner.objective
     if not isinstance(objective, DistillationConfig):
         return None
@@ -69,22 +66,23 @@ def _teacher(context: RunContext) -> Teacher | None:
 
 
 def _restore(context: RunContext, learner: Learner) -> None:
-    """Go on with the optimizer and the reference that an interrupted run of rounds had."""
+    """Restore the optimizer and the KL reference of an interrupted run."""
     if learner.reference is not None:
         learner.reference.load_full_weights(context.start_weights(Phase.RL))
     learner.load_full_state(load_file(context.found.directory / LEARNER_STATE))
 
 
 def _go_on(context: RunContext) -> None:
-    """Between two rounds, checkpoint and evaluate where the recipe or the clock says so.
+    """Between two rounds, checkpoint and evaluate if the recipe or the clock requires it.
 
-    Raises StopRequestedError where the run is to stop. What follows the last round is the end of the stage.
+    It is not called after the last round, which ends the stage. Raises StopRequestedError if the run must stop.
     """
     decision = context.decide(lambda: context.position.rl_seconds)
     every, must_evaluate = context.spec.checkpoint_every_rounds, context.evaluator.is_due(context.position)
     must_save = must_evaluate or decision.must_save or (every and context.position.round % every == 0)
     if must_save or decision.must_stop:
-        # What follows may take long: whoever looks at the run, and samplers that may go ahead, do not wait for it.
+        # Report the round first. What follows may take long, and neither observers nor samplers that may continue wait
+        # for it.
         context.ranks.on_rank_0(context.client.tell)
     if must_save:
         context.save()
@@ -95,13 +93,13 @@ def _go_on(context: RunContext) -> None:
 
 
 class Rounds:
-    """Takes the policy through one round after another."""
+    """Executor of single rounds."""
 
     def __init__(self, context: RunContext, update: RoundUpdate) -> None:
         self._context, self._update = context, update
 
     def run(self, round_index: int) -> None:
-        """One round, up to the published version and what the run log says of it."""
+        """Run one round: sample, update, publish the version, and report it for the run log."""
         context = self._context
         began = context.clock()
         context.pulse.doing = f"round {round_index}: waiting for completions"
@@ -126,7 +124,7 @@ class Rounds:
         )
 
     def _pull(self, round_index: int) -> tuple[RolloutBatch | None, list[ScoredPortion]]:
-        """A round's batch, if anything of it can be trained on; and on rank 0 what it was made of."""
+        """Return a round's batch, or None if nothing of it is trainable; and on rank 0 its scored work units."""
         context, portions = self._context, list[ScoredPortion]()
 
         def ask() -> tuple[Next, Mapping[str, Tensor]]:

@@ -1,7 +1,7 @@
-"""Shards: what one rank hands over of a policy whose weights are all trained, and the manifest of all ranks' together.
+"""Weight shards without LoRA: each rank's rows in the transfer format, and the manifest of all ranks.
 
-Rows travel in the samplers' precision where that is the narrower one, and each rank looks at its own. A version's
-digest is of the weights as they are held, as in a checkpoint: what travels has checksums of its own.
+Rows are transferred in the samplers' precision if that is narrower, and each rank computes the checksums of its own. A
+version's digest is that of the weights as held, as in a checkpoint; the transferred rows have separate checksums.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from learner.model.networks import held_dtypes
 from learner.parallel.sharding import ShardedPolicy, on_cpu
 
 Checks = dict[str, tuple[int, int]]
-"""Of each tensor the bytes of a rank's rows, and their CRC-32: as JSON has it."""
+"""Bytes and CRC-32 of a rank's rows, by tensor, as JSON has them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Travel:
-    """How weights travel that are all trained."""
+    """Transfer format of weights without LoRA."""
 
     dtype: torch.dtype = torch.float32
-    """What the samplers hold a policy in, but for what their network keeps as it is. Nothing goes in a wider one."""
+    """The samplers' dtype, except for tensors that their network keeps in another. No tensor is widened."""
     stays_on_device: bool = False
-    """Whether readers fetch them from where the learner computes; else they go by way of the CPU."""
+    """Whether readers fetch them from the learner's device; otherwise they go through CPU memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
-    """One rank's rows."""
+    """One rank's rows of all tensors."""
 
     rows: dict[str, Tensor]
-    """As they travel: copies, which nobody trains on."""
+    """In the transfer dtype: copies, which training does not change."""
     checks: tuple[Checks, Checks]
-    """Of them, and of those rows as they are held that travel otherwise."""
+    """Checksums of these rows, and of the held rows whose dtype differs."""
 
 
 class Shipping:
-    """What travels of a policy, as what."""
+    """Converter of a policy's shards to the transfer format."""
 
     def __init__(self, policy: ShardedPolicy, travel: Travel) -> None:
-        """What travels of it as `travel` says."""
+        """Choose the transfer dtype of each tensor."""
         self._policy, self._shapes = policy, policy.shapes
         self._device = policy.device if travel.stays_on_device else torch.device("cpu")
         self._held = policy.dtypes
@@ -56,16 +56,16 @@ class Shipping:
         }
 
     def own(self) -> Shards:
-        """This rank's part of it."""
+        """Return this rank's shards."""
         held = self._policy.own_shards()
         rows = {name: tensor.to(self._device, self._travels[name], copy=True) for name, tensor in held.items()}
         changed = ((name, tensor) for name, tensor in held.items() if tensor.dtype != self._travels[name])
-        # Through a copy: memory that numpy has seen cannot be given back, as a learner that sleeps does.
+        # Copied, because memory shared with numpy cannot be released when the learner is offloaded.
         as_held = ((name, on_cpu(tensor)) for name, tensor in changed)
         return Shards(rows=rows, checks=(_checks(rows.items()), _checks(as_held)))
 
     def manifest(self, version: int, ranks: Sequence[Sequence[Checks]]) -> Manifest:
-        """Of what all ranks have, in their order: their `Shards.checks`."""
+        """Make the manifest from all ranks' `Shards.checks`, in their order."""
         travels, changed = (_by_rank(kind) for kind in zip(*ranks, strict=True))
         if self._held == self._travels:
             return manifest_of_shards(version, self._shapes, self._travels, travels)

@@ -1,4 +1,4 @@
-"""What a run and its stages start from: the newest checkpoint, its policy, and what an adapter stands on."""
+"""Starting points of a run and its stages: the checkpoint, its policy, and the base of an adapter."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from learner.parallel.sharding import ShardedPolicy, make_mesh
 
 
 def agreed_checkpoint(spec: RunSpec, ranks: Ranks, say: Say | None = None) -> FoundCheckpoint:
-    """Where to go on, by rank 0's view of the disk; `say` is told at which rate that is read.
+    """Find the checkpoint to continue from, as rank 0 sees the disk; `say` reports the read throughput. A collective.
 
-    Raises ValueError when there is no checkpoint, or none is whole.
+    Raises ValueError if there is no checkpoint, or none is intact.
     """
 
     def find() -> dict[str, Any]:
@@ -43,8 +43,8 @@ def agreed_checkpoint(spec: RunSpec, ranks: Ranks, say: Say | None = None) -> Fo
 
 
 def load_sharded(spec: RunSpec, directory: Path, phase: Phase, say: Say | None = None) -> ShardedPolicy:
-    """The policy of a checkpoint of a stage, spread over the ranks; its adapters stay beside its weights. `say` is told
-    at which rate files are read."""
+    """Load a stage's checkpoint, sharded over the ranks, with its adapters unmerged. `say` reports the read
+    throughput."""
     mesh = make_mesh(spec.device, spec.sharding.workers_per_copy, spec.collective_timeout_s)
     device = placed_on(spec.device)
     limit_memory(device, spec.gpus.learner)
@@ -60,21 +60,21 @@ def load_sharded(spec: RunSpec, directory: Path, phase: Phase, say: Say | None =
 
 
 def _is_held_in_half(spec: RunSpec) -> bool:
-    """Whether frozen weights are held in bfloat16 and lose nothing: the first checkpoint, on which all stages stand, is
-    in it, and FSDP rounds what it gathers to it in any case."""
+    """Return whether frozen weights are held in bfloat16. Nothing is lost: the initial checkpoint, the base of all
+    stages, is in bfloat16, and FSDP rounds what it gathers to it in any case."""
     return spec.may_hold_base_in_half and stored_dtype(spec.initial_checkpoint) is torch.bfloat16
 
 
 def start_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Path:
-    """The checkpoint that a stage starts from: that of SFT, where there is one, for those that come after it; else the
-    initial one."""
+    """Return the checkpoint that a stage starts from: after SFT the one of SFT, if there is one; else the initial
+    one."""
     after_sft = spec.checkpoints_dir / str(Phase.SFT)
     is_after = phase not in (Phase.UNTRAINED, Phase.SFT)
     return after_sft if is_after and ranks.agreed(after_sft.is_dir) else spec.initial_checkpoint
 
 
 def base_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Base | None:
-    """The base checkpoint of a stage's adapter; None without LoRA. A collective."""
+    """Return the base checkpoint of a stage's adapter; None without LoRA. A collective."""
     lora = spec.lora_of(phase)
     if not lora.rank:
         return None
@@ -84,6 +84,6 @@ def base_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Base | None:
 
 
 def verified_weights(directory: Path) -> StoredWeights:
-    """The weights of a checkpoint, to be read. Raises ValueError when its files are damaged."""
+    """Verify a checkpoint and open its weights. Raises ValueError if its files are damaged."""
     verify_checkpoint(directory)
     return StoredWeights(directory)

@@ -1,7 +1,7 @@
-"""The training run on one learner worker: the stages, in order.
+"""Training run on one learner worker: the stages in order.
 
-Every rank runs the same program on the same batches. Rank 0 alone looks at a clock or at the list of checkpoints, and
-talks to the rest of the run; what it finds out, the others hear from it (`learner/parallel/ranks.py`).
+Every rank runs the same program on the same batches. Only rank 0 reads a clock or the list of checkpoints, and talks to
+the rest of the run; it broadcasts the results (`learner/parallel/ranks.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from learner.parallel.ranks import Ranks
 
 
 class TrainingRun:
-    """One rank's way through the stages."""
+    """Training run of one rank, through all stages."""
 
     def __init__(
         self, spec: RunSpec, client: Client, pulse: Pulse, ranks: Ranks, clock: Callable[[], float] = time.monotonic
@@ -31,7 +31,7 @@ class TrainingRun:
         self._context = RunContext(spec, client, pulse, ranks, clock)
 
     def run(self) -> None:
-        """The stages that the run asks for and that the checkpoint has not seen, or as far as somebody stops it."""
+        """Run the stages that were requested and that the checkpoint has not completed, unless a stop is requested."""
         context = self._context
         where, position = context.found.directory.name, asdict(context.position)
         context.ranks.on_rank_0(lambda: context.client.learner_started(where, position))
@@ -43,7 +43,7 @@ class TrainingRun:
         except StopRequestedError:
             self._stop()
         except Exception:
-            # The next group may go on from it.
+            # The next group may resume from the checkpoint that is being written.
             context.checkpointer.wait()
             raise
 
@@ -55,7 +55,7 @@ class TrainingRun:
                 "it with the command that began it"
             )
         if context.position.is_published:
-            # Samplers and service may be new: the store must have what they will be asked for.
+            # Samplers and service may be new, so the store must have the version that they will request.
             context.publish(self._known_as())
             if context.evaluator.is_due(context.position):
                 context.evaluate(is_new=False)
@@ -67,19 +67,20 @@ class TrainingRun:
             run_control(context)
 
     def _known_as(self) -> str | None:
-        """The digest of the checkpoint's policy. With 4 bits the initial policy is the rounded one: not its file's."""
+        """Return the digest of the checkpoint's policy; None for an initial policy in 4 bits, which is rounded, unlike
+        its file."""
         position = self._context.position
         is_rounded = position.phase is Phase.UNTRAINED and self._context.spec.model.lora.base_weights == "nf4"
         return None if is_rounded else position.manifest_digest
 
     def _stop(self) -> None:
-        """Keep what there is of the stage under way."""
+        """Save the progress of the current stage."""
         context = self._context
         context.pulse.doing = "stopping"
         context.checkpointer.settle()
         known, begun = (context.found.position, context.checkpointer.newest), context.evaluator.begun
         if begun is not None and begun.position in known:
-            # Whoever went on from the round since would not hear what it is worth: that round is done again.
+            # A run that resumed after the round since would lack this evaluation, so that round is repeated.
             context.position = begun.position
         elif context.learner_state is not None and context.position not in known:
             context.save()

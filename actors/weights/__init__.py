@@ -1,1 +1,1 @@
-"""Weights between learner, samplers and service: offered by ranks, held by a store, fetched, verified on arrival."""
+"""Weight sync between learner, samplers and service: offered, stored, fetched and verified."""

@@ -1,4 +1,4 @@
-"""CRC-32 of weights: that of a whole tensor follows from those of its rows, wherever each was computed."""
+"""CRC-32 checksums of weights: a tensor's checksum is combined from those of its shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _POLYNOMIAL = 0xEDB88320
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """Bytes that were looked at."""
+    """Size and checksum of some bytes."""
 
     num_bytes: int
     checksum: int
@@ -24,7 +24,7 @@ class Checked:
 
 
 def checked(pieces: Iterable[NDArray[np.uint8]]) -> Checked:
-    """Of pieces that follow each other: as of all of them in one."""
+    """Return size and checksum of consecutive pieces, as if they were one."""
     num_bytes, checksum = 0, 0
     for piece in pieces:
         num_bytes, checksum = num_bytes + piece.nbytes, zlib.crc32(piece.data, checksum)
@@ -32,10 +32,10 @@ def checked(pieces: Iterable[NDArray[np.uint8]]) -> Checked:
 
 
 def joined(parts: Iterable[Checked]) -> Checked:
-    """What `checked` would say of parts that follow each other, of which the bytes are elsewhere.
+    """Combine the checksums of consecutive parts without their bytes, equal to `checked` of all of them.
 
-    To append n bytes to what has a CRC is to put it through n zero bytes, which is linear over bits, and to add (xor)
-    the CRC of what is appended (zlib's `crc32_combine`, by Mark Adler).
+    Appending n bytes advances the CRC through n zero bytes, which is linear over bits, and then adds (xor) the CRC of
+    the appended bytes (zlib's `crc32_combine`, by Mark Adler).
     """
     num_bytes, checksum = 0, 0
     for part in parts:
@@ -55,10 +55,10 @@ def _through_zeros(checksum: int, num_bytes: int) -> int:
 
 @cache
 def _zeros(power: int) -> Sequence[int]:
-    """What 2^power zero bytes do to a CRC: a matrix of bits, a column for each bit."""
+    """Return the effect of 2^power zero bytes on a CRC: a matrix of bits, one column for each bit."""
     if power >= 0:
         return _squared(_zeros(power - 1))
-    # Half a byte: four times one bit, which shifts the register.
+    # Half a byte: four times the one-bit matrix, which shifts the register.
     one_bit = (_POLYNOMIAL, *(1 << bit for bit in range(31)))
     return _squared(_squared(one_bit))
 

@@ -1,7 +1,7 @@
-"""Fetching policy versions: what a weight store has, verified, for samplers and the service.
+"""Weight sync, receiving side: fetch, verify and load policy versions, in samplers and the service.
 
-The store owns them in Ray's object store, so that they outlive the learner that made them; readers on one machine share
-the same memory. Under LoRA a version is an adapter. Its base checkpoint is read from the run directory, once.
+The store owns them in Ray's object store, so that they outlive the learner that made them. Readers on one machine share
+the same memory. Under LoRA a version is an adapter, and its base checkpoint is read once, from the run directory.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class Reader(Protocol):
 
 
 class StoreReader:
-    """Reads from a weight store."""
+    """Reader of a weight store."""
 
     def __init__(self, store: Any, timeout_s: float) -> None:
-        """Take over the actor's handle; no answer may take longer than `timeout_s`, and tensors as much longer as their
-        bytes take (`Manifest.travel_s`)."""
+        """Take the actor's handle. `timeout_s` is the timeout of an answer; for tensors their size extends it
+        (`Manifest.travel_s`)."""
         self._store, self._timeout_s = store, timeout_s
 
     def version(self, version: int, digest: str | None = None) -> tuple[Manifest, Arrived]:
-        """A policy version: its manifest, and its parameters or its adapter, for reading only.
+        """Return a policy version: its manifest, and its parameters or its adapter, read-only.
 
         Args:
             version: the policy version.
-            digest: the manifest's that it must have; None: whichever weights have the number now.
+            digest: the manifest digest that it must have; None: any.
 
         Raises:
             VersionMissingError: the store does not have it.
             ValueError: it arrived damaged, or has another digest.
-            TimeoutError: nothing came in time.
+            TimeoutError: it did not arrive in time.
         """
         manifest, parts = self._fetched(f"policy version {version}", lambda: self._store.get.remote(version))
         if digest not in (None, manifest.digest):
@@ -74,17 +74,17 @@ class StoreReader:
         except ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(f"{what} did not arrive within {within_s:.0f} s") from error
         except ray.exceptions.RayTaskError as error:
-            # As the store raised it: wrapped, and wrapped again by whoever asked us, nobody could tell what it was.
+            # Raise the store's own exception: callers could not recognize it inside of Ray's wrapper.
             raise error.cause from None
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
-            # Gone before it answered, or after: what it owned went with it.
+            # The store died before it answered, or after, and the objects that it owned with it.
             raise VersionMissingError(
                 f"the weight store is gone, or who held its weights, and {what} with it"
             ) from error
 
 
 def open_store(store: str, timeout_s: float) -> StoreReader:
-    """A reader of the weight store with that Ray name. Raises VersionMissingError when there is none."""
+    """Open a reader of the weight store with that Ray name. Raises VersionMissingError if there is none."""
     try:
         actor = ray.get_actor(store, namespace=NAMESPACE)
     except ValueError as error:
@@ -93,17 +93,14 @@ def open_store(store: str, timeout_s: float) -> StoreReader:
 
 
 class StagingReader:
-    """A reader that fetches and verifies a version on another thread, before it is asked for.
-
-    What is left to do then is to copy it.
-    """
+    """Reader that prefetches and verifies a version on another thread, so that loading only has to copy it."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._staged: tuple[Generation, Future[tuple[Manifest, Mapping[str, Tensor]]]] | None = None
 
     def stage(self, generation: Generation) -> None:
-        """Fetch it, unless that is done or under way. What was staged before and not asked for is let go."""
+        """Prefetch a version, unless that is done or in progress. An earlier prefetch that was not used is dropped."""
         if (staged := self._staged) is not None and staged[0] == generation:
             return
         fetched: Future[tuple[Manifest, Mapping[str, Tensor]]] = Future()
@@ -111,11 +108,11 @@ class StagingReader:
         try:
             fetched.set_result(self._reader.version(generation.version, generation.digest))
         except Exception as error:
-            # Who asks for it fetches it again, and says what is wrong.
+            # `version` fetches it again, and raises the error.
             fetched.set_exception(error)
 
     def version(self, version: int, digest: str | None = None) -> tuple[Manifest, Mapping[str, Tensor]]:
-        """As the reader's; what is staged is handed over, and held no longer."""
+        """Return a version as `Reader.version` does; a prefetched one is handed over and no longer held."""
         staged = self._staged
         if staged is not None and (staged[0].version, staged[0].digest) == (version, digest):
             self._staged = None
@@ -125,10 +122,11 @@ class StagingReader:
 
 
 class PolicyLoader:
-    """Loads policy versions in place: all weights, or an adapter beside the weights of its base checkpoint."""
+    """In-place loader of policy versions: all weights, or an adapter on top of its base checkpoint's weights."""
 
     def __init__(self, policy: Transformer, reader: Reader, checkpoints_dir: Path) -> None:
-        """Load nothing yet. `policy` may be uninitialized; `checkpoints_dir` has the base checkpoints of adapters."""
+        """Create a loader for `policy`, which may be uninitialized; `checkpoints_dir` has the base checkpoints of
+        adapters."""
         self._policy, self._reader, self._checkpoints_dir = policy, reader, checkpoints_dir
         self._base: Base | None = None
         self._weights: tuple[str, BaseWeights] | None = None
@@ -137,8 +135,8 @@ class PolicyLoader:
     def load(self, generation: Generation) -> None:
         """Load a version into the policy.
 
-        Raises as `StoreReader.version`, and ValueError where the base checkpoint of an adapter is damaged or is not the
-        one that the adapter was trained on. The policy may then be a mixture of versions.
+        Raises as `StoreReader.version` does, and ValueError if the base checkpoint of an adapter is damaged or is not
+        the one that the adapter was trained on. The policy may then be a mixture of versions.
         """
         manifest, weights = self._reader.version(generation.version, generation.digest)
         base = manifest.base
@@ -170,7 +168,7 @@ class PolicyLoader:
                 self._verified.add(digest)
 
     def _load_weights(self, directory: Path, base_weights: BaseWeights) -> None:
-        """Load the weights of a checkpoint, unless the policy has them already."""
+        """Load the weights of a checkpoint, unless the policy already has them."""
         wanted = chain_digest(directory), base_weights
         if self._weights == wanted:
             return
@@ -190,9 +188,9 @@ def _wait_for(directory: Path) -> None:
 
 @torch.no_grad()
 def load_in_place(policy: Transformer, weights: Mapping[str, Tensor]) -> None:
-    """Make `weights` the policy's, in its precision: what came in pieces is copied piece by piece, and never whole.
+    """Copy `weights` into the policy, in its precision; tensors in pieces are copied piece by piece, never assembled.
 
-    Raises ValueError where they are not the parameters of such a policy.
+    Raises ValueError if they are not the parameters of such a policy.
     """
     held = _weights_of(policy)
     if differing := held.keys() ^ weights.keys():
@@ -206,6 +204,6 @@ def load_in_place(policy: Transformer, weights: Mapping[str, Tensor]) -> None:
 
 
 def _weights_of(policy: Transformer) -> dict[str, Tensor]:
-    """The parameters of a policy by plain name, without adapters."""
+    """Return the parameters of a policy by plain name, without adapters."""
     named = ((plain_name(name), parameter.detach()) for name, parameter in policy.named_parameters())
     return {name: parameter for name, parameter in named if not is_adapter(name)}

@@ -1,8 +1,8 @@
-"""Offering shards: what a rank of the learner holds, until the weight store has taken it.
+"""Shards that a learner rank offers until the weight store has taken them.
 
-The store calls each rank's actor for its rows: what such a call returns is the caller's, lies in the object store of
-the rank's machine, and outlives the rank. So weights go there once, and never through another process. In a module
-without torch: the store imports it.
+The store calls each rank's actor for its rows. The result of such a call is owned by the caller, is in the object store
+of the rank's machine, and outlives the rank. So weights are copied once, and not through another process. This module
+must not import torch, because the store imports it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ _offered: dict[str, Mapping[str, NDArray[np.uint8]]] = {}
 
 
 def offer(key: str, rows: Mapping[str, NDArray[np.uint8]]) -> None:
-    """Let `taken` have these under a key, and nothing else."""
+    """Offer these rows under a key, instead of any earlier offer."""
     _offered.clear()
     _offered[key] = rows
 
 
 def withdraw() -> None:
-    """Offer nothing any more."""
+    """Withdraw the offer."""
     _offered.clear()
 
 
 def taken(_: Any, key: str) -> tuple[Mapping[str, NDArray[np.uint8]], int]:
-    """What this process offers, called in a rank's actor; and its bytes, for a caller that only waits for it.
+    """Return the rows that this process offers, and their bytes; called in a rank's actor.
 
-    Raises LookupError where it is not offered (any more).
+    A caller that only waits for the rows can wait for the number. Raises LookupError if the key is not offered (any
+    more).
     """
     rows = _offered.get(key)
     if rows is None:

@@ -1,7 +1,7 @@
-"""The weight store: an actor that owns the newest policy versions in Ray's object store.
+"""Weight store: an actor that owns the newest policy versions in Ray's object store.
 
-So they outlive the learner that made them. It holds bytes, and knows no tensor: `actors.weights.tensors` makes the one
-of the other.
+So they outlive the learner that made them. The store holds bytes and needs no torch: `actors.weights.tensors` converts
+between bytes and tensors.
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Its size. The name of a dtype says its bits: `torch.bfloat16`."""
+        """Its size, from the bits in the name of its dtype (`torch.bfloat16`)."""
         return math.prod(self.shape) * int("".join(filter(str.isdigit, self.dtype))) // 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a policy version consists of."""
+    """Manifest of a policy version: its tensors and their checksums."""
 
     version: int
     """The policy version."""
     tensors: tuple[TensorEntry, ...]
-    """Every parameter; the matrices of the adapter where there is a base."""
+    """Every parameter; with a base, the matrices of the adapter."""
     base: Base | None = None
-    """Under LoRA, what the adapter stands on. It does not travel."""
+    """Under LoRA, the adapter's base checkpoint, which is not transferred."""
     known_as: str | None = None
-    """The digest that these weights have already, if they were published before in another form."""
+    """Digest of these weights in another form, such as a checkpoint, if that identifies them."""
 
     @property
     def digest(self) -> str:
-        """Names the weights themselves: a version that is made again after a rewind may be other weights.
+        """Checksum that identifies the weights: a version that is made again after a rewind may have other weights.
 
-        In whichever order: a learner with layers in 4 bits gives those last, and a checkpoint by name.
+        It does not depend on the order of tensors: a learner with layers in 4 bits lists those last, a checkpoint sorts
+        by name.
         """
         if self.known_as is not None:
             return self.known_as
@@ -72,17 +73,17 @@ class Manifest:
         return hashlib.sha256(repr(what).encode()).hexdigest()
 
     def travel_s(self, timeout_s: float) -> float:
-        """Seconds that its tensors may take from one machine to another: `timeout_s`, and what their bytes take."""
+        """Return the timeout of a transfer of its tensors: `timeout_s`, extended by their size."""
         return patience_s(timeout_s, sum(entry.num_bytes for entry in self.tensors))
 
 
 Held = tuple[Manifest, list[ray.ObjectRef[Any]]]
-"""A manifest, and its tensors in the object store: whole, or the rows of each rank."""
+"""A manifest, and references to its tensors in the object store: whole, or the rows of each rank."""
 _RANK_ANSWERS_S = 60.0
 
 
 class WeightStore:
-    """Owns the newest policy versions."""
+    """Actor that owns the newest policy versions."""
 
     def __init__(self, num_kept: int) -> None:
         """Keep `num_kept` versions; older ones are dropped when newer arrive."""
@@ -91,26 +92,30 @@ class WeightStore:
         self._offers: dict[int, tuple[str, Any]] = {}
 
     def ready(self) -> int:
-        """Answers while the actor lives, with its process id: another one is a restart."""
+        """Return the process id while the actor lives; a different id means that it restarted."""
         return os.getpid()
 
     def keep(self, num_kept: int) -> None:
-        """Keep `num_kept` versions from now on: a store that was taken over may have kept fewer."""
+        """Keep `num_kept` versions from now on: a reused store may have kept fewer."""
         self._num_kept = num_kept
 
     def publish(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Take over a version that was `put`. Put again, this actor owns it, and not the learner that may die."""
+        """Take over a version that was `put`. Putting it again makes this actor its owner, instead of a learner that
+        may die."""
         self._hold(manifest, [ray.put(weights)])
 
     def offered(self, key: str, rank: int, offer: Any) -> None:
-        """A rank offers its rows, until they are taken: its actor, which is called for them (`offering.taken`); or, in
-        a list, the reference to its memory, from which every reader fetches them."""
+        """Record a rank's offer of its rows, until they are taken.
+
+        `offer` is the rank's actor, which is called for them (`offering.taken`); or a list with the reference to its
+        memory, from which every reader fetches them.
+        """
         self._offers[rank] = key, offer
 
     def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:
-        """Take over a version whose rows are offered by so many ranks. False where one of the offers is not known here.
+        """Take over a version whose rows `num_ranks` ranks offer. Returns False if one of the offers is missing.
 
-        Raises a RayError where a rank has died, or does not answer in time.
+        Raises a RayError if a rank has died or does not answer in time.
         """
         made = [self._offers.get(rank) for rank in range(num_ranks)]
         offers = [one[1] for one in made if one is not None and one[0] == key]
@@ -126,26 +131,27 @@ class WeightStore:
         return True
 
     def _hold(self, manifest: Manifest, parts: list[ray.ObjectRef[Any]]) -> None:
-        """Hold a version. Higher ones are of a future that a resumed run has given up: they go, and so do old ones."""
+        """Hold a version. Drop higher ones, of a future that a resumed run has abandoned, and the oldest."""
         self._versions = {version: held for version, held in self._versions.items() if version < manifest.version}
         self._versions[manifest.version] = (manifest, parts)
         for version in sorted(self._versions)[: -self._num_kept]:
             del self._versions[version]
 
     def get(self, version: int) -> tuple[Manifest, list[ray.ObjectRef[Any]]]:
-        """A version's manifest, and its weights in parts. Raises VersionMissingError when it is not here (any more)."""
+        """Return a version's manifest and its weights in parts. Raises VersionMissingError if it is not here (any
+        more)."""
         if version not in self._versions:
             raise VersionMissingError(f"policy version {version} is not in the store; it has {sorted(self._versions)}")
         # In a list: a bare reference would be resolved on the way and copied through this actor.
         return self._versions[version]
 
     def held(self) -> list[int]:
-        """The versions that are here."""
+        """Return the versions in the store."""
         return sorted(self._versions)
 
 
 def held_by(store: str, timeout_s: float) -> frozenset[int]:
-    """The versions in the store with that Ray name; none where there is no such store, or it does not answer."""
+    """Return the versions in the store with that Ray name; none if there is no such store or it does not answer."""
     try:
         actor: Any = ray.get_actor(store, namespace=NAMESPACE)
         return frozenset(ray.get(actor.held.remote(), timeout=timeout_s))
@@ -154,5 +160,5 @@ def held_by(store: str, timeout_s: float) -> frozenset[int]:
 
 
 def store_name(run: str) -> str:
-    """The Ray name of a run's weight store, in the namespace `d1`."""
+    """Return the Ray name of a run's weight store, in the namespace `d1`."""
     return f"d1-weights-{run}"

@@ -1,4 +1,4 @@
-"""Weights as they travel from the learner to samplers and service: bytes with a manifest, checked on arrival.
+"""Serialization of weights: tensors as bytes with a manifest, verified on arrival.
 
 A reader compares every tensor with the manifest before it uses any. (Whether a transfer was right is tested by
 comparing log-probabilities, never by its status.)
@@ -21,13 +21,13 @@ from actors.weights.store import Manifest, TensorEntry
 from learner.model.checkpoint_files import Base
 
 Rows = Mapping[str, NDArray[np.uint8] | Tensor]
-"""One rank's rows of tensors, or all of them: their bytes, or as they were in its memory, also a GPU's."""
+"""One rank's rows of each tensor, or all rows: as bytes, or as tensors in its memory, on CPU or GPU."""
 
 
 def make_manifest(
     version: int, weights: Mapping[str, Tensor], base: Base | None = None, known_as: str | None = None
 ) -> Manifest:
-    """The manifest of whole CPU tensors: every parameter, or the adapter's that stand on `base`."""
+    """Make the manifest of whole CPU tensors: every parameter, or those of an adapter on `base`."""
     entries = tuple(
         _entry(name, tensor.shape, tensor.dtype, checked([as_bytes(tensor)])) for name, tensor in weights.items()
     )
@@ -41,7 +41,7 @@ def manifest_of_shards(
     ranks: Sequence[Mapping[str, Checked]],
     known_as: str | None = None,
 ) -> Manifest:
-    """The same of tensors whose rows are on several ranks: what these have checked, in their order."""
+    """Make the manifest of tensors whose rows are on several ranks, from the ranks' checksums in their order."""
     entries = (
         _entry(name, shape, dtypes[name], joined(found[name] for found in ranks if name in found))
         for name, shape in shapes.items()
@@ -50,27 +50,28 @@ def manifest_of_shards(
 
 
 def verify(manifest: Manifest, weights: Mapping[str, Tensor], what: str = "") -> None:
-    """Raise ValueError, naming the first tensor that is not what the manifest lists; `what` they are, if no version."""
+    """Raise ValueError, naming the first tensor that differs from the manifest; `what` names the weights, if not a
+    version."""
     as_verified(manifest, [weights], what)
 
 
 def put(weights: Mapping[str, Tensor]) -> ray.ObjectRef[Any]:
-    """Whole CPU tensors in Ray's object store, as `WeightStore.publish` takes them over.
+    """Put whole CPU tensors into Ray's object store, for `WeightStore.publish`.
 
-    As bytes, which every process on a machine reads from the same memory. (Ray does that with tensors too where it is
-    told to, and then imports torch in each process of the cluster: two seconds of CPU each.)
+    They are stored as bytes, which every process on a machine reads from the same memory. (Ray can do that with tensors
+    too, but then imports torch in each process of the cluster: two seconds of CPU each.)
     """
     return ray.put({name: as_bytes(tensor) for name, tensor in weights.items()})
 
 
 class Arrived(Mapping[str, Tensor]):
-    """The tensors of a version by name, in the memory that they came in: for reading only.
+    """Read-only tensors of a version by name, in the memory that they arrived in.
 
-    One whose rows came from several ranks is put together when it is asked for, and held by nobody: `pieces` has them.
+    A tensor whose rows came from several ranks is concatenated on access, and not kept: `pieces` returns its parts.
     """
 
     def __init__(self, pieces: Mapping[str, Sequence[Tensor]]) -> None:
-        """Each in pieces of some rows, one after the other."""
+        """Take each tensor as consecutive pieces of some rows."""
         self._pieces = pieces
 
     def __getitem__(self, name: str) -> Tensor:
@@ -78,7 +79,7 @@ class Arrived(Mapping[str, Tensor]):
         return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces))
 
     def __contains__(self, name: object) -> bool:
-        """Without putting it together, as `Mapping`'s would."""
+        """Look up a name without concatenating its tensor, as `Mapping`'s would."""
         return name in self._pieces
 
     def __iter__(self) -> Iterator[str]:
@@ -88,12 +89,12 @@ class Arrived(Mapping[str, Tensor]):
         return len(self._pieces)
 
     def pieces(self, name: str) -> Sequence[Tensor]:
-        """A tensor's rows, as they came."""
+        """Return a tensor's rows in the pieces that arrived."""
         return self._pieces[name]
 
 
 def as_verified(manifest: Manifest, parts: Sequence[Rows], what: str = "") -> Arrived:
-    """The tensors that a manifest lists, whose rows follow each other in `parts`. Raises as `verify`."""
+    """Return the tensors that a manifest lists, whose rows are consecutive in `parts`. Raises as `verify`."""
     what = what or f"policy version {manifest.version}"
     arrived = Arrived({entry.name: _pieces(entry, parts, what) for entry in manifest.tensors})
     if unlisted := [name for part in parts for name in part if name not in arrived]:
@@ -102,14 +103,14 @@ def as_verified(manifest: Manifest, parts: Sequence[Rows], what: str = "") -> Ar
 
 
 def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The memory of a tensor, if it lies on the CPU in one piece; else a copy."""
+    """Return the memory of a tensor if it is contiguous on the CPU; else a copy."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def _pieces(entry: TensorEntry, parts: Sequence[Rows], what: str) -> list[Tensor]:
     held = [part[entry.name] for part in parts if entry.name in part]
     dtype: torch.dtype = getattr(torch, entry.dtype.removeprefix("torch."))
-    # Bytes have neither; a tensor whose bytes are right may still be another.
+    # Bytes have neither dtype nor shape; a tensor with the right bytes may still have the wrong ones.
     are_alike = all(one.dtype == dtype and one.shape[1:] == entry.shape[1:] for one in held if isinstance(one, Tensor))
     found = checked(as_bytes(rows) if isinstance(rows, Tensor) else rows for rows in held)
     if not held or not are_alike or found != Checked(num_bytes=entry.num_bytes, checksum=entry.checksum):
@@ -123,7 +124,7 @@ def _tensor(rows: NDArray[np.uint8] | Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(rows, Tensor):
         return rows
     with warnings.catch_warnings():
-        # Nobody writes to what is fetched.
+        # Fetched weights are never written to.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         return torch.from_numpy(rows).view(dtype)
 

@@ -1,1 +1,1 @@
-"""`d1 adapt`: from an autoregressive model to a run that trains it as a diffusion policy."""
+"""`d1 adapt`: converts an autoregressive model into a diffusion policy and trains it."""

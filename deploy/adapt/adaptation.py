@@ -1,4 +1,4 @@
-"""What `d1 adapt` is asked for, as a recipe and as a policy."""
+"""Settings of `d1 adapt`, and the recipe, responses and initial policy that follow from them."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ if TYPE_CHECKING:
     from learner.model.autoregressive.source import Source
 
 _RECIPE = Path(__file__).with_name("adapt.yaml")
-# OUT and MODEL say these.
+# OUT and MODEL set these.
 _OWN_KEYS = ("name", "runs_dir", "model.checkpoint")
-# Half of it for the prompt.
+# Maximum tokens of an example with the model's own response; half of them are for the prompt.
 _TOKENS_OF_RESPONSES = 512
-# A block is denoised in this many steps of as many slots.
+# Slots that each denoise step of a block commits.
 _SLOTS_PER_STEP = 4
 
 
 def trains(recipe: Recipe) -> bool:
-    """Whether the recipe has SFT steps or rounds; without them the untrained policy is all that is written."""
+    """Return whether the recipe has SFT steps or rounds; without them only the untrained policy is written."""
     return recipe.sft.num_steps > 0 or recipe.learner.num_rounds > 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adaptation:
-    """An autoregressive model, how its policy differs from it, and where the run is."""
+    """Settings of an adaptation: source model, its changes, training data and run directory."""
 
     model: str
     """The source: a directory, a hub id, a GGUF file or `smollm2`."""
     out: Path
     """The run directory."""
     data: str | None = None
-    """What to train on: a file, a directory or a dataset of the hub; None: what `prompts` or an override says."""
+    """Training data: a file, a directory or a dataset of the hub; None: as `prompts` or an override says."""
     prompts: str | None = None
-    """A task or a file of prompts, of which the model's own responses are trained on."""
+    """A task or a file of prompts; the model's own responses to them are the training data."""
     block_length: int | None = None
-    """Slots of a block of a block-causal policy; None: every slot sees every other."""
+    """Slots of a block of a block-causal policy; None: every slot attends to every other."""
     shift: bool = True
     """Whether the output at a slot predicts the token of the next slot, as in the source."""
     mask_token: str | None = None
-    """The mask token; None: one that is reserved."""
+    """The mask token; None: a reserved one."""
     distill_rounds: int = 0
     """Rounds of on-policy distillation from the source after SFT; 0: none."""
     overrides: tuple[str, ...] = ()
@@ -61,13 +61,13 @@ class Adaptation:
 
     @property
     def responses(self) -> Path:
-        """Where the model's own responses are: beside the run directory, which is made once they are all there."""
+        """File of the model's own responses: next to the run directory, which is created after they are complete."""
         out = self.out.absolute()
         return out.with_name(f"{out.name}.responses.jsonl")
 
     @property
     def words(self) -> list[str]:
-        """The command that asks for this."""
+        """Command-line words that reproduce these settings."""
         options = {
             "--data": self.data,
             "--prompts": self.prompts,
@@ -79,9 +79,9 @@ class Adaptation:
         return ["adapt", self.model, str(self.out), *given, *([] if self.shift else ["--no-shift"]), *self.overrides]
 
     def recipe(self) -> Recipe:
-        """The recipe of the run. One without steps and rounds asks for the untrained policy alone.
+        """Build the run's recipe. Without steps and rounds, only the untrained policy is written.
 
-        Raises UserError as `load_recipe`, and if training data is missing, or is given and nothing trains on it.
+        Raises UserError as `load_recipe` does, and if training data is missing or unused, or if the rounds lack a task.
         """
         self._check()
         out = self.out.absolute()
@@ -114,7 +114,7 @@ class Adaptation:
         return recipe
 
     def _given(self) -> dict[str, object]:
-        """The overrides by key."""
+        """Return the overrides by key."""
         return dict(map(parse_override, self.overrides))
 
     def _says_task(self) -> bool:
@@ -137,13 +137,13 @@ class Adaptation:
 
     @property
     def is_answering(self) -> bool:
-        """Whether an earlier try ended while the model answered the prompts: the run has not begun then."""
+        """Whether an earlier attempt ended while the model answered the prompts, before the run began."""
         return self.prompts is not None and self.responses.exists() and not self.out.exists()
 
     def write_responses(self, source: Source, recipe: Recipe, say: Say) -> str:
-        """Write the model's own responses to the prompts, or go on where an earlier try stopped; what became of them.
+        """Generate the model's own responses to the prompts, or resume an earlier attempt. Returns a summary.
 
-        Raises UserError where there are no such prompts or the model cannot answer.
+        Raises UserError if there are no such prompts or the model cannot answer.
         """
         from deploy.adapt.generation import Sampling
         from deploy.adapt.prompts import file_prompts, task_prompts
@@ -159,9 +159,9 @@ class Adaptation:
         return str(write_responses(source, prompts, self.responses, sampling, say))
 
     def write(self, source: Source, say: Say | None = None) -> tuple[Path, MaskToken]:
-        """Write the policy that the run starts from, beside the run directory; where, and its mask token.
+        """Write the run's initial policy next to the run directory. Returns its directory and its mask token.
 
-        Raises UserError where the source cannot be such a policy or it cannot be written.
+        Raises UserError if the source cannot become such a policy, or it cannot be written.
         """
         from learner.model.autoregressive.policy import write_policy
 
@@ -181,7 +181,7 @@ class Adaptation:
         return directory, mask
 
     def check_creatable(self) -> None:
-        """Raise UserError where the run directory cannot be made: before a model is opened."""
+        """Raise UserError if the run directory cannot be created. Checked before a model is opened."""
         from deploy.job.preflight import why_not_writable
 
         if self.out.is_file() or (self.out.is_dir() and any(self.out.iterdir())):
@@ -192,7 +192,7 @@ class Adaptation:
             raise UserError(f"{self.out} cannot be made in {nearest}: {obstacle}; take another OUT")
 
     def check_resumable(self) -> None:
-        """Raise UserError where the run has not begun, or with another policy than is asked for."""
+        """Raise UserError if the run has not begun, or began with a different policy."""
         initial = self.out / CHECKPOINTS / "initial"
         if not initial.is_dir():
             raise UserError(f"there is no run to resume in {self.out}; start it without --resume")
@@ -211,7 +211,7 @@ class Adaptation:
 
 
 def _look_at(data: Path) -> None:
-    """Raise UserError where there is no such data: before a model is opened, which takes longer."""
+    """Raise UserError if the data cannot be read. Checked before a model is opened, which takes longer."""
     try:
         read_demonstrations(data)
     except ValueError as error:
@@ -219,7 +219,7 @@ def _look_at(data: Path) -> None:
 
 
 def opened(model: str) -> Source:
-    """The source of a name. Raises UserError where there is none that can be adapted."""
+    """Open a source model by name. Raises UserError if there is none that can be adapted."""
     from learner.model.autoregressive.source import open_source
 
     if (Path(model) / RECIPE).is_file():

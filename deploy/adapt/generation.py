@@ -1,6 +1,6 @@
-"""Autoregressive generation, by transformers, or by vLLM where it is installed and fits the machine.
+"""Autoregressive generation, with transformers, or with vLLM if it is installed and fits the machine.
 
-Shape letters: B prompts of a batch, P slots of the longest of them, V vocabulary.
+Shape letters: B prompts of a batch, P slots of the longest prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,52 +30,52 @@ _SORTED = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the responses of an autoregressive model are drawn."""
+    """Sampling parameters for the responses of an autoregressive model."""
 
     max_new_tokens: int
-    """Most tokens of a response, its end of turn included."""
+    """Maximum tokens of a response, including its end of turn."""
     temperature: float = 0.3
     """Divides the logits; 0 takes the most probable token."""
     seed: int = 0
-    """Keys the draws, together with each prompt's place."""
+    """Seed of the sampling, combined with each prompt's index."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A prompt, as the model reads it."""
+    """An encoded prompt."""
 
     index: int
-    """Its place among all prompts."""
+    """Its index among all prompts."""
     ids: tuple[int, ...]
     """Its tokens, up to where the answer begins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
-    """What a model wrote after one prompt."""
+    """A model's response to one prompt."""
 
     token_ids: tuple[int, ...]
-    """Up to the end of turn, which is left out."""
+    """Its tokens, without the end of turn."""
     is_ended: bool
-    """Whether the model ended it; else `max_new_tokens` did."""
+    """Whether the model ended it, and not `max_new_tokens`."""
 
 
 class Generator(Protocol):
-    """Continues prompts of token ids."""
+    """Interface of a generator, which continues prompts of token ids."""
 
     batch_size: int
-    """Prompts that it takes at a time."""
+    """Prompts per call."""
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Response]:
-        """A response to each prompt, drawn by its seed."""
+        """Sample a response to each prompt, with its seed."""
         ...
 
 
 def encoded(source: Source, tokenizer: Any, prompts: Sequence[Conversation], max_new_tokens: int) -> list[Asked]:
-    """Encode the prompts that leave room for a response, those of like lengths beside each other.
+    """Encode the prompts that leave room for a response, sorted by length within pieces of 1,024.
 
-    They are sorted 1,024 at a time, so that a part of them is a fair sample of all.
-    Raises ValueError where the model has no chat template, or no prompt fits.
+    Sorting within pieces keeps every first part a fair sample of all. Raises ValueError if the model has no chat
+    template, or no prompt fits.
     """
     if not tokenizer.chat_template:
         raise ValueError(f"{source.name} has no chat template, so it cannot be asked; take an instruction-tuned model")
@@ -105,14 +105,14 @@ def _encoded(tokenizer: Any, turns: Conversation) -> list[int]:
 
 
 def batches_of(asked: Sequence[Asked], size: int) -> Iterator[Sequence[Asked]]:
-    """Some of them after another, `size` at a time."""
+    """Split into batches of `size`."""
     return (asked[start : start + size] for start in range(0, len(asked), size))
 
 
 def open_generator(source: Source, tokenizer: Any, sampling: Sampling) -> Generator:
-    """Load the model of a source where it runs fastest: a GPU if there is one, and vLLM if it is installed.
+    """Load a source's model where it runs fastest: on a GPU if there is one, with vLLM if it is installed.
 
-    Raises ValueError where its weights cannot be read.
+    Raises ValueError if its weights cannot be read, or it names no end of text.
     """
     stop_ids = sorted(stated_ends(source.config(), tokenizer))
     if not stop_ids:
@@ -133,17 +133,17 @@ def _has_cpu_vllm() -> bool:
 
 
 class TransformersGenerator:
-    """Static batches of transformers' own `generate`."""
+    """Generator with static batches of transformers' own `generate`."""
 
     def __init__(self, source: Source, stop_ids: Sequence[int], sampling: Sampling, device: str) -> None:
-        """Load the model. Raises ValueError where its weights cannot be read."""
+        """Load the model. Raises ValueError if its weights cannot be read."""
         from transformers import GenerationConfig
 
         self.batch_size = _CPU_BATCH if device == "cpu" else _GPU_BATCH
         """Prompts of a batch."""
         model: Any = source.load_model(_dtype(device))
         self._model = model.to(device)
-        # Whole: what it does not say, generate would take from the checkpoint, such as a penalty for repetitions.
+        # A complete config: `generate` would take missing fields from the checkpoint, such as a repetition penalty.
         self._model.generation_config = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens, eos_token_id=list(stop_ids), pad_token_id=stop_ids[0]
         )
@@ -152,7 +152,7 @@ class TransformersGenerator:
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Response]:
-        """A response to each prompt, drawn by its seed: in float32 the same one in whatever batch."""
+        """Sample a response to each prompt, with its seed; in float32 it does not depend on the batch."""
         width, device = max(map(len, prompts)), self._model.device
         ids_BP = torch.zeros(len(prompts), width, dtype=torch.int64)
         mask_BP = torch.zeros_like(ids_BP)
@@ -167,7 +167,8 @@ class TransformersGenerator:
 
 
 class _KeyedDraw:
-    """A step of `generate` whose most probable token is the one that was drawn, by the prompt's seed and the place."""
+    """Logits processor that samples a token by the prompt's seed and the position, and makes it the most probable
+    one."""
 
     def __init__(self, seeds_B: Tensor, prompt_width: int, temperature: float) -> None:
         self._seeds_B, self._width = seeds_B, prompt_width
@@ -182,25 +183,25 @@ class _KeyedDraw:
     def __call__(self, input_ids: Tensor, scores_BV: Tensor) -> Tensor:
         rows_B = torch.arange(len(scores_BV), device=scores_BV.device)
         uniforms_B = uniform(self._seeds_B, input_ids.shape[1] - self._width)
-        # It overwrites the scores: nothing else needs them.
+        # This overwrites the scores, which nothing else needs.
         tokens_B = draw(predictions(scores_BV), rows_B, self._law, uniforms_B).tokens
         return torch.full_like(scores_BV, -torch.inf).scatter_(1, tokens_B[:, None], 0.0)
 
 
 class VllmGenerator:
-    """vLLM's offline engine, in this process's environment."""
+    """Generator with vLLM's offline engine, in this process's environment."""
 
     def __init__(self, source: Source, stop_ids: Sequence[int], sampling: Sampling) -> None:
         """Load the model."""
         from vllm import LLM
 
         self.batch_size = _VLLM_BATCH
-        """Prompts between two writes; vLLM batches them as it likes."""
+        """Prompts between two writes; vLLM does its own batching."""
         self._model = LLM(model=str(source.directory), dtype="bfloat16", trust_remote_code=False)
         self._stop_ids, self._sampling = tuple(stop_ids), sampling
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Response]:
-        """A response to each prompt, drawn by its seed."""
+        """Sample a response to each prompt, with its seed."""
         from vllm import SamplingParams
 
         params = [
@@ -224,7 +225,7 @@ def _until_end(token_ids: Sequence[int], stop_ids: frozenset[int]) -> Response:
 
 
 def _dtype(device: str) -> torch.dtype:
-    """bfloat16 where the processor computes in it; emulated it is slower than float32."""
+    """Return bfloat16 if the processor computes in it, else float32: emulated bfloat16 is slower."""
     capabilities = torch.cpu.get_capabilities() if device == "cpu" else {}
     has_bfloat16 = device != "cpu" or capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return torch.bfloat16 if has_bfloat16 else torch.float32

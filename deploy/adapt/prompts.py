@@ -1,4 +1,4 @@
-"""What an autoregressive model is asked, so that its responses can be trained on."""
+"""Prompts of a task or a file, for an autoregressive model whose responses become training data."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Conversation = tuple[Message, ...]
 
 
 def task_prompts(config: TaskConfig, count: int) -> list[Conversation]:
-    """The prompts of a task's first `count` training problems, as the policy sees them.
+    """Return the prompts of a task's first `count` training problems, as the policy sees them.
 
-    Raises UserError where it has fewer, or its data is not at hand.
+    Raises UserError if it has fewer, or its data is not available.
     """
     task = opened(config)
     try:
@@ -31,11 +31,11 @@ def task_prompts(config: TaskConfig, count: int) -> list[Conversation]:
 
 
 def file_prompts(path: Path, count: int | None = None) -> list[Conversation]:
-    """The prompts of a file: `.txt` with one on each line, or rows with `prompt` or `messages`.
+    """Return the prompts of a file: `.txt` with one on each line, or rows with `prompt` or `messages`.
 
     Args:
-        path: the file, or what else `sft.data` can name.
-        count: how many, of which the first are taken; None: all.
+        path: the file, or anything else that `sft.data` can name.
+        count: take so many of the first prompts; None: all.
 
     Raises:
         UserError: there is no such file, it cannot be read, or it has fewer.
@@ -69,7 +69,7 @@ def _lines(path: Path) -> list[Conversation]:
 
 
 def _prompt(row: Row) -> Conversation:
-    """The prompt of a row. The answer that a chat file ends with is left out: the model's own takes its place."""
+    """Return a row's prompt. The final answer of a chat file is dropped, because the model's own replaces it."""
     try:
         if row.fields.get("messages") is None:
             if row.fields.get("prompt") is None:

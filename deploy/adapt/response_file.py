@@ -1,6 +1,6 @@
-"""The file that responses are written to: whole lines, and beside it how far it is.
+"""Resumable file of responses: whole lines, and a progress file next to it.
 
-A writer that was stopped cuts off what it had not finished and goes on from there.
+A resumed writer truncates what was not finished and continues from there.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from deploy.printing import counted, duration
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """How far a file of responses is."""
+    """Progress of a file of responses."""
 
     num_prompts: int
-    """Prompts in all."""
+    """Total number of prompts."""
     num_answered: int = 0
     """Prompts that the model has answered."""
     num_bytes: int = 0
-    """Of the file's whole lines."""
+    """Bytes of the file's whole lines."""
     num_kept: int = 0
     """Responses in the file."""
     num_cut: int = 0
-    """Responses in the file that did not end within `max_new_tokens`, of which the whole sentences are kept."""
+    """Responses in the file that did not end within `max_new_tokens`, and were cut to their whole sentences."""
     num_unfinished: int = 0
-    """Responses left out because not one sentence of theirs ended in time."""
+    """Responses left out because no sentence of theirs ended within `max_new_tokens`."""
     num_empty: int = 0
-    """Responses left out because they say nothing."""
+    """Responses left out because they are empty."""
     num_overlong: int = 0
     """Prompts left out because the model's context has no room for them and a response."""
     num_tokens: int = 0
-    """Tokens generated, those of the responses left out included."""
+    """Generated tokens, including those of the responses left out."""
     seconds: float = 0.0
-    """What the generation took."""
+    """Time of the generation."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether all prompts are done."""
         return self.num_answered + self.num_overlong == self.num_prompts
 
     @property
     def tokens_per_s(self) -> float:
-        """How fast they were generated."""
+        """Throughput of the generation."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -66,25 +66,25 @@ class Written:
 
 
 class ResponseFile:
-    """A file of responses that is added to. Use `opened`."""
+    """Append-only file of responses. Create it with `opened`."""
 
     def __init__(self, path: Path, file: IO[bytes], facts: Mapping[str, Any], written: Written) -> None:
         self._path, self._file, self._facts = path, file, facts
         self.written = written
-        """How far it is."""
+        """Its progress."""
 
     @classmethod
     @contextmanager
     def opened(cls, path: Path, facts: Mapping[str, Any], num_prompts: int) -> Iterator[ResponseFile]:
-        """Open the file, or begin it. It is this process's alone until it is closed.
+        """Open or create the file, locked by this process until it is closed.
 
         Args:
             path: the file.
-            facts: what was asked, of which model; JSON values.
-            num_prompts: prompts in all.
+            facts: model, prompts and sampling, as JSON values; an existing file must have the same.
+            num_prompts: total number of prompts.
 
         Raises:
-            UserError: it has something else in it, another process writes it, or it cannot be written.
+            UserError: it has other content, another process writes it, or it cannot be written.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,8 @@ class ResponseFile:
                 try:
                     yield cls(path, file, facts, written)
                 except UserError:
-                    # What cannot be answered leaves nothing; who is stopped before the first answer goes on from here.
+                    # If the model cannot answer, leave no file. An interrupt before the first answer is no UserError:
+                    # the file stays, for resuming.
                     if not _beside(path).exists():
                         path.unlink()
                     raise
@@ -102,7 +103,7 @@ class ResponseFile:
             raise UserError(f"cannot write {path}: {reason(error)}") from error
 
     def add(self, rows: Sequence[Mapping[str, Any]], written: Written) -> None:
-        """Keep rows, after which the file is as far as `written` says, but for its bytes."""
+        """Append rows, and save the progress `written` with the new number of bytes."""
         self._file.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
         self._file.flush()
         self.written = replace(written, num_bytes=self._file.tell())
@@ -124,7 +125,7 @@ def _lock(path: Path, file: IO[bytes]) -> None:
 
 
 def _resumed(path: Path, file: IO[bytes], facts: Mapping[str, Any], new: Written) -> Written:
-    """How far the file is; what comes after that is cut off."""
+    """Return the file's progress, and truncate what comes after it."""
     size = file.seek(0, os.SEEK_END)
     found = _read(_beside(path))
     if found is None:
@@ -147,7 +148,7 @@ def _resumed(path: Path, file: IO[bytes], facts: Mapping[str, Any], new: Written
 
 
 def _read(beside: Path) -> tuple[dict[str, Any], Written] | None:
-    """What was asked and how far it is; None where there is nothing of the kind."""
+    """Return the facts and the progress from the progress file; None if there is none."""
     try:
         found = json.loads(beside.read_text(encoding="utf-8"))
         return dict(found["asked"]), Written(**found["written"])

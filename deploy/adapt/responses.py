@@ -1,4 +1,4 @@
-"""An autoregressive model's own responses to prompts, as a chat file that SFT trains on."""
+"""Responses of an autoregressive model to prompts, written as a chat file for SFT."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rewards.problem import chat
 if TYPE_CHECKING:
     from learner.model.autoregressive.source import Source
 
-# What ends a sentence, with its closing quotes. After a digit it may number a list, or stand in a number.
+# End of a sentence, with its closing quotes. A dot after a digit may number a list or be a decimal point.
 _SENTENCE_END = re.compile(r"(?<!\d)[.!?]+[\"')\]\u201d\u2019]*(?=\s|$)")
 
 
@@ -34,18 +34,18 @@ def write_responses(
     sampling: Sampling,
     say: Callable[[str], object] = lambda _: None,
 ) -> Written:
-    """Write the model's own response to each prompt as a line with `messages`; go on where an earlier try stopped.
+    """Write the model's own response to each prompt as a line with `messages`; resume an earlier attempt.
 
     Args:
         source: the autoregressive model.
-        prompts: what it is asked.
+        prompts: the prompts.
         path: the file, which `sft.data` can name.
-        sampling: how it answers.
-        say: told how far it is.
+        sampling: sampling parameters of the responses.
+        say: receives progress messages.
 
     Raises:
         UserError: the model cannot be read or has no chat template, no prompt fits into its context, no response is
-            left to train on, or the file has something else in it or cannot be written.
+            left to train on, or the file has other content or cannot be written.
     """
     facts = {"model": str(source.path), "prompts": _digest(prompts), **asdict(sampling)}
     with ResponseFile.opened(path, facts, len(prompts)) as file:
@@ -66,7 +66,7 @@ def _generate(
     file: ResponseFile,
     say: Callable[[str], object],
 ) -> None:
-    """Raises ValueError where the model cannot be read or asked."""
+    """Generate and append the missing responses. Raises ValueError if the model cannot be read or prompted."""
     tokenizer = source.tokenizer()
     asked = encoded(source, tokenizer, prompts, sampling.max_new_tokens)
     file.written = replace(file.written, num_overlong=len(prompts) - len(asked))
@@ -89,7 +89,8 @@ def _generate(
 
 
 def _kept(tokenizer: Any, response: Response) -> str:
-    """What is trained on: of a response that did not end in time its whole sentences, as SFT teaches to end there."""
+    """Return the text to train on: of an unfinished response its whole sentences, because SFT teaches the end of text
+    there."""
     text = str(tokenizer.decode(list(response.token_ids), skip_special_tokens=True))
     if response.is_ended:
         return text
@@ -98,7 +99,7 @@ def _kept(tokenizer: Any, response: Response) -> str:
 
 
 def _counted(written: Written, responses: Sequence[Response], texts: Sequence[str], seconds: float) -> Written:
-    """How far a file is after a batch of which these texts are left."""
+    """Return a file's progress after a batch with these responses and remaining texts."""
     kept = Counter(one.is_ended for one, text in zip(responses, texts, strict=True) if text.strip())
     given = Counter(one.is_ended for one in responses)
     return replace(

@@ -1,4 +1,7 @@
-"""The command line. Nothing here imports torch or Ray before a command needs it: `d1 --help` answers at once."""
+"""Command line of d1.
+
+Nothing here imports torch or Ray before a command needs it, so that `d1 --help` answers at once.
+"""
 
 from deploy.cli.app import app, main
 

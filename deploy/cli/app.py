@@ -1,4 +1,4 @@
-"""The `d1` command and what becomes of a user's mistake."""
+"""The `d1` command: its subcommands, its error messages and its exit statuses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ app.command()(chaos.chaos)
 
 
 def main() -> None:
-    """Run the command line. What is not a user's mistake or a failed run is a bug, and shown with its traceback."""
+    """Run the command line. Exceptions other than user errors and failed runs are bugs, shown with a traceback."""
     try:
         app(prog_name="d1")
     except UserError as error:

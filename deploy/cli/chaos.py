@@ -1,4 +1,4 @@
-"""`d1 chaos`."""
+"""`d1 chaos`: fault injection into a run."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def chaos(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON; the rest goes to stderr.")] = False,
 ) -> None:
-    """Kill, stop and starve a run's processes, disk, clock and checkpoints, and judge what becomes of it.
+    """Inject faults into a run's processes, disk, clock and checkpoints (kill, stop, starve), and judge the outcome.
 
-    Exit status 1 when its history is not that of an undisturbed run, or anything else happened that must not.
+    Exit status 1 if its history differs from that of an undisturbed run, or if anything else happened that must not.
     """
     from rich.console import Console
 

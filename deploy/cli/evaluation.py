@@ -1,4 +1,4 @@
-"""`d1 eval`, `d1 compare` and `d1 lm-eval`."""
+"""`d1 eval`, `d1 compare` and `d1 lm-eval`: evaluation of checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from deploy.evaluation.evaluate import Computing, Ready, Subject
 
 PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""What follows the checkpoint is lm-evaluation-harness' own."""
+"""Arguments after the checkpoint are passed on to lm-evaluation-harness."""
 _PACKAGE = "lm_eval"
 
 
@@ -79,7 +79,7 @@ def evaluate(
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Evaluate a checkpoint on held-out problems, at each length and schedule; goes on where it was stopped."""
+    """Evaluate a checkpoint on held-out problems, at each length and schedule; resumes where it was stopped."""
     with saying("loading torch"):
         from deploy.evaluation.evaluate import Computing, default_out, find_subject, prepare
         from deploy.evaluation.pool import Wanted
@@ -120,7 +120,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Say whether one of two evaluated checkpoints is better, paired on the same problems."""
+    """Test whether one of two evaluated checkpoints is better, paired on the same problems."""
     with saying("reading the evaluations"):
         from rich.console import Console
 

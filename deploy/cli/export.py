@@ -1,4 +1,4 @@
-"""`d1 export`."""
+"""`d1 export`: checkpoints as Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face directory that the model's original code loads.
 
-    Of a run its newest checkpoint that is whole.
+    Of a run, it takes the newest checkpoint that is intact.
     """
     if half and lora == "merged":
         raise UserError("--half is for an adapter that is written alone; add --lora apart, or leave it out")

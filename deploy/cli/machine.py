@@ -1,4 +1,4 @@
-"""`d1 doctor` and `d1 schema`."""
+"""`d1 doctor` and `d1 schema`: checks of this machine, and the recipes' JSON schema."""
 
 from __future__ import annotations
 

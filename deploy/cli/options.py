@@ -31,12 +31,13 @@ DryRun = Annotated[
 
 
 def words_of(text: str | None) -> tuple[str, ...] | None:
-    """The words of an option that takes several, as in `A,B`."""
+    """Split the value of an option that takes several words, as in `A,B`."""
     return None if text is None else tuple(word.strip() for word in text.split(","))
 
 
 def numbers_of(option: str, text: str | None, what: str, example: str, *, least: int) -> tuple[int, ...] | None:
-    """The whole numbers of an option that takes several, each a `what`. Raises UserError, which shows `example`."""
+    """Parse the value of an option that takes several whole numbers. Raises UserError, which names `what` and shows
+    `example`."""
     words = words_of(text)
     if words is None:
         return None

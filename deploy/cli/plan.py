@@ -1,4 +1,4 @@
-"""`d1 plan`: what a recipe would take of GPUs."""
+"""`d1 plan`: estimate of the GPU memory and time that a recipe needs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def plan(
     gpus: Annotated[int, typer.Option(metavar="N", help="How many there are.")],
     gpu: Annotated[str | None, typer.Option(metavar="KIND", help="Which: H100, H200, A100-80G, ...")] = None,
 ) -> None:
-    """Say what a recipe takes of GPUs: memory by process, seconds by phase, the best split, and the first limit.
+    """Estimate a recipe's needs on GPUs: memory by process, seconds by phase, the best split, and the first limit.
 
-    No GPU is needed for it, and nothing is started. Of a checkpoint only the config is read.
+    It needs no GPU and starts nothing. Of a checkpoint only the config is read.
     """
     with saying("counting what the recipe takes"):
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""`d1 report`."""
+"""`d1 report`: an HTML report about runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`d1 runs` and `d1 serve`: what is done with runs that exist."""
+"""`d1 runs` and `d1 serve`: list, show and serve existing runs."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def serve(
     ] = None,
     runs_dir: RunsDir = _RUNS_DIR,
 ) -> None:
-    """Answer HTTP requests: from a run's newest checkpoint, or its newest policy while it trains; or from a checkpoint.
+    """Answer HTTP requests from a run's newest checkpoint, or its newest policy while it trains; or from a checkpoint.
 
-    A checkpoint is given by its directory, or as a hub id. Without a name, it is the run with the newest event.
+    A checkpoint is a directory or a hub id. Without a name, the run with the newest event is served.
     """
     if name is None:
         _refuse_dtype(dtype)

@@ -1,4 +1,4 @@
-"""`d1 sample`."""
+"""`d1 sample`: denoise prompts with one checkpoint."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def sample(
     ] = None,
     cache_refresh_steps: Annotated[int | None, _denoising("With a cache: a full forward after so many steps.")] = None,
 ) -> None:
-    """Denoise a prompt before your eyes, or a file of requests, with one checkpoint.
+    """Denoise a prompt, shown live on a terminal, or a file of requests, with one checkpoint.
 
-    The text alone goes to standard output where that is no terminal; what it took goes to standard error.
+    If standard output is no terminal, only the text goes there; the number of tokens and the time go to standard error.
     """
     if (prompt is None) == (requests is None):
         raise UserError("give a prompt or --requests FILE, one of them")
@@ -127,7 +127,7 @@ def sample(
     options = Options(values=values, keep_after_eos=keep_after_eos)
     check_options(options)
     lines = None if requests is None else _read(requests)
-    # Whoever types a prompt speaks to the policy: it is a turn.
+    # A prompt on the command line is addressed to the policy, so it is a user's turn.
     asked: dict[str, Any] = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
     place, engine = choose_device(device), EngineConfig(num_slots=slots, dtype=dtype)
     loading = f"loading the policy of {checkpoint}"
@@ -156,7 +156,7 @@ def _sample_renoising(
     *,
     as_json: bool,
 ) -> None:
-    """The same with a policy that has no mask token."""
+    """Sample with a policy that has no mask token."""
     from deploy.sampling.renoising import answer_all, asked
 
     given = [(1, json.dumps(request).encode())] if lines is None else lines
@@ -170,7 +170,8 @@ def _sample_renoising(
 
 @contextmanager
 def _failures_as_sentences(checkpoint: str) -> Iterator[None]:
-    """What is no mistake in the request: bad weights, and an output that takes nothing."""
+    """Report failures that the request did not cause in one sentence: bad weights, and an output that cannot be
+    written."""
     if sys.stdout is None:
         raise UserError("standard output is closed; there is nowhere to write the answer")
     try:
@@ -186,7 +187,7 @@ def _failures_as_sentences(checkpoint: str) -> Iterator[None]:
 
 
 def _say(message: Warning | str, *_: Any, **__: Any) -> None:
-    """A warning as a sentence: where in d1 it is said is nothing to a user."""
+    """Print a warning without its place in d1's code, which is of no use to a user."""
     sys.stderr.write(f"d1: {message}\n")
 
 

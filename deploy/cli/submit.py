@@ -1,4 +1,4 @@
-"""`d1 submit`."""
+"""`d1 submit`: a recipe as a job of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def submit(
 ) -> None:
     """Run a recipe as a job of a Ray cluster, and follow its log.
 
-    Submitting the same run again follows the job that there is; if that failed or was stopped, it is resumed.
+    Submitting the same run again follows its existing job; if that failed or was stopped, the run is resumed.
     """
     with saying("reading the recipe"):
         from deploy.job.submit import connect, follow

@@ -1,4 +1,4 @@
-"""`d1 grade` and `d1 tasks`."""
+"""`d1 grade` and `d1 tasks`: grading of generations, and the list of tasks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def grade(
         Path | None, typer.Option(metavar="FILE", help="Write the grade of each line here, one JSON object a line.")
     ] = None,
 ) -> None:
-    """Grade generations that lie in a file, as training and evaluation would."""
+    """Grade the generations in a file, as training and evaluation would."""
     with saying(f"loading the task {task}"):
         from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`d1 train`, `d1 sft` and `d1 adapt`."""
+"""`d1 train`, `d1 sft` and `d1 adapt`: the commands that train."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _EXIT_TERMINATED = 143
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Order:
-    """What the user asked for, besides the recipe."""
+    """Options of a training command, besides the recipe."""
 
     command: str
-    """The command that resumes the run, if `--resume` is added to it."""
+    """Command that resumes the run when `--resume` is appended."""
     stages: Stages
-    """Which stages."""
+    """Stages to run."""
     start_from: Path | None = None
     """A checkpoint that becomes policy version 0."""
     resume: bool
-    """Go on with a run that has begun."""
+    """Whether to resume a run that has begun."""
     serve: bool = False
-    """Answer HTTP requests meanwhile."""
+    """Whether to answer HTTP requests meanwhile."""
 
 
 def train(
@@ -61,7 +61,7 @@ def train(
 ) -> None:
     """Run a recipe: SFT, rounds of RL, and the control.
 
-    On the cluster that RAY_ADDRESS names, or on a Ray of its own on this machine.
+    It runs on the cluster that RAY_ADDRESS names, or starts Ray on this machine.
     """
     with saying("reading the recipe"):
         from deploy.recipe.overrides import load_recipe
@@ -153,7 +153,7 @@ def adapt(
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Turn an autoregressive model into a diffusion policy: open its attention, and train it on masked tokens."""
+    """Turn an autoregressive model into a diffusion policy: lift its causal mask, and train it on masked tokens."""
     with saying("reading the recipe"):
         from deploy.adapt.adaptation import Adaptation, trains
         from deploy.recipe.recipe import Stages
@@ -195,7 +195,7 @@ def adapt(
 
 
 def _write_alone(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_run: bool) -> None:
-    """Write the policy without training it: OUT is then a checkpoint, and no run."""
+    """Write the policy without training it: OUT is then a checkpoint and not a run."""
     if resume or dry_run:
         option = "--resume" if resume else "--dry-run"
         raise UserError(f"{option} is for training, and sft.num_steps is 0; leave one of them out")
@@ -207,7 +207,8 @@ def _write_alone(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_ru
 
 
 def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path:
-    """Write the policy that an adaptation starts from, and before it what it is trained on; where the policy is."""
+    """Write an adaptation's initial policy, after its training responses if it has any. Returns the policy's
+    directory."""
     from deploy.adapt.adaptation import opened
 
     model = adaptation.model
@@ -239,7 +240,7 @@ def _say_what_next(run_dir: Path) -> None:
 
 
 def _fetch(recipe: Recipe, *, dry_run: bool) -> None:
-    """Take a run that is to go on from its copy, where it has one and is not here."""
+    """Fetch a run that is to be resumed from its mirror, if it has one and is not here."""
     if recipe.checkpoint_url is not None and not dry_run:
         with saying(f"looking for {recipe.name} in {recipe.checkpoint_url}"):
             from deploy.runs.mirror import fetch_run
@@ -248,17 +249,18 @@ def _fetch(recipe: Recipe, *, dry_run: bool) -> None:
 
 
 def _not_through_link(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe with the name that its run has itself where it says `latest`, and the overrides that say so."""
+    """Replace the name of a link, such as `latest`, by the name of its run. Returns the recipe, and overrides that do
+    the same."""
     link = recipe.runs_dir / recipe.name
     target = link.resolve()
-    # A link to elsewhere is how somebody laid out a disk, and no other name for a run.
+    # A link to another directory is a layout of disks, and not another name of a run.
     if not link.is_symlink() or target.parent != recipe.runs_dir.resolve():
         return recipe, []
     return recipe.model_copy(update={"name": target.name}), [f"name={target.name}"]
 
 
 def _starting_from(recipe: Recipe, checkpoint: Path) -> Recipe:
-    """The recipe, of which the needs are counted, with another checkpoint."""
+    """Return the recipe with another checkpoint, for an estimate of its needs."""
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpoint": str(checkpoint)})})
 
 
@@ -291,7 +293,7 @@ def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
 
 
 def _refusals(recipe: Recipe, order: _Order) -> Iterator[str]:
-    """Why the run directory would be refused, once the actors' needs are met."""
+    """Yield reasons to refuse the run directory that would remain once the actors' needs are met."""
     from deploy.job.preflight import MOST_LOOKED_AT
     from deploy.runs.run_directory import check_creatable, check_resumable, make_spec
 
@@ -316,7 +318,7 @@ def _run(recipe: Recipe, order: _Order) -> None:
         from deploy.runs.progress import ProgressDisplay
         from deploy.runs.report import result_tables
 
-    # This screen, also while `sys.stdout` is a log's.
+    # Bind this terminal now: `sys.stdout` may later be redirected to a log.
     console = Console(file=sys.stdout)
     with ProgressDisplay(console) as display:
 
@@ -326,7 +328,7 @@ def _run(recipe: Recipe, order: _Order) -> None:
                 display.stop()
                 sys.stderr.write(f"d1: {printable(event['what'])}\n")
             elif event["event"] == "done":
-                # Now and not when `job.run` returns: with --serve it stays until Ctrl-C.
+                # Print now and not after `job.run`: with --serve it returns only at Ctrl-C.
                 display.stop()
                 for table in result_tables(read_events(recipe.run_dir)):
                     console.print(table)
@@ -353,7 +355,7 @@ def _run(recipe: Recipe, order: _Order) -> None:
 
 
 def _found_checkpoint(named: Path) -> Path:
-    """What `--from` names; of a run its newest checkpoint. Raises UserError where it is no policy."""
+    """Resolve `--from`; of a run it means the newest checkpoint. Raises UserError if it is not a policy."""
     from deploy.runs.references import newest_of
     from learner.model.checkpoint_files import load_config
     from learner.model.hub import find_checkpoint

@@ -1,4 +1,4 @@
-"""`d1 status` and `d1 scale`: how a run stands that is under way, and how many actors it has."""
+"""`d1 status` and `d1 scale`: the state of a run, and the size of its pools while it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from deploy.runs.scale_request import Kind
 
 _EVERY_S = 2.0
-# The driver may be at an earlier request, whose calls have a minute.
+# The driver may still handle an earlier request, whose calls have a timeout of a minute.
 _ANSWERED_WITHIN_S = 90.0
 
 
@@ -35,9 +35,9 @@ def status(
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Say how a run stands: stage, round, who waits for whom, restarts, seconds of each phase.
+    """Show the state of a run: stage, round, which actor waits for which, restarts, seconds of each phase.
 
-    All of it lies in the run directory, so any machine that sees that may ask.
+    It is read from the run directory, so it works on any machine that can access that.
     """
     from deploy.runs.listing import newest_run
     from deploy.runs.references import find_run
@@ -61,9 +61,10 @@ def scale(
     *,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Have more or fewer samplers, graders or engines in a run while it is under way.
+    """Change the number of samplers, graders or engines of a run while it is active.
 
-    Who has to go ends its portion first. What a run with learner.max_staleness 0 learns does not depend on it.
+    A surplus actor finishes its work unit first. With learner.max_staleness 0, what the run learns does not depend on
+    it.
     """
     from deploy.runs.references import find_run
     from deploy.runs.scale_request import ask
@@ -132,7 +133,7 @@ def _watch(run_dir: Path) -> None:
 
 
 def _written(run_dir: Path, out: Path) -> str:
-    """Copy a run's trace; a sentence that says what is in it."""
+    """Copy a run's trace to `out`. Returns a sentence about its contents."""
     from actors.coordination.timeline import TIMELINE, num_rounds, read_trace
     from deploy.printing import counted
 

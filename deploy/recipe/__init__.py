@@ -1,1 +1,1 @@
-"""Recipes: read, composed, checked against each other and against the machine."""
+"""Recipes: YAML parsing, overrides, validation, and their JSON schema."""

@@ -1,4 +1,4 @@
-"""Reading a recipe: its YAML file, the overrides of the command line, and a sentence for whatever is wrong."""
+"""Recipe loading: a YAML file with command-line overrides, and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rewards.data.encoding import decoded
 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe of a file with overrides `dotted.key=value` on top; of one key the last override counts.
+    """Load a recipe file with overrides `dotted.key=value` on top; the last override of a key counts.
 
-    A recipe without a name takes its file's. An override of `learner.algorithm` leaves out what the file says of its
-    own method. Raises UserError when it cannot be read or is not a recipe.
+    A recipe without a name takes its file's. An override of `learner.algorithm` drops the file's settings of its own
+    algorithm. Raises UserError if the file cannot be read or is not a recipe.
     """
     data = {"name": path.stem} | _read(path)
     parsed = [(text, *parse_override(text)) for text in overrides]
@@ -47,7 +47,7 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
 
 
 def resolved_yaml(recipe: Recipe) -> str:
-    """The whole recipe, defaults included, as YAML that loads to the same recipe."""
+    """Return the whole recipe, including defaults, as YAML that loads to the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -64,7 +64,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Key and value of `dotted.key=value`. Raises UserError where it is none."""
+    """Return key and value of `dotted.key=value`. Raises UserError if the text has another form."""
     key, separator, value = text.partition("=")
     if not separator or not all(key.split(".")):
         raise UserError(f"the override {shortened(text)!r} should have the form key=value, for example learner.lr=1e-4")
@@ -75,7 +75,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def set_key(data: dict[str, Any], key: str, value: Any) -> None:
-    """Put a value at a dotted key. Raises UserError where what is above it is no section."""
+    """Set a value at a dotted key. Raises UserError if one of its parents is not a section."""
     *parents, name = key.split(".")
     section = data
     for index, parent in enumerate(parents):
@@ -89,7 +89,8 @@ def set_key(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _leave_method(data: Mapping[str, Any], algorithm: Any) -> None:
-    """Leave out the method of a file that is to be run with another: the clips of one are no settings of the other."""
+    """Drop the file's algorithm settings if another algorithm is chosen: clip ranges of one do not apply to the
+    other."""
     section = data.get("learner")
     if isinstance(section, dict) and section.get("algorithm", DEFAULT) != algorithm:
         for name in METHOD:
@@ -97,7 +98,7 @@ def _leave_method(data: Mapping[str, Any], algorithm: Any) -> None:
 
 
 def _stale_fields(error: ValidationError, overridden: Mapping[str, str]) -> list[str]:
-    """What a file says of its own task and the task that an override names does not have."""
+    """Return the task fields of a file that the task of an override does not have."""
     if "task.name" not in overridden:
         return []
     unknown = [detail["loc"] for detail in error.errors() if detail["type"] == "extra_forbidden"]
@@ -106,7 +107,7 @@ def _stale_fields(error: ValidationError, overridden: Mapping[str, str]) -> list
 
 
 def _other_task(path: Path, task: Mapping[str, Any], stale: Sequence[str]) -> str:
-    """The sentence for a task that comes over the fields of another."""
+    """Return the error for a task override on top of another task's fields."""
     kept = {field: value for field, value in task.items() if field not in stale}
     section = yaml.safe_dump(kept, default_flow_style=True, sort_keys=False, allow_unicode=True, width=math.inf).strip()
     return (
@@ -116,7 +117,7 @@ def _other_task(path: Path, task: Mapping[str, Any], stale: Sequence[str]) -> st
 
 
 def _place(path: Path, overridden: Mapping[str, str], key: str) -> str:
-    """Where a key was written."""
+    """Return where a key was written: the file or an override."""
     for overridden_key, text in overridden.items():
         if key == overridden_key or key.startswith((f"{overridden_key}.", f"{overridden_key}[")):
             return f"the override {shortened(text)}"
@@ -127,7 +128,7 @@ def _place(path: Path, overridden: Mapping[str, str], key: str) -> str:
 
 
 def _misread(given: Any, read: Any, key: str) -> Iterator[tuple[str, str]]:
-    """What pydantic lets pass and nobody means: `true` as the number 1, and numbers that are not finite."""
+    """Yield mistakes that pydantic accepts: `true` as the number 1, and numbers that are not finite."""
     if isinstance(read, float) and not math.isfinite(read):
         yield key, f"{key} is {given}; it should be a finite number"
     if isinstance(given, bool) and not isinstance(read, bool):

@@ -1,4 +1,4 @@
-"""Recipes: what a user writes of a run, which is what its actors need and how it is served."""
+"""Recipes: the config of a run's actors, plus its place and its service, as a user writes them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from deploy.recipe.web_names import Hostname, Origin, ServedName
 
 
 class Stages(StrEnum):
-    """Which stages of a run to go through."""
+    """Selection of a run's stages."""
 
     ALL = "all"
-    """SFT, the rounds, and the control if the recipe asks for it."""
+    """SFT, the rounds, and the control if the recipe enables it."""
     SFT = "sft"
     """SFT alone."""
     RL = "rl"
-    """The rounds alone, from a checkpoint that is given."""
+    """The rounds alone, from a given checkpoint."""
 
 
 class CanarySection(BaseModel):
-    """Held-out problems that an announced version must solve about as often as the one that serves."""
+    """Canary check: problems that a new version must solve about as often as the serving one."""
 
     model_config = STRICT
 
     num_problems: PositiveInt
-    """How many: the first of the run's validation problems, or without any of its held-out ones, at temperature 0."""
+    """Number of problems: the first of the run's validation problems, or without any of its held-out ones, at
+    temperature 0."""
     max_drop: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """A version stays out whose share of them is lower than that of the serving one by more than this."""
+    """A version is rejected if its share of solved problems is lower than the serving one's by more than this."""
     timeout_s: PositiveFloat = 120.0
-    """Time to answer them, in seconds; a version that takes longer stays out."""
+    """Time to answer them, in seconds; a slower version is rejected."""
 
 
 class ServiceSection(BaseModel):
@@ -46,9 +47,9 @@ class ServiceSection(BaseModel):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Port to listen on."""
     admin_host: str = "127.0.0.1"
-    """Address that the admin listener listens on."""
+    """Address of the admin listener."""
     admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Port of the admin listener, which pins, rolls back and pauses; absent: there is none."""
+    """Port of the admin listener, which pins, rolls back and pauses; absent: no admin listener."""
     num_replicas: PositiveInt = 1
     """Replicas of the policy."""
     max_live_versions: Annotated[int, Field(ge=2)] = 4
@@ -56,14 +57,15 @@ class ServiceSection(BaseModel):
     rate_limit: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}/(second|minute|hour|day)$")] = "6000/minute"
     """Requests that each API key may make."""
     served_names: tuple[ServedName, ...] = ()
-    """More names of the model `policy`, for clients that ask for one of their own, as `gpt-4o`."""
+    """Additional names of the model `policy`, for clients that request a fixed name, such as `gpt-4o`."""
     allowed_hosts: tuple[Hostname, ...] = ()
-    """Names under which it may be asked beside `localhost` and addresses, such as a proxy's. Empty: on loopback no
-    other, elsewhere any."""
+    """Host names that requests may use besides `localhost` and addresses, such as a proxy's. Empty: no others on
+    loopback, any elsewhere."""
     allowed_origins: tuple[Origin, ...] = ()
-    """Origins of other pages that may ask it and read its answers (CORS), as `https://example.org`, or `*`."""
+    """Origins of other pages that may call the service and read its answers (CORS), such as `https://example.org`, or
+    `*`."""
     canary: CanarySection | None = None
-    """What an announced version has to solve before it serves; absent: nothing. A pinned version is not asked."""
+    """Check that a new version must pass before it serves; absent: none. A pinned version is not checked."""
 
     @model_validator(mode="after")
     def _ports(self) -> ServiceSection:
@@ -73,14 +75,14 @@ class ServiceSection(BaseModel):
 
 
 class Recipe(RunConfig):
-    """Everything that determines a run, where it lies and how it is served."""
+    """Everything that determines a run, its directory and its service."""
 
     runs_dir: Path = Path("runs")
-    """Where run directories are made. On a cluster of several machines: a path that all of them share."""
+    """Parent of the run directories. On a cluster of several machines: a path that all of them share."""
     checkpoint_url: str | None = None
-    """Where the run's checkpoints are copied to as well, in a directory of the run's name: a path, or a URL that fsspec
-    knows (`s3://bucket/runs` with the extra `d1[s3]`). `--resume` where the run's directory is not takes it from there.
-    Who may write there is for the environment to say, not for the URL."""
+    """Mirror of the run's checkpoints, in a directory of the run's name: a path, or a URL that fsspec knows
+    (`s3://bucket/runs` with the extra `d1[s3]`). `--resume` without the run's directory fetches it from there.
+    Credentials belong in the environment, not in the URL."""
     service: ServiceSection = ServiceSection()
     """The HTTP service."""
 

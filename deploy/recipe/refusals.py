@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a recipe or a request, as one sentence for the person who wrote it."""
+"""Validation errors of recipes and requests, as one sentence for the user."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pydantic_core import ErrorDetails
 Schema = dict[str, Any]
 
 _LONGEST_SHOWN = 60
-# How pydantic ends the location of a key that is not as it should be.
+# Last part of pydantic's location if the key itself is invalid.
 _KEY_ITSELF = "[key]"
-# By pydantic's names for what is wrong.
+# By pydantic's error type.
 _EXPECTATIONS = (
     dict.fromkeys(("model_type", "model_attributes_type"), "be a section of keys and values")
     | {"dict_type": "be an object of keys and values", "list_type": "be a list"}
@@ -28,28 +28,28 @@ _EXPECTATIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
-    """What is wrong with one key."""
+    """Problem with one key."""
 
     key: str
     """Dotted; empty for the whole recipe."""
     sentence: str
-    """What is wrong and what would be right, without where it was written."""
+    """What is wrong and what would be right, without the place where it was written."""
 
 
 def first_refusal(error: ValidationError, schema: Schema, whole: str = "recipe") -> tuple[Refusal, int]:
-    """The first problem, and how many more there are. Unknown keys come first: they explain what is then missing.
+    """Return the first problem and the number of further ones. Unknown keys come first: they explain missing ones.
 
     Args:
-        error: what pydantic says.
-        schema: of what was read.
-        whole: what that is called.
+        error: pydantic's error.
+        schema: JSON schema of the input.
+        whole: name of the input in messages.
     """
     details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
     return _refusal(details[0], schema, whole), len(details) - 1
 
 
 def shortened(text: str) -> str:
-    """A text that fits into a sentence."""
+    """Shorten a text to fit into a sentence."""
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
@@ -98,7 +98,7 @@ def _unknown_key(key: str, section: Schema, schema: Schema, whole: str) -> str:
     close = [_joined(parent, near) for near in get_close_matches(name, siblings, n=1)]
     own: dict[str, None] = {}
     _collect(section, parent, schema, own)
-    # What other tasks have inside of their section this one does not.
+    # Keys that other tasks have in this section, but this one does not.
     foreign = [known for known in all_keys(schema) if parent and known.startswith(f"{parent}.") and known not in own]
     elsewhere = [known for known in all_keys(schema) if known.rpartition(".")[2] == name and known not in foreign]
     if guesses := close or elsewhere:
@@ -107,7 +107,7 @@ def _unknown_key(key: str, section: Schema, schema: Schema, whole: str) -> str:
 
 
 def all_keys(schema: Schema) -> list[str]:
-    """Every dotted key that a recipe can have, in the order of the schema; every task's keys are among them."""
+    """Return every dotted key that a recipe can have, including every task's, in the order of the schema."""
     found: dict[str, None] = {}
     _collect(schema, "", schema, found)
     return list(found)
@@ -122,9 +122,9 @@ def _collect(node: Schema, prefix: str, schema: Schema, found: dict[str, None]) 
 
 
 def _locate(location: Sequence[str | int], schema: Schema) -> tuple[str, Schema]:
-    """The dotted key of an error's location, and what the schema says of it, or else of its section."""
+    """Return the dotted key of an error's location, and the schema of it, or else of its section."""
     key, node = "", schema
-    # What is wrong with a key itself is wrong with what stands there.
+    # An error of a key itself is reported at that key.
     for part in [part for part in location if part != _KEY_ITSELF]:
         if "discriminator" in node:
             # Pydantic puts the name of the chosen member between the key of a union and the member's own keys.
@@ -138,19 +138,19 @@ def _locate(location: Sequence[str | int], schema: Schema) -> tuple[str, Schema]
 
 
 def _child(node: Schema, part: str | int) -> Schema:
-    """What the schema says of a key of a section; of a section whose keys the recipe chooses, what it says of all."""
+    """Return the schema of a section's key; in a section whose keys the recipe chooses, the schema of all of them."""
     chosen = node.get("patternProperties", {})
     child: Schema = node.get("properties", {}).get(part) or next(iter(chosen.values()), node)
     return child
 
 
 def _resolved(node: Schema, schema: Schema) -> Schema:
-    # What may be left out is one of two things, the other of which is nothing.
+    # An optional value is either its type or null: take the type.
     node = node | next((choice for choice in node.get("anyOf", ()) if "$ref" in choice or "items" in choice), {})
     if "$ref" not in node:
         return node
     target: Schema = schema["$defs"][node["$ref"].rpartition("/")[2]]
-    # A description beside the reference is the field's; the target has only its class's.
+    # A description next to the reference is the field's; the target has only its class's.
     return target | {name: value for name, value in node.items() if name != "$ref"}
 
 

@@ -1,4 +1,4 @@
-"""Hosts, origins and models as a recipe names them."""
+"""Types of host names, CORS origins and model names in a recipe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, StringConstraints
 
-# What the service itself calls a version.
+# Names of versions that the service itself uses.
 _OWN_NAME = re.compile(r"policy(@.*)?|base|best|last")
 
 
@@ -30,8 +30,8 @@ def _origin(text: str) -> str:
 
 
 Hostname = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-"""A name without a port."""
+"""A host name without a port."""
 Origin = Annotated[str, AfterValidator(_origin)]
-"""Where a page comes from: scheme, name and port; `*` is any."""
+"""Origin of a web page: scheme, host and port; `*` is any."""
 ServedName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}$"), AfterValidator(_served)]
-"""A name of a model."""
+"""Name of a model."""

@@ -1,4 +1,4 @@
-"""YAML as recipes are written: YAML 1.2's plain scalars, and no key twice.
+"""YAML parser for recipes: YAML 1.2's plain scalars, and no duplicate keys.
 
 PyYAML reads YAML 1.1, where `1e-4` is a string, `010` is eight, `1:30` is ninety and `no` is false.
 """
@@ -25,12 +25,13 @@ _RESOLVERS = (
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain data; constructs no objects."""
+    """YAML loader of plain data, which constructs no objects."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own form
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """What a node says. PyYAML's constructors expect of a scalar with a tag (`!!bool maybe`) that it fits."""
+        """Construct a node's value, with an error if a scalar does not fit its tag (`!!bool maybe`): PyYAML assumes
+        that it does."""
         if not isinstance(node, yaml.ScalarNode):
             return super().construct_object(node, deep)
         try:
@@ -41,10 +42,10 @@ class _Loader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping; a key that comes twice is an error, where PyYAML keeps the last."""
+        """Construct a mapping; a duplicate key is an error, where PyYAML keeps the last."""
         seen: set[Hashable] = set()
         if not isinstance(node, yaml.MappingNode):
-            # By its tag alone. This says so.
+            # A mapping by its tag alone, which PyYAML refuses.
             return super().construct_mapping(node, deep)
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -66,7 +67,7 @@ _Loader.add_constructor(_INT, _construct_int)
 
 
 def parse_yaml(text: str) -> Any:
-    """The data of a YAML document. Raises ValueError with one line that says what is wrong and where."""
+    """Return the data of a YAML document. Raises ValueError with one line that says what is wrong and where."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader with fewer types
     except yaml.MarkedYAMLError as error:

@@ -1,1 +1,1 @@
-"""SFT as a stage of a run: its data, its steps, and the completions shown on the way."""
+"""SFT as a stage of a run: its data, its steps, and sample completions."""

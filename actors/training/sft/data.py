@@ -1,4 +1,4 @@
-"""What SFT trains on and is evaluated on: the task's demonstrations, or a file's, as documents."""
+"""SFT data: demonstrations of the task or of a file, encoded as training and held-out documents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rewards import Problem
 from rewards.data.demonstrations import Demonstration, read_demonstrations
 from rewards.problem import chat
 
-# Chunks for each one that is held out of few texts.
+# Minimum number of chunks for each one that is held out, if there are few texts.
 _LEAST_TRAINED_FOR_ONE = 5
 
 
@@ -28,22 +28,22 @@ class SftData:
     """The examples of a run's SFT."""
 
     train: Documents
-    """To train on."""
+    """Training examples."""
     held_out: Documents | None
-    """For the evaluation loss; None where the recipe asks for none."""
+    """Examples for the evaluation loss; None if the recipe has none."""
     facts: dict[str, Any]
-    """What the run log's `sft_data` says about them."""
+    """Fields of the run log's `sft_data` event."""
     tokenizer: ChatTokenizer
-    """What they were encoded with."""
+    """The tokenizer that encoded them."""
 
 
 def load_sft_data(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> SftData:
-    """The examples that the recipe asks for, encoded.
+    """Load and encode the recipe's SFT examples.
 
-    A text without a prompt is as many examples as it has chunks of `sft.max_tokens`.
+    A text without a prompt gives one example per chunk of `sft.max_tokens`.
 
-    Raises ValueError, in one sentence, when `sft.data` has a line that is no example, too few of them, or none that is
-    short enough, and when no demonstration of the task fits in its canvas.
+    Raises ValueError, in one sentence, if `sft.data` has an invalid line, too few examples, or only examples that are
+    too long; and if no demonstration of the task fits in its canvas.
     """
     if spec.sft.data is None:
         train, held_out, num_overlong = _of_task(spec, plan, tokenizer)
@@ -68,7 +68,7 @@ def load_sft_data(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> Sft
 
 
 def _of_task(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> tuple[list[Example], list[Example], int]:
-    """Examples to train on, held-out ones, and how many demonstrations did not fit in the canvas and are left out."""
+    """Return training examples, held-out ones, and the number of demonstrations that do not fit in the canvas."""
     gen_length = spec.rollout.sampling.gen_length
 
     def fitting(problems: Sequence[Problem]) -> list[Example]:
@@ -93,16 +93,16 @@ def _of_problem(plan: RunPlan, tokenizer: ChatTokenizer, problem: Problem, gen_l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Keyed:
-    """An example of a file."""
+    """An example of a file, with its hold-out key."""
 
     key: int
-    """Of what is held out together: the prompt, or the text that it is a chunk of."""
+    """Hash of its prompt, or of the text that it is a chunk of. Equal keys are held out together."""
     example: Example
     """The example."""
 
 
 def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], list[Example], int]:
-    """Examples to train on, held-out ones, and how many were too long."""
+    """Return training examples, held-out ones, and the number of examples that were too long."""
     sft, limit = spec.sft, spec.sft_tokens
     assert sft.data is not None, "there is a file"
     kept: list[_Keyed] = []
@@ -133,9 +133,10 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], li
 
 
 def _chunks(text: str, tokenizer: ChatTokenizer, limit: int) -> list[_Keyed]:
-    """A text in chunks of `limit` tokens, of which the last ends with the end of text; all slots are trained on."""
+    """Split a text into chunks of `limit` tokens; the last ends with the end of text, if it has room. All slots are
+    trained on."""
     ids = tokenizer.encode_text(text, adds_special=True)
-    # Some tokenizers end every text themselves.
+    # Some tokenizers append the end of text themselves.
     ids = ids[:-1] if ids[-1:] == [tokenizer.eos_id] else ids
     key = key_of(text)
     chunks = [tuple(ids[begin : begin + limit]) for begin in range(0, len(ids), limit)]
@@ -157,12 +158,12 @@ def _encode(demonstration: Demonstration, tokenizer: ChatTokenizer) -> tuple[tup
 
 
 def _hold_out(examples: Sequence[_Keyed], num_eval: int) -> tuple[list[Example], list[Example]]:
-    """Hold out at least `num_eval` examples, and with each all others of its prompt.
+    """Hold out at least `num_eval` examples, each with all others of its prompt.
 
-    Which ones hangs on the prompts alone, not on the run's seed nor on the order of the lines: so runs are comparable,
-    and what was held out stays so, but for a few, when lines are added to the file. Texts are held out whole, and
-    `num_eval` chunks of them are evaluated: a text may have thousands. Where whole texts would be more than half of all
-    chunks, the last chunks are held out instead, at most a fifth.
+    The choice depends on the prompts alone, not on the run's seed nor on the order of the lines. So runs are
+    comparable, and most held-out examples stay held out when lines are added to the file. Texts are held out whole, and
+    `num_eval` chunks of them are evaluated, since a text may have thousands. If whole texts would be more than half of
+    all chunks, the last chunks are held out instead, at most a fifth.
     """
     held_out_keys = set(sorted(one.key for one in examples)[:num_eval])
     train = [one.example for one in examples if one.key not in held_out_keys]

@@ -1,4 +1,4 @@
-"""SFT on one learner worker: before the rounds, and as the control, which has the seconds that they took."""
+"""SFT stage on one learner worker: before the rounds, and as the control, for as long as they took."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run_sft(context: RunContext) -> None:
 
 
 def run_control(context: RunContext) -> None:
-    """More SFT on the same labels from where the rounds began, for the seconds that they took or for given steps."""
+    """Continue SFT on the same labels from where the rounds began, for the rounds' seconds or for a number of steps."""
     spec, rounds = context.spec, context.position
     if not context.resumes(Phase.CONTROL):
         if spec.model.lora.rank:
@@ -39,7 +39,7 @@ def run_control(context: RunContext) -> None:
         else:
             context.policy.load_full_weights(context.start_weights(Phase.CONTROL))
     limit = Limit(num_steps=spec.control.num_steps, seconds=0.0 if spec.control.num_steps else rounds.rl_seconds)
-    # Its steps go on counting where SFT's ended: other orders of the labels, other masks.
+    # Its steps continue the count of SFT's, which gives other orders of the labels and other masks.
     SftSteps(context, labels(context), Phase.CONTROL, limit, spec.sft.num_steps).run()
     context.finish(
         Position(
@@ -52,23 +52,23 @@ def run_control(context: RunContext) -> None:
 
 
 def labels(context: RunContext) -> SftData:
-    """The demonstrations of the run."""
+    """Load the run's demonstrations."""
     tokenizer = ChatTokenizer(context.spec.initial_checkpoint)
     return load_sft_data(context.spec, RunPlan(context.spec, tokenizer), tokenizer)
 
 
 class SftSteps:
-    """The optimizer steps of SFT or of the control, with their evaluations and checkpoints."""
+    """Optimizer steps of SFT or the control, with their evaluations and checkpoints."""
 
     def __init__(self, context: RunContext, data: SftData, phase: Phase, limit: Limit, first_step: int = 0) -> None:
-        """Go on where the checkpoint stands in the midst of `phase`, else at its first step.
+        """Resume from a checkpoint within `phase`, or begin at its first step.
 
         Args:
             context: the run.
-            data: what is trained on.
+            data: the examples.
             phase: the stage.
-            limit: what ends it.
-            first_step: how many steps the orders and masks of other stages were drawn for.
+            limit: when the stage ends.
+            first_step: offset of the step numbers that key orders and masks: the steps of other stages.
         """
         self._context, self._data, self._phase, self._limit, self._first_step = context, data, phase, limit, first_step
         self._began_at = context.position
@@ -82,7 +82,7 @@ class SftSteps:
         self._logged_at, self._logged_tokens = 0.0, 0
 
     def run(self) -> None:
-        """Step until the stage has ended. Evaluations and checkpoints do not count into its seconds."""
+        """Train until the stage has ended. Evaluations and checkpoints do not count towards its seconds."""
         context, began_at = self._context, self._began_at
         context.learner_state = self._learner.full_state
         facts: dict[str, float] = {"from_step": self._step} if self._step else {}
@@ -106,9 +106,9 @@ class SftSteps:
         context.record("phase_end", phase=self._phase, seconds=round(self._seconds, 3), num_steps=self._step)
 
     def _progress(self, watch: Stopwatch) -> float:
-        """How much of the stage is done. Where a step is to follow, after the checkpoint that is due before it.
+        """Return the completed share of the stage. If a step follows, first write the checkpoint that is due.
 
-        Raises StopRequestedError where the run is to stop before that step.
+        Raises StopRequestedError if the run must stop before that step.
         """
         context = self._context
         context.pulse.doing = f"{self._phase}, step {self._step}"
@@ -142,7 +142,7 @@ class SftSteps:
         self._logged_at, self._logged_tokens = now, self._learner.num_trained
 
     def _evaluate_loss(self) -> None:
-        """The loss on the held-out examples, recorded."""
+        """Compute and record the loss on the held-out examples."""
         self._evaluated_step = self._step
         if self._data.held_out is not None:
             sft = self._context.spec.sft
@@ -154,7 +154,7 @@ class SftSteps:
                 self._record_samples(self._data.held_out)
 
     def _record_samples(self, held_out: Documents) -> None:
-        """What the policy makes of a few held-out prompts, recorded."""
+        """Generate and record completions of a few held-out prompts."""
         context = self._context
         samples = completed(context.policy, held_out, context.spec, self._data.tokenizer)
         context.record("sft_samples", phase=self._phase, step=self._step, samples=samples)
