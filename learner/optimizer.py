@@ -1,4 +1,4 @@
-"""AdamW over a sharded policy, with a state that can be saved whole and resumed on any number of workers."""
+"""AdamW over a sharded policy, with a state that can be resumed on any number of workers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""On-policy distillation of a diffusion policy from an autoregressive teacher (OPDLM, arXiv 2606.06712, and its code).
+"""On-policy distillation of a diffusion policy from an autoregressive teacher (OPDLM).
 
-At each masked slot of the policy's own decoding states, the loss is the divergence from the teacher's distribution. The
-teacher reads the completed text and predicts each slot from the tokens before it. Both distributions are over the whole
-vocabulary. No gradient flows through the samples, and rewards do not enter the loss.
+At each masked slot of the policy's own decoding states, the loss is the divergence from the teacher's distribution
+(arXiv 2606.06712, and its code). The teacher reads the completed text and predicts each slot from the tokens before it.
+Both distributions are over the whole vocabulary. No gradient flows through the samples, and rewards do not enter the
+loss.
 
 Shape letters: N terms, U units, B rows.
 """

@@ -1,4 +1,6 @@
-"""Preference pairs from graded groups (VRPO, LLaDA 1.5, arXiv 2505.19223): DPO on differences of the ELBO.
+"""DPO on differences of the ELBO, over preference pairs from graded groups (VRPO, LLaDA 1.5).
+
+See arXiv 2505.19223.
 
 Shape letters: N terms, B rows, K pairs.
 """

@@ -1,8 +1,9 @@
-"""Trajectory balance: match the policy to the reward-tilted reference, reference(o) e^(reward / beta) / Z.
+"""Trajectory balance (TBA): match the policy to the reward-tilted reference.
 
-At that optimum the residual log Z + new - reference - reward / beta is 0 for every completion, whichever policy sampled
-it. The loss is its square. log Z is the group's least-squares fit, the mean of reward / beta - new + reference
-(VarGrad), so that the loss is the variance of the log Z estimates within a group (TBA, arXiv 2503.18929).
+At the optimum, reference(o) e^(reward / beta) / Z, the residual log Z + new - reference - reward / beta is 0 for every
+completion, whichever policy sampled it. The loss is its square. log Z is the group's least-squares fit, the mean of
+reward / beta - new + reference (VarGrad), so that the loss is the variance of the log Z estimates within a group
+(arXiv 2503.18929).
 
 Shape letters: N terms, B rows.
 """

@@ -1,4 +1,4 @@
-"""Advantage-weighted log-likelihood without an importance ratio or a reference (wd1, arXiv 2507.08838)."""
+"""Advantage-weighted log-likelihood, without an importance ratio or reference (wd1, 2507.08838)."""
 
 from __future__ import annotations
 
