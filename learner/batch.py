@@ -1,6 +1,6 @@
 """Batches of completions: the tensors that the learner trains on.
 
-Shape letters: B rows, P longest prompt, L completion slots, S = P + L canvas, G samples of a group, U inner updates.
+Shape letters: B rows, P longest prompt, L completion slots, S = P + L canvas, G groups, K reward parts, E writes.
 """
 
 from __future__ import annotations

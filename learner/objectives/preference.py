@@ -2,7 +2,7 @@
 
 See arXiv 2505.19223.
 
-Shape letters: N terms, B rows, K pairs.
+Shape letters: N terms, B rows, G groups, K pairs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Minimising a lower bound need not lower the likelihood; minimising an upper bound does (arXiv 2510.09541). With
 `self_normalized` each completion is also weighted by its self-normalised importance ratio (StableDRL).
 
-Shape letters: N terms, U tokens, B rows, G groups.
+Shape letters: N terms, U tokens, B rows, D draws of all rows.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ completion, whichever policy sampled it. The loss is its square. log Z is the gr
 reward / beta - new + reference (VarGrad), so that the loss is the variance of the log Z estimates within a group
 (arXiv 2503.18929).
 
-Shape letters: N terms, B rows.
+Shape letters: N terms, B rows, G groups.
 """
 
 from __future__ import annotations
