@@ -42,8 +42,7 @@ class Counts(StrEnum):
     QUADRATURE = "quadrature"
     """The nodes of the Gauss-Legendre rule on [0, 1], with their weights (GDPO)."""
     RATIO = "ratio"
-    """Each slot is masked with probability t, uniform on [0.1, 1]; weighted by the actual share of masked slots (DMPO).
-    """
+    """Each slot is masked with probability t, uniform on [0.1, 1]; the sum is divided by the share masked (DMPO)."""
     BLOCK = "block"
     """A count for every block of a block-causal policy, at noise levels spread evenly over the draws (EBPO). Under a
     bidirectional policy the completion is one block."""

@@ -28,7 +28,7 @@ class Kl(StrEnum):
     """An estimate of KL(policy || reference) from one log-ratio d = reference - policy (Schulman, 2020)."""
 
     K1 = "k1"
-    """-d: unbiased, but its own gradient is useless."""
+    """-d: unbiased, but without a useful gradient."""
     K2 = "k2"
     """d^2 / 2: the one that stays stable on whole completions (ESPO, arXiv 2512.03759)."""
     K3 = "k3"
@@ -146,7 +146,7 @@ class ClippedRatioConfig(BaseModel):
         )
 
     def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
-        """Return why not: the sampler's record must be of the distribution that it samples from."""
+        """Return why the ratio cannot use the sampler's record, if it is configured to; None if it can."""
         if self.old == "sampler" and not (sampler.records_law and sampler.draws_law):
             return (
                 "objective.old is sampler; a sampler with a cache, guidance, top_p, top_k or sample_then_select "

@@ -57,7 +57,7 @@ class DistributionMatchingConfig(BaseModel):
         assert rows.log_weights is not None, "the learner weighs rows where weighs_rows says so"
         elbo_B, importance_B = rows.values(terms, logps.new), rows.shares(terms)
         counts_B = importance_B > 0
-        # A softmax within a group is the same for advantages and rewards, which differ by a constant.
+        # A softmax within a group is the same for rewards and mean-centred advantages, which differ by a constant.
         tilt_B, of_groups = rows.advantages / self.alpha, (rows.groups, counts_B, rows.num_groups)
         wanted_B = group_softmax(rows.log_weights + tilt_B, *of_groups)
         unwanted_B = group_softmax(rows.log_weights - tilt_B, *of_groups)

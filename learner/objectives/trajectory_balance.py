@@ -58,7 +58,7 @@ class TrajectoryBalanceConfig(BaseModel):
         """Compute the mean over completions of the squared residual."""
         assert logps.reference is not None, "the learner has a reference where needs_reference says so"
         gain_B, share_B = rows.values(terms, logps.new - logps.reference), rows.shares(terms)
-        # An advantage is the reward up to a constant of the group, which log Z absorbs.
+        # A mean-centred advantage is the reward up to a constant of the group, which log Z absorbs.
         residual_B = gain_B - rows.advantages / self.beta
         counts_B = (share_B > 0).to(residual_B.dtype)
         sums_G = residual_B.new_zeros(rows.num_groups).index_add(0, rows.groups, residual_B * counts_B)
