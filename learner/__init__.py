@@ -1,1 +1,1 @@
-"""The policy and how it improves. Needs torch; never imports ray."""
+"""The policy, its SFT and RL updates, and their sharding. Needs torch; never imports ray."""

@@ -1,4 +1,4 @@
-"""Rewards to advantages, within the group of completions of one problem, and which completions are left out.
+"""Group-relative advantages, and filters of the completions that are trained on.
 
 Shape letters: B rows, G groups, K parts of a reward.
 """
@@ -23,32 +23,33 @@ _STD_FLOOR = 1e-4
 
 
 class Advantage(StrEnum):
-    """How a group's rewards become advantages."""
+    """The advantage estimator: how a group's rewards become advantages."""
 
     GROUP_MEAN = "group_mean"
     """Reward minus the group's mean (d1; Dr. GRPO, arXiv 2503.20783)."""
     GROUP_Z = "group_z"
     """... divided by the group's standard deviation (GRPO, arXiv 2402.03300)."""
     ROUND_Z = "round_z"
-    """... divided by the standard deviation over the round (REINFORCE++ with a group baseline, arXiv 2501.03262):
-    the step stays as large when rewards differ little, and an easy group is not blown up to weigh as much as a hard
-    one."""
+    """... divided by the standard deviation over the round (REINFORCE++ with a group baseline, arXiv 2501.03262).
+    Steps do not shrink when rewards differ little, and low-variance groups are not scaled up to the weight of others.
+    """
     LEAVE_ONE_OUT = "leave_one_out"
     """Reward minus the mean of the others (RLOO, arXiv 2402.14740)."""
     SOFTMAX_PAIR = "softmax_pair"
     """softmax(A) - softmax(-A) over the group, A the reward minus the mean (wd1, arXiv 2507.08838)."""
     PART_Z = "part_z"
-    """The sum over the reward's parts of each one's `group_z`: parts of unlike scale weigh alike (LightningRL)."""
+    """Sum of the `group_z` of each part of the reward, so that parts of different scales weigh the same (LightningRL).
+    """
     ROUND_PART_Z = "round_part_z"
     """... divided by its standard deviation over the round (LightningRL's configuration, after NVIDIA's GDPO, arXiv
-    2601.05242): the step stays as large however many parts there are."""
+    2601.05242): the step size does not depend on the number of parts."""
     CORRECT_Z = "correct_z"
     """`group_z` of 1 for a correct completion and 0 for others, whatever their rewards (TraceRL)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewards:
-    """The rewards of a round, and whose they are."""
+    """Rewards of a round's completions, with their parts, correctness and groups."""
 
     total: Tensor
     """[B] float32."""
@@ -61,29 +62,30 @@ class Rewards:
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> Rewards:
-        """Those of a batch."""
+        """Take the rewards of a batch."""
         return cls(total=batch.rewards, parts=batch.reward_parts, correct=batch.correct, groups=batch.group_ids)
 
 
 class Filters(BaseModel):
-    """Completions that are not trained on."""
+    """Filters of the completions that are trained on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     zero_variance: bool = False
-    """Leave out groups whose rewards are all equal: they have no advantage, and would only pay the KL penalty."""
+    """Leave out groups without reward variance: their advantages are 0, and they would only add the KL penalty."""
     min_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Leave out groups of which a smaller share is correct (TraceRL: 0.2)."""
+    """Leave out groups with a smaller share of correct completions (TraceRL: 0.2)."""
     max_accuracy: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Leave out groups of which a greater share is correct (TraceRL: 0.8)."""
+    """Leave out groups with a greater share of correct completions (TraceRL: 0.8)."""
     min_speed_range: Annotated[float, Field(ge=0)] = 0.0
-    """Leave out groups whose completions differ by less in tokens per forward: they do not say what makes one fast
-    (LightningRL: 0.01). Needs a schedule that takes as many steps as it needs."""
+    """Leave out groups whose completions differ by less than this in tokens per forward: they carry no signal about
+    speed (LightningRL: 0.01). Needs a schedule with a variable number of denoise steps."""
     truncated: bool = False
-    """Leave out completions that end at their length and not by an end of text. They count in the group's mean."""
+    """Leave out completions that reach the length limit without an end of text. They still count in the group's mean.
+    """
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
-        """Why it leaves out all completions that are sampled like this; None where it does not."""
+        """Return why the filters would leave out every completion of such a sampler; None if they would not."""
         if self.min_speed_range and not sampler.has_varying_steps:
             return (
                 f"filters.min_speed_range is {self.min_speed_range:g}; the sampler takes equally many steps "
@@ -92,11 +94,11 @@ class Filters(BaseModel):
         return None
 
     def keeps(self, rewards: Rewards, truncated_B: Tensor, speeds_B: Tensor) -> Tensor:
-        """[B] bool: the rows that are trained on; `speeds_B` is in tokens per forward."""
+        """Return the rows that are trained on, [B] bool. `speeds_B` is in tokens per forward."""
         means = _GroupMeans(rewards.groups)
         kept_B = torch.ones_like(rewards.correct)
         accuracy_B = means.of(rewards.correct.float())
-        # A share like 1/5 is not exact.
+        # A share like 1/5 is not exact in floating point.
         kept_B &= (accuracy_B >= self.min_accuracy - 1e-6) & (accuracy_B <= self.max_accuracy + 1e-6)
         if self.zero_variance:
             kept_B &= means.of(((rewards.total - means.of(rewards.total)).abs() > 1e-6).float()) > 0
@@ -106,7 +108,7 @@ class Filters(BaseModel):
 
 
 def group_advantages(rewards: Rewards, advantage: Advantage) -> Tensor:
-    """Advantages [B]."""
+    """Compute the advantages [B]."""
     means = _GroupMeans(rewards.groups)
     if advantage in (Advantage.PART_Z, Advantage.ROUND_PART_Z):
         parts_B = _parts_z(rewards, means)
@@ -117,7 +119,7 @@ def group_advantages(rewards: Rewards, advantage: Advantage) -> Tensor:
     if advantage is Advantage.ROUND_Z:
         return _over_the_round(centred_B)
     if advantage is Advantage.LEAVE_ONE_OUT:
-        # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1); alone in its group a row has nothing to compare with.
+        # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1). The advantage of a single row is 0.
         return centred_B * means.counts_B / (means.counts_B - 1).clamp(min=1)
     if advantage is Advantage.SOFTMAX_PAIR:
         of_groups = means.groups_B, torch.ones_like(centred_B, dtype=torch.bool), means.num_groups
@@ -126,20 +128,20 @@ def group_advantages(rewards: Rewards, advantage: Advantage) -> Tensor:
 
 
 def group_spreads(rewards: Rewards) -> Tensor:
-    """[G] the standard deviation of each group's rewards."""
+    """Return the standard deviation of each group's rewards, [G]."""
     means = _GroupMeans(rewards.groups)
     variance_B = means.of((rewards.total - means.of(rewards.total)).square())
     return means.one_each(variance_B.sqrt())
 
 
 def zero_variance_share(rewards: Rewards) -> float:
-    """Share of groups whose rewards are all equal: they teach nothing."""
+    """Return the share of groups without reward variance."""
     spread_B = group_advantages(rewards, Advantage.GROUP_MEAN).abs() > 1e-6
     return 1.0 - len(rewards.groups[spread_B].unique()) / len(rewards.groups.unique())
 
 
 class _GroupMeans:
-    """Means over groups, for each of their rows."""
+    """Reductions over groups, broadcast back to their rows."""
 
     def __init__(self, groups_B: Tensor) -> None:
         _, self.groups_B = groups_B.unique(return_inverse=True)
@@ -148,16 +150,16 @@ class _GroupMeans:
         self.counts_B = counts_G[self.groups_B]
 
     def one_each(self, values_B: Tensor) -> Tensor:
-        """[G] a value that is equal over each group."""
+        """Return one value for each group, [G], of values that are equal within each group."""
         return values_B.new_zeros(self.num_groups).scatter_(0, self.groups_B, values_B)
 
     def of(self, values_B: Tensor) -> Tensor:
-        """[B] the mean over each row's group."""
+        """Return the mean over each row's group, [B]."""
         sums_G = values_B.new_zeros(self.num_groups).index_add_(0, self.groups_B, values_B)
         return sums_G[self.groups_B] / self.counts_B
 
     def greatest(self, values_B: Tensor) -> Tensor:
-        """[B] the greatest value of each row's group."""
+        """Return the greatest value of each row's group, [B]."""
         most_G = values_B.new_empty(self.num_groups)
         most_G.scatter_reduce_(0, self.groups_B, values_B, "amax", include_self=False)
         return most_G[self.groups_B]
@@ -169,11 +171,11 @@ def _z(rewards_B: Tensor, means: _GroupMeans) -> Tensor:
 
 
 def _parts_z(rewards: Rewards, means: _GroupMeans) -> Tensor:
-    """[B] the z-scores of the parts, added up."""
+    """Sum the z-scores of the parts, [B]."""
     columns = [_z(rewards.parts[:, part], means) for part in range(rewards.parts.shape[1])]
     return torch.stack(columns).sum(dim=0) if columns else torch.zeros_like(rewards.total)
 
 
 def _over_the_round(centred_B: Tensor) -> Tensor:
-    """[B] what is centred within its groups, divided by its standard deviation over the round."""
+    """Divide group-centred values [B] by their standard deviation over the round."""
     return centred_B / (centred_B.square().mean().sqrt() + _STD_FLOOR)

@@ -1,6 +1,6 @@
-"""Which combination of estimator, objective and advantage is which paper: one row each.
+"""Table of algorithms: the estimator, objective and advantage of each paper.
 
-`learner.algorithm` in a recipe takes a row; what the recipe says of `learner` besides goes before it.
+`learner.algorithm` in a recipe selects a row. Other settings in the recipe's `learner` section override it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ DEFAULT = "diffu-grpo"
 """The algorithm of a recipe that names none."""
 
 METHOD = ("advantage", "filters", "estimator", "objective", "max_staleness", "imitation_coef")
-"""What a method is: the settings that belong to one and not to a task or a machine. How stale its completions may be is
-one of them: few methods can correct for that."""
+"""Settings that belong to an algorithm, and not to a task or a machine. `max_staleness` is one of them, because few
+algorithms can correct for off-policy completions."""
 
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "diffu-grpo": {"estimator": {"name": "one_step"}, "objective": {"name": "clipped_ratio"}},
@@ -155,7 +155,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
             "slots": "text",
             "masks": "fixed",
         },
-        # One ratio of whole bounds: not of a bound for each token, as ESPO's.
+        # The ratio is of whole bounds, not of bounds per token as in ESPO.
         "objective": {
             "name": "clipped_ratio",
             "level": "sequence",
@@ -228,7 +228,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         "inner_updates": 1,
         "group_size": 32,
         "advantage": "round_part_z",
-        # One of 32 correct is a share of 0.03.
+        # Keeps groups with at least one correct completion: 1 of 32 is a share of 0.03.
         "filters": {"min_accuracy": 0.01, "min_speed_range": 0.01},
         "estimator": {"name": "trajectory", "blocks_per_segment": 1},
         "objective": {
@@ -254,15 +254,15 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         "objective": {"name": "distillation", "reverse_kl": 0.0},
     },
 }
-"""By name: settings of the recipe's section `learner`. Learning rates and batch sizes stay the recipe's own: published
-ones are for 8 B parameters and eight GPUs."""
+"""By name: settings of the recipe's section `learner`. Learning rates and batch sizes are left to the recipe, because
+published ones are for 8 B parameters and eight GPUs."""
 
 
 def with_algorithm(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A section `learner` of a recipe with the settings of its `algorithm` filled in where it says nothing itself.
+    """Fill in the settings of `algorithm` that a recipe's section `learner` leaves out.
 
-    Inside `estimator` and `objective` single settings can be changed; with another `name` these are the recipe's alone.
-    Raises ValueError when there is no such algorithm.
+    Single settings of `estimator` and `objective` can be overridden. With another `name` they are taken from the recipe
+    alone. Raises ValueError if there is no such algorithm.
     """
     name = section.get("algorithm", DEFAULT)
     if not isinstance(name, str):

@@ -1,6 +1,6 @@
-"""The tensors that the learner trains on.
+"""Batches of completions: the tensors that the learner trains on.
 
-Shape letters: B rows, P longest prompt, L completion slots, S = P + L canvas, G samples of a group, U inner updates.
+Shape letters: B rows, P longest prompt, L completion slots, S = P + L canvas, G groups, K reward parts, E writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionBatch:
-    """Prompts and their completions: what SFT needs, and what every likelihood estimator starts from."""
+    """Prompts and their completions: the input of every likelihood estimator."""
 
     prompt_ids: Tensor
     """[B, P] int64, left-aligned."""
@@ -26,9 +26,9 @@ class CompletionBatch:
     completion_ids: Tensor
     """[B, L] int64, end of text after the completion's end."""
     completion_lengths: Tensor
-    """[B] int64: tokens up to and including the first end of text. 0 marks a row that only fills a shard."""
+    """[B] int64: tokens up to and including the first end of text. 0 marks a row that only pads a shard."""
     sample_keys: Tensor
-    """[B] int64: keys every mask of the row; equal keys, equal masks."""
+    """[B] int64: the random key of all masks of the row; equal keys give equal masks."""
 
     @property
     def num_rows(self) -> int:
@@ -41,20 +41,20 @@ class CompletionBatch:
         return self.completion_ids.shape[1]
 
     def select(self, rows: Tensor | slice) -> Self:
-        """The batch of some of the rows."""
+        """Return the batch of some of the rows."""
         return replace(self, **{name: value[rows] for name, value in self.given().items()})
 
     def to(self, device: torch.device) -> Self:
-        """The batch on another device."""
+        """Copy the batch to another device."""
         return replace(self, **{name: uploaded(value, device) for name, value in self.given().items()})
 
     def given(self) -> dict[str, Tensor]:
-        """Its tensors by their names."""
+        """Return the tensors that are not None, by name."""
         named = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in named if value is not None}
 
     def completion_mask(self) -> Tensor:
-        """[B, L] bool: the tokens that count."""
+        """Return the slots up to and including the first end of text, [B, L] bool."""
         slots = torch.arange(self.num_slots, device=self.completion_ids.device)
         return slots < self.completion_lengths[:, None]
 
@@ -66,56 +66,56 @@ class RolloutBatch(CompletionBatch):
     rewards: Tensor
     """[B] float32."""
     reward_parts: Tensor
-    """[B, K] float32: what the rewards are made of."""
+    """[B, K] float32: the components of the rewards."""
     correct: Tensor
     """[B] bool: the answer is right."""
     truncated: Tensor
-    """[B] bool: the completion ended at its length, not by an end of text."""
+    """[B] bool: the completion reached the length limit without an end of text."""
     group_ids: Tensor
     """[B] int64: rows of one problem share it."""
     step_map: Tensor
     """[B, L] int64: the denoise step that committed a slot, -1 where none did."""
     commit_logp: Tensor
-    """[B, L] float32, nats, under the law that was sampled; 0 where nothing was committed."""
+    """[B, L] float32, nats, under the distribution that was sampled from; 0 where nothing was committed."""
     commit_entropy: Tensor
     """[B, L] float32, nats, of the untempered prediction at commit; 0 where nothing was committed."""
     commit_law_entropy: Tensor
-    """[B, L] float32, nats, of the law that the token was drawn from; 0 where nothing was committed."""
+    """[B, L] float32, nats, of the distribution that the token was sampled from; 0 where nothing was committed."""
     fallback: Tensor
     """[B, L] bool: committed only because a step commits at least one."""
     num_forwards: Tensor
-    """[B] int64: forwards that the completion took part in."""
+    """[B] int64: forward passes that the completion took part in."""
     policy_versions: Tensor
     """[B] int64: the version that sampled the row."""
     writes: Tensor | None = None
-    """[B, E, 3] int64: denoise step, slot and token of every write, in their order, where tokens were edited: what is
-    above is then of the tokens that stand. -1 after a row's last."""
+    """[B, E, 3] int64: denoise step, slot and token of every write in order, only under token editing. The fields above
+    then describe the final tokens. -1 after a row's last write."""
     write_logp: Tensor | None = None
     """[B, E] float32: `commit_logp` of every write."""
 
     def speeds(self) -> Tensor:
-        """[B] float32: tokens per forward of each completion."""
+        """Return the tokens per forward of each completion, [B] float32."""
         return self.completion_lengths / self.num_forwards.clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedBatch(RolloutBatch):
-    """A round whose rows know their group: a rank that holds some of them draws as one that holds all."""
+    """A round whose rows carry their group's facts, so that random masks are the same however ranks share the rows."""
 
     group_index: Tensor
     """[B] int64: 0, 1, ... in the order of the groups."""
     group_keys: Tensor
-    """[B] int64: the key of the group's first row, for draws that a group shares."""
+    """[B] int64: the key of the group's first row, for random draws that a group shares."""
     group_places: Tensor
     """[B] int64: the row's place in its group."""
     group_sizes: Tensor
     """[B] int64: rows of its group."""
     round_keys: Tensor
-    """[B] int64: the key of the round's first row, for draws that all rows share."""
+    """[B] int64: the key of the round's first row, for random draws that all rows share."""
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> GroupedBatch:
-        """The same round."""
+        """Add the facts of the groups to a round."""
         _, index_B, sizes_G = batch.group_ids.unique(return_inverse=True, return_counts=True)
         place_B = torch.arange(batch.num_rows)
         first_G = torch.full_like(sizes_G, batch.num_rows).scatter_reduce_(0, index_B, place_B, "amin")
@@ -132,45 +132,45 @@ class GroupedBatch(RolloutBatch):
         )
 
     def rows_of(self, rank: int, world_size: int, *, whole_groups: bool) -> Tensor:
-        """The rows of one rank: contiguous and about equally many, cut between groups if they must stay whole.
+        """Return the rows of one rank: contiguous, about equally many, and whole groups with `whole_groups`.
 
-        None may be left for the last ranks.
+        The last ranks may have none.
         """
         unit_B, num_units = self._units(whole_groups=whole_groups)
         per_rank = -(-num_units // world_size)
         return ((unit_B >= rank * per_rank) & (unit_B < (rank + 1) * per_rank)).nonzero()[:, 0]
 
     def minibatches(self, count: int, *, whole_groups: bool) -> list[Tensor]:
-        """The rows of each minibatch: contiguous and about equally many, cut between groups if they must stay whole.
+        """Return the rows of each minibatch: contiguous, about equally many, and whole groups with `whole_groups`.
 
-        None is empty: there are as many as rows, or groups, where these are fewer than `count`.
+        None is empty: there are fewer than `count` if there are fewer rows, or groups.
         """
         unit_B, num_units = self._units(whole_groups=whole_groups)
         count = min(count, num_units)
         return [(unit_B * count // num_units == index).nonzero()[:, 0] for index in range(count)]
 
     def _units(self, *, whole_groups: bool) -> tuple[Tensor, int]:
-        """[B] 0, 1, ... what each row belongs to when rows are shared out: itself or its group; and how many."""
+        """Return the indivisible unit of each row, [B] 0, 1, ..., a row or a group, and the number of units."""
         if not whole_groups:
             return torch.arange(self.num_rows), self.num_rows
         _, unit_B = self.group_index.unique(return_inverse=True)
         return unit_B, int(unit_B.max()) + 1
 
     def emptied(self) -> GroupedBatch:
-        """The first row with a length of 0: it has no token and so no gradient."""
+        """Return the first row with a length of 0: it has no token and so no gradient."""
         first = self.select(slice(0, 1))
         return replace(first, completion_lengths=torch.zeros_like(first.completion_lengths))
 
 
 def shard_rows(num_rows: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """The rows of one rank, equally many on each, and which of them are real and do not only fill the shard."""
+    """Return the rows of one rank, equally many on each, and [rows] bool: which are not just padding of the shard."""
     per_rank = -(-num_rows // world_size)
     rows = torch.arange(rank * per_rank, (rank + 1) * per_rank)
     return rows.clamp(max=num_rows - 1), rows < num_rows
 
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. On a GPU it arrives in its own time: nothing waits for what the device does."""
+    """Copy a tensor to a device; from the CPU to a GPU asynchronously, through pinned memory."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -186,13 +186,13 @@ def canvas(batch: CompletionBatch, prompt_ids: Tensor, completion_ids: Tensor, p
     """Join prompts and completions without a gap.
 
     Args:
-        batch: says how long each prompt is.
-        prompt_ids: [B, P], perhaps masked.
-        completion_ids: [B, L], perhaps masked.
-        pad_id: fills what is left of a row.
+        batch: gives the prompt lengths.
+        prompt_ids: [B, P], may be masked.
+        completion_ids: [B, L], may be masked.
+        pad_id: fills the rest of a row.
 
     Returns:
-        ids [B, S] and the column [B, L] of each completion slot in it.
+        ids [B, S] and the column [B, L] of each completion slot in them.
     """
     B, P = prompt_ids.shape
     L = completion_ids.shape[1]

@@ -1,11 +1,11 @@
 """Counter-based random numbers: a draw is a pure function of its keys.
 
-Masks and samples are keyed by what they are for (run seed, sample, denoise step, slot, ...), never by how many draws
-came before. So a draw does not depend on the worker, the batch neighbours or the attempt, and old, new and reference
-likelihoods share masks that nobody stores.
+Masks and samples are keyed by their purpose (run seed, sample, denoise step, slot, ...), never by the number of earlier
+draws. So a draw does not depend on the worker, the batch neighbours or the attempt. Old, new and reference likelihoods
+share masks without storing them.
 
 The hash is splitmix64's finaliser (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014)
-applied once for each key. Integer arithmetic wraps alike on CPU and GPU, so a draw is the same bits on both.
+applied once for each key. Integer overflow wraps the same way on CPU and GPU, so draws are bit-identical on both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def uniform(seeds: Tensor, *keys: Tensor | int) -> Tensor:
-    """Uniform draws in (0, 1), float32, of the broadcast shape of `seeds` [...] and `keys` [...], all int64.
+    """Draw uniformly from (0, 1), float32, of the broadcast shape of `seeds` [...] and `keys` [...], all int64.
 
     The draw is the top 23 bits of `fold(seed, *keys)` plus a half: exact in float32, never 0 or 1.
     """
@@ -28,7 +28,7 @@ def uniform(seeds: Tensor, *keys: Tensor | int) -> Tensor:
 
 
 def folded(seeds: Tensor, *keys: Tensor | int) -> Tensor:
-    """`fold(seed, *keys)`, int64, of the broadcast shape of `seeds` [...] and `keys` [...], all int64."""
+    """Compute `fold(seed, *keys)`, int64, of the broadcast shape of `seeds` [...] and `keys` [...], all int64."""
     state = seeds
     for key in keys:
         state = _finalise_tensor((state ^ key) + _signed(GAMMA)) >> 1 & _signed(MASK_64 >> 1)

@@ -1,8 +1,8 @@
-"""The arithmetic of forwards and updates, counted from their products: what a share of a device's speed is taken of.
+"""Model FLOP of forwards and updates, as MFU (model FLOP utilisation) counts them.
 
 Two FLOP for each multiply-add of a linear layer, of attention and of the head. Norms, softmaxes and the optimizer's
-step do not count, nor does what is computed twice (activation checkpointing, the first of two sweeps): the count is
-that of the model, as in MFU (PaLM, arXiv 2204.02311, appendix B), and not of a program.
+step are not counted, nor is recomputation (activation checkpointing, the first of two sweeps). The count is of the
+model, not of the program (PaLM, arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from learner.model.lora_config import LoraConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanvasSums:
-    """How much some canvases are: sums over all of them."""
+    """Sizes of canvases that determine their FLOP, summed over all of them."""
 
     tokens: int
-    """Slots, padding not included."""
+    """Slots without padding."""
     pairs: int
-    """Pairs of slots that look at each other: squares of lengths."""
+    """Pairs of slots that attend to each other: squared lengths."""
     asked: int
-    """Slots that the last block's attention runs on."""
+    """Queries of the last block's attention."""
     asked_pairs: int
-    """Pairs of such a slot and one that it looks at."""
+    """Pairs of such a query and a slot that it attends to."""
     scored: int
     """Slots that the last feed-forward and the head run on."""
 
     @classmethod
     def of(cls, views: Views) -> CanvasSums:
-        """Those of some views, of which the last block sees what is scored alone. In rows of blocks, pairs that are
-        hidden from each other are counted as well."""
+        """Sum up views, whose last block runs only on scored slots. In rows of blocks, masked pairs are counted too."""
         asked_V = (views.slots // views.ids.shape[1]).bincount(minlength=len(views.ids))
         sums = torch.stack((views.lengths, views.lengths**2, asked_V, asked_V * views.lengths), dim=1).sum(dim=0)
         tokens, pairs, asked, asked_pairs = sums.tolist()
@@ -46,12 +45,12 @@ NOTHING = CanvasSums(tokens=0, pairs=0, asked=0, asked_pairs=0, scored=0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flops:
-    """FLOP of one forward, by what a backward pass costs."""
+    """FLOP of one forward, split by the cost of the backward pass."""
 
     layers: float
-    """The blocks' linear layers: of experts, those that a token takes."""
+    """The blocks' linear layers; of the experts, those that a token is routed to."""
     attention: float
-    """Scores, and what is gathered by them."""
+    """Attention scores, and their weighted sums of values."""
     head: float
     """The output layer."""
     adapter: float
@@ -59,7 +58,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All parts."""
         return self.body + self.head + self.adapter
 
     @property
@@ -69,7 +68,7 @@ class Flops:
 
 
 def forward_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasSums) -> Flops:
-    """FLOP of a forward of some canvases through a policy."""
+    """Count the FLOP of a forward of canvases through a policy."""
     layers = adapter = 0.0
     in_last_block = _slots_of_last_block(canvases)
     for layer in range(config.num_layers):
@@ -90,10 +89,10 @@ def forward_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasS
 
 
 def update_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasSums) -> float:
-    """FLOP of a forward of some canvases and its backward.
+    """Count the FLOP of a forward of canvases and its backward.
 
-    A backward is twice its forward: the derivative by a layer's input, and the one by its weight. Under LoRA the frozen
-    weights have none; that nothing is trained below the first block, which could spare it some, is not taken off.
+    A backward is twice its forward: the gradients of a layer's input and of its weight. Under LoRA frozen weights have
+    no gradient. The first block's input gradients are counted, although nothing below it is trained.
     """
     forward = forward_flops(config, lora, canvases)
     frozen = 2 if lora.rank else 3
@@ -101,7 +100,7 @@ def update_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasSu
 
 
 def _slots_of_last_block(canvases: CanvasSums) -> dict[str, int]:
-    """The slots that each linear layer of the last block runs on."""
+    """Return the number of slots that each linear layer of the last block runs on."""
     of_keys = dict.fromkeys(("k_proj", "v_proj"), canvases.tokens)
     after_attention = dict.fromkeys(("out_proj", "gate_proj", "up_proj", "down_proj"), canvases.scored)
     return {"q_proj": canvases.asked, **of_keys, **after_attention}

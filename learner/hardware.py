@@ -1,4 +1,4 @@
-"""Which device a process computes on, what it can do, and how much memory it took."""
+"""Compute devices: threads, peak FLOP/s and memory of a process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import resource
 
 import torch
 
-# Dense bfloat16 products, FLOP/s, as NVIDIA's data sheets state them, by the very name of the device: a part of one
-# (MIG), a slower clock or another form factor has another name, and another rate.
+# Dense bfloat16 FLOP/s of NVIDIA's data sheets, by the exact device name: a MIG slice, a slower clock or another form
+# factor has another name, and another rate.
 _PEAK_FLOP_PER_S = {
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
@@ -26,16 +26,18 @@ _LEAST_SHARED_PARAMETERS = 50_000_000
 
 
 def threads_for(model: torch.nn.Module, num_threads: int) -> int:
-    """How many of the CPU's threads a policy computes with: one for a small policy, whose steps are too short to share.
-    On busy cores the others would wait for long."""
+    """Return how many CPU threads a policy computes with: one for a small policy.
+
+    Its operations are too short to split over threads, which on busy cores would wait long for each other.
+    """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return 1 if num_parameters < _LEAST_SHARED_PARAMETERS else num_threads
 
 
 def placed_on(device: str | torch.device) -> torch.device:
-    """The device that tensors name when they are placed on `cpu`, `cuda` or `cuda:1`: a GPU always has an index.
+    """Return the device that tensors on `cpu`, `cuda` or `cuda:1` report: a GPU always has an index.
 
-    Some functions of `torch.cuda` refuse a device without one, and `cuda` is not equal to `cuda:0`.
+    Some functions of `torch.cuda` refuse a device without an index, and `cuda` is not equal to `cuda:0`.
     """
     place = torch.device(device)
     if place.type == "cuda" and place.index is None:
@@ -44,33 +46,32 @@ def placed_on(device: str | torch.device) -> torch.device:
 
 
 def peak_flop_per_s(device: torch.device) -> float | None:
-    """The stated rate of a device's dense bfloat16 products; None for CPUs and for devices that are not known here."""
+    """Return a device's dense bfloat16 rate of the data sheet; None for CPUs and unknown devices."""
     return _PEAK_FLOP_PER_S.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def limit_memory(device: torch.device, share: float) -> None:
-    """Let this process take so much of a GPU's memory: who shares the GPU with others must leave them theirs."""
+    """Limit this process to a share of a GPU's memory, for processes that share the GPU."""
     if device.type == "cuda" and share < 1:
         torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def free_unused_memory(device: torch.device) -> None:
-    """Give what PyTorch keeps of a GPU's memory for tensors to come back to the GPU, for other processes."""
+    """Release PyTorch's cached GPU memory, for other processes."""
     if device.type == "cuda":
-        # Those that only a cycle holds too.
+        # Frees tensors that only reference cycles hold.
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Measure the peak of a GPU's memory anew from here on; that of a process goes on."""
+    """Reset the peak of a GPU's memory; a CPU process's peak cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that was allocated on a GPU since the peak was forgotten; on a CPU the process's largest resident size
-    since it began, everything that it has loaded included."""
+    """Return the peak allocation on a GPU since the last reset; on a CPU, the process's peak resident set size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB.

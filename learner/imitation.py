@@ -1,6 +1,6 @@
-"""The round's correct completions as demonstrations: SFT's denoising loss on what the policy found by itself.
+"""Imitation of the round's correct completions with SFT's denoising loss.
 
-A policy gradient reaches the states that the sampler went through; random masks reach all that one may decode through.
+A policy gradient covers the states that the sampler went through; random masks cover all states of a decode.
 """
 
 from __future__ import annotations
@@ -20,6 +20,6 @@ DENOISING_LOSS = WeightedLikelihoodConfig(normalize_by=Normalize.ROUND)
 
 
 def demonstrations(policy: ShardedPolicy, config: LearnerConfig, sampler: SamplerFacts, batch: RolloutBatch) -> Round:
-    """The correct completions of a round, masked anew at every update, each at a ratio of its own between 0 and 1."""
+    """Return the correct completions of a round, with new masks at every update, each at its own ratio in [0, 1]."""
     masked = config.model_copy(update={"estimator": _MASKS, "objective": DENOISING_LOSS})
     return Round(policy, masked, sampler, batch, (batch.correct, torch.ones_like(batch.rewards)))

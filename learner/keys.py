@@ -1,6 +1,6 @@
-"""Seeds from seeds: a new one for each thing that has keys, the same in every process.
+"""Seed derivation: hash a seed and keys into a new seed, identical in every process.
 
-Whole numbers alone: who plans what is drawn needs no torch. `learner.counter` draws, by the same hash.
+Integer arithmetic only, so that planning needs no torch. `learner.counter` draws random numbers by the same hash.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MASK_64 = (1 << 64) - 1
 
 
 def fold(seed: int, *keys: int) -> int:
-    """A new 63-bit seed from a seed and keys; `fold(fold(s, a), b) == fold(s, a, b)`."""
+    """Hash a seed and keys into a new 63-bit seed; `fold(fold(s, a), b) == fold(s, a, b)`."""
     state = seed & MASK_64
     for key in keys:
         state = _finalise((state ^ (key & MASK_64)) + GAMMA & MASK_64) >> 1
@@ -22,7 +22,7 @@ def fold(seed: int, *keys: int) -> int:
 
 
 def key_of(text: str) -> int:
-    """A stable 63-bit key of a name (Python's own `hash` changes from process to process)."""
+    """Hash a name into a stable 63-bit key (Python's own `hash` changes from process to process)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

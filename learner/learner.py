@@ -1,8 +1,8 @@
-"""The learner: improves a policy by policy gradients on graded completions.
+"""The RL learner: policy-gradient updates on graded completions.
 
-An ordinary class, whole on one process or one rank of many. Every rank is given the same batch, works on its share of
-the rows and leaves with the same metrics. It knows estimators, objectives and advantages by their interfaces only.
-Micro-batches stream; the gradient is that of the whole batch.
+An ordinary class, run by a single process or by every rank. Every rank receives the same batch, trains on its share of
+the rows and returns the same metrics. Estimators, objectives and advantages are known by their interfaces only.
+Gradients accumulate over micro-batches and equal those of the whole batch.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Metrics = dict[str, float]
 
 @dataclass(slots=True)
 class Known:
-    """Log-probabilities [N] of a plan's terms that stay what they are for the round."""
+    """Cached old and reference log-probabilities [N] of a plan's terms, constant within a round."""
 
     old: Tensor | None = None
     reference: Tensor | None = None
 
 
 class Learner:
-    """Stage 2 on one rank.
+    """The learner of stage 2 on one rank.
 
-    The reference is a frozen copy of the policy. Under LoRA it is the policy without its adapter, and needs none.
+    The reference is a frozen copy of the policy. Under LoRA it is the policy with its adapter off, and needs no copy.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Learner:
         sampler: SamplerFacts | None = None,
         teacher: Teacher | None = None,
     ) -> None:
-        """Train `policy` on completions that are sampled as `sampler` says.
+        """Prepare to train `policy` on completions of such a `sampler`.
 
-        `teacher` is what an objective that needs one compares with; None: the policy as it stands now, read causally.
-        Raises ValueError when the algorithm cannot learn from such completions.
+        `teacher` is the teacher of distillation; None: a copy of the current policy with causal attention.
+        Raises ValueError if the algorithm cannot learn from such completions.
         """
         self.policy = policy
         self.config = config
@@ -66,7 +66,7 @@ class Learner:
             raise ValueError(f"learner.{refusal}")
         self.optimizer = PolicyOptimizer(policy, betas=config.betas, weight_decay=config.weight_decay)
         self.model_flops = 0.0
-        """FLOP of the newest update on all ranks: of the model (`learner/flops.py`), probes not included."""
+        """Model FLOP (`learner/flops.py`) of the last update, summed over ranks, without probes."""
         self._flops = 0.0
         self.reference: ShardedPolicy | None = None
         if config.objective.needs_reference and not policy.lora.rank:
@@ -79,9 +79,9 @@ class Learner:
         """Train on one round: `inner_updates` sweeps through it, of `num_minibatches` optimizer steps each.
 
         Old likelihoods are those of the policy at the start of the round, under the same masks as the new ones.
-        A round of which the filters leave nothing changes nothing; its metrics say so.
-        Raises FloatingPointError when the loss or the gradient is not finite. That step is not taken; the policy can
-        train on.
+        If the filters leave nothing of a round, the policy stays as it is and `num_trained_completions` is 0.
+        Raises FloatingPointError if the loss or the gradient is not finite. That step is not taken, and training can
+        continue.
         """
         lr = self.config.lr_at(round_index)
         metrics = UpdateMetrics(self.policy)
@@ -114,13 +114,13 @@ class Learner:
         )
 
     def sync_reference(self, round_index: int) -> None:
-        """Let the KL reference be the current policy if the recipe says so of this round, trained on or not."""
+        """Copy the policy into the reference every `reference_sync_rounds` rounds, also after skipped rounds."""
         every = self.config.reference_sync_rounds
         if self.reference is not None and every and (round_index + 1) % every == 0:
             self.reference.take(self.policy)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that this rank holds between two updates, beside the policy."""
+        """Yield the tensors that this rank keeps between updates, except the policy's."""
         yield from self.optimizer.tensors()
         if self.reference is not None:
             yield from self.reference.tensors()
@@ -128,9 +128,9 @@ class Learner:
             yield from self.teacher.model.tensors()
 
     def full_state(self) -> dict[str, Tensor]:
-        """What a resumed run needs besides the weights: the optimizer, and a reference that has moved.
+        """Gather what a resumed run needs besides the weights: the optimizer, and a reference that is synced.
 
-        A collective; whole on rank 0, empty on the others.
+        A collective; complete on rank 0, empty on the others.
         """
         state = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.full_state().items()}
         if self.reference is not None and self.config.reference_sync_rounds:
@@ -138,7 +138,7 @@ class Learner:
         return state
 
     def load_full_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `full_state` gave."""
+        """Restore what `full_state` returned."""
         parts: dict[str, dict[str, Tensor]] = {"optimizer": {}, "reference": {}}
         for name, tensor in state.items():
             part, _, rest = name.partition("/")
@@ -154,10 +154,10 @@ class Learner:
             some.weigh_rows(self._of_reference(plan) - scored_logps(self.policy, plan))
 
     def _known_before(self, minibatches: list[Round]) -> list[dict[int, Known]]:
-        """For each minibatch, by mask key, old likelihoods of the canvases that only later steps run, and with them the
-        reference's.
+        """Compute old and reference likelihoods of all canvases that the first step does not run.
 
-        At the first step the policy is still the old one: what it gives is the old likelihood, for free.
+        They are returned for each minibatch, by mask key. At the first step the policy still is the old one, so its own
+        forward gives the old likelihood for free.
         """
         known: list[dict[int, Known]] = [{} for _ in minibatches]
         if self.config.objective.needs_old:
@@ -173,7 +173,7 @@ class Learner:
         return known
 
     def _backward(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
-        """Add the gradient of one step, and what its plan gave for the next."""
+        """Accumulate the gradient of one step, and cache the likelihoods that later steps of its plan need."""
         if known.reference is None:
             known.reference = self._reference_logps(plan)
         self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
@@ -185,7 +185,7 @@ class Learner:
             self._in_one_sweep(work, plan, known, metrics)
 
     def _imitate(self, correct: Round, index: int, metrics: UpdateMetrics) -> None:
-        """Add the gradient of the denoising loss of the correct completions."""
+        """Accumulate the gradient of the denoising loss of the correct completions."""
         plan = correct.plan(index)
         self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
         for micro, counts in zip(plan.micro_batches, plan.counts, strict=True):
@@ -208,7 +208,7 @@ class Learner:
             known.old = joined(news, plan)
 
     def _in_two_sweeps(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
-        """The first finds the derivative of the loss by each log-probability, the second goes down it."""
+        """Compute the derivative of the loss by each log-probability first, then backpropagate it by micro-batch."""
         all_N = scored_logps(self.policy, plan, partial(self._values, work))
         if known.old is None:
             known.old = all_N
@@ -222,7 +222,7 @@ class Learner:
             self._accumulate((new_N * weight_N).sum())
 
     def _step(self, metrics: UpdateMetrics, lr: float) -> float:
-        """Step down the gradient that was added up; its norm."""
+        """Take an optimizer step with the accumulated gradient, and return its norm before clipping."""
         try:
             return self.optimizer.step(lr, self.config.max_grad_norm, metrics.take_loss()).grad_norm
         except FloatingPointError:
@@ -238,7 +238,7 @@ class Learner:
         return self.config.objective.loss(terms, work.logps(terms, new_N, old_N, reference_N), work.rows)
 
     def _values(self, work: Round, micro: Terms) -> Tensor:
-        """[N] what the objective is a function of: log-probabilities, or divergences from the teacher."""
+        """Compute the objective's inputs [N]: log-probabilities, or divergences from the teacher."""
         if self.teacher is None:
             return self._logps(micro)
         compared = self.teacher.compared(micro, work.on_host)
@@ -248,7 +248,7 @@ class Learner:
         return token_logps(self.policy.module, micro.views, micro.law, self.policy.device)
 
     def _token_logps(self, terms: Terms, new_N: Tensor) -> Tensor | None:
-        """The log-probabilities of tokens among what `_values` gave."""
+        """Select the tokens' log-probabilities from `_values`; None if these are divergences."""
         return None if self.teacher is not None else terms.of_tokens(new_N)
 
     def _accumulate(self, loss: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""The evidence lower bound of a text after a prompt: what stands for its log-likelihood in evaluations.
+"""The evidence lower bound (ELBO) of a text given a prompt, for likelihood evaluations.
 
 With k of L slots masked at random, k uniform on 1..L, the mean of L / k times the sum of the masked tokens'
-log-probabilities is a lower bound of the text's (LLaDA, arXiv 2502.09992, equation 6). Exact for a single token.
-Under a block-causal policy each masked token stands behind the blocks before it unmasked: a tighter bound.
+log-probabilities is a lower bound of the text's (LLaDA, arXiv 2502.09992, equation 6). It is exact for a single token.
+Under a block-causal policy a masked token sees the earlier blocks unmasked, which makes the bound tighter.
 
 Shape letters: D draws, L slots of the text, S slots of a canvas, N masked tokens.
 """
@@ -25,17 +25,17 @@ _COUNT_KEY, _MASK_KEY = 51, 52
 def evidence_lower_bound(
     model: Transformer, prompt: Sequence[int], text: Sequence[int], *, num_draws: int, most_rows: int, seed: int
 ) -> float:
-    """A lower bound of the log-probability of `text`, in nats, up to the noise of its draws.
+    """Estimate a lower bound of the log-probability of `text`, in nats.
 
-    Equal canvases are run once: a text of one token takes one forward, whatever `num_draws` is.
+    Equal canvases of a forward are run once: the canvases of a single-token text are all equal.
 
     Args:
         model: the policy.
-        prompt: ids before the text; at least one of `prompt` and `text` has any.
-        text: the ids that are scored.
-        num_draws: masks; their counts are spread evenly over 1..L.
-        most_rows: canvases of a forward.
-        seed: keys the masks.
+        prompt: ids before the text; may be empty.
+        text: the ids that are scored; 0.0 is returned for none.
+        num_draws: number of masks; their counts are spread evenly over 1..L.
+        most_rows: maximum canvases of a forward.
+        seed: the random key of the masks.
     """
     if not text:
         return 0.0
@@ -58,7 +58,7 @@ def evidence_lower_bound(
 
 
 def _masked(draws_D: torch.Tensor, num_draws: int, length: int, seed: int) -> torch.Tensor:
-    """[D, L] bool: the slots that each draw masks, at least one."""
+    """Choose the masked slots of each draw, [D, L] bool, at least one each."""
     seeds = torch.tensor(seed)
     place_D = (uniform(seeds, _COUNT_KEY) + draws_D / num_draws) % 1
     count_D = 1 + (place_D * length).floor().long().clamp(max=length - 1)

@@ -1,4 +1,4 @@
-"""AdamW over a sharded policy, with a state that can be written whole and resumed on any number of workers."""
+"""AdamW over a sharded policy, with a state that can be resumed on any number of workers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _STEP = "step"
 
 
 class Stepped(NamedTuple):
-    """What is known of an optimizer step when it is taken."""
+    """Loss and gradient norm of an optimizer step."""
 
     loss: float
-    """What was stepped down, over all ranks."""
+    """Over all ranks."""
     grad_norm: float
     """Before clipping."""
 
 
 class PolicyOptimizer:
-    """One optimizer step at a time, with the learning rate and the clipping norm given for each."""
+    """AdamW with gradient clipping; learning rate and clipping norm are given at each step."""
 
     def __init__(self, policy: ShardedPolicy, *, betas: tuple[float, float], weight_decay: float) -> None:
         self._policy = policy
         self._parameters = policy.trained_parameters
-        # One kernel for all parameters, on a GPU; on CPUs it would only round otherwise.
+        # On a GPU, fusing runs one kernel for all parameters; on CPUs it would only change the rounding.
         self._is_fused = next(iter(self._parameters.values())).device.type == "cuda"
         self._adamw = torch.optim.AdamW(
             self._parameters.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=self._is_fused
@@ -40,11 +40,11 @@ class PolicyOptimizer:
     def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> Stepped:
         """Clip the accumulated gradients to a global norm, step, and clear them.
 
-        The host waits for the device once: for loss and norm together.
+        The host synchronises with the device once, for loss and norm together.
 
         Args:
-            lr: of this step.
-            max_grad_norm: what is above it is scaled down to it.
+            lr: learning rate of this step.
+            max_grad_norm: gradients of a larger global norm are scaled down to it.
             loss: [] of this step, over all ranks.
 
         Raises:
@@ -70,15 +70,15 @@ class PolicyOptimizer:
         return found
 
     def forget_gradients(self) -> None:
-        """Clear them without a step."""
+        """Clear the gradients without a step."""
         self._adamw.zero_grad()
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that this rank holds of its state."""
+        """Yield this rank's optimizer state."""
         return (value for state in self._adamw.state.values() for value in state.values())
 
     def full_state(self) -> dict[str, Tensor]:
-        """The moments and step counts by parameter name, whole, on rank 0's CPU. A collective."""
+        """Gather the moments and step counts, by parameter name, on rank 0's CPU. A collective."""
         state = {
             f"{name}/{key}": value
             for name, parameter in self._parameters.items()
@@ -87,7 +87,7 @@ class PolicyOptimizer:
         return gather_on_rank_0(self._policy.rank, state)
 
     def load_full_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `full_state` gave; an empty state is that of an optimizer that has not stepped."""
+        """Restore what `full_state` returned; it is empty for an optimizer that has not stepped."""
         for name, parameter in self._parameters.items():
             if f"{name}/{_STEP}" not in state:
                 continue

@@ -1,5 +1,4 @@
-"""What a few completions of a round tell of its likelihoods, without gradients: how far the sampler's are from ours,
-and how much an estimate hangs on the masks that were drawn.
+"""Likelihood probes on a few completions: the sampler-learner gap, and the variance over masks.
 
 Shape letters: B rows of this rank, N terms.
 """
@@ -30,11 +29,11 @@ _PLAIN = ClippedRatioConfig()
 def sampling_gap(
     policy: ShardedPolicy, config: LearnerConfig, sampler: SamplerFacts, batch: RolloutBatch
 ) -> dict[str, float]:
-    """How far the sampler's recorded log-probabilities are from this policy's, at two steps of a few completions.
+    """Compare the sampler's recorded log-probabilities with this policy's, at two steps of a few completions.
 
-    Over an exact sampler with the same weights it is rounding; it shows stale weights and other precision. Under LoRA
-    also which share of what the adapter has changed since the stage began has reached the sampler. Empty where the
-    sampler's record does not replay. A collective.
+    For an exact sampler with the same weights the difference is rounding noise; stale weights or another precision
+    increase it. Under LoRA `sampling/adapter_share` is measured too. Empty if the sampler's record does not replay. A
+    collective.
     """
     if not sampler.records_law or sampler.temperature == 0:
         return {}
@@ -52,10 +51,10 @@ def sampling_gap(
 
 
 def _delivered_share(policy: ShardedPolicy, plan: Plan, ours_N: Tensor, sampled_N: Tensor) -> dict[str, float]:
-    """`sampling/adapter_share`: the slope of the sampler's change in log-probability over ours, since the stage began.
+    """Regress the sampler's change in log-probability since the stage began on the learner's: `sampling/adapter_share`.
 
-    1 where the sampler has the adapter, 0 where it has lost it. Absent without an adapter, and where it has changed
-    nothing yet. It is as exact as the change is large beside rounding. A collective.
+    The slope is 1 if the sampler has the adapter, and 0 if it has lost it. Absent without an adapter, or as long as the
+    adapter has no effect. Its accuracy grows with the change relative to rounding. A collective.
     """
     if not policy.lora.rank or not policy.has_learned:
         return {}
@@ -70,14 +69,16 @@ def _delivered_share(policy: ShardedPolicy, plan: Plan, ours_N: Tensor, sampled_
 def mask_variance(
     policy: ShardedPolicy, config: LearnerConfig, sampler: SamplerFacts, batch: RolloutBatch
 ) -> dict[str, float]:
-    """`estimator_variance`: the variance, over draws of its masks, of what the estimator says of a completion, which is
-    the mean log-probability of a token, weighted as the estimator weighs it. In nats squared; mean over completions.
+    """Measure `estimator_variance`: the variance of a completion's estimate over its random masks, nats squared.
 
-    A few completions are scored under two further draws. The inner updates of a round have different masks too, but
-    between these the policy moves, and many methods have one update only. It costs two forwards of every canvas of
-    8 completions, or of one in twelve where that is fewer: at one inner update without old and reference likelihoods,
-    whose backward is two forwards' worth, at most 6 % of the round, at diffu-GRPO's twelve less than 1 %. An estimator
-    that draws nothing costs nothing and has variance 0. A collective.
+    The estimate is the mean log-probability of a token, weighted as the estimator weighs it. The variance is averaged
+    over completions. A few completions are scored under two further draws: the inner updates of a round have different
+    masks too, but the policy moves between them, and many methods have one update only.
+
+    It costs two forwards of every canvas of 8 completions, or of one in twelve if that is fewer. At one inner update
+    without old and reference likelihoods, whose backward costs two forwards, that is at most 6 % of the round; at
+    diffu-GRPO's twelve, less than 1 %. An estimator without random masks costs nothing and has variance 0. A
+    collective.
     """
     some = _some(batch, min(_NUM_PROBED, -(-batch.num_rows // _ROWS_FOR_EACH)))
     plain = config.model_copy(update={"filters": Filters(), "objective": _PLAIN})
@@ -86,10 +87,10 @@ def mask_variance(
     if not policy.max_over_ranks(torch.tensor([int(not _are_equal(first.terms, second.terms))])).item():
         return {"estimator_variance": 0.0}
     (sums_B, weights_B), (others_B, other_weights_B) = (_row_sums(policy, plan, some.num_rows) for plan in plans)
-    # A draw may mask no token of a short completion: it then says nothing of it.
+    # A draw that masks no token of a short completion gives no estimate of it.
     both_B = (weights_B > 0) & (other_weights_B > 0)
     difference_B = (sums_B / weights_B - others_B / other_weights_B)[both_B]
-    # Of two draws a and b the unbiased variance is (a - b)^2 / 2.
+    # The unbiased variance of two draws a and b is (a - b)^2 / 2.
     found = torch.stack((difference_B.square().sum() / 2, both_B.float().sum()))
     total, count = policy.sum_over_ranks(found).tolist()
     return {"estimator_variance": total / count} if count else {}
@@ -98,10 +99,11 @@ def mask_variance(
 def likelihood_gap(
     policy: ShardedPolicy, config: LearnerConfig, sampler: SamplerFacts, batch: RolloutBatch
 ) -> float | None:
-    """How much likelier completions are by the estimator than by what their sampler recorded: the difference of the
-    mean log-probabilities of a token, nats; mean over completions. Where the likelihood is exact it is rounding.
+    """Measure how much larger the estimator's log-likelihood is than the one that the sampler recorded.
 
-    None where the sampler's record does not replay. It costs a forward of every canvas of the batch. A collective.
+    It is the difference of the mean log-probabilities of a token, in nats, averaged over completions; rounding noise if
+    the likelihood is exact. None if the sampler's record does not replay. It costs a forward of every canvas of the
+    batch. A collective.
     """
     if not sampler.records_law or sampler.temperature == 0:
         return None
@@ -116,19 +118,19 @@ def likelihood_gap(
 
 
 def _some(batch: RolloutBatch, count: int) -> RolloutBatch:
-    """At most so many rows, evenly spread over the groups."""
+    """Select at most `count` rows, evenly spread over the batch."""
     count = min(count, batch.num_rows)
     return batch.select(torch.arange(count) * batch.num_rows // count)
 
 
 def _redrawn(batch: RolloutBatch, draw: int) -> RolloutBatch:
-    """The same completions under keys that nothing else is drawn by."""
+    """Return the same completions with keys that are used for nothing else, so that their masks are independent."""
     keys = [fold(key, _REDRAWN_KEY, draw) for key in batch.sample_keys.tolist()]
     return replace(batch, sample_keys=torch.tensor(keys, device=batch.sample_keys.device))
 
 
 def _are_equal(ours: Terms, theirs: Terms) -> bool:
-    """Whether two draws ask the policy the same."""
+    """Return whether two draws run the same canvases and score the same slots."""
     if ours.views.ids.shape != theirs.views.ids.shape or ours.num_terms != theirs.num_terms:
         return False
     pairs = [(ours.views.ids, theirs.views.ids)]
@@ -137,7 +139,7 @@ def _are_equal(ours: Terms, theirs: Terms) -> bool:
 
 
 def _row_sums(policy: ShardedPolicy, plan: Plan, num_rows: int) -> tuple[Tensor, Tensor]:
-    """[B] weighted sums of each row's log-probabilities, and [B] of their weights."""
+    """Sum each row's weighted log-probabilities, [B], and their weights, [B]."""
     terms, logps_N = plan.terms, scored_logps(policy, plan)
     weight_N = terms.token_weights * terms.importance
     zeros_B = logps_N.new_zeros(num_rows)

@@ -1,4 +1,4 @@
-"""One round on one rank: its rows, all or a minibatch of them, and their canvases in micro-batches.
+"""A round's data on one rank: its rows, or a minibatch of them, and their canvases in micro-batches.
 
 Shape letters: B rows of this rank, N terms.
 """
@@ -22,32 +22,32 @@ from learner.parallel.micro_batches import MicroBatches, cut
 from learner.parallel.sharding import ShardedPolicy
 
 WEIGHING = -1
-"""The number of the plan that rows are weighed by: before the first update, with masks of its own."""
+"""Index of the plan that row weights are computed from, before the first update; masks that vary by update are its own.
+"""
 Chosen = tuple[Tensor, Tensor]
 """[B] bool, the completions that are trained on, and [B] the advantage of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What one optimizer step runs on this rank."""
+    """The canvases and terms that one optimizer step runs on this rank."""
 
     key: int
     """The estimator's mask key: plans with equal keys are equal."""
     terms: Terms
-    """All of them, on the rank's device, as those of the micro-batches are; their importance is their unit's share of
-    the step's loss."""
+    """All terms, on the rank's device. Their importance is their unit's share of the step's loss."""
     micro_batches: tuple[Terms, ...]
-    """The terms in micro-batches, and after them as many that count for nothing as other ranks have more."""
+    """The terms in micro-batches, followed by weightless ones so that all ranks have equally many."""
     counts: tuple[bool, ...]
-    """Whether any term of each micro-batch counts for something."""
+    """Whether any term of each micro-batch has a weight in the loss."""
     is_split: bool
-    """Whether a unit is spread over several micro-batches, on any rank."""
+    """Whether a unit spans several micro-batches, on any rank."""
     canvases: CanvasSums
-    """What a forward of all that counts runs."""
+    """Sizes of the canvases of a forward; zero if no term has a weight."""
 
     @property
     def inside(self) -> list[slice]:
-        """Where the terms of each micro-batch are among all; empty for those that count for nothing."""
+        """The range of each micro-batch's terms among all terms; empty for the added weightless ones."""
         slices, begin = [], 0
         for micro in self.micro_batches:
             end = min(begin + micro.num_terms, self.terms.num_terms)
@@ -67,8 +67,10 @@ class Round:
         batch: RolloutBatch,
         chosen: Chosen | None = None,
     ) -> None:
-        """Take this rank's share of `batch`, of which every rank is given the whole: of what `chosen` says, else of
-        what the config's filters leave, with its advantages."""
+        """Take this rank's share of `batch`, which is the whole round on every rank.
+
+        `chosen` selects completions and gives their advantages; None: the config's filters and advantage do.
+        """
         self._policy, self._config, self._sampler = policy, config, sampler
         kept_B, advantages_B = chosen or _chosen(batch, config)
         self.num_rows = int(kept_B.sum())
@@ -76,8 +78,10 @@ class Round:
             self._take(GroupedBatch.of(batch.select(kept_B)), advantages_B[kept_B])
 
     def minibatches(self) -> list[Round]:
-        """What the optimizer steps of a sweep train on, one after the other: on every rank as many, whatever its share
-        of each. A row keeps its advantage and its draws, which know the whole round."""
+        """Split the round into the minibatches of a sweep's optimizer steps, equally many on every rank.
+
+        Rows keep the advantages and random masks that they have in the whole round.
+        """
         count, whole_groups = self._config.num_minibatches, self._config.objective.compares_groups
         return [self._some(rows_B) for rows_B in self._all.minibatches(count, whole_groups=whole_groups)]
 
@@ -96,8 +100,7 @@ class Round:
         mine = grouped.rows_of(policy.rank, policy.world_size, whole_groups=config.objective.compares_groups)
         shard = grouped.select(mine) if len(mine) else grouped.emptied()
         advantages_B = advantages_B[mine] if len(mine) else torch.zeros(1)
-        # What is planned is planned on the CPU: a device that is asked how many there are of something lets the host
-        # wait until it has done all that it was asked for before.
+        # Planning is on the CPU: reading a count from a device would make the host wait for all work that is queued.
         self.on_host = shard
         self._facts = RowFacts(
             advantages=advantages_B,
@@ -111,13 +114,13 @@ class Round:
         self.batch, self.rows = shard.to(policy.device), self._facts.on(policy.device)
 
     def weigh_rows(self, log_ratios_N: Tensor) -> None:
-        """Keep for the objective what the log-ratios [N] of the weighing plan's terms say of their rows."""
+        """Store the rows' log-weights for the objective: sums of the log-ratios [N] of the weighing plan's terms."""
         terms = self.plan(WEIGHING).terms
         sums_B = self.rows.values(terms, log_ratios_N)
         self.rows = replace(self.rows, log_weights=sums_B)
 
     def plan(self, index: int) -> Plan:
-        """What the step of the `index`-th inner update runs; a collective."""
+        """Return the plan of the `index`-th inner update. A collective."""
         update = InnerUpdate(index, self._config.inner_updates)
         key = self._config.estimator.mask_key(update)
         if self._plan is None or self._plan.key != key:
@@ -153,7 +156,7 @@ class Round:
         return cut(terms, unit_N, self._config.micro_batch_tokens, spares_padding=self._policy.spares_padding)
 
     def logps(self, terms: Terms, new_N: Tensor, old_N: Tensor, reference_N: Tensor | None) -> Logps:
-        """These likelihoods of terms, with what the sampler recorded of them."""
+        """Combine likelihoods of terms with those that the sampler recorded."""
         recorded_N = terms.recorded
         sampled_N = self.batch.commit_logp[terms.rows, terms.slots] if recorded_N is None else recorded_N
         return Logps(new=new_N, old=old_N, reference=reference_N, sampled=sampled_N)
@@ -166,8 +169,7 @@ def _chosen(batch: RolloutBatch, config: LearnerConfig) -> Chosen:
 
 
 def scored_logps(policy: ShardedPolicy, plan: Plan, logps: Callable[[Terms], Tensor] | None = None) -> Tensor:
-    """[N] the log-probabilities of all terms of a plan, or what `logps` gives of them, without gradients. A
-    collective."""
+    """Compute the log-probabilities [N] of all terms of a plan, or their `logps`, without gradients. A collective."""
 
     def of_policy(micro: Terms) -> Tensor:
         return token_logps(policy.module, micro.views, micro.law, policy.device)
@@ -177,5 +179,5 @@ def scored_logps(policy: ShardedPolicy, plan: Plan, logps: Callable[[Terms], Ten
 
 
 def joined(parts: list[Tensor], plan: Plan) -> Tensor:
-    """[N] the values of all terms, without those of micro-batches that count for nothing."""
+    """Concatenate the values of all terms, [N], without those of the added weightless micro-batches."""
     return torch.cat(parts)[: plan.terms.num_terms]

@@ -1,4 +1,4 @@
-"""What a round's updates are reported by, under TRL's names where it has one.
+"""Metrics of a round's updates, under TRL's names where it has one.
 
 Shape letters: U units, N terms.
 """
@@ -18,7 +18,7 @@ _TRL = {_RATIO: "ratio_mean", "clip_ratio/low": "clip_ratio/low_mean", "clip_rat
 
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """What a round's completions are like."""
+    """Compute the metrics of a round's completions."""
     rewards = Rewards.of(batch)
     lengths_B = batch.completion_lengths.float()
     is_text = batch.completion_mask()
@@ -34,8 +34,10 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 class UpdateMetrics:
-    """Sums over the units of all inner updates of a round, on all ranks. They stay on the device until they are asked
-    for: nothing waits for it between micro-batches."""
+    """Running sums of metrics over the units of all inner updates of a round.
+
+    They stay on the device until they are read, so that the host does not wait for it between micro-batches.
+    """
 
     def __init__(self, policy: ShardedPolicy) -> None:
         self._policy = policy
@@ -47,8 +49,10 @@ class UpdateMetrics:
         self._num_imitations = 0
 
     def add(self, loss: Loss, new_N: Tensor | None, *, counts: bool) -> None:
-        """Count some terms in; those of a rank that has nothing to do only by their names, which all ranks share.
-        `new_N` are tokens' log-probabilities, where the objective looks at any."""
+        """Add the metrics of some terms; weightless terms (`counts` is false) add only names, which all ranks share.
+
+        `new_N` are the tokens' log-probabilities; None if the objective uses none.
+        """
         weight = float(counts)
         self._update_loss = self._update_loss + weight * loss.total.detach()
         self._add("loss", loss.total.detach()[None] * weight)
@@ -64,28 +68,28 @@ class UpdateMetrics:
             self._add("ratio_square", loss.per_unit[_RATIO][:0])
 
     def add_imitation(self, loss: Tensor, coefficient: float, *, counts: bool) -> None:
-        """Count the denoising loss of some demonstrations in."""
+        """Add the denoising loss of some demonstrations."""
         weight = float(counts)
         self._update_loss = self._update_loss + weight * coefficient * loss.detach()
         self._add("loss", loss.detach()[None] * weight * coefficient)
         self._add("imitation_loss", loss.detach()[None] * weight)
 
     def end_imitation(self) -> None:
-        """After the denoising loss of a step, which not every one has."""
+        """Count an optimizer step with a denoising loss; not every step has one."""
         self._num_imitations += 1
 
     def take_loss(self) -> Tensor:
-        """[] the loss of the step that is about to be taken, over all ranks; then begin that of the next."""
+        """Return the loss [] of the coming optimizer step over all ranks, and reset it for the next."""
         loss = self._policy.sum_over_ranks(self._update_loss[None])[0]
         self._update_loss = torch.zeros_like(self._update_loss)
         return loss
 
     def add_step(self, grad_norm: float) -> None:
-        """Count an optimizer step in."""
+        """Count an optimizer step."""
         self._grad_norms.append(grad_norm)
 
     def means(self) -> dict[str, float]:
-        """Over all ranks; empty when nothing was trained on. A collective."""
+        """Average the metrics over all ranks; empty if nothing was trained on. A collective."""
         if not self._grad_norms:
             return {}
         num_steps, names = len(self._grad_norms), sorted(self._sums)

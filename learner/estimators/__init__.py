@@ -18,7 +18,7 @@ EstimatorConfig = Annotated[
     OneStepConfig | RandomMasksConfig | ElboConfig | BlockMasksConfig | TrajectoryConfig | BlockStatesConfig,
     Field(discriminator="name"),
 ]
-"""Any of them, told apart by `name`."""
+"""Config of any estimator, discriminated by `name`."""
 
 __all__ = [
     "BlockMasksConfig",

@@ -1,7 +1,7 @@
-"""SPG's block-wise masks: training canvases like those that a block-wise sampler meets (arXiv 2510.09541, section 3.3).
+"""SPG's block-wise masks: training canvases that resemble those of a block-wise sampler.
 
-A random block is partly masked, all that follows it is masked, and what comes before it, prompt included, is lightly
-corrupted.
+A random block is partly masked, everything after it is masked, and everything before it, including the prompt, is
+masked with a small probability (arXiv 2510.09541, section 3.3).
 
 Shape letters: B rows, L completion slots, R canvases, W blocks.
 """
@@ -25,14 +25,14 @@ _BLOCK_KEY, _COUNT_KEY, _SLOT_KEY, _CLEAN_KEY, _PROMPT_KEY = 51, 52, 53, 54, 55
 
 
 class BlockMasksConfig(BaseModel):
-    """SPG's estimator."""
+    """Config of SPG's estimator."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Literal["block_masks"] = "block_masks"
     """The estimator."""
     num_draws: PositiveInt = 2
-    """Canvases of each completion (SPG and StableDRL: 2)."""
+    """Canvases per completion (SPG and StableDRL: 2)."""
     block_length: PositiveInt | None = None
     """Slots of a block; null: the sampler's."""
     p_mask_clean: Probability = 0.15
@@ -40,11 +40,11 @@ class BlockMasksConfig(BaseModel):
 
     @property
     def facts(self) -> EstimatorFacts:
-        """Each draw scores other tokens, and some of them again."""
+        """Each draw scores another set of tokens, and the sets overlap."""
         return EstimatorFacts(splits_tokens=self.num_draws > 1, splits_rows=self.num_draws > 1)
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
-        """`num_draws` canvases of each row; a row's value is the mean over draws of the mean over scored tokens."""
+        """Return `num_draws` canvases per row. A row's value is the mean over draws of the mean over scored tokens."""
         rows_R, draws_R = repeated(batch, self.num_draws)
         masked_RL = self._masked(batch, rows_R, draws_R, update.index, self.block_length or sampler.block_length)
         scored_RL = masked_RL & batch.completion_mask()[rows_R]
@@ -62,25 +62,25 @@ class BlockMasksConfig(BaseModel):
         )
 
     def mask_key(self, update: InnerUpdate) -> int:
-        """Other masks at every update."""
+        """Return the index of the update: each has new masks."""
         return update.index
 
     def sizes(self, batch: GroupedBatch) -> Tensor:
-        """The text's tokens."""
+        """Return the number of tokens of each text, [B]."""
         return batch.completion_lengths
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
-        """It needs tokens only."""
+        """Return None: it needs only the tokens, of any sampler."""
         return None
 
     def _masked(
         self, batch: GroupedBatch, rows_R: Tensor, draws_R: Tensor, update_index: int, block_length: int
     ) -> Tensor:
-        """[R, L] bool."""
+        """Choose the masked slots, [R, L] bool."""
         keys_R, slots_L = batch.sample_keys[rows_R], torch.arange(batch.num_slots, device=rows_R.device)
         lengths_R = batch.completion_lengths[rows_R]
         num_blocks_R = -(-lengths_R // block_length)
-        # Draws go on from one start, so that the first few of a row are of different blocks.
+        # Draws take consecutive blocks from a random start, so that the first few of a row are of different blocks.
         start_R = (uniform(keys_R, update_index, _BLOCK_KEY) * num_blocks_R).long()
         block_R = (start_R + draws_R) % num_blocks_R.clamp(min=1)
         begin_R = block_R * block_length

@@ -1,7 +1,7 @@
-"""One state of each block, drawn from those that the sampler went through, with every slot that it masks scored.
+"""OPDLM's estimator: a random decoding state of each block, with all its masked slots scored.
 
-OPDLM's canvases (arXiv 2606.06712, and its code: one state per block). A block has as many states as denoise steps that
-committed a token of it. In a state the tokens of the steps before it stand, and the others of the block are masked.
+See arXiv 2606.06712, and its code: one state per block. A block has one state for each denoise step that committed a
+token of it. A state shows the tokens of earlier steps and masks the others of the block.
 
 Shape letters: B rows, L completion slots, R canvases, G blocks of all rows, K different steps of all blocks.
 """
@@ -25,25 +25,25 @@ _STATE_KEY = 81
 
 
 class BlockStatesConfig(BaseModel):
-    """A state of each block, drawn anew at every update; all states of a block are equally likely."""
+    """Config of the estimator: a state of each block is sampled uniformly at every update."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Literal["block_states"] = "block_states"
     """The estimator."""
     scores_end: bool = False
-    """Whether the token that ends a text is scored too (OPDLM: not)."""
+    """Whether the end of text is scored too (OPDLM: not)."""
 
     @property
     def facts(self) -> EstimatorFacts:
-        """Each block of a completion has a canvas of its own."""
+        """Each block of a completion has a separate canvas."""
         return EstimatorFacts(splits_rows=True)
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
-        """One canvas for each block of which a scored slot is masked: earlier blocks stand, later ones are masked."""
+        """Return one canvas per block with a masked slot to score: earlier blocks are shown, later ones masked."""
         block_BL = sampler.blocks(batch)
         is_denoised_BL = batch.step_map >= 0
-        # What was never committed, after the last block that was denoised, is masked throughout.
+        # Slots after the last denoised block were never committed, and are always masked.
         hidden_BL = ~is_denoised_BL | (batch.step_map >= _drawn_steps(batch, block_BL, update))
         scored_BL = hidden_BL & is_denoised_BL & self._covered(batch)
         num_blocks = int(block_BL.max()) + 1
@@ -62,15 +62,15 @@ class BlockStatesConfig(BaseModel):
         )
 
     def mask_key(self, update: InnerUpdate) -> int:
-        """Other states at every update."""
+        """Return the index of the update: each has new states."""
         return update.index
 
     def sizes(self, batch: GroupedBatch) -> Tensor:
-        """The tokens that may be scored."""
+        """Return the number of tokens that may be scored, [B]."""
         return self._covered(batch).sum(dim=1)
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
-        """A state must be known from which step committed each token."""
+        """Return why token editing is not supported: a state is derived from the step that committed each token."""
         if sampler.edits:
             return (
                 "estimator block_states takes each token to be written once, and rollout.sampling.editing_threshold "
@@ -79,7 +79,7 @@ class BlockStatesConfig(BaseModel):
         return None
 
     def _covered(self, batch: GroupedBatch) -> Tensor:
-        """[B, L] bool: the text's slots, without the one that ends it unless that counts."""
+        """Return the text's slots, [B, L] bool, without the end of text unless `scores_end`."""
         is_text_BL = batch.completion_mask()
         if self.scores_end:
             return is_text_BL
@@ -89,7 +89,7 @@ class BlockStatesConfig(BaseModel):
 
 
 def _drawn_steps(batch: GroupedBatch, block_BL: Tensor, update: InnerUpdate) -> Tensor:
-    """[B, L] int64: the denoise step at whose beginning each slot's block is shown."""
+    """Sample the denoise step before which each slot's block is shown, [B, L] int64."""
     num_blocks, num_steps = int(block_BL.max()) + 1, int(batch.step_map.max().clamp(min=0)) + 1
     rows_B1 = torch.arange(batch.num_rows, device=block_BL.device)[:, None]
     of_block_BL = rows_B1 * num_blocks + block_BL
@@ -98,7 +98,7 @@ def _drawn_steps(batch: GroupedBatch, block_BL: Tensor, update: InnerUpdate) -> 
     count_G = (keys_K // num_steps).bincount(minlength=batch.num_rows * num_blocks)
     luck_BN = uniform(batch.sample_keys[:, None], update.index, _STATE_KEY, torch.arange(num_blocks))
     place_G = (luck_BN.flatten() * count_G).long().minimum((count_G - 1).clamp(min=0))
-    # A block that was not denoised has no step; whatever is drawn for it is not looked at.
+    # A block that was not denoised has no step, and its value is not used.
     chosen_G = (count_G.cumsum(0) - count_G + place_G).clamp(max=max(0, len(keys_K) - 1))
     step_G = keys_K[chosen_G] % num_steps if len(keys_K) else torch.zeros_like(count_G)
     return step_G[of_block_BL]

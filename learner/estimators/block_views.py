@@ -1,13 +1,13 @@
-"""Views of block-causal policies: a clean canvas, and behind it every state of its blocks that is asked about.
+"""Views for block-causal policies: a clean canvas, followed by all noisy states of its blocks.
 
-A slot of a block-causal policy sees its own block and the finished ones before it. So a canvas says something of a
-block only by what it shows of that block, and all states of one completion's blocks, whatever canvases they are of, can
-stand in one row, each behind the clean blocks before its own. The log-probabilities of a completion at its own denoise
-steps so take one row: its canvas once, and each block once more for each of its steps. (TraceRL, arXiv 2509.06949,
-takes a row [noisy | clean] for the n-th steps of all blocks, and counts blocks from the prompt's end.)
+A slot of a block-causal policy attends to its own block and to the finished blocks before it. So the predictions of a
+block depend on a noisy canvas only through that block's tokens. All states of one completion's blocks, whichever
+canvases they are from, can share a row, each attending to the clean blocks before it. Scoring a completion at its own
+denoise steps takes one row: its canvas once, and each block once more per step. (TraceRL, arXiv 2509.06949, takes a
+row [noisy | clean] for the n-th steps of all blocks, and counts blocks from the prompt's end.)
 
-Shape letters: R canvases, S slots of one, K slots of a block, N scored tokens, Q blocks that are asked about, D
-different states of them, V different clean canvases, which are the views, W slots of the widest row.
+Shape letters: R canvases, S slots of one, K slots of a block, N scored tokens, Q scored blocks, D different states of
+them, V different clean canvases, which are the views, W slots of the widest row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def views_of(
     clean_RS: Tensor,
     block_length: int | None,
 ) -> Views:
-    """`views_of_blocks` of so many slots, or, without blocks, `share_equal_views`, which needs no clean canvases."""
+    """Build `views_of_blocks`, or `share_equal_views`, which needs no clean canvases, if `block_length` is None."""
     scored = lengths_R, rows_N, columns_N, targets_N
     if block_length is None:
         return share_equal_views(noisy_RS, *scored)
@@ -49,9 +49,9 @@ def views_of_blocks(
     clean_RS: Tensor,
     block_length: int,
 ) -> Views:
-    """Views that show each block as the canvases do that ask about it, behind what is clean before it.
+    """Build views that hold each scored block as its noisy canvas shows it, after the clean blocks before it.
 
-    As `share_equal_views`: token n is scored on canvas `rows_N`, column `columns_N`, and views keep the order of the
+    As in `share_equal_views`, token n is scored on canvas `rows_N`, column `columns_N`, and views keep the order of the
     first canvas that each serves. `clean_RS` are the canvases without noise.
     """
     num_blocks = -(-noisy_RS.shape[1] // block_length)
@@ -63,15 +63,15 @@ def views_of_blocks(
     columns_QK = block_Q[:, None] * block_length + places_K
     shown_QK = noisy_RS[canvas_Q[:, None], columns_QK.clamp(max=noisy_RS.shape[1] - 1)]
     block_of_view_Q = view_R[canvas_Q] * num_blocks + block_Q
-    # Sorted by view, then block: a row has its states in the order of what they are states of.
+    # Sorted by view, then block: states are in the order of their blocks in a row.
     states_D, state_Q = torch.cat((block_of_view_Q[:, None], shown_QK), dim=1).unique(dim=0, return_inverse=True)
     view_D, block_D = states_D[:, 0] // num_blocks, states_D[:, 0] % num_blocks
     number_D = torch.arange(len(view_D), device=view_D.device) - torch.searchsorted(view_D, view_D)
-    # What stands behind a row's last block is seen by nobody.
+    # No state attends to clean slots from a row's last scored block on, so they are left out.
     context_V = torch.zeros_like(lengths_V).scatter_reduce_(0, view_D, block_D * block_length, "amax")
     used_V = context_V + torch.zeros_like(lengths_V).index_add_(0, view_D, torch.full_like(view_D, block_length))
     begin_D = context_V[view_D] + number_D * block_length
-    # Without any slot to score, a slot of nothing: the passes are run all the same, as other ranks wait for them.
+    # Without any slot to score, a row has one fill slot: the passes must run, because other ranks wait for them.
     ids_VW, rows = _rows(clean_RS[first_V], context_V, max(1, int(used_V.max())), block_length)
     where = view_D[:, None], begin_D[:, None] + places_K
     columns_DK = block_D[:, None] * block_length + places_K
@@ -83,7 +83,7 @@ def views_of_blocks(
 
 
 def _rows(clean_VS: Tensor, context_V: Tensor, width: int, block_length: int) -> tuple[Tensor, BlockRows]:
-    """Rows [V, W] of the first slots of clean canvases, and nothing after them yet."""
+    """Return rows [V, W] that begin with the clean slots; the states after them are not written yet."""
     columns_W = torch.arange(width, device=clean_VS.device)
     ids_VW = clean_VS[:, columns_W.clamp(max=clean_VS.shape[1] - 1)]
     chunks_VW = torch.where(columns_W < context_V[:, None], CLEAN, FILL)

@@ -1,8 +1,8 @@
-"""The states of a completion whose tokens were edited (LLaDA2.1, arXiv 2602.08676): one for each denoise step.
+"""Decoding states under token editing (LLaDA2.1, arXiv 2602.08676): one for each denoise step.
 
-The canvas before a step shows in each slot what was written there last. The step's writes are scored on it, whether
-they fill a masked slot or replace a token: choosing the slots looks at predictions alone, so the sum over all writes is
-the exact log-likelihood of the trajectory.
+The canvas before a step shows the last token written to each slot. The step's writes are scored on it, whether they
+fill a masked slot or replace a token. Slots are chosen from the predictions alone, so the sum over all writes is the
+exact log-likelihood of the trajectory.
 
 Shape letters: B rows, L completion slots, E writes of the row with the most, K denoise steps, R canvases.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def wanted_steps(batch: GroupedBatch, writes_BE3: Tensor) -> Tensor:
-    """[B, K] bool: the denoise steps that write to a slot of the text."""
+    """Return the denoise steps that write to a slot of the text, [B, K] bool."""
     rows_N, events_N = _of_text(batch, writes_BE3).nonzero(as_tuple=True)
     steps_BE = writes_BE3[:, :, 0]
     num_steps = int(steps_BE.max().clamp(min=0)) + 1 if steps_BE.numel() else 1
@@ -33,20 +33,20 @@ def wanted_steps(batch: GroupedBatch, writes_BE3: Tensor) -> Tensor:
 def edited(
     batch: GroupedBatch, writes_BE3: Tensor, write_logp_BE: Tensor, importance_BK: Tensor, law: ScoringLaw
 ) -> Corruption:
-    """One canvas for each step that counts for something.
+    """Build one canvas for each step with a nonzero weight.
 
     Args:
         batch: the completions.
         writes_BE3: as `RolloutBatch.writes`.
         write_logp_BE: as `RolloutBatch.write_logp`.
-        importance_BK: what a write of each step counts for in the loss.
+        importance_BK: the weight in the loss of each step's writes.
         law: the distribution that tokens are scored under.
     """
     rows_R, steps_R = (importance_BK > 0).nonzero(as_tuple=True)
     step_RE, slot_RE, token_RE = writes_BE3[rows_R].unbind(dim=2)
     is_write_RE = step_RE >= 0
     slot_RE = slot_RE.clamp(min=0)
-    # Writes are in the order of their steps: of those before this one, the last to a slot is what stands there.
+    # Writes are in the order of their steps: a slot shows the last write to it before this step.
     order_E = torch.arange(1, step_RE.shape[1] + 1, device=step_RE.device)
     before_RE = torch.where(is_write_RE & (step_RE < steps_R[:, None]), order_E, 0)
     last_RL = torch.zeros(len(rows_R), batch.num_slots, dtype=torch.int64, device=step_RE.device)
@@ -72,5 +72,5 @@ def edited(
 
 
 def _of_text(batch: GroupedBatch, writes_BE3: Tensor) -> Tensor:
-    """[B, E] bool: the writes to slots of the text, up to and including its first end of text."""
+    """Return the writes to slots of the text, up to and including its first end of text, [B, E] bool."""
     return (writes_BE3[:, :, 0] >= 0) & (writes_BE3[:, :, 1] < batch.completion_lengths[:, None])

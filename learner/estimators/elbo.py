@@ -1,10 +1,10 @@
-"""The evidence lower bound of a whole completion, from random masks of many ratios.
+"""The ELBO estimator: the evidence lower bound of a completion, from random masks of many ratios.
 
-With k of L slots masked at random, L / k times the sum of the masked tokens' log-probabilities is, over k uniform on
-1..L, the ELBO (LLaDA, arXiv 2502.09992, equation 6). Methods differ in how they draw k: ESPO (arXiv 2512.03759)
-stratifies it over the completions of a group and runs each mask with its complement; GDPO (arXiv 2510.08554) takes the
-nodes of a quadrature; BGPO (arXiv 2510.11683) and VRPO (arXiv 2505.19223) spread the draws of a completion evenly, and
-EBPO (arXiv 2602.08676) does in every block of a block-causal policy.
+With k of L slots masked at random, L / k times the sum of the masked tokens' log-probabilities is, in expectation over
+k uniform on 1..L, the ELBO (LLaDA, arXiv 2502.09992, equation 6). Methods differ in how they sample k. ESPO (arXiv
+2512.03759) stratifies it over the completions of a group and runs each mask with its complement. GDPO (arXiv
+2510.08554) takes quadrature nodes. BGPO (arXiv 2510.11683) and VRPO (arXiv 2505.19223) spread the draws of a completion
+evenly. EBPO (arXiv 2602.08676) does so in every block of a block-causal policy.
 
 Shape letters: B rows, L completion slots, R canvases, D draws.
 """
@@ -33,40 +33,40 @@ _LEAST_RATIO = 0.1
 
 
 class Counts(StrEnum):
-    """How the number of masked slots is drawn."""
+    """How the number of masked slots is sampled."""
 
     GROUP = "group"
-    """Spread evenly over the completions of a group, another start for each draw (ESPO)."""
+    """Spread evenly over the completions of a group, from another start for each draw (ESPO)."""
     ROW = "row"
     """Spread evenly over the draws of a completion (BGPO, VRPO)."""
     QUADRATURE = "quadrature"
-    """The nodes of Gauss and Legendre's rule on [0, 1], with their weights (GDPO)."""
+    """The nodes of the Gauss-Legendre rule on [0, 1], with their weights (GDPO)."""
     RATIO = "ratio"
-    """Each slot with probability t, t uniform on [0.1, 1], divided by what was masked (DMPO)."""
+    """Each slot is masked with probability t, uniform on [0.1, 1]; the sum is divided by the share masked (DMPO)."""
     BLOCK = "block"
-    """Of every block of a block-causal policy, at levels that are spread evenly over the draws (EBPO). A bidirectional
-    policy has one block, the completion."""
+    """A count for every block of a block-causal policy, at noise levels spread evenly over the draws (EBPO). Under a
+    bidirectional policy the completion is one block."""
 
 
 class ElboConfig(BaseModel):
-    """The ELBO of a completion."""
+    """Config of the ELBO estimator."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Literal["elbo"] = "elbo"
     """The estimator."""
     num_draws: PositiveInt = 2
-    """Masks of each completion."""
+    """Masks per completion."""
     counts: Counts = Counts.GROUP
-    """How the number of masked slots is drawn."""
+    """How the number of masked slots is sampled."""
     complement: bool = True
-    """Run the complement of each mask too: every slot is scored exactly once a draw."""
+    """Run the complement of each mask too, so that every slot is scored exactly once per draw."""
     slots: ScoredSlots = ScoredSlots.DENOISED
-    """The slots that the likelihood is about."""
+    """The slots that the likelihood covers."""
     masks: Literal["each_update", "fixed"] = "each_update"
-    """Draw masks anew at every update, or once for the round."""
+    """Sample new masks at every update, or once per round."""
     values: Literal["mean", "draws"] = "mean"
-    """Whether the draws are averaged, or each is an estimate of its own (for `linear_bound`)."""
+    """Whether the draws are averaged, or each is a separate estimate (for `linear_bound`)."""
 
     @model_validator(mode="after")
     def _complete(self) -> ElboConfig:
@@ -76,7 +76,7 @@ class ElboConfig(BaseModel):
 
     @property
     def facts(self) -> EstimatorFacts:
-        """It bounds the log-likelihood of a completion, by all draws or by each."""
+        """All draws together, or each of them, bound the log-likelihood of a completion."""
         return EstimatorFacts(
             sums_up=True,
             has_single_draws=self.values == "draws",
@@ -85,13 +85,13 @@ class ElboConfig(BaseModel):
         )
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
-        """`num_draws` canvases of each row, twice as many with complements."""
+        """Return `num_draws` canvases per row, twice as many with complements."""
         if self.counts is Counts.BLOCK:
             return self._of_blocks(batch, self.mask_key(update), sampler)
         draws = self._draws(batch, self.mask_key(update))
         weights_R = self._weights(draws) / (1 if self.values == "draws" else self.num_draws)
         if not self.complement:
-            # What lies past the slots that are covered is shown.
+            # Slots that are not covered are shown.
             return Corruption(
                 rows=draws.rows,
                 masked=draws.masked,
@@ -111,15 +111,15 @@ class ElboConfig(BaseModel):
         )
 
     def mask_key(self, update: InnerUpdate) -> int:
-        """One set of masks for all updates where they are fixed."""
+        """Return 0 if masks are fixed, else the index of the update."""
         return 0 if self.masks == "fixed" else update.index
 
     def sizes(self, batch: GroupedBatch) -> Tensor:
-        """The covered slots."""
+        """Return the number of covered slots, [B]."""
         return covered(batch, self.slots).sum(dim=1)
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
-        """It needs tokens only."""
+        """Return None: it needs only the tokens, of any sampler."""
         return None
 
     def _of_blocks(self, batch: GroupedBatch, key: int, sampler: SamplerFacts) -> Corruption:
@@ -141,7 +141,7 @@ class ElboConfig(BaseModel):
         )
 
     def _noise(self, batch: GroupedBatch, rows_R: Tensor, numbers_R: Tensor, key: int) -> Tensor:
-        """[R, L] another number for each slot: those of the smallest are masked."""
+        """Draw noise for each slot, [R, L]; the slots with the smallest are masked."""
         slots_L = torch.arange(batch.num_slots, device=rows_R.device)
         return uniform(batch.sample_keys[rows_R, None], key, _MASK_KEY, numbers_R[:, None], slots_L)
 
@@ -154,13 +154,13 @@ class ElboConfig(BaseModel):
             ratio_R = _LEAST_RATIO + (1 - _LEAST_RATIO) * uniform(batch.sample_keys[rows_R], key, _COUNT_KEY, numbers_R)
             masked_RL = noise_RL < ratio_R[:, None]
         else:
-            # The slots of the smallest noise; those that are not covered come last.
+            # Slots with the smallest noise are masked; uncovered ones sort last.
             count_R = self._counts(batch, rows_R, numbers_R, key)
             masked_RL = covered_RL & (noise_RL.argsort(dim=1).argsort(dim=1) < count_R[:, None])
         return _Draws(rows=rows_R, numbers=numbers_R, covered=covered_RL, masked=masked_RL)
 
     def _counts(self, batch: GroupedBatch, rows_R: Tensor, numbers_R: Tensor, key: int) -> Tensor:
-        """[R] how many slots are masked."""
+        """Return the number of masked slots, [R]."""
         size_R = covered(batch, self.slots).sum(dim=1)[rows_R]
         if self.counts is Counts.QUADRATURE:
             return (_rule(self.num_draws, rows_R.device)[0][numbers_R] * size_R).floor().long()
@@ -175,13 +175,13 @@ class ElboConfig(BaseModel):
         return 1 + (place_R * size_R).floor().long().clamp(max=size_R - 1)
 
     def _weights(self, draws: _Draws) -> Tensor:
-        """[R] what the masked log-probabilities of a draw are multiplied with to estimate the ELBO."""
+        """Return the factor of a draw's masked log-probabilities in the ELBO estimate, [R]."""
         size_R, count_R = draws.covered.sum(dim=1), draws.masked.sum(dim=1).clamp(min=1)
         if self.counts is Counts.QUADRATURE:
             nodes, weights = _rule(self.num_draws, size_R.device)
-            # The draws are averaged, and a rule's weights already sum to 1.
+            # The caller averages the draws, and a rule's weights already sum to 1.
             return weights[draws.numbers] / nodes[draws.numbers] * self.num_draws
-        # Over counts 0 to L, of which one masks nothing, it takes L + 1 for an unbiased mean (ESPO).
+        # With complements counts are 0 to L, and 0 scores nothing: L + 1 keeps the mean unbiased (ESPO).
         return (size_R + 1 if self.complement and self.counts is not Counts.RATIO else size_R) / count_R
 
 
@@ -194,17 +194,17 @@ class _Draws:
     numbers: Tensor
     """[R] the number of each draw within its row."""
     covered: Tensor
-    """[R, L] bool: the slots that the likelihood is about."""
+    """[R, L] bool: the slots that the likelihood covers."""
     masked: Tensor
     """[R, L] bool."""
 
     def complement(self) -> _Draws:
-        """The same draws with all other covered slots masked."""
+        """Mask the other covered slots instead."""
         return replace(self, masked=self.covered & ~self.masked)
 
 
 def _rule(num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of Gauss and Legendre's rule on [0, 1]."""
+    """Return nodes and weights of the Gauss-Legendre rule on [0, 1]."""
     nodes, weights = np.polynomial.legendre.leggauss(num_nodes)
     return (
         torch.tensor((nodes + 1) / 2, dtype=torch.float32, device=device),

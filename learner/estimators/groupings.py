@@ -1,7 +1,7 @@
-"""Which terms belong together: to a token, to a draw or segment, to a completion.
+"""Grouping of terms into units: tokens, draws or segments, or completions.
 
-Who asks a GPU how many units there are waits for all that it was asked before. So terms are laid out on the CPU, where
-they are planned, and what a loss needs of that goes to the device with them.
+Reading the number of units from a GPU would wait for all its queued work. So terms are grouped on the CPU, where they
+are planned, and the grouping is copied to the device with them.
 
 Shape letters: N terms, U units, T terms that are log-probabilities.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Level(StrEnum):
-    """What counts as one action."""
+    """The granularity of an action: the unit that a ratio is taken of."""
 
     TOKEN = "token"  # noqa: S105 - no password
     """A token: all terms of a row's slot (GRPO, arXiv 2402.03300)."""
@@ -40,17 +40,17 @@ class Grouping:
     rows: Tensor
     """[U] int64: the batch's row of each unit."""
     counts: Tensor
-    """[U] int64: its terms."""
+    """[U] int64: the number of terms of each unit."""
 
     def to(self, device: torch.device) -> Grouping:
-        """The same on a device."""
+        """Copy the grouping to a device."""
         parts = (self.of_term, self.rows, self.counts)
         of_term, rows, counts = (uploaded(part, device) for part in parts)
         return Grouping(of_term=of_term, rows=rows, counts=counts)
 
 
 def grouped(rows_N: Tensor, keys_N: Tensor) -> Grouping:
-    """The units of terms whose keys are equal within each."""
+    """Group terms with equal keys into units."""
     keys_U, of_term_N, count_U = keys_N.unique(return_inverse=True, return_counts=True)
     rows_U = rows_N.new_zeros(len(keys_U)).scatter_(0, of_term_N, rows_N)
     return Grouping(of_term=of_term_N, rows=rows_U, counts=count_U)
@@ -58,21 +58,21 @@ def grouped(rows_N: Tensor, keys_N: Tensor) -> Grouping:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """What the host knows of terms that are on a device."""
+    """Facts about terms that are computed on the CPU before the terms are copied to a device."""
 
     groupings: Mapping[Level, Grouping]
     """Their units at every level."""
     num_parts: int
     """One more than the greatest number of a draw or segment."""
     is_logit: Tensor | None
-    """[N] bool: those that are logits; None: none."""
+    """[N] bool: the terms that are logits; None: none."""
     is_rival: Tensor | None
-    """[N] bool: those that are the highest logit of a slot; None: none."""
+    """[N] bool: the terms that are the highest logit of a slot; None: none."""
     tokens: Tensor | None
-    """[T] int64: those that are log-probabilities; None: all."""
+    """[T] int64: the indices of terms that are log-probabilities; None: all."""
 
     def to(self, device: torch.device) -> Layout:
-        """The same on a device."""
+        """Copy the layout to a device."""
         is_logit, is_rival, tokens = (
             None if part is None else uploaded(part, device) for part in (self.is_logit, self.is_rival, self.tokens)
         )

@@ -1,9 +1,9 @@
 """The one-step masked likelihood estimate of diffu-GRPO (d1, arXiv 2504.12216, section 3.2).
 
-The whole completion is masked, each prompt token is masked with a small probability, and one forward gives a
-log-probability of every completion token at once. It is a mean-field value: the estimate of a token does not depend
-on the other completion tokens. Masking the prompt at random makes each inner update see another view of the same
-completions, a regulariser that lets one round be used for several updates.
+The whole completion is masked, each prompt token is masked with a small probability, and one forward gives the
+log-probability of every completion token. It is a mean-field estimate: that of a token does not depend on the other
+completion tokens. Random prompt masks show each inner update another view of the same completions. This regularises,
+so that one round can be used for several updates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ACCUMULATED = 2
 
 
 class OneStepConfig(BaseModel):
-    """diffu-GRPO's estimator: one forward, all completion slots masked."""
+    """Config of diffu-GRPO's estimator: one forward, all completion slots masked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -33,9 +33,9 @@ class OneStepConfig(BaseModel):
     p_mask_prompt: Probability = 0.15
     """Probability that a prompt token is masked (d1: 0.15)."""
     prompt_mask: Literal["each_update", "fixed", "micro_step"] = "each_update"
-    """`each_update` draws another prompt mask at every inner update; `fixed` keeps one, as d1 with random_masking off;
-    `micro_step` numbers them by micro-step as d1 does, so that with its two micro-steps for each update a group meets
-    half of the masks, each twice."""
+    """`each_update` samples a new prompt mask at every inner update. `fixed` keeps one, as d1 with random_masking off.
+    `micro_step` numbers masks by micro-step as d1 does: with its two micro-steps per update, a group gets half of the
+    masks, each twice."""
 
     @property
     def facts(self) -> EstimatorFacts:
@@ -43,7 +43,7 @@ class OneStepConfig(BaseModel):
         return EstimatorFacts()
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
-        """Score each row's completion tokens up to the end of text, on a canvas of its prompt alone.
+        """Score each row's completion tokens up to the end of text, on a canvas that shows only the prompt.
 
         Without prompt masks all completions of a problem share one canvas, and so one forward.
         """
@@ -58,13 +58,13 @@ class OneStepConfig(BaseModel):
         )
 
     def mask_key(self, update: InnerUpdate) -> int:
-        """One mask for all updates where it is fixed or there is none."""
+        """Return 0 if all updates share a mask or have none, else the index of the update."""
         return 0 if self.prompt_mask == "fixed" or self.p_mask_prompt == 0 else update.index
 
     def sizes(self, batch: GroupedBatch) -> Tensor:
-        """The text's tokens."""
+        """Return the number of tokens of each text, [B]."""
         return batch.completion_lengths
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
-        """It needs tokens only."""
+        """Return None: it needs only the tokens, of any sampler."""
         return None

@@ -1,7 +1,8 @@
-"""Token likelihoods on canvases whose completion is partly masked at random.
+"""The random-masks estimator: token likelihoods on randomly masked completions.
 
-coupled-GRPO (DiffuCoder, arXiv 2506.20639) scores each token once fully masked and once in one of a mask and its
-complement; UniGRPO (MMaDA, arXiv 2505.15809) draws one mask for each update, of ratios spread over the diffusion time.
+coupled-GRPO (DiffuCoder, arXiv 2506.20639) scores each token once on the fully masked canvas, and once under either a
+mask or its complement. UniGRPO (MMaDA, arXiv 2505.15809) samples one mask per update, with ratios spread over the
+diffusion time.
 
 Shape letters: B rows, L completion slots, R canvases.
 """
@@ -26,22 +27,22 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
 class RandomMasksConfig(BaseModel):
-    """Random masks at a ratio t, drawn anew at every update."""
+    """Config of the estimator: random masks at a ratio t, new at every update."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Literal["random_masks"] = "random_masks"
     """The estimator."""
     min_ratio: Ratio = 0.2
-    """Least share of masked slots, t."""
+    """Minimum share of masked slots, t."""
     max_ratio: Ratio = 0.8
-    """Greatest share of masked slots."""
+    """Maximum share of masked slots."""
     ratios: Literal["each_update", "spread"] = "each_update"
-    """`each_update` draws one t for all rows of an update (DiffuCoder); `spread` starts each row somewhere and goes on
-    evenly over the range, so that the updates of a round cover it (UniGRPO)."""
+    """`each_update` samples one t for all rows of an update (DiffuCoder). `spread` gives each row a random start, and
+    spaces its ratios evenly, so that the updates of a round cover the range (UniGRPO)."""
     coupled: bool = True
-    """Run the complement of each mask too, and the fully masked canvas: a token's value is half its log-probability
-    there and half 1 / t or 1 / (1 - t) times the one under the mask that hides it."""
+    """Run the complement of each mask too, and the fully masked canvas. A token's value is the mean of its
+    log-probability there, and of 1 / t or 1 / (1 - t) times that under the mask that hides it."""
 
     @model_validator(mode="after")
     def _ordered(self) -> RandomMasksConfig:
@@ -57,7 +58,7 @@ class RandomMasksConfig(BaseModel):
         return EstimatorFacts(splits_tokens=self.coupled, splits_rows=self.coupled)
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
-        """One canvas for each row, or with `coupled` three: all masked, the mask, its complement."""
+        """Return one canvas per row, or with `coupled` three: fully masked, the mask, its complement."""
         rows_B = torch.arange(batch.num_rows, device=batch.prompt_ids.device)
         slots_L = torch.arange(batch.num_slots, device=rows_B.device)
         ratio_B = self._ratios(batch, update)
@@ -76,19 +77,19 @@ class RandomMasksConfig(BaseModel):
         )
 
     def mask_key(self, update: InnerUpdate) -> int:
-        """Other masks at every update."""
+        """Return the index of the update: each has new masks."""
         return update.index
 
     def sizes(self, batch: GroupedBatch) -> Tensor:
-        """The text's tokens."""
+        """Return the number of tokens of each text, [B]."""
         return batch.completion_lengths
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
-        """It needs tokens only."""
+        """Return None: it needs only the tokens, of any sampler."""
         return None
 
     def _ratios(self, batch: GroupedBatch, update: InnerUpdate) -> Tensor:
-        """[B] t, at least one slot's worth."""
+        """Return the mask ratios t, [B], each at least 1 / L."""
         if self.ratios == "each_update":
             place_B = uniform(batch.round_keys, update.index, _RATIO_KEY)
         else:

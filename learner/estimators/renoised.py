@@ -1,11 +1,11 @@
-"""The exact likelihood of what a renoising sampler kept (DiffusionGemma): a pass of the decoder for every step.
+"""Exact likelihood of a renoising sampler's trajectory (DiffusionGemma): one decoder pass per step.
 
-Slots are kept by their entropies, before the draw, so the log-probability of the trajectory is the sum, over steps, of
-those of the kept draws under the step's tempered law. A step is conditioned on the logits of the one before, so the
-steps of a canvas are a chain: there is no pass that scores several at once, and a gradient holds all steps of a canvas
-in memory. What is finished is encoded once. The cost of a completion is that of sampling it, three times with gradient.
+Slots are accepted by their entropies, before sampling. So the trajectory's log-probability is the sum over steps of the
+accepted tokens' log-probabilities under the step's tempered distribution. A step is conditioned on the logits of the
+previous one: no pass can score several steps, and a gradient holds all steps of a canvas in memory. Finished canvases
+are encoded once. A completion costs as much as sampling it, and three times as much with gradients.
 
-Shape letters: N denoise steps of a canvas, C slots of one, E kept draws.
+Shape letters: N denoise steps of a canvas, C slots of one, E accepted tokens.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def kept_logps(policy: RenoisingPolicy, prompt_ids: Sequence[int], canvases: Sequence[DenoisedCanvas]) -> Tensor:
-    """[E] float32 the log-probabilities, in nats, of all kept draws, in the order of canvases, steps and slots.
+    """Compute the log-probabilities [E] float32, in nats, of all accepted tokens, ordered by canvas, step and slot.
 
     Args:
-        policy: the policy that sampled them, or another one: then these are the other one's.
-        prompt_ids: what the first canvas stands behind.
-        canvases: the record, as the sampler left it.
+        policy: the policy that scores them; it need not be the one that sampled them.
+        prompt_ids: the prompt of the first canvas.
+        canvases: the sampler's record.
     """
     device = policy.device
     prefix, behind = policy.prefix(), torch.tensor(list(prompt_ids), device=device)

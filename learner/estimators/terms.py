@@ -1,8 +1,7 @@
-"""Terms: the scored tokens of a round's views, and what each is worth in the likelihood of its row.
+"""Terms: the scored tokens of a round's views, with their weights in likelihood and loss.
 
-An estimator answers with a `Corruption`: for each canvas that it wants run, the row it belongs to, what is masked and
-what is scored. Everything else (joining prompts, merging equal canvases, packing, the head, gradients) is done once
-for all estimators.
+An estimator returns a `Corruption`: for each canvas to run, its row, and its masked and scored slots. All estimators
+share the rest: joining prompts, merging equal canvases, packing, the head, gradients.
 
 Shape letters: B rows of the batch, P prompt, L completion slots, R canvases, V different canvases, N terms.
 """
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corruption:
-    """The canvases that an estimator wants run."""
+    """The corrupted canvases that an estimator requests."""
 
     rows: Tensor
     """[R] int64: the batch's row of each canvas, ascending."""
@@ -36,24 +35,24 @@ class Corruption:
     prompt_masked: Tensor | None = None
     """[R, P] bool: the prompt tokens that hold the mask id; None: none."""
     parts: Tensor | None = None
-    """[R] int64: the number, within its row, of the draw or segment that a canvas is; None: every canvas is part 0."""
+    """[R] int64: the number of a canvas's draw or segment within its row; None: every canvas is part 0."""
     weights: Tensor | None = None
-    """[R, L] float32: what a log-probability counts for in the value of its token or row; None: 1."""
+    """[R, L] float32: factor of a log-probability in the value of its token or row; None: 1."""
     importance: Tensor | None = None
-    """[R, L] float32: what a scored token counts for in the loss; None: 1."""
+    """[R, L] float32: weight of a scored token in the loss; None: 1."""
     law: ScoringLaw = SOFTMAX
     """The distribution that tokens are scored under."""
     rivals: Tensor | None = None
-    """[R, L] bool: the slots that the scored ones were committed before; None: no order is scored."""
+    """[R, L] bool: slots that were still masked after the scored ones were committed; None: the order is not scored."""
     shown: Tensor | None = None
-    """[R, L] int64: what stands in the other slots, where these are no tokens of the completion; None: these."""
+    """[R, L] int64: the tokens in unmasked slots; None: those of the completion."""
     targets: Tensor | None = None
-    """[R, L] int64: the tokens that are scored, where these are others than the completion's; None: these."""
+    """[R, L] int64: the tokens to score; None: those of the completion."""
     recorded: Tensor | None = None
-    """[R, L] float32: what the sampler recorded of them, where that is not the completion's; None: this."""
+    """[R, L] float32: the sampler's log-probabilities of the targets; None: those of the batch."""
 
     def of_canvases(self, kept_R: Tensor) -> Corruption:
-        """Some of the canvases."""
+        """Select some of the canvases."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         kept: dict[str, Any] = {name: value[kept_R] for name, value in given.items() if isinstance(value, torch.Tensor)}
         return replace(self, **kept)
@@ -61,11 +60,13 @@ class Corruption:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """Scored tokens, in the order of their views. Where an order is scored there are, besides the terms of the tokens'
-    log-probabilities, those of their logits and of the highest logit of each rival."""
+    """Scored tokens, in the order of their views.
+
+    If the commit order is scored, there are also terms of the tokens' logits and of the highest logit of each rival.
+    """
 
     views: Views
-    """The canvases, and the slots of these that are scored. They stay on the CPU, wherever the terms are."""
+    """The canvases and their scored slots. They stay on the CPU, wherever the terms are."""
     law: ScoringLaw
     """The distribution that tokens are scored under."""
     rows: Tensor
@@ -77,11 +78,11 @@ class Terms:
     weights: Tensor
     """[N] float32: factor of the log-probability in the value of its token or row."""
     importance: Tensor
-    """[N] float32: what it counts for in the loss."""
+    """[N] float32: weight in the loss."""
     recorded: Tensor | None = None
     """[N] float32: the sampler's log-probability, nats; None: that of the batch's row and slot."""
     layout: Layout | None = None
-    """What the host knows of terms that are laid out; None: it looks where it is asked."""
+    """Facts computed on the CPU before the terms were copied to a device; None: they are computed when needed."""
 
     @property
     def num_terms(self) -> int:
@@ -90,18 +91,18 @@ class Terms:
 
     @property
     def token_weights(self) -> Tensor:
-        """[N] the weights, 0 for logits."""
+        """The weights [N], 0 for logits."""
         is_logit_N = self.views.is_logit if self.layout is None else self.layout.is_logit
         return self.weights if is_logit_N is None else self.weights.masked_fill(is_logit_N, 0.0)
 
     def of_tokens(self, values_N: Tensor) -> Tensor:
-        """The values of those terms that are log-probabilities."""
+        """Select the values of terms that are log-probabilities."""
         tokens_T = self.laid_out.tokens
         return values_N if tokens_T is None else values_N[tokens_T]
 
     @property
     def laid_out(self) -> Layout:
-        """What the host knows of them."""
+        """The layout, computed if it is None."""
         if self.layout is not None:
             return self.layout
         is_logit_N = self.views.is_logit
@@ -114,16 +115,16 @@ class Terms:
         )
 
     def grouping(self, level: Level) -> Grouping:
-        """Their units at a level."""
+        """Group the terms into units of a level."""
         return grouped(self.rows, unit_keys(self, level)) if self.layout is None else self.layout.groupings[level]
 
     def on(self, device: torch.device) -> Terms:
-        """Laid out, with all that a loss needs of them on a device."""
+        """Compute the layout, and copy all that a loss needs to a device."""
         moved: dict[str, Any] = {name: uploaded(value, device) for name, value in self._given().items()}
         return replace(self, layout=self.laid_out.to(device), **moved)
 
     def of_views(self, first: int, last: int) -> Terms:
-        """The terms of views `first` to `last - 1`, whose canvases are cut to the longest of them."""
+        """Select the terms of views `first` to `last - 1`, and cut the canvases to the longest of them."""
         views, old_width = self.views, self.views.ids.shape[1]
         width = int(views.lengths[first:last].max())
         of_slots = torch.searchsorted(views.slots, torch.tensor([first, last], device=self.rows.device) * old_width)
@@ -143,12 +144,12 @@ class Terms:
         return replace(self, views=cut, layout=None, **{name: value[inside] for name, value in self._given().items()})
 
     def _given(self) -> dict[str, Any]:
-        """Its tensors [N] by their names."""
+        """Return the tensors [N] that are not None, by name."""
         named = ((name, getattr(self, name)) for name in _OF_TERMS)
         return {name: value for name, value in named if value is not None}
 
     def weightless(self) -> Terms:
-        """The first view alone, worth nothing: what a rank runs while others have more to do."""
+        """Return the first view with an importance of 0: what a rank runs while others have more micro-batches."""
         first = self.of_views(0, 1)
         return replace(first, importance=torch.zeros_like(first.importance))
 
@@ -157,7 +158,7 @@ _OF_TERMS = ("rows", "slots", "parts", "weights", "importance", "recorded")
 
 
 def unit_keys(terms: Terms, level: Level) -> Tensor:
-    """[N] int64, equal for terms of one unit."""
+    """Return keys [N] int64 that are equal for terms of one unit."""
     if level is Level.ROW:
         return terms.rows
     within = terms.slots if level is Level.TOKEN else terms.parts
@@ -167,11 +168,11 @@ def unit_keys(terms: Terms, level: Level) -> Tensor:
 def make_terms(
     batch: CompletionBatch, model: TransformerConfig, corruption: Corruption, block_length: int | None = None
 ) -> Terms:
-    """Views and terms of what an estimator wants run on a batch.
+    """Build the views and terms of a corrupted batch.
 
-    Where nothing is scored there is one view, of one term that counts for nothing: a rank always has something to run.
-    Of a block-causal policy a canvas says what its blocks show, each behind the clean blocks before it
-    (`block_views.py`); these are `block_length` long, by default as the config has it.
+    If nothing is scored, there is one view with one term of importance 0, so that a rank always has a forward to run.
+    Under a block-causal policy views hold noisy blocks after the clean blocks before them (`block_views.py`).
+    `block_length` is by default that of the config.
     """
     is_empty = not bool(corruption.scored.any())
     if is_empty:
@@ -227,7 +228,7 @@ def make_terms(
 
 
 def _of_one_token(batch: CompletionBatch, law: ScoringLaw) -> Corruption:
-    """The first row with all masked, and its first slot scored."""
+    """Mask the first row completely, and score its first slot."""
     first = torch.zeros(1, dtype=torch.int64, device=batch.prompt_ids.device)
     masked = torch.ones_like(batch.completion_ids[:1], dtype=torch.bool)
     return Corruption(rows=first, masked=masked, scored=masked & (masked.cumsum(dim=1) == 1), law=law)

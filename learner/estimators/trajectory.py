@@ -1,12 +1,13 @@
-"""Likelihoods in the states that the sampler went through: the canvas before a denoise step shows what was committed
-before it and masks the rest.
+"""The trajectory estimator: likelihoods in the decoding states that the sampler went through.
 
-With one segment for each step every token is scored in the very state that it was committed in: the product over
-tokens is the exact likelihood of the trajectory (CJ-GRPO; over a sampler with blocks of one slot, JustGRPO, arXiv
-2601.15165, and the autoregressive factorisation). Longer segments cost fewer forwards: d2's StepMerge (arXiv
-2509.21474), of which one segment is diffu-GRPO's estimate, TraceRL's slices (arXiv 2509.06949), and LightningRL's
-blocks (arXiv 2603.13319). Sampled segments cost fewer still and are weighted to stay unbiased (AGRPO), or stand for all
-(MAPG, arXiv 2607.15200).
+The canvas before a denoise step shows the tokens that were committed before it and masks the rest. With one segment per
+step every token is scored in the state in which it was committed, and the product over tokens is the exact likelihood
+of the trajectory (CJ-GRPO). With a sampler whose blocks have one slot, it is the autoregressive factorisation
+(JustGRPO, arXiv 2601.15165).
+
+Longer segments cost fewer forwards: d2's StepMerge (arXiv 2509.21474), which with one segment is diffu-GRPO's estimate,
+TraceRL's slices (arXiv 2509.06949), and LightningRL's blocks (arXiv 2603.13319). Sampled segments cost fewer still.
+They are importance-weighted to stay unbiased (AGRPO), or taken as representative of all (MAPG, arXiv 2607.15200).
 
 Shape letters: B rows, L completion slots, R canvases, K segments of the row with the most.
 """
@@ -41,50 +42,49 @@ _LEAST_ENTROPY = 1e-2
 
 
 class TrajectoryConfig(BaseModel):
-    """Canvases that the sampler went through, each scoring what was committed in the segment that begins with it."""
+    """Config of the estimator: each canvas scores what was committed in the segment of steps that begins with it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     name: Literal["trajectory"] = "trajectory"
     """The estimator."""
     num_segments: PositiveInt | None = None
-    """Segments that the denoise steps of a canvas are cut into, equally long (d2: 8 or 16); a completion that ends
-    early has the first of them."""
+    """Number of equally long segments of a canvas's denoise steps (d2: 8 or 16). A completion that ends early has only
+    the first of them."""
     steps_per_segment: PositiveInt | None = None
-    """Or the denoise steps of a segment (TraceRL's shrink): 1 is exact. A block-causal policy's are those of one block,
-    counted from its first."""
+    """Or the denoise steps of a segment (TraceRL's shrink): 1 is exact. Under a block-causal policy a segment stays
+    within a block, and steps are counted from the block's first."""
     blocks_per_segment: PositiveInt | None = None
-    """Or the sampler's blocks of a segment: 1 scores each block in the state that it began in, whatever the number of
-    steps it then took (LightningRL)."""
+    """Or the sampler's blocks of a segment: 1 scores each block in its initial state, however many steps it then took
+    (LightningRL)."""
     num_shown_steps: NonNegativeInt = 0
-    """Denoise steps at the beginning whose tokens are shown throughout and not scored; the segments begin after them
-    (MAPG: 1)."""
+    """Initial denoise steps whose tokens are always shown and not scored; the segments begin after them (MAPG: 1)."""
     num_sampled: PositiveInt | None = None
-    """Segments of each completion, of those with a token to score, that are drawn anew at every update; null: all."""
+    """Segments of each completion, of those with a token to score, that are sampled at every update; null: all."""
     proposal: Literal["uniform", "entropy"] = "uniform"
-    """What they are drawn by: different ones, all alike likely; or by the entropy of what their tokens were drawn from
-    (AGRPO)."""
+    """How segments are sampled: uniformly without replacement, or in proportion to the entropy of the distributions
+    that their tokens were sampled from (AGRPO)."""
     slots: Literal["text", "denoised"] = "text"
-    """Whose tokens are scored: the text's, up to and including its first end of text; or those of all slots that were
-    denoised, in the steps up to the last that commits anything but an end of text (AGRPO)."""
+    """The slots that are scored: the text's, up to and including its first end of text; or all denoised ones, in the
+    steps up to the last that commits anything but an end of text (AGRPO)."""
     only: Literal["all", "fallback", "uncertain"] = "all"
-    """Tokens that are scored: all; those that a step committed only because it must commit one (ForkGRPO); or the
-    `uncertain_share` of the highest entropy at commit (JustGRPO's fast variant)."""
+    """The tokens that are scored: all; those that a step committed only because it must commit one (ForkGRPO); or the
+    `uncertain_share` with the highest entropy at commit (JustGRPO's fast variant)."""
     uncertain_share: Annotated[float, Field(gt=0, le=1)] = 0.25
     """Share of a completion's tokens that counts as uncertain."""
     law: Literal["softmax", "sampler"] = "softmax"
-    """The distribution that tokens are scored under: the plain softmax, or the one that the sampler drew from, at its
-    temperature and without the mask id."""
+    """The distribution that tokens are scored under: the plain softmax, or the one that the sampler samples from, at
+    its temperature and without the mask id."""
     weigh: Literal["loss", "mean", "value"] = "loss"
-    """What a drawn segment stands for: its share in the sum of all segments' losses, or in their mean (AGRPO); or,
-    where a ratio is of whole completions, the mean token that is drawn stands for all (MAPG)."""
+    """What sampled segments estimate: the sum of all segments' losses, or their mean (AGRPO); or, with a ratio of whole
+    completions, the completion's value, from the mean sampled token (MAPG)."""
     scores_order: bool = False
-    """Score too which slots were committed, against all that the segment leaves masked (MAPG); for
+    """Score the commit order too: the committed slots against all that the segment leaves masked (MAPG). For
     `objective.order_temperature`."""
     p_mask_prompt: Probability = 0.0
     """Probability that a prompt token is masked (d2: 0.15)."""
     requires_block_length: PositiveInt | None = None
-    """Refuse a sampler with other blocks: with blocks of 1 the likelihood is the autoregressive one (JustGRPO)."""
+    """Reject samplers with another block length: with blocks of 1 the likelihood is autoregressive (JustGRPO)."""
 
     @model_validator(mode="after")
     def _one_length(self) -> TrajectoryConfig:
@@ -109,7 +109,7 @@ class TrajectoryConfig(BaseModel):
         return EstimatorFacts(sums_up=is_whole, replays=is_exact, scores_order=self.scores_order, splits_rows=True)
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
-        """One canvas for each segment that commits a scored token."""
+        """Return one canvas for each segment that commits a scored token."""
         if batch.writes is not None and batch.write_logp is not None:
             wanted_BK = wanted_steps(batch, batch.writes)
             importance_BK = self._importance(batch, wanted_BK, torch.zeros_like(wanted_BK, dtype=torch.float32), update)
@@ -129,7 +129,7 @@ class TrajectoryConfig(BaseModel):
         prompt_BP = prompt_mask(batch, self.p_mask_prompt, _PROMPT_KEY, self.mask_key(update))
         is_committed_RL = segment_RL == parts_R[:, None]
         scored_RL = scored_BL[rows_R] & is_committed_RL
-        # What was never committed, after the last block that was denoised, is masked throughout.
+        # Slots after the last denoised block were never committed, and are always masked.
         masked_RL = (segment_RL >= parts_R[:, None]) | (batch.step_map[rows_R] < 0)
         is_of_value = self.weigh == "value"
         return Corruption(
@@ -145,15 +145,15 @@ class TrajectoryConfig(BaseModel):
         )
 
     def mask_key(self, update: InnerUpdate) -> int:
-        """One set of canvases for all updates unless something is drawn."""
+        """Return 0 if canvases are not random, else the index of the update."""
         return update.index if self.num_sampled is not None or self.p_mask_prompt > 0 else 0
 
     def sizes(self, batch: GroupedBatch) -> Tensor:
-        """The tokens that may be scored."""
+        """Return the number of tokens that may be scored, [B]."""
         return batch.completion_lengths if self.slots == "text" else self._covered(batch).sum(dim=1)
 
     def refusal(self, sampler: SamplerFacts) -> str | None:
-        """Fallback tokens must be told apart, and some step must be scored."""
+        """Return why the sampler's trajectories cannot be scored with these settings; None if they can."""
         if sampler.edits and (given := self._not_for_edits()):
             return (
                 f"estimator.{given}, and rollout.sampling.editing_threshold has tokens written more than once: of a "
@@ -180,7 +180,7 @@ class TrajectoryConfig(BaseModel):
         return None
 
     def _not_for_edits(self) -> str | None:
-        """What cannot be said of single writes."""
+        """Return the first setting that single writes do not support; None if there is none."""
         said = {
             f"steps_per_segment is {self.steps_per_segment or 'null'}": self.steps_per_segment != 1,
             f"only is {self.only}": self.only != "all",
@@ -203,7 +203,7 @@ class TrajectoryConfig(BaseModel):
         )
 
     def _segments(self, batch: GroupedBatch, sampler: SamplerFacts) -> Tensor:
-        """[B, L] int64 the segment that commits each slot, negative where none does."""
+        """Return the segment that commits each slot, [B, L] int64, negative if none does."""
         step_BL = batch.step_map - self.num_shown_steps
         if self.blocks_per_segment is not None:
             return torch.where(step_BL < 0, -1, sampler.blocks(batch) // self.blocks_per_segment)
@@ -213,15 +213,14 @@ class TrajectoryConfig(BaseModel):
             return torch.where(batch.step_map < 0, -1, step_BL // self.steps_per_segment)
         assert self.num_segments is not None, "one of the three is given"
         # Segment n begins at step floor(n * steps / segments), as d2's snapshots do. The steps are those of the whole
-        # canvas: as many for a slot as the completion took.
+        # canvas, at as many per slot as the completion took.
         num_steps_B1 = (batch.step_map.amax(dim=1, keepdim=True) + 1) * batch.num_slots
         num_denoised_B1 = (batch.step_map >= 0).sum(dim=1, keepdim=True)
         segment_BL = ((step_BL + 1) * self.num_segments * num_denoised_B1 - 1) // num_steps_B1.clamp(min=1)
         return torch.where(batch.step_map < 0, -1, segment_BL)
 
     def _segments_of_blocks(self, batch: GroupedBatch, block_BL: Tensor, num_steps: int) -> Tensor:
-        """The same where each block has segments of its own: every state is one of a single block (TraceRL's slices of
-        a block diffusion model)."""
+        """Return the same with separate segments for each block (TraceRL's slices of a block diffusion model)."""
         is_seen_BL = batch.step_map >= self.num_shown_steps
         first_BN = torch.full_like(block_BL, int(batch.step_map.max()) + 1)
         first_BN.scatter_reduce_(1, block_BL, torch.where(is_seen_BL, batch.step_map, first_BN), "amin")
@@ -230,17 +229,17 @@ class TrajectoryConfig(BaseModel):
         return torch.where(is_seen_BL, block_BL * most + within_BL, -1)
 
     def _covered(self, batch: GroupedBatch) -> Tensor:
-        """[B, L] bool: the committed slots of the text, or of the steps up to the last that says something."""
+        """Return the committed slots of the text, or those up to the last step that commits text, [B, L] bool."""
         if self.slots == "text":
             return batch.completion_mask() & (batch.step_map >= 0)
         last_B1 = (batch.completion_lengths - 1).clamp(min=0)[:, None]
-        # A text that was not cut off ends in the token that ends texts.
+        # A text that is not truncated ends in the end-of-text token.
         is_end_BL = (batch.completion_ids == batch.completion_ids.gather(1, last_B1)) & ~batch.truncated[:, None]
         last_step_B1 = batch.step_map.masked_fill(is_end_BL, -1).amax(dim=1, keepdim=True)
         return covered(batch, ScoredSlots.DENOISED) & (batch.step_map <= last_step_B1)
 
     def _counts(self, batch: GroupedBatch) -> Tensor:
-        """[B, L] bool: the tokens that are scored, as far as `only` goes."""
+        """Return the tokens that `only` selects, [B, L] bool."""
         if self.only == "all":
             return torch.ones_like(batch.fallback)
         if self.only == "fallback":
@@ -252,23 +251,23 @@ class TrajectoryConfig(BaseModel):
         return is_text & (rank_BL < kept_B[:, None])
 
     def _importance(self, batch: GroupedBatch, wanted_BK: Tensor, entropy_BK: Tensor, update: InnerUpdate) -> Tensor:
-        """[B, K] float32 what a token of each segment counts for in the loss; 0: the segment is not run."""
+        """Return the loss weight of the tokens of each segment, [B, K] float32; a segment with 0 is not run."""
         importance_BK = self._drawn(batch, wanted_BK, entropy_BK, update)
         return (
             importance_BK / wanted_BK.sum(dim=1, keepdim=True).clamp(min=1) if self.weigh == "mean" else importance_BK
         )
 
     def _drawn(self, batch: GroupedBatch, wanted_BK: Tensor, entropy_BK: Tensor, update: InnerUpdate) -> Tensor:
-        """[B, K] float32 what each segment counts for: 1, or how often it is drawn over how often is expected."""
+        """Return each segment's importance weight, [B, K] float32: 1, or its draws over the expected number of them."""
         if self.num_sampled is None:
             return wanted_BK.float()
         if self.proposal == "uniform":
             return _drawn_alike(batch.sample_keys, wanted_BK, self.num_sampled, update)
-        # A certain segment can be drawn too, or the estimate would be biased; and with no weight that swamps all
-        # others, whose bound this is.
+        # The floor gives segments without entropy a chance, or the estimate would be biased. It also bounds their
+        # importance weight, which would dominate all others.
         weight_BK = (entropy_BK + _LEAST_ENTROPY) * wanted_BK
         chance_BK = weight_BK / weight_BK.sum(dim=1, keepdim=True).clamp(min=1e-12)
-        # Systematic draws: one uniform for each row, the others evenly behind it (low discrepancy).
+        # Systematic sampling: one uniform number per row, the other points evenly after it (low discrepancy).
         start_B = uniform(batch.sample_keys, update.index, CHOICE_KEY)
         ends_BK = chance_BK.cumsum(dim=1) * self.num_sampled
         reached_BK = (ends_BK - start_B[:, None]).ceil().clamp(min=0, max=self.num_sampled)
@@ -276,13 +275,13 @@ class TrajectoryConfig(BaseModel):
         return torch.where(drawn_BK > 0, drawn_BK / (self.num_sampled * chance_BK).clamp(min=1e-12), 0.0)
 
     def _shares(self, batch: GroupedBatch, rows_R: Tensor, scored_RL: Tensor) -> Tensor:
-        """[R, L] float32 the tokens that each scored one stands for: its row's, over those of it that are scored."""
+        """Return how many tokens each scored one represents, [R, L] float32: its row's, over those that are scored."""
         num_scored_B = torch.zeros_like(batch.completion_lengths).index_add_(0, rows_R, scored_RL.sum(dim=1))
         return (self.sizes(batch) / num_scored_B)[rows_R][:, None].expand_as(scored_RL)
 
 
 def _drawn_alike(sample_keys: Tensor, wanted_BK: Tensor, num_sampled: int, update: InnerUpdate) -> Tensor:
-    """[B, K] float32: so many different ones of the wanted, all where there are no more, over how often is expected."""
+    """Sample `num_sampled` wanted segments, or all, without replacement: [B, K] float32, inverse probability or 0."""
     segments_K = torch.arange(wanted_BK.shape[1], device=wanted_BK.device)
     luck_BK = uniform(sample_keys[:, None], update.index, CHOICE_KEY, segments_K).masked_fill(~wanted_BK, torch.inf)
     is_drawn_BK = wanted_BK & (luck_BK.argsort(dim=1).argsort(dim=1) < num_sampled)

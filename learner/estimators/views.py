@@ -1,6 +1,6 @@
-"""Views: the corrupted canvases that an estimator asks the policy about.
+"""Views: the corrupted canvases that the policy runs, and the tokens that are scored on them.
 
-Shape letters: V canvases, S slots of one, M slots that are looked at, N scored tokens.
+Shape letters: V canvases, S slots of one, M scored slots, N scored tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class ScoringLaw:
     temperature: float = 1.0
     """Logits are divided by it."""
     excludes_mask_id: bool = False
-    """The plain softmax excludes nothing: a policy that puts mass on the mask id pays for that (d1 does the same). The
-    sampler's law excludes the mask id."""
+    """Whether the mask id has probability 0, as in the sampler's distribution. The plain softmax excludes nothing, so
+    that probability mass on the mask id is penalised (as in d1)."""
     forbidden_ids: tuple[int, ...] = ()
-    """Other ids that the sampler's law excludes."""
+    """Other ids with probability 0, as in the sampler's distribution."""
     float32_head: bool = False
-    """Whether logits are in float32 where the policy computes in half precision."""
+    """Whether logits are in float32 although the policy computes in half precision."""
 
 
 SOFTMAX = ScoringLaw()
@@ -55,37 +55,37 @@ class Views:
     scored: Tensor
     """[N] int64, the index into `slots` of each scored token."""
     targets: Tensor
-    """[N] int64, the tokens whose log-probability is wanted there; -1: the one with the highest logit."""
+    """[N] int64, the tokens to score; -1: the one with the highest logit."""
     is_logit: Tensor | None = None
-    """[N] bool: where the logit is wanted in place of the log-probability; None: nowhere."""
+    """[N] bool: where the logit is computed instead of the log-probability; None: nowhere."""
     blocks: BlockRows | None = None
-    """What the slots are where the policy is block-causal; None: of canvases, one in a row."""
+    """Layout of the rows for a block-causal policy; None: each row is a canvas."""
     spares_padding: bool = False
-    """Whether canvases of unequal length go through the policy back to back. Else they are padded, behind a mask."""
+    """Whether canvases of unequal length are concatenated without padding. Otherwise they are padded and masked."""
     opened: Tensor | None = None
-    """[S, S] bool: an attention mask over the columns of a canvas, applied on top of the policy's own. Not for canvases
-    that go back to back. None: the policy's own attention."""
+    """[S, S] bool: an attention mask over the columns of a canvas, applied on top of the policy's own. Not for
+    concatenated canvases. None: the policy's own attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockRows:
-    """Rows of a clean canvas and of states of its blocks (`block_views.py`)."""
+    """Layout of rows that hold a clean canvas and noisy states of its blocks (`block_views.py`)."""
 
     columns: Tensor
-    """[V, S] int64: where in the canvas each slot stands."""
+    """[V, S] int64: the canvas column of each slot."""
     chunks: Tensor
-    """[V, S] int64: which state it is of, or `CLEAN` or `FILL` (`learner/model/wanted.py`)."""
+    """[V, S] int64: the state that each slot belongs to, or `CLEAN` or `FILL` (`learner/model/wanted.py`)."""
     block_length: int
     """Slots of a block."""
 
     def cut(self, first: int, last: int, width: int) -> BlockRows:
-        """Some rows, up to a width."""
+        """Select some rows, and cut them to a width."""
         rows = slice(first, last), slice(width)
         return replace(self, columns=self.columns[rows], chunks=self.chunks[rows])
 
 
 def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns_N: Tensor, targets_N: Tensor) -> Views:
-    """Views of one canvas for each row, equal canvases merged; token n is scored on row `rows_N`, slot `columns_N`.
+    """Build views of one canvas per row, with equal canvases merged; token n is on row `rows_N`, slot `columns_N`.
 
     Views keep the order of the first row that each serves.
     """
@@ -95,7 +95,7 @@ def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns
 
 
 def different_rows(rows_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """The places [V] of the first of each different row, ascending, and which of these each of [B] is equal to."""
+    """Return the first occurrence of each distinct row, [V] ascending, and which distinct row each row equals, [B]."""
     different_VS, equal_B = rows_BS.unique(dim=0, return_inverse=True)
     places_B = torch.arange(len(rows_BS), device=rows_BS.device)
     first_V = places_B.new_full((len(different_VS),), len(rows_BS)).scatter_reduce_(0, equal_B, places_B, "amin")
@@ -111,11 +111,11 @@ def token_logps(
     device: torch.device | None = None,
     compared: Compared | None = None,
 ) -> Tensor:
-    """Log-probability, in nats, of each scored token, or its logit: [N] float32, where the model computes.
+    """Compute the log-probability, in nats, or the logit of each scored token: [N] float32, on the model's device.
 
     Args:
         model: the policy.
-        views: on the CPU, where it is seen at once how large everything is: the host waits for no device.
+        views: on the CPU, so that sizes are known without waiting for a device.
         law: the distribution.
         device: where the model computes; None: where its weights are.
         compared: a teacher's distributions, in the order of the scored tokens; the result is then the divergence from
@@ -123,7 +123,7 @@ def token_logps(
     """
     device = device or next(model.parameters()).device
     rows, beside = _rows(views, device)
-    # The head is chunked in the order of the slots.
+    # The head runs over chunks of slots, in ascending order.
     order_N = views.scored.argsort(stable=True)
     slot_N = views.scored[order_N]
     wanted = Wanted(
@@ -143,26 +143,26 @@ def token_logps(
 
 
 def token_streams(model: Transformer, views: Views, device: torch.device) -> Tensor:
-    """[N, D] what the head reads at each scored token's slot, where the model computes; `views` as in `token_logps`."""
+    """Compute the head's input at each scored token's slot, [N, D], on the model's device; `views` are on the CPU."""
     rows, beside = _rows(views, device)
     stream_MD: Tensor = model(*rows, before_head=True, **beside)
     return stream_MD[uploaded(views.scored, device)]
 
 
 _Rows = tuple[tuple["Tensor | None", ...], dict[str, Any]]
-"""What `Transformer.forward` takes: ids, lengths, queries and which of these are scored; and what goes beside them."""
+"""Arguments of `Transformer.forward`: ids, lengths, queries and which of these are scored; and keyword arguments."""
 
 
 def _rows(views: Views, device: torch.device) -> _Rows:
-    """Views as the model takes them."""
+    """Convert views to the model's arguments."""
     is_full = views.blocks is not None or bool((views.lengths == views.ids.shape[1]).all())
-    # Nothing asked for is no row of queries.
+    # Without scored slots there would be no queries.
     is_ragged = views.spares_padding and not is_full and len(views.slots) > 0
     return _back_to_back(views, device) if is_ragged else _padded(views, device, is_full=is_full)
 
 
 def _padded(views: Views, device: torch.device, *, is_full: bool) -> _Rows:
-    """Canvases that each have a row."""
+    """Convert canvases to one padded row each."""
     lengths_V = None if is_full else uploaded(views.lengths, device)
     grid = (uploaded(part, device) for part in query_grid(views.slots, *views.ids.shape))
     beside: dict[str, Any] = {} if views.opened is None else {"opened_SS": uploaded(views.opened, device)}
@@ -176,7 +176,7 @@ def _padded(views: Views, device: torch.device, *, is_full: bool) -> _Rows:
 
 
 def _back_to_back(views: Views, device: torch.device) -> _Rows:
-    """Canvases in one row for all, without padding."""
+    """Concatenate all canvases in one row, without padding."""
     lengths_V, width = views.lengths, views.ids.shape[1]
     rows_M, columns_M = views.slots // width, views.slots % width
     begins_V = lengths_V.cumsum(0) - lengths_V

@@ -1,4 +1,4 @@
-"""Objectives: what to do with the likelihoods of graded completions."""
+"""Objectives: losses of the likelihoods of graded completions."""
 
 from typing import Annotated
 
@@ -26,7 +26,7 @@ ObjectiveConfig = Annotated[
     | TrajectoryBalanceConfig,
     Field(discriminator="name"),
 ]
-"""Any of them, told apart by `name`."""
+"""Config of any objective, discriminated by `name`."""
 
 __all__ = [
     "ClippedRatioConfig",

@@ -1,4 +1,4 @@
-"""What all objectives share: log-probabilities in, one number to minimise out.
+"""The interface of objectives: from log-probabilities to a loss.
 
 Shape letters: N terms, U units, B rows.
 """
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 Coefficient = Annotated[float, Field(ge=0)]
 
 MOST_LOG_RATIO = 20.0
-"""Log-ratios beyond are cut before they are exponentiated: e^88 is infinite in float32, and times an advantage of zero
-no number. (verl's bound; a ratio of 5e8 is no estimate of anything.)"""
+"""Log-ratios are clamped to this before they are exponentiated: e^89 overflows float32, and inf times an advantage of 0
+is NaN. (verl's bound; a ratio of 5e8 estimates nothing.)"""
 
 
 def bounded(log_ratios: Tensor) -> Tensor:
-    """Log-ratios within `MOST_LOG_RATIO`, with no gradient beyond."""
+    """Clamp log-ratios to `MOST_LOG_RATIO`, with no gradient beyond it."""
     return log_ratios.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
 
 
 def is_cut(log_ratios: Tensor) -> Tensor:
-    """1 where `bounded` changes a log-ratio, else 0: what is reported."""
+    """Return 1 where `bounded` changes a log-ratio, else 0, for a metric."""
     return (log_ratios.detach().abs() > MOST_LOG_RATIO).float()
 
 
@@ -41,36 +41,36 @@ class Logps:
     """Log-probabilities of the terms, in nats."""
 
     new: Tensor
-    """[N] of the policy that is trained; gradients flow through it. Where the objective needs a teacher, its divergence
+    """[N] of the policy that is trained; gradients flow through it. If the objective needs a teacher, the divergence
     from the teacher at each term's slot, in nats."""
     old: Tensor
     """[N] of the policy at the start of the round, under the same masks."""
     reference: Tensor | None
-    """[N] of the reference; None where the objective asks for none."""
+    """[N] of the reference; None if the objective needs none."""
     sampled: Tensor
-    """[N] what the sampler recorded of the token when it committed it."""
+    """[N] as the sampler recorded them when it committed the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """What an objective says of some terms."""
+    """The loss of some terms, and its metrics."""
 
     total: Tensor
-    """[] to be minimised: these terms' share of the round's loss."""
+    """[] these terms' share of the round's loss."""
     per_unit: Mapping[str, Tensor] = field(default_factory=dict)
-    """[U] each, without gradient: what is reported, by name. Of two ratios of a unit both: [2 U]."""
+    """Metrics by name, [U] each, without gradient; [2 U] if a unit has two ratios."""
 
 
 class Objective(Protocol):
-    """A config that computes its loss."""
+    """Config of an objective, which computes its loss."""
 
     @property
     def name(self) -> str:
-        """What the recipe calls it."""
+        """Its name in a recipe."""
 
     @property
     def level(self) -> Level:
-        """What counts as one action."""
+        """The granularity of an action."""
 
     @property
     def normalize_by(self) -> Normalize:
@@ -78,7 +78,7 @@ class Objective(Protocol):
 
     @property
     def weigh_by_length(self) -> bool:
-        """Whether a unit counts for its completion's covered slots."""
+        """Whether a unit is weighted by the number of its completion's covered slots."""
 
     @property
     def compares_groups(self) -> bool:
@@ -86,11 +86,11 @@ class Objective(Protocol):
 
     @property
     def needs_old(self) -> bool:
-        """Whether the old log-probabilities are looked at."""
+        """Whether the old log-probabilities are used."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there must be a reference policy."""
+        """Whether a reference policy is needed."""
 
     @property
     def needs_teacher(self) -> bool:
@@ -98,23 +98,23 @@ class Objective(Protocol):
 
     @property
     def weighs_rows(self) -> bool:
-        """Whether rows are weighed by it, once before the first update, and no update looks at it."""
+        """Whether the reference only gives row weights, once before the first update, and no update uses it."""
 
     @property
     def needs_float32_head(self) -> bool:
-        """Whether logits that are rounded to half precision would change what it does."""
+        """Whether rounding logits to half precision would change the loss materially."""
 
     def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """Why it cannot go with an estimator, or with completions so many versions old; None where it can.
+        """Return why it cannot be combined with an estimator, or with such a policy lag; None if it can.
 
-        What is the same for all objectives is `unfit` (`learner/objectives/fitting.py`).
+        Checks that all objectives share are in `unfit` (`learner/objectives/fitting.py`).
         """
 
     def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
-        """Why it cannot learn from completions that are sampled like this; None where it can."""
+        """Return why it cannot learn from completions of such a sampler; None if it can."""
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """The loss of some terms: whole units, whose importance is their share of the round's loss.
+        """Compute the loss of some terms: whole units, whose importance is their share of the round's loss.
 
         Args:
             terms: what was scored.

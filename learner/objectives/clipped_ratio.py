@@ -1,4 +1,4 @@
-"""PPO's clipped ratio of tokens, segments or whole completions, and a KL penalty: what most methods minimise.
+"""PPO's clipped importance ratio of tokens, segments or completions, with a KL penalty (GRPO, GSPO).
 
 Shape letters: N terms, U units, B rows.
 """
@@ -28,7 +28,7 @@ class Kl(StrEnum):
     """An estimate of KL(policy || reference) from one log-ratio d = reference - policy (Schulman, 2020)."""
 
     K1 = "k1"
-    """-d: unbiased, and without a useful gradient of its own."""
+    """-d: unbiased, but without a useful gradient."""
     K2 = "k2"
     """d^2 / 2: the one that stays stable on whole completions (ESPO, arXiv 2512.03759)."""
     K3 = "k3"
@@ -36,7 +36,7 @@ class Kl(StrEnum):
 
 
 def kl_estimate(kind: Kl, difference: Tensor) -> Tensor:
-    """The estimate, elementwise, from log-ratios reference - policy in nats."""
+    """Compute the estimate elementwise, from log-ratios reference - policy in nats."""
     if kind is Kl.K1:
         return -difference
     if kind is Kl.K2:
@@ -49,7 +49,7 @@ _NARROW = 1e-3
 
 
 class ClippedRatioConfig(BaseModel):
-    """PPO's clipped ratio and a KL penalty; the defaults are diffu-GRPO's (d1, arXiv 2504.12216, equation 3)."""
+    """PPO's clipped ratio with a KL penalty. The defaults are diffu-GRPO's (d1, arXiv 2504.12216, equation 3)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -61,34 +61,34 @@ class ClippedRatioConfig(BaseModel):
     name: Literal["clipped_ratio"] = "clipped_ratio"
     """The objective."""
     level: Level = Level.TOKEN
-    """What a ratio is taken of."""
+    """The unit that the importance ratio is taken of."""
     per_slot: bool = True
-    """At the level of completions, divide log-ratio and KL by the slots that the estimate covers (GSPO, ESPO)."""
+    """For ratios of completions, divide log-ratio and KL by the number of slots that the estimate covers (GSPO, ESPO).
+    """
     clip_low: Annotated[float, Field(ge=0, lt=1)] | None = 0.5
-    """The ratio is clipped below 1 - clip_low (d1: 0.5); null: not at all."""
+    """The ratio is clipped below 1 - clip_low (d1: 0.5); null: no clipping."""
     clip_high: Annotated[float, Field(ge=0)] | None = 0.5
     """... and above 1 + clip_high."""
     old: Literal["learner", "sampler"] = "learner"
-    """Whose log-probabilities the ratio divides by: the learner's at the start of the round, under the same masks; or
-    those that the sampler recorded, where the estimator scores each token in the state it was committed in."""
+    """The denominator of the ratio: the learner's likelihoods at the start of the round, under the same masks; or those
+    that the sampler recorded, if the estimator scores each token in the state in which it was committed."""
     kl: Kl = Kl.K3
     """The estimate of the KL penalty."""
     kl_against: Literal["reference", "old"] = "reference"
-    """The policy that RL started from, or the one that the round was sampled from."""
+    """The policy that the KL penalty is against: the reference, or the policy at the start of the round."""
     kl_coef: Coefficient = 0.04
     """Weight of the KL penalty; 0 needs no reference model (d1: 0.04)."""
     kl_sums_tokens: bool = False
-    """Under `normalize_by: part` the KL of a segment is the sum of its tokens' KLs, where its gain is their mean
+    """Under `normalize_by: part` a segment's KL is the sum of its tokens' KLs, while its surrogate loss is their mean
     (TraceRL)."""
     nll_coef: Coefficient = 0.0
-    """Weight of the negative log-likelihood of the correct completions, on the same canvases: their mean of each one's
-    mean over tokens (LightningRL: 0.1). 0 is none."""
+    """Weight of the negative log-likelihood of the correct completions, on the same canvases: the mean over completions
+    of each one's mean over tokens (LightningRL: 0.1). 0 is off."""
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
     order_temperature: Annotated[float, Field(gt=0)] | None = None
-    """Add a second loss, with a ratio and a clip of its own, of how probable it was to commit each token's slot before
-    those that were left masked: by a softmax of logits at this temperature (MAPG: 1). Needs `estimator.scores_order`;
-    null: the order does not count."""
+    """Add a second clipped-ratio loss, of the probability that each token's slot was committed before those left
+    masked: a softmax over logits at this temperature (MAPG: 1). Needs `estimator.scores_order`; null: off."""
 
     @model_validator(mode="after")
     def _order_of_completions(self) -> ClippedRatioConfig:
@@ -115,22 +115,22 @@ class ClippedRatioConfig(BaseModel):
 
     @property
     def needs_float32_head(self) -> bool:
-        """Whether a ratio is cut so near to 1 that the rounding of a logit in half precision, a hundredth of a nat and
-        more, would cut it by chance (MAPG: 3e-4)."""
+        """Whether the clip is so near to 1 that rounding logits to half precision, by a hundredth of a nat and more,
+        would clip ratios by chance (MAPG: 3e-4)."""
         return any(clip is not None and 0 < clip < _NARROW for clip in (self.clip_low, self.clip_high))
 
     @property
     def needs_old(self) -> bool:
-        """A ratio to the learner's own likelihoods, or a KL to them."""
+        """Whether the ratio or the KL is to the learner's own likelihoods."""
         return self.old == "learner" or (self.kl_coef > 0 and self.kl_against == "old")
 
     @property
     def needs_reference(self) -> bool:
-        """A KL to it."""
+        """Whether the KL is to the reference."""
         return self.kl_coef > 0 and self.kl_against == "reference"
 
     def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """A ratio to what the sampler recorded is to a likelihood in the same states, and holds for any of its age."""
+        """Return why it does not fit: a ratio to the sampler's record needs scores in the same states, at any lag."""
         own = (
             "objective.old is sampler: the estimator must be trajectory with steps_per_segment: 1, law: sampler "
             "and no p_mask_prompt, or its likelihoods are not comparable with the recorded ones"
@@ -146,7 +146,7 @@ class ClippedRatioConfig(BaseModel):
         )
 
     def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
-        """What the sampler recorded must be the law of its draws."""
+        """Return why the ratio cannot use the sampler's record, if it is configured to; None if it can."""
         if self.old == "sampler" and not (sampler.records_law and sampler.draws_law):
             return (
                 "objective.old is sampler; a sampler with a cache, guidance, top_p, top_k or sample_then_select "
@@ -157,8 +157,10 @@ class ClippedRatioConfig(BaseModel):
         return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """-min(ratio A, clip(ratio) A) + kl_coef KL of each unit, in its share; of the order's ratio the former too,
-        and of correct ones -nll_coef logp."""
+        """Compute -min(ratio A, clip(ratio) A) + kl_coef KL, weighted by each unit's share.
+
+        The commit order's ratio adds its own surrogate, and correct completions add -nll_coef logp.
+        """
         units = units_of(terms, self.level)
         old_N = logps.sampled if self.old == "sampler" else logps.old
         log_ratios = [self._value(terms.token_weights * (logps.new - old_N), units, rows)]
@@ -177,14 +179,14 @@ class ClippedRatioConfig(BaseModel):
             total, per_unit = total + self.kl_coef * (kl_U * share_U).sum(), {"kl": kl_U.detach()} | per_unit
         if self.nll_coef > 0:
             nll_U, is_correct_U = -units.sum(terms.token_weights * logps.new), rows.correct[units.rows]
-            # Of the correct ones the mean, where the loss is the mean of all.
+            # The mean over correct completions only, while the loss is the mean over all.
             share_U = is_correct_U * units.importance * (rows.num_rows / max(1, rows.num_correct))
             total = total + self.nll_coef * (nll_U * share_U).sum()
             per_unit["nll"] = nll_U.detach()[is_correct_U]
         return Loss(total=total, per_unit=per_unit)
 
     def _surrogate(self, log_ratio_U: Tensor, advantages_U: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """[U] PPO's loss, and what is reported of it."""
+        """Compute PPO's loss [U] and its metrics."""
         ratio_U = bounded(log_ratio_U).exp()
         clipped_U = ratio_U.clamp(
             -math.inf if self.clip_low is None else 1 - self.clip_low,
@@ -206,7 +208,7 @@ class ClippedRatioConfig(BaseModel):
 
 
 def _shares_of_parts(terms: Terms, units: Units) -> Tensor:
-    """[U] what each unit's part counts for in the loss: all of its units together."""
+    """Return the loss weight of each unit's part, [U]: the sum over the part's units."""
     parts = units_of(terms, Level.PART)
     part_U = parts.of_term.new_zeros(len(units.rows)).scatter_(0, units.of_term, parts.of_term)
     return units.importance.new_zeros(len(parts.rows)).index_add_(0, part_U, units.importance)[part_U]

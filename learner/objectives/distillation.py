@@ -1,8 +1,9 @@
-"""On-policy distillation of a diffusion policy from an autoregressive teacher (OPDLM, arXiv 2606.06712, and its code).
+"""On-policy distillation of a diffusion policy from an autoregressive teacher (OPDLM).
 
-At each masked slot of states that the policy itself went through, its distribution is drawn to the teacher's. The
-teacher reads the completed text and predicts each slot from the tokens before it. Both distributions are over the whole
-vocabulary. No gradient flows through the samples, and rewards do not enter the loss.
+At each masked slot of the policy's own decoding states, the loss is the divergence from the teacher's distribution
+(arXiv 2606.06712, and its code). The teacher reads the completed text and predicts each slot from the tokens before it.
+Both distributions are over the whole vocabulary. No gradient flows through the samples, and rewards do not enter the
+loss.
 
 Shape letters: N terms, U units, B rows.
 """
@@ -24,7 +25,7 @@ from learner.objectives.units import Normalize, RowFacts, units_of
 
 
 class DistillationConfig(BaseModel):
-    """The divergence of the policy from a teacher at each scored slot: the mean over completions of each one's mean."""
+    """The divergence from a teacher at each scored slot: the mean over completions of each one's mean over slots."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -42,23 +43,23 @@ class DistillationConfig(BaseModel):
     """The objective."""
     teacher: Path | None = None
     """Checkpoint directory of the teacher, of a family with an autoregressive origin (`a2d-llama`, `a2d-qwen2`,
-    `a2d-qwen3`): it is read with causal attention, its output at a slot predicting the next slot. null: the policy that
+    `a2d-qwen3`). It runs with causal attention, and its output at a slot predicts the next slot. null: the policy that
     the run started from, `RUN/checkpoints/initial`."""
     reverse_kl: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The loss of a slot is (1 - reverse_kl) KL(teacher || policy) + reverse_kl KL(policy || teacher)."""
     top_k: PositiveInt | None = None
-    """Sum both over the teacher's most likely tokens only, so many of them (OPDLM at 4B and 8B: 16); null: over all."""
+    """Sum both terms over only this many of the teacher's most likely tokens (OPDLM at 4B and 8B: 16); null: all."""
 
     def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """It takes whatever slots are scored."""
+        """Return the reason if the general checks fail; it works on any scored slots."""
         return unfit(self, estimator, max_staleness)
 
     def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
-        """It needs nothing that a sampler records."""
+        """Return None: it uses no record of the sampler."""
         return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """The divergence of each unit, in its share."""
+        """Sum the divergences of the units, weighted by their shares."""
         units = units_of(terms, self.level)
         divergence_U = units.sum(terms.weights * logps.new)
         return Loss(
@@ -68,12 +69,12 @@ class DistillationConfig(BaseModel):
 
 
 def read_causally(config: TransformerConfig) -> TransformerConfig:
-    """The shape of an autoregressive model with the same weights."""
+    """Return the config of an autoregressive model with the same weights."""
     return config.model_copy(update={"block_length": 1, "predicts_next": True})
 
 
 def teacher_refusal(teacher: TransformerConfig, policy: TransformerConfig, canvas_tokens: int) -> str | None:
-    """Why a policy cannot learn from a teacher on canvases of so many tokens; None where it can."""
+    """Return why a policy cannot learn from a teacher on canvases of `canvas_tokens`; None if it can."""
     try:
         TransformerConfig.model_validate(read_causally(teacher).model_dump())
     except ValidationError:

@@ -1,7 +1,7 @@
-"""DMPO: the policy is drawn to the reference tilted by the reward, p(o) ~ reference(o) e^(reward / alpha).
+"""DMPO: match the policy to the reward-tilted reference, p(o) ~ reference(o) e^(reward / alpha).
 
-Within a group each completion weighs what the tilted reference gives it over what the policy gave it, less the same
-for the reward turned round; the weighted denoising loss follows (DMPO, arXiv 2510.08233).
+Within a group a completion's weight is its normalised importance ratio of the tilted reference to the old policy, minus
+the same for the negated reward. The loss is the weighted denoising loss (DMPO, arXiv 2510.08233).
 
 Shape letters: N terms, B rows, G groups.
 """
@@ -41,21 +41,23 @@ class DistributionMatchingConfig(BaseModel):
     """Temperature of the reward."""
 
     def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """It compares ELBOs."""
+        """Return why it does not fit: it compares ELBOs, and needs estimator `elbo`."""
         own = f"objective {self.name} compares ELBOs: estimator must be elbo, not {estimator.name}"
         return unfit(self, estimator, max_staleness, own=None if estimator.name == "elbo" else own)
 
     def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
-        """It needs nothing that a sampler records."""
+        """Return None: it uses no record of the sampler."""
         return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """-(softmax(rho + r / alpha) - softmax(rho - r / alpha)) times the ELBO of a slot, rho = reference - old ELBO
-        before the first update, under masks of its own."""
+        """Compute -(softmax(rho + r / alpha) - softmax(rho - r / alpha)) times the ELBO per slot.
+
+        rho is the reference's ELBO minus the old policy's, computed before the first update, under separate masks.
+        """
         assert rows.log_weights is not None, "the learner weighs rows where weighs_rows says so"
         elbo_B, importance_B = rows.values(terms, logps.new), rows.shares(terms)
         counts_B = importance_B > 0
-        # Within a group a softmax of advantages is one of rewards.
+        # A softmax within a group is the same for rewards and mean-centred advantages, which differ by a constant.
         tilt_B, of_groups = rows.advantages / self.alpha, (rows.groups, counts_B, rows.num_groups)
         wanted_B = group_softmax(rows.log_weights + tilt_B, *of_groups)
         unwanted_B = group_softmax(rows.log_weights - tilt_B, *of_groups)

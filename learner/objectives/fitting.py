@@ -1,4 +1,4 @@
-"""Which estimator and which completions an objective can learn from: what is the same for all objectives."""
+"""Compatibility checks of objective, estimator and policy lag that all objectives share."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def unfit(
     takes_order: bool = False,
     takes_stale: bool = False,
 ) -> str | None:
-    """Why an objective cannot go with an estimator, or with completions of older policies; None where it can.
+    """Return why an objective cannot be combined with an estimator, or with off-policy completions; None if it can.
 
     Args:
-        objective: the one that asks.
-        estimator: what gives its likelihoods.
-        max_staleness: how many policy versions old a completion may be.
-        own: what the objective itself has against it.
-        takes_draws: its units are draws, each an estimate of its own.
-        takes_order: it looks at the order in which slots were committed.
-        takes_stale: it corrects for completions of an older policy, or need not.
+        objective: the objective.
+        estimator: the source of its likelihoods.
+        max_staleness: maximum age of a completion in policy versions.
+        own: the result of the objective's own check.
+        takes_draws: whether its units are draws, each a separate estimate.
+        takes_order: whether it uses the order in which slots were committed.
+        takes_stale: whether it corrects for off-policy completions, or need not.
     """
     facts = estimator.facts
     if facts.has_single_draws != takes_draws:
@@ -46,7 +46,7 @@ def unfit(
 
 
 def _unfit_for_parts(objective: Objective, estimator: Estimator) -> str | None:
-    """Why a mean over draws or segments cannot be taken; None where it can, or is not asked for."""
+    """Return why a mean over draws or segments is impossible; None if it is possible, or not configured."""
     facts, level = estimator.facts, objective.level
     is_split = {Level.TOKEN: facts.splits_tokens, Level.PART: False, Level.ROW: facts.splits_rows}[level]
     if objective.normalize_by is not Normalize.PART or not is_split:

@@ -1,4 +1,6 @@
-"""BGPO's bound: linear in the Monte-Carlo draws, so that they stream at constant memory (arXiv 2510.11683).
+"""BGPO's bound: linear in the Monte-Carlo draws, which accumulate at constant memory.
+
+See arXiv 2510.11683.
 
 Shape letters: N terms, U units.
 """
@@ -35,20 +37,20 @@ class LinearBoundConfig(BaseModel):
     name: Literal["linear_bound"] = "linear_bound"
     """The objective."""
     per_slot: bool = True
-    """Divide a draw's log-ratio by the slots that the estimate covers."""
+    """Divide a draw's log-ratio by the number of slots that the estimate covers."""
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
 
     def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """It adds up draws, each an estimate of the whole."""
+        """Return why it does not fit: it sums over draws, each an estimate of the whole."""
         return unfit(self, estimator, max_staleness, takes_draws=True)
 
     def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
-        """It needs nothing that a sampler records."""
+        """Return None: it uses no record of the sampler."""
         return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """Of each draw, by its log-ratio d: -(1 + d) A where A >= 0, -e^d A where A < 0, in its share.
+        """Compute -(1 + d) A if A >= 0, else -e^d A, of each draw's log-ratio d, weighted by its share.
 
         A unit's value is one draw's estimate of the whole, so weights must not be divided by the number of draws.
         """
@@ -56,7 +58,7 @@ class LinearBoundConfig(BaseModel):
         advantages_U = rows.advantages[units.rows]
         size_U = rows.sizes[units.rows] if self.per_slot else 1.0
         log_ratio_U = units.sum(terms.weights * (logps.new - logps.old)) / size_U
-        # e^d is a bound from above, which a negative advantage turns round; 1 + d is one from below.
+        # 1 + d is a lower bound of the ratio; e^d is an upper bound, which a negative advantage makes a lower one.
         bound_U = torch.where(advantages_U < 0, bounded(log_ratio_U).exp(), 1 + log_ratio_U)
         loss_U = -bound_U * advantages_U
         return Loss(

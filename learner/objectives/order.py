@@ -1,7 +1,7 @@
-"""How probable it was to commit a slot before its rivals: the part of a step's decision that tokens do not show.
+"""Log-probability of the commit order: that a slot is committed before its rivals (MAPG).
 
-A sampler commits the slots that it is surest of. A softmax over a committed token's logit and the highest logit of
-each slot that was left masked makes a distribution of it (Mask-Aware Policy Gradients, arXiv 2607.15200; its code).
+A sampler commits the slots with the highest confidence. A softmax over a committed token's logit and the highest logit
+of each slot left masked models that choice (Mask-Aware Policy Gradients, arXiv 2607.15200; its code).
 
 Shape letters: N terms, C canvases.
 """
@@ -21,13 +21,13 @@ _NEVER = -1e9
 
 
 def order_logps(terms: Terms, logits_N: Tensor, temperature: float) -> Tensor:
-    """[N] log-probability, in nats, that a committed slot went before its canvas's rivals; 0 for all other terms.
+    """Compute the log-probability, in nats, of committing a slot before its canvas's rivals, [N]; 0 for other terms.
 
     Tokens that a segment commits together are no rivals of each other.
 
     Args:
-        terms: whole canvases of them.
-        logits_N: [N] the logits of those that are logits.
+        terms: the terms of whole canvases.
+        logits_N: [N] values of all terms; only logits are used.
         temperature: logits are divided by it.
     """
     is_logit_N, is_rival_N = terms.laid_out.is_logit, terms.laid_out.is_rival

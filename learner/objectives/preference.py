@@ -1,6 +1,8 @@
-"""Preference pairs from graded groups (VRPO, LLaDA 1.5, arXiv 2505.19223): DPO on differences of the ELBO.
+"""DPO on differences of the ELBO, over preference pairs from graded groups (VRPO, LLaDA 1.5).
 
-Shape letters: N terms, B rows, K pairs.
+See arXiv 2505.19223.
+
+Shape letters: N terms, B rows, G groups, K pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class PreferenceConfig(BaseModel):
-    """-log sigmoid(beta * ((new - reference) of the better - the same of the worse)), over the pairs of each group."""
+    """-log sigmoid(beta * (log-ratio of the better - log-ratio of the worse)) over the pairs of each group.
+
+    The log-ratio is new - reference.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -39,19 +44,19 @@ class PreferenceConfig(BaseModel):
     name: Literal["preference"] = "preference"
     """The objective."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """How sharply a difference of log-ratios is preferred."""
+    """DPO's beta: the scale of log-ratio differences."""
 
     def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """It compares ELBOs."""
+        """Return why it does not fit: it compares ELBOs, and needs estimator `elbo`."""
         own = f"objective {self.name} compares ELBOs: estimator must be elbo, not {estimator.name}"
         return unfit(self, estimator, max_staleness, own=None if estimator.name == "elbo" else own)
 
     def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
-        """It needs nothing that a sampler records."""
+        """Return None: it uses no record of the sampler."""
         return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """The mean over a group's pairs of unequal advantage, in the group's share of the round."""
+        """Compute the mean over each group's pairs of unequal advantage, weighted by the group's share."""
         assert logps.reference is not None, "the learner has a reference where needs_reference says so"
         gain_B, share_B = rows.values(terms, logps.new - logps.reference), rows.shares(terms)
         better_K, worse_K = _pairs(rows.advantages, rows.groups, share_B > 0)
@@ -59,7 +64,7 @@ class PreferenceConfig(BaseModel):
             return Loss(total=(gain_B * 0).sum(), per_unit={"preferred": gain_B.detach()[:0]})
         margin_K = self.beta * (gain_B[better_K] - gain_B[worse_K])
         group_K = rows.groups[better_K]
-        # No `bincount`, for whose result a GPU's host waits.
+        # Not `bincount`, which synchronises the host with the GPU.
         pairs_G = share_B.new_zeros(rows.num_groups).index_add_(0, group_K, torch.ones_like(margin_K))
         share_K = share_B[better_K] / pairs_G[group_K]
         return Loss(
@@ -69,7 +74,7 @@ class PreferenceConfig(BaseModel):
 
 
 def _pairs(advantages_B: Tensor, groups_B: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Every pair of rows of one group of which the first has the greater advantage."""
+    """Return all pairs of rows of the same group in which the first row has the greater advantage."""
     same = groups_B[:, None] == groups_B
     is_pair = same & (advantages_B[:, None] > advantages_B) & counts_B[:, None] & counts_B
     better, worse = is_pair.nonzero(as_tuple=True)

@@ -1,9 +1,9 @@
-"""SPG's sandwich: a lower bound of the likelihood for good completions, an upper bound for bad ones (arXiv 2510.09541).
+"""SPG's sandwich: a lower likelihood bound for good completions, an upper bound for bad ones.
 
-Pushing a lower bound down says nothing of the likelihood itself; an upper bound that goes down takes it along. With
-`self_normalized` each completion also counts by its self-normalised importance (StableDRL).
+Minimising a lower bound need not lower the likelihood; minimising an upper bound does (arXiv 2510.09541). With
+`self_normalized` each completion is also weighted by its self-normalised importance ratio (StableDRL).
 
-Shape letters: N terms, U tokens, B rows, G groups.
+Shape letters: N terms, U tokens, B rows, D draws of all rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_LOG_WEIGHT = math.log(5.0)
 
 
 class SandwichConfig(BaseModel):
-    """-A times a bound of the mean log-probability of a token: from below where A > 0, else from above."""
+    """-A times a bound of the mean log-probability of a token: a lower bound if A > 0, else mixed with an upper one."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -41,37 +41,37 @@ class SandwichConfig(BaseModel):
     name: Literal["sandwich"] = "sandwich"
     """The objective."""
     beta: Annotated[float, Field(ge=1)] = 1.5
-    """Exponent of the evidence upper bound; it is tightest at 1, and steadier above."""
+    """Exponent of the evidence upper bound (EUBO): tightest at 1, with less variance above."""
     mix: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the upper bound where A <= 0, the rest is the lower one: 1 is SPG-EUBO, 0.5 SPG-Mix, 0 the lower bound
+    """Weight of the upper bound for A <= 0; the lower bound has the rest. 1 is SPG-EUBO, 0.5 SPG-Mix, 0 the lower bound
     for all."""
     weigh_by_length: bool = True
-    """Completions count by their tokens (SPG), not all alike (StableDRL)."""
+    """Weight completions by their number of tokens (SPG), not equally (StableDRL)."""
     self_normalized: bool = False
-    """Weigh a group's completions by the softmax of new - old bounds, clamped from above at log 5 (StableDRL)."""
+    """Weight a group's completions by the softmax of new - old bounds, clamped above at log 5 (StableDRL)."""
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
 
     @property
     def needs_old(self) -> bool:
-        """The weights of self-normalisation."""
+        """Whether rows are self-normalised, by a ratio to old likelihoods."""
         return self.self_normalized
 
     @property
     def compares_groups(self) -> bool:
-        """They are taken over a group."""
+        """Whether rows are self-normalised, which is within a group."""
         return self.self_normalized
 
     def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """Its upper bound is of the masks of `block_masks`, and its mix of several draws."""
+        """Return why it does not fit: its bounds need the masks of `block_masks`, and the upper one several draws."""
         return unfit(self, estimator, max_staleness, own=self._own_refusal(estimator))
 
     def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
-        """It needs nothing that a sampler records."""
+        """Return None: it uses no record of the sampler."""
         return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """The bound of each completion times -A, in its share."""
+        """Compute -A times the bound of each completion, weighted by its share."""
         lower_B = rows.values(terms, logps.new)
         bound_B, per_unit = lower_B, {}
         if self.mix > 0:
@@ -98,7 +98,7 @@ class SandwichConfig(BaseModel):
         return None
 
     def _upper(self, terms: Terms, new_N: Tensor, rows: RowFacts) -> Tensor:
-        """[B] 1 / beta times the mean over tokens of log E[p^beta 1(masked) / t], E over the draws."""
+        """Compute the upper bound, [B]: 1 / beta times the token mean of log E[p^beta 1(masked) / t], E over draws."""
         num_draws = terms.laid_out.num_parts
         of_draw_N = terms.rows * num_draws + terms.parts
         masked_D = torch.zeros(len(rows.sizes) * num_draws, device=new_N.device)
@@ -113,6 +113,6 @@ class SandwichConfig(BaseModel):
 
 
 def _logsumexp(values_N: Tensor, of_term_N: Tensor, count: int) -> Tensor:
-    """[count] the log of the sums of exponentials."""
+    """Compute the log-sum-exp of each unit's terms, [count]."""
     top_U = values_N.new_full((count,), -torch.inf).scatter_reduce(0, of_term_N, values_N.detach(), "amax")
     return top_U + values_N.new_zeros(count).index_add(0, of_term_N, (values_N - top_U[of_term_N]).exp()).log()

@@ -1,10 +1,11 @@
-"""Trajectory balance: the policy is drawn to the reference tilted by the reward, reference(o) e^(reward / beta) / Z.
+"""Trajectory balance (TBA): match the policy to the reward-tilted reference.
 
-There log Z + new - reference - reward / beta is zero of every completion, whoever sampled it; its square is minimised.
-log Z is the one that fits the group best, the mean of reward / beta - new + reference over it (VarGrad), so that the
-loss is the variance over a group of what Z should be (TBA, arXiv 2503.18929).
+At the optimum, reference(o) e^(reward / beta) / Z, the residual log Z + new - reference - reward / beta is 0 for every
+completion, whichever policy sampled it. The loss is its square. log Z is the group's least-squares fit, the mean of
+reward / beta - new + reference (VarGrad), so that the loss is the variance of the log Z estimates within a group
+(arXiv 2503.18929).
 
-Shape letters: N terms, B rows.
+Shape letters: N terms, B rows, G groups.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from learner.objectives.units import Normalize, RowFacts
 
 
 class TrajectoryBalanceConfig(BaseModel):
-    """The square of log Z + new - reference - reward / beta, with the group's own estimate of log Z."""
+    """The square of log Z + new - reference - reward / beta, with log Z estimated from the group."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -39,10 +40,10 @@ class TrajectoryBalanceConfig(BaseModel):
     name: Literal["trajectory_balance"] = "trajectory_balance"
     """The objective."""
     beta: Annotated[float, Field(gt=0)] = 0.014
-    """Temperature of the reward: the smaller, the further from the reference."""
+    """Temperature of the reward; a smaller one moves the optimum further from the reference."""
 
     def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """It is of a completion's log-likelihood, whichever policy sampled it."""
+        """Return why it does not fit: it needs the log-likelihood of a completion, at any policy lag."""
         own = (
             "objective trajectory_balance is of a completion's log-likelihood: estimator must be elbo, or "
             f"trajectory with only: all and, if segments are drawn, weigh: value; not {estimator.name} as it is set"
@@ -50,14 +51,14 @@ class TrajectoryBalanceConfig(BaseModel):
         return unfit(self, estimator, max_staleness, own=None if estimator.facts.sums_up else own, takes_stale=True)
 
     def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
-        """It needs nothing that a sampler records."""
+        """Return None: it uses no record of the sampler."""
         return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """The mean over completions of the squared residual."""
+        """Compute the mean over completions of the squared residual."""
         assert logps.reference is not None, "the learner has a reference where needs_reference says so"
         gain_B, share_B = rows.values(terms, logps.new - logps.reference), rows.shares(terms)
-        # An advantage is the reward up to a constant of its group, and log Z takes that up.
+        # A mean-centred advantage is the reward up to a constant of the group, which log Z absorbs.
         residual_B = gain_B - rows.advantages / self.beta
         counts_B = (share_B > 0).to(residual_B.dtype)
         sums_G = residual_B.new_zeros(rows.num_groups).index_add(0, rows.groups, residual_B * counts_B)

@@ -1,4 +1,4 @@
-"""Units: what a ratio, a clip and a penalty apply to, and the share of each in a round's loss.
+"""Loss normalisation: the units that a ratio and a clip apply to, and their shares of a round's loss.
 
 Shape letters: N terms, U units, B rows, G groups.
 """
@@ -23,53 +23,53 @@ class Normalize(StrEnum):
     """What a round's loss is a mean over."""
 
     ROUND = "round"
-    """All units of the round, on all workers: each weighs the same, however the round is split."""
+    """Mean over all units of the round, on all workers: equal weights, however the round is split."""
     GROUP = "group"
-    """The groups, of each group's mean: d1's, whose micro-batch on a worker is one group."""
+    """Mean over groups of each group's mean, as in d1, whose micro-batch on a worker is one group."""
     PART = "part"
-    """The draws or segments of all completions, of each one's mean: each counts alike (TraceRL, CJ-GRPO)."""
+    """Mean over the draws or segments of all completions of each one's mean (TraceRL, CJ-GRPO)."""
     ROW = "row"
-    """The completions, of each one's mean."""
+    """Mean over completions of each one's mean."""
     ROW_SUM = "row_sum"
-    """The completions, of each one's sum: no length normalisation (Dr. GRPO, arXiv 2503.20783)."""
+    """Mean over completions of each one's sum: no length normalisation (Dr. GRPO, arXiv 2503.20783)."""
     GROUP_SUM = "group_sum"
-    """The groups, of each group's sum."""
+    """Mean over groups of each group's sum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowFacts:
-    """What an objective knows of the rows of a rank's shard, besides their likelihoods."""
+    """Facts about the rows of a rank's shard that objectives need besides likelihoods."""
 
     advantages: Tensor
     """[B] float32."""
     groups: Tensor
-    """[B] int64: 0, 1, ... over all that an optimizer step trains on."""
+    """[B] int64: 0, 1, ... over all groups of an optimizer step."""
     sizes: Tensor
     """[B] float32: completion slots that the estimator's value of the row covers; at least 1."""
     log_weights: Tensor | None = None
-    """[B] float32, nats: the reference's value of each row less the old policy's, where the objective weighs rows."""
+    """[B] float32, nats: the reference's value of each row minus the old policy's, if the objective weighs rows."""
     correct: Tensor
     """[B] bool: the answer is right."""
     num_rows: int
     """Rows that the step trains on, over all ranks."""
     num_correct: int
-    """Correct ones of these."""
+    """The correct ones of these."""
     num_groups: int
     """Groups that the step trains on, over all ranks."""
 
     def on(self, device: torch.device) -> RowFacts:
-        """The same on a device."""
+        """Copy the tensors to a device."""
         moved: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in moved.items() if isinstance(value, torch.Tensor)}
         moved |= {name: uploaded(tensor, device) for name, tensor in tensors.items()}
         return replace(self, **moved)
 
     def values(self, terms: Terms, values_N: Tensor) -> Tensor:
-        """[B] the weighted sum of each row's terms."""
+        """Return the weighted sum of each row's terms, [B]."""
         return torch.zeros_like(self.advantages).index_add(0, terms.rows, terms.weights * values_N)
 
     def shares(self, terms: Terms) -> Tensor:
-        """[B] what each row counts for in the loss; 0 for one without terms."""
+        """Return the weight of each row in the loss, [B]; 0 for one without terms."""
         units = units_of(terms, Level.ROW)
         return torch.zeros_like(self.advantages).index_add(0, units.rows, units.importance)
 
@@ -83,15 +83,15 @@ class Units:
     rows: Tensor
     """[U] int64: the row of each unit."""
     importance: Tensor
-    """[U] float32: what it counts for in the loss."""
+    """[U] float32: weight in the loss."""
 
     def sum(self, values_N: Tensor) -> Tensor:
-        """[U] the sums of the terms' values."""
+        """Sum the terms' values over each unit, [U]."""
         return values_N.new_zeros(len(self.rows)).index_add(0, self.of_term, values_N)
 
 
 def units_of(terms: Terms, level: Level) -> Units:
-    """The units of some terms at a level; a unit counts for as much as its terms do on average."""
+    """Group terms into the units of a level; a unit's importance is the mean over its terms."""
     grouping = terms.grouping(level)
     sums_U = terms.importance.new_zeros(len(grouping.rows)).index_add_(0, grouping.of_term, terms.importance)
     return Units(of_term=grouping.of_term, rows=grouping.rows, importance=sums_U / grouping.counts)
@@ -100,10 +100,10 @@ def units_of(terms: Terms, level: Level) -> Units:
 def normalized(
     terms: Terms, level: Level, normalize: Normalize, rows: RowFacts, over_ranks: Callable[[Tensor], Tensor]
 ) -> Terms:
-    """The terms with their importance made their unit's share of the round's loss.
+    """Set the importance of terms to their unit's share of the round's loss.
 
     Args:
-        terms: all of this rank.
+        terms: all terms of this rank.
         level: what a unit is.
         normalize: what the loss is a mean over.
         rows: the rank's rows.
@@ -130,14 +130,17 @@ def normalized(
 
 
 def _means(importance_U: Tensor, of_U: Tensor, count: int, over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """[U] what divides a unit so that each of `count` sets counts alike; times how many there are over all ranks."""
+    """Return each unit's divisor for a mean over sets of each set's mean, [U].
+
+    It is the total importance of the unit's set, times the number of sets on all ranks if `over_ranks` is given.
+    """
     sums = importance_U.new_zeros(count).index_add_(0, of_U, importance_U)
     num_sets = 1.0 if over_ranks is None else over_ranks((sums > 0).sum().float()[None])
     return sums[of_U] * num_sets
 
 
 def group_softmax(values_B: Tensor, groups_B: Tensor, counts_B: Tensor, num_groups: int) -> Tensor:
-    """[B] softmax within each group, of the rows that count; 0 elsewhere."""
+    """Compute the softmax within each group over the rows in `counts_B`, [B]; 0 for other rows."""
     values_B = values_B.masked_fill(~counts_B, -torch.inf)
     top_G = values_B.new_full((num_groups,), torch.finfo(torch.float32).min)
     top_G = top_G.scatter_reduce(0, groups_B, values_B, "amax")

@@ -1,4 +1,4 @@
-"""Likelihoods weighted by advantages, without a ratio: no old policy, no reference (wd1, arXiv 2507.08838)."""
+"""Advantage-weighted log-likelihood, without an importance ratio or reference (wd1, 2507.08838)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from learner.objectives.units import Normalize, RowFacts, units_of
 
 
 class WeightedLikelihoodConfig(BaseModel):
-    """-A times the likelihood: likelier where A is positive, less likely where it is negative."""
+    """-A times the log-likelihood."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -30,20 +30,20 @@ class WeightedLikelihoodConfig(BaseModel):
     name: Literal["weighted_likelihood"] = "weighted_likelihood"
     """The objective."""
     level: Level = Level.TOKEN
-    """What the loss is a mean over units of."""
+    """The units of the loss."""
     normalize_by: Normalize = Normalize.GROUP_SUM
     """What the loss is a mean over."""
 
     def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """It takes whatever is scored."""
+        """Return the reason if the general checks fail; it works on any scored slots."""
         return unfit(self, estimator, max_staleness)
 
     def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
-        """It needs nothing that a sampler records."""
+        """Return None: it uses no record of the sampler."""
         return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
-        """-A times the value of each unit, in its share."""
+        """Compute -A times the value of each unit, weighted by its share."""
         units = units_of(terms, self.level)
         loss_U = -rows.advantages[units.rows] * units.sum(terms.weights * logps.new)
         return Loss(total=(loss_U * units.importance).sum())

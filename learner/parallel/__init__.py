@@ -1,1 +1,1 @@
-"""Several ranks that act as one."""
+"""Data parallelism of the learner: sharding, micro-batches and consensus of its ranks."""

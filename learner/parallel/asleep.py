@@ -1,7 +1,7 @@
-"""Tensors whose memory lies on the host for a while: who shares a GPU with another process gives it back meanwhile.
+"""Offloading of tensors to host memory, while another process uses the same GPU.
 
-The tensors stay what they are, so that FSDP, optimizer and autograd hold on to them: it is their storages that are
-emptied, and filled again at the end.
+The tensor objects stay, so that the references of FSDP, optimizer and autograd remain valid: only their storages are
+emptied, and refilled at the end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from learner.parallel.sharding import local_part
 @contextmanager
 @torch.no_grad()
 def asleep(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Within the block nothing of these tensors is on `device`; after it they are there again, to the bit.
+    """Offload these tensors from `device` within the block, and restore them bit-identical after it.
 
-    What shares memory with them must be among them, or hold nothing that is needed. Those on other devices stay.
+    Tensors that share memory with them must be among them, or hold nothing that is needed. Those on other devices stay.
     """
     device = placed_on(device)
     here = [local for tensor in tensors if (local := local_part(tensor.detach())).device == device and local.nbytes]
@@ -42,5 +42,5 @@ def asleep(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
 
 def _on_host(local: Tensor) -> Tensor:
     copy = torch.empty_like(local, device="cpu")
-    # A GPU reads and writes what is pinned at the full speed of its bus.
+    # A GPU reads and writes pinned memory at the full speed of its bus.
     return (copy if local.device.type == "cpu" else copy.pin_memory()).copy_(local)

@@ -1,4 +1,4 @@
-"""Loading a checkpoint onto ranks: each reads its own rows, and the whole policy never is in the memory of any."""
+"""Sharded loading of a checkpoint: each rank reads its rows, and none holds the whole policy."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def load_by_rows(
     dtype: torch.dtype = torch.float32,
     say: Say | None = None,
 ) -> ShardedPolicy:
-    """A checkpoint's policy, sharded over `mesh` on `device`; the arguments are `ShardedPolicy`'s.
+    """Load a checkpoint's policy, sharded over `mesh` on `device`; the arguments are `ShardedPolicy`'s.
 
-    Its weights are held in `dtype`; under LoRA that may be bfloat16, and the adapter is in float32 all the same.
-    `say` is told at which rate they are read. A rank takes memory for its shard, and for small buffers; of layers that
-    it holds in 4 bits, for these and for a whole tensor or two.
-    Raises ValueError where there is no checkpoint, or its weights do not fit its config.
+    Its weights are held in `dtype`. Under LoRA that may be bfloat16; the adapter is in float32 anyway. `say` receives
+    the read throughput. A rank takes memory for its shard and for small buffers. For layers in 4 bits it also takes a
+    whole tensor or two.
+    Raises ValueError if there is no checkpoint, or its weights do not fit its config.
     """
     weights = StoredWeights(directory)
     model = make_on_meta(weights.config).to(dtype)

@@ -1,9 +1,9 @@
-"""Micro-batches of about equally many tokens, and how their gradients add up to the whole batch's.
+"""Micro-batches with a token limit, and exact gradient accumulation over them.
 
-What must be seen together to have a loss (the terms of a token, of a row, of a group: an objective's unit) is kept in
-one micro-batch where it fits. Where it does not, the update takes two sweeps: one without gradients for the
-log-probabilities of all terms, from which the derivative of the loss by each follows; then one with gradients, each
-term weighted by its derivative. Either way the gradient is exact.
+Terms that a loss needs together (those of a token, row or group: an objective's unit) are kept in one micro-batch if
+they fit. Otherwise the update takes two sweeps. The first, without gradients, computes the log-probabilities of all
+terms, and from them the derivative of the loss by each. The second, with gradients, weights each term by its
+derivative. Either way the gradient is exact.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from learner.estimators.terms import Terms
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatches:
-    """A rank's views in micro-batches."""
+    """A rank's views, in micro-batches."""
 
     terms: tuple[Terms, ...]
     """In the order of the terms that they were made from."""
     is_split: bool
-    """Whether a unit is spread over several of them."""
+    """Whether a unit spans several of them."""
 
 
 def cut(terms: Terms, unit_N: Tensor, max_tokens: int, *, spares_padding: bool = False) -> MicroBatches:
-    """Cut the views into runs of at most `max_tokens` tokens; one that is longer stands alone.
+    """Cut the views into runs of at most `max_tokens` tokens; a longer view is a run by itself.
 
     Args:
         terms: in the order of their views.
         unit_N: [N] int64: terms of equal value should stay together.
-        max_tokens: of a micro-batch, with the padding that it has.
-        spares_padding: whether the views of a micro-batch go back to back, and so have none.
+        max_tokens: maximum tokens of a micro-batch, padding included.
+        spares_padding: whether the views of a micro-batch are concatenated without padding.
     """
     terms = replace(terms, views=replace(terms.views, spares_padding=spares_padding))
     num_views, width = terms.views.ids.shape
@@ -47,12 +47,12 @@ def cut(terms: Terms, unit_N: Tensor, max_tokens: int, *, spares_padding: bool =
 def runs(
     lengths: list[int], max_tokens: int, is_seam: list[bool] | None = None, *, spares_padding: bool = False
 ) -> tuple[list[slice], bool]:
-    """Cut rows into runs of at most `max_tokens` tokens, and say whether one ends elsewhere than at a seam.
+    """Cut rows into runs of at most `max_tokens` tokens, and return whether any ends elsewhere than at a seam.
 
     Args:
         lengths: tokens of each row.
         max_tokens: as for `cut`.
-        is_seam: before which rows, and whether after the last, a run had better end; None: before any.
+        is_seam: [rows + 1] whether a run should end before each row, and after the last; None: anywhere.
         spares_padding: as for `cut`.
     """
     seams = [True] * (len(lengths) + 1) if is_seam is None else is_seam
@@ -67,7 +67,7 @@ def runs(
 
 
 def _seams(view_N: Tensor, unit_N: Tensor, num_views: int) -> Tensor:
-    """[num_views + 1] bool: before which views no unit is cut."""
+    """Return before which views a cut splits no unit, [num_views + 1] bool."""
     _, unit_N = unit_N.unique(return_inverse=True)
     count = int(unit_N.max()) + 1
     first_U = view_N.new_full((count,), num_views).scatter_reduce_(0, unit_N, view_N, "amin")
@@ -81,7 +81,7 @@ def _seams(view_N: Tensor, unit_N: Tensor, num_views: int) -> Tensor:
 def _end_of(
     begin: int, lengths: list[int], is_seam: list[bool], max_tokens: int, *, spares_padding: bool
 ) -> tuple[int, bool]:
-    """Where a micro-batch that begins at a view ends, and whether it cuts no unit."""
+    """Return the end of a micro-batch that begins at view `begin`, and whether it splits no unit."""
     longest, total, furthest, furthest_seam = 0, 0, begin + 1, begin
     for end in range(begin + 1, len(lengths) + 1):
         longest, total = max(longest, lengths[end - 1]), total + lengths[end - 1]
@@ -97,7 +97,7 @@ def _end_of(
 
 
 def coefficients(loss: Callable[[Tensor], Tensor], logps_N: Tensor) -> Tensor:
-    """The derivative [N] of a loss by each log-probability: what the second sweep weighs the terms with."""
+    """Compute the derivative [N] of a loss by each log-probability: the weights of terms in the second sweep."""
     leaf_N = logps_N.detach().requires_grad_()
     (gradient_N,) = torch.autograd.grad(loss(leaf_N), leaf_N, allow_unused=True)
     return torch.zeros_like(logps_N) if gradient_N is None else gradient_N

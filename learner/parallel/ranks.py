@@ -1,7 +1,8 @@
-"""Consensus of a learner's ranks: rank 0 decides, and the others hear it, never from a clock or a disk of their own.
+"""Consensus of a learner's ranks: rank 0 decides and broadcasts its decisions.
 
 A rank that takes one step more than another, or finds another checkpoint, runs another collective than its peers: gloo
-aborts at best. So whatever ranks branch on goes through `Ranks.agreed` or `Ranks.shared`.
+aborts at best. So everything that ranks branch on goes through `Ranks.agreed` or `Ranks.shared`, and never comes from a
+rank's own clock or disk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
 
 TICK_S = 5.0
-"""Seconds between two signs of life of a rank 0 that is at work: the others never wait for longer in one collective."""
+"""Seconds between heartbeats of a busy rank 0; the others never wait longer than this in one collective."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -31,11 +32,11 @@ class _State(IntEnum):
 
 
 class LeaderFailedError(RuntimeError):
-    """Rank 0 failed at what the others wait for; it raises the failure itself."""
+    """Rank 0 failed at work that the others wait for; rank 0 itself raises the cause."""
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Whether a collective failed because another rank has ended: what that rank died of is the cause."""
+    """Return whether a collective failed because another rank ended, whose own error is the cause."""
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
         return True
     return isinstance(error, RuntimeError) and "gloo/transport" in str(error)
@@ -45,27 +46,27 @@ class Ranks:
     """The processes of one learner group. Every method is a collective: all ranks call it, in the same order."""
 
     def __init__(self, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
-        """Of the process group that runs, or of this process alone where there is none; `timeout_s` as there."""
+        """Use the running process group, or this process alone if there is none; `timeout_s` is the group's."""
         self.is_alone = not dist.is_initialized()
         self.rank, self.size = (0, 1) if self.is_alone else (dist.get_rank(), dist.get_world_size())
-        # Always gloo: decisions are small and on the CPU, whatever the policy is on.
+        # Always gloo: decisions are small and on the CPU, whichever device the policy is on.
         timeout = timedelta(seconds=timeout_s)
         self._group = None if self.is_alone else dist.new_group(backend="gloo", timeout=timeout)
-        # One thread, so that rank 0 can give signs of life while it works.
+        # One thread, so that rank 0 can send heartbeats while it works.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank-0")
 
     def agreed(self, decide: Callable[[], Any]) -> Any:
-        """What `decide` returns on rank 0 (JSON), on every rank.
+        """Return on every rank what `decide` returns on rank 0 (JSON).
 
-        It may take long: the others hear every `TICK_S` seconds that rank 0 is at work.
+        It may take long: rank 0 sends a heartbeat every `TICK_S` seconds.
 
         Raises:
-            LeaderFailedError: on the other ranks, where `decide` raises on rank 0.
+            LeaderFailedError: on the other ranks, if `decide` raises on rank 0.
         """
         return json.loads(self._from_rank_0(lambda: json.dumps(decide()).encode()))
 
     def shared(self, make: Callable[[], tuple[Any, Mapping[str, Tensor]]]) -> tuple[Any, dict[str, Tensor]]:
-        """What `make` returns on rank 0, a decision (JSON) and tensors on the CPU, on every rank.
+        """Return on every rank what `make` returns on rank 0: a decision (JSON) and tensors on the CPU.
 
         Raises LeaderFailedError as `agreed` does.
         """
@@ -81,7 +82,7 @@ class Ranks:
         return json.loads(text), load(tensors)
 
     def gathered(self, value: Any) -> list[Any]:
-        """The `value` of every rank (JSON), in their order, on rank 0; nothing on the others."""
+        """Return the `value` of every rank (JSON), in their order, on rank 0; an empty list on the others."""
         if self.is_alone:
             return [value]
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -89,7 +90,7 @@ class Ranks:
         return [json.loads(text) for text in found or ()]
 
     def on_rank_0(self, work: Callable[[], object]) -> None:
-        """Do `work` on rank 0, and go on when it is done. Raises LeaderFailedError as `agreed` does."""
+        """Run `work` on rank 0 while all ranks wait. Raises LeaderFailedError as `agreed` does."""
 
         def nothing() -> bytes:
             work()

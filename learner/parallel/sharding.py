@@ -1,4 +1,4 @@
-"""FSDP2 behind one door: a policy that is whole on one process or sharded over many, with the same code.
+"""FSDP2 wrapper: a policy that is whole on one process or sharded over many, with one interface.
 
 Collectives run on gloo for CPUs and NCCL for GPUs. Every method that gathers is a collective: all ranks call it.
 """
@@ -47,17 +47,17 @@ from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
 from learner.parallel.sharding_config import ShardingConfig
 
 _PLAIN = ShardingConfig()
-# The name from torch 2.13 on, or else the one that torch 2.14 warns of.
+# The name from torch 2.13 on, or else the old one, which is deprecated in torch 2.14.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Over the ranks of a copy; in each copy, if there are several.
+# Sharded by rows over the ranks of the only copy; or of each copy, if there are several.
 _BY_ROWS = ((Shard(0),), (Replicate(), Shard(0)))
 
 
 def _fsdp_options(config: ShardingConfig) -> dict[str, Any]:
-    """What `fully_shard` is told."""
+    """Return the options of `fully_shard`."""
     options: dict[str, Any] = {}
     if config.compute_dtype == "bfloat16":
-        # What goes from block to block is in it by itself. FSDP would cast the rotary tables too, and samplers do not.
+        # Activations between blocks already are bfloat16. FSDP would also cast the rotary tables; samplers do not.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -67,25 +67,25 @@ def _fsdp_options(config: ShardingConfig) -> dict[str, Any]:
 
 
 def _wrap_blocks(model: Transformer, config: ShardingConfig) -> None:
-    """Change how blocks are run, inside of what FSDP wraps."""
+    """Apply compilation and checkpointing to the blocks, inside FSDP's wrapper."""
     if config.compile:
         compile_blocks(model)
     if config.activation_checkpointing:
         for block in model.blocks:
-            # Inside of what FSDP wraps: the block is gathered once for the second forward and the backward.
+            # Inside FSDP's wrapper, a block is gathered once for both the recomputed forward and the backward.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def make_mesh(
     device_type: str, workers_per_copy: int = 0, timeout_s: float = COLLECTIVE_TIMEOUT_S
 ) -> DeviceMesh | None:
-    """A mesh over all ranks; None where no process group runs (a single process).
+    """Make a mesh over all ranks; None if no process group runs (a single process).
 
     Args:
         device_type: "cpu" or "cuda".
-        workers_per_copy: how many ranks, which divide theirs, one copy of the policy is sharded over: the mesh is then
-            [copies, ranks of a copy], neighbours in one copy. 0 or all of them: one copy, [ranks].
-        timeout_s: that of the process group that runs.
+        workers_per_copy: ranks that one copy of the policy is sharded over, a divisor of their number. The mesh is then
+            [copies, ranks of a copy], with neighbouring ranks in one copy. 0 or all of them: one copy, [ranks].
+        timeout_s: timeout of the running process group.
     """
     if not dist.is_initialized():
         return None
@@ -93,14 +93,14 @@ def make_mesh(
     if workers_per_copy in (0, num_ranks):
         return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("dp",))
     ranks = torch.arange(num_ranks).view(-1, workers_per_copy)
-    # A mesh would make them too, but with another timeout than that of all ranks.
+    # `init_device_mesh` would make these groups too, but not with this timeout.
     timeout = timedelta(seconds=timeout_s)
     groups = [dist.new_subgroups_by_enumeration(along.tolist(), timeout=timeout)[0] for along in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("copies", "dp"))
 
 
 class Rows(Protocol):
-    """A whole tensor, in memory or in a file, of which rows are taken."""
+    """A whole tensor, in memory or in a file, that can be sliced by rows."""
 
     def __getitem__(self, rows: slice, /) -> Tensor: ...
 
@@ -108,8 +108,8 @@ class Rows(Protocol):
 class ShardedPolicy:
     """A transformer whose parameters are sharded over a mesh, block by block; all of them are trained, or an adapter.
 
-    Parameters go by the model's own names, whatever wraps them. Under LoRA the weights are frozen: beside them are what
-    earlier stages added, frozen too and whole on every rank, and the adapter that is trained.
+    Parameters have the model's own names, whatever wraps them. Under LoRA the weights are frozen. Added to them are a
+    frozen adapter of earlier stages, whole on every rank, and the adapter that is trained.
     """
 
     def __init__(
@@ -125,17 +125,17 @@ class ShardedPolicy:
         """Shard `model` in place over `mesh`; None leaves it whole.
 
         Args:
-            model: the policy; every rank must pass equal weights. On the meta device it has none: then its shards are
-                made on `device`, and hold anything until `load_full_weights`.
+            model: the policy; every rank must pass equal weights. On the meta device it has none: its shards are then
+                made on `device`, uninitialised until `load_full_weights`.
             mesh: from `make_mesh`.
             config: how it is held and computed.
-            lora: what of it is trained.
-            seed: determines the adapter that training starts with.
+            lora: the adapter to train; without a rank all weights are trained.
+            seed: determines the adapter's initial values.
             device: where the shards of a model on the meta device are made.
 
         Raises:
-            ValueError: `config` asks of a single process what only FSDP does, or `lora` of the policy what it has not,
-                or `config` to compile what cannot be.
+            ValueError: `config` needs FSDP in a single process, `lora` does not fit the policy, or the policy cannot be
+                compiled.
         """
         if mesh is None and _fsdp_options(config):
             raise ValueError("compute_dtype and cpu_offload are FSDP's, and this process is in no process group")
@@ -156,37 +156,40 @@ class ShardedPolicy:
         _wrap_blocks(model, config)
         if mesh is not None:
             for block in model.blocks:
-                # A router's bias is small, and would be gathered in `compute_dtype`.
+                # A router's bias is small, and gathering would round it to `compute_dtype`.
                 fully_shard(block, mesh=mesh, ignored_params=set(expert_biases(block)), **_fsdp_options(config))
             fully_shard(model, mesh=mesh, **_fsdp_options(config))
         if device is not None:
-            # Shards alone: the whole policy never is anywhere.
+            # Only shards are allocated: no process ever holds the whole policy.
             model.to_empty(device="cpu" if config.cpu_offload else device)
         self.begin_adapter()
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         if self.mesh is not None and self.mesh.device_type == "cuda":
             return placed_on("cuda")
         return next(self.module.parameters()).device
 
     @property
     def spares_padding(self) -> bool:
-        """Whether rows of unequal length go through it back to back: where attention is bidirectional and one kernel
-        attends within them all (`has_kernel`, of what it computes on and in). Elsewhere they are padded: row after row
-        a GPU would launch as many kernels, and on a CPU the bits of a loss would be others."""
+        """Whether rows of unequal length are concatenated without padding.
+
+        That needs bidirectional attention, eager blocks, and a variable-length attention kernel for the device and the
+        dtype (`has_kernel`). Otherwise rows are padded: attention row by row would launch one kernel per row on a GPU,
+        and change the bits of a loss on a CPU.
+        """
         is_eager = not self._sharding.compile
         may_look_anywhere = not self.config.is_block_causal
         return is_eager and may_look_anywhere and has_kernel(self.device, self._computes_in, self.config.head_dim)
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer steps, by name: every parameter, or the adapter's."""
+        """The parameters that the optimizer steps, by name: all of them, or the adapter's."""
         return {name: parameter for name, parameter in self._parameters().items() if parameter.requires_grad}
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that this rank holds of it: parameters, their gradients, and what is held in 4 bits."""
+        """Yield this rank's tensors: parameters, their gradients, and buffers, which include 4-bit weights."""
         for parameter in self.module.parameters():
             yield parameter
             if parameter.grad is not None:
@@ -195,7 +198,7 @@ class ShardedPolicy:
 
     @property
     def has_learned(self) -> bool:
-        """Whether the adapter changes anything yet: a B that is not zero. A collective."""
+        """Whether the adapter has an effect yet, that is, a nonzero B matrix. A collective."""
         matrices = (
             local_part(one.detach()) for name, one in self._parameters().items() if name.endswith(".lora_B.weight")
         )
@@ -203,22 +206,26 @@ class ShardedPolicy:
         return bool(self.max_over_ranks(any_nonzero.float()[None]).item())
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Within the block the module is the policy that the stage began with: a reference that needs no memory."""
+        """Switch the adapter off within the block: the policy that the stage began with, a reference without a copy."""
         return adapters_off(self.module)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Every parameter, whole, on the CPU, detached from the live ones. Adapters are merged into them, in their
-        precision: one set of weights that computes what the policy computes."""
+        """Gather every parameter, whole, as a copy on the CPU. A collective.
+
+        Adapters are merged in, in their precision: the weights alone compute what the policy computes.
+        """
         return {name: on_cpu(weight) for name, weight in self._gathered_weights()}
 
     def weights_on_rank_0(self) -> dict[str, Tensor]:
-        """The same on rank 0 alone, empty on the others: what is written or sent once is held in memory once."""
+        """Gather the same on rank 0 alone, empty on the others, so that only one copy takes memory. A collective."""
         return {name: on_cpu(weight) for name, weight in self._gathered_weights() if self.rank == 0}
 
     def load_full_weights(self, weights: Mapping[str, Rows], say: Say | None = None) -> None:
-        """Take over whole parameters, each rank its rows; `weights` has exactly the policy's names. They are rounded
-        where 4 bits hold them. An adapter begins anew on them, with nothing of earlier stages beside it. `say` is told
-        at which rate files are read."""
+        """Load whole parameters, each rank its rows; `weights` has exactly the policy's names.
+
+        Layers in 4 bits round them. The adapter is reset to zero effect, and that of earlier stages is removed. `say`
+        receives the throughput of reading files.
+        """
         held = {name: parameter for name, parameter in self._parameters().items() if not is_adapter(name)}
         quantized = self._quantized()
         if isinstance(weights, StoredWeights):
@@ -233,38 +240,38 @@ class ShardedPolicy:
         self.begin_adapter()
 
     def own_shards(self) -> dict[str, Tensor]:
-        """What this rank has to hand over of a policy without an adapter: its rows of each parameter, as they are held.
+        """Return this rank's part of a policy without an adapter: its rows of each parameter, in the dtype held.
 
-        One rank's after the other's they are the policy, once: what is not sharded has rank 0, and what another copy of
-        the policy has too, the first. They are the live ones, to be copied.
+        Concatenated in the order of the ranks they are the policy, exactly once. Unsharded parameters come from rank 0,
+        and only the first copy of the policy contributes. They are the live tensors, to be copied.
         """
         held = ((name, parameter.detach()) for name, parameter in self._parameters().items())
         return {name: local_part(tensor) for name, tensor in held if self._hands_over(tensor)}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each parameter, whole."""
+        """The shape of each whole parameter."""
         return {name: tuple(parameter.shape) for name, parameter in self._parameters().items()}
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """What each parameter is held in."""
+        """The dtype that each parameter is held in."""
         return {name: parameter.dtype for name, parameter in self._parameters().items()}
 
     def adapter_on_rank_0(self) -> dict[str, Tensor]:
-        """The adapter's matrices by name, whole, on rank 0's CPU, empty on the others and without LoRA."""
+        """Gather the adapter's matrices by name on rank 0's CPU; empty on the others and without LoRA. A collective."""
         adapter = {name: parameter for name, parameter in self._parameters().items() if is_adapter(name)}
         return gather_on_rank_0(self.rank, adapter)
 
     def load_adapter(self, adapter: Mapping[str, Tensor]) -> None:
-        """Take over what `adapter_on_rank_0` gave."""
+        """Restore what `adapter_on_rank_0` returned."""
         self._load({name: adapter[name] for name in self._parameters() if is_adapter(name)})
 
     def begin_adapter(self, start: Adapter | None = None, lora: LoraConfig | None = None) -> None:
         """Reset the adapter to zero effect, and set the frozen `start` adapter. Without LoRA, do nothing.
 
-        `lora` may have another alpha than before, and nothing else. Raises ValueError where earlier stages adapted
-        layers that have no adapter now.
+        `lora` may differ from before in alpha only. Raises ValueError if earlier stages adapted layers that have no
+        adapter now.
         """
         self.lora = lora or self.lora
         for layer in adapted_layers(self.module).values():
@@ -275,38 +282,38 @@ class ShardedPolicy:
         self._load(fresh_adapter(shapes, self._seed))
 
     def frozen_copy(self) -> ShardedPolicy:
-        """Another policy of the same weights, shape and sharding without gradients: a reference."""
+        """Copy the policy, with the same weights, shape and sharding, without gradients: a reference."""
         copy = self.frozen_like(self.config)
         copy.take(self)
         return copy
 
     def frozen_like(self, config: TransformerConfig) -> ShardedPolicy:
-        """A policy of another shape without gradients, sharded as this one. Its weights are not initialised.
+        """Make a policy of another shape without gradients, sharded as this one. Its weights are not initialised.
 
-        It is held in the precision that it computes in: what FSDP gathers of it is rounded to that in any case.
+        It is held in its compute precision, to which FSDP would round its gathered weights in any case.
         """
         model = make_on_meta(config).requires_grad_(False).to(self._computes_in)
         return ShardedPolicy(model, self.mesh, self._sharding, device=self.device)
 
     def gathered_head(self) -> Tensor:
-        """[V, D] the matrix of the output layer, whole, where the policy computes. A collective."""
+        """Gather the matrix of the output layer, [V, D], on the policy's device. A collective."""
         held = self._parameters()
         return gathered(held["embed.weight" if self.config.tied_embeddings else "head.weight"]).to(self.device)
 
     @torch.no_grad()
     def take(self, other: ShardedPolicy) -> None:
-        """Take over the weights of a policy of the same shape and sharding, without an adapter: each rank its shard."""
+        """Copy the weights of a policy of the same shape and sharding, without an adapter: each rank its shard."""
         theirs = other._parameters()
         for name, parameter in self._parameters().items():
             local_part(parameter).copy_(local_part(theirs[name]))
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
-        """Forwards that no backward follows. All ranks enter and leave it.
+        """Run forwards that no backward follows within the block. All ranks enter and leave it.
 
-        After such a forward FSDP holds the root's parameters whole, in `compute_dtype`: memory that a reference would
-        keep for the round. `parameters()` would give these too, and an optimizer made then, or weights loaded then,
-        would miss the sharded ones. So they are sharded again.
+        After such a forward FSDP keeps the root's parameters unsharded, in `compute_dtype`. A reference would hold that
+        memory for the round. `parameters()` would return the unsharded ones too, and an optimizer made then, or weights
+        loaded then, would miss the sharded ones. So they are resharded at the end.
         """
         with torch.no_grad():
             yield
@@ -314,17 +321,17 @@ class ShardedPolicy:
             self.module.reshard()
 
     def wait_for_all(self, what: str, timeout_s: float) -> None:
-        """Go on when all ranks are here.
+        """Wait at a barrier for all ranks.
 
-        Raises TimeoutError, on rank 0, that names the ranks that did not come, but the first time: a collective would
-        wait for them in silence.
+        Raises TimeoutError on rank 0, which names the missing ranks except at the first call. Other collectives would
+        wait for them silently.
         """
         if self.mesh is None:
             return
         limit = timedelta(seconds=timeout_s)
         try:
             if self._lobby is None:
-                # NCCL has no barrier that can say who is missing. This waits for all ranks too, and names none.
+                # NCCL has no barrier that names missing ranks. Making this group waits for all ranks, but names none.
                 self._lobby = dist.new_group(backend="gloo", timeout=limit)
             dist.monitored_barrier(self._lobby, limit, wait_all_ranks=True)
         except RuntimeError as error:
@@ -335,7 +342,7 @@ class ShardedPolicy:
             raise TimeoutError(f"{what}: {ranks} of the learner did not come within {timeout_s:g} s") from error
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """The sum of a small tensor over all ranks, where the tensor is."""
+        """Sum a small tensor over all ranks; the result is on its device."""
         if self.mesh is None:
             return values
         total = values.to(self.device)
@@ -343,7 +350,7 @@ class ShardedPolicy:
         return total.to(values.device)
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
-        """The greatest of each value of a small tensor over all ranks, where the tensor is."""
+        """Return the elementwise maximum of a small tensor over all ranks, on its device."""
         if self.mesh is None:
             return values
         greatest = values.to(self.device)
@@ -352,7 +359,7 @@ class ShardedPolicy:
 
     @property
     def _computes_in(self) -> torch.dtype:
-        """What FSDP gathers its weights in, or what they are held in."""
+        """The dtype that FSDP gathers its weights in, or that they are held in."""
         in_half = self._sharding.compute_dtype == "bfloat16"
         return torch.bfloat16 if in_half else next(self.module.parameters()).dtype
 
@@ -366,13 +373,13 @@ class ShardedPolicy:
         return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
 
     def _quantized(self) -> dict[str, Nf4Linear]:
-        """The layers that are held in 4 bits, by the names of their weights."""
+        """Return the layers that are held in 4 bits, by the names of their weights."""
         return {plain_name(f"{name}.weight"): layer for name, layer in quantized_layers(self.module)}
 
     def _gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's parameters, one by one, whole and merged, where its shards are."""
+        """Yield the policy's parameters one by one, whole and merged, on the device of its shards."""
         adapter = {name: parameter for name, parameter in self._parameters().items() if is_adapter(name)}
-        # What adapters stand beside may be held in less.
+        # The frozen weights may be held in a lower precision than the adapter.
         precision = next((matrix.dtype for matrix in adapter.values()), None)
         layers = {f"{plain_name(name)}.weight": layer for name, layer in adapted_layers(self.module).items()}
         for name, held in self._gathered_base():
@@ -387,7 +394,7 @@ class ShardedPolicy:
             yield name, weight
 
     def _gathered_base(self) -> Iterator[tuple[str, Tensor]]:
-        """The same without adapters."""
+        """Yield the same without adapters."""
         for name, parameter in self._parameters().items():
             if not is_adapter(name):
                 yield name, gathered(parameter)
@@ -402,7 +409,7 @@ class ShardedPolicy:
 
 
 def gather_on_rank_0(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors on the CPU of rank 0. A collective; the other ranks hold one tensor at a time and keep none."""
+    """Gather whole tensors on rank 0's CPU. A collective; the other ranks hold one tensor at a time and keep none."""
     whole = {}
     for name, tensor in tensors.items():
         full = gathered(tensor)
@@ -412,22 +419,22 @@ def gather_on_rank_0(rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A sharded tensor, whole, where its shards are."""
+    """Gather a sharded tensor, whole, on the device of its shards."""
     whole = tensor.detach()
     return _all_gathered(whole) if isinstance(whole, DTensor) else whole
 
 
 def _all_gathered(sharded: DTensor) -> Tensor:
-    """What `full_tensor` gives, by another collective: on gloo that one corrupts the heap.
+    """Gather what `full_tensor` returns by another collective, because on gloo that one corrupts the heap.
 
-    The two threads of a gloo group store the name of what they did last in one `std::string`, without a lock
-    (`lastCompletedWorkName`, torch 2.13). `full_tensor` asks for ALLGATHER_COALESCED, which is too long to be held
-    within the string: each thread frees the name that it replaces, and where a busy machine lets both replace the same
-    one, it is freed twice. This one is called ALLGATHER, and nothing is freed.
+    The two threads of a gloo group store the name of their last collective in one `std::string`, without a lock
+    (`lastCompletedWorkName`, torch 2.13). The name of `full_tensor`'s, ALLGATHER_COALESCED, is too long for the
+    string's inline buffer. Each thread frees the name that it replaces: if both replace the same one, as happens on a
+    busy machine, it is freed twice. The name of this one, ALLGATHER, fits, and nothing is freed.
     """
     assert sharded.placements in _BY_ROWS, "FSDP shards by rows"
     num_rows, *row = sharded.shape
-    # From the ranks of this copy; there may be others.
+    # The ranks of this copy of the policy; there may be other copies.
     sharing = sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1)
     rows_each = -(-num_rows // sharing.size())
     local = sharded.to_local()
@@ -439,17 +446,17 @@ def _all_gathered(sharded: DTensor) -> Tensor:
 
 
 def on_cpu(whole: Tensor) -> Tensor:
-    """A tensor, copied to the CPU."""
+    """Copy a tensor to the CPU."""
     return whole.to("cpu", copy=True)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; all of one that is not sharded."""
+    """Return this rank's part of a tensor; all of one that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_rows(tensor: Tensor) -> slice:
-    """Which rows of a tensor this rank holds; all of one that is not sharded."""
+    """Return the rows of a tensor that this rank holds; all of one that is not sharded."""
     if not isinstance(tensor, DTensor):
         return slice(None)
     assert tensor.placements in _BY_ROWS, "FSDP shards by rows"
@@ -461,7 +468,7 @@ def own_rows(tensor: Tensor) -> slice:
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """A copy of this rank's part of a whole tensor, sharded as `like` is and where it is."""
+    """Copy this rank's part of a whole tensor, with the sharding and device of `like`."""
     mine = whole[own_rows(like)].to(like.device, copy=True)
     if isinstance(like, DTensor):
         return DTensor.from_local(

@@ -1,5 +1,7 @@
-"""How the learner's workers are sharded, as a recipe says it. By itself: FSDP takes long to import, and most processes
-that read a recipe shard nothing."""
+"""Configuration of the learner's sharding: a recipe's section `sharding`.
+
+A separate module, because FSDP takes long to import, and most processes that read a recipe shard nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,24 @@ class ShardingConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     workers_per_copy: NonNegativeInt = 0
-    """Workers that one copy of the policy is sharded over; 0: all of them. It divides `learner.num_workers`. Weights
-    are gathered within a copy, and only gradients go from copy to copy: with as many as a machine has, no weights
-    travel between machines, for more memory on each worker."""
+    """Workers that one copy of the policy is sharded over; 0: all. It must divide `learner.num_workers`. Weights are
+    gathered within a copy, and only gradients are reduced across copies. With as many as a machine has, no weights
+    travel between machines, at the cost of more memory on each worker."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations in forward and backward. Weights are kept and stepped, and gradients summed over the
-    workers, in float32 in any case."""
+    """Dtype of weights and activations in forward and backward; bfloat16 is mixed precision. Trained weights are
+    stored and stepped, and gradients are reduced over workers, in float32 in any case."""
     activation_checkpointing: bool = False
-    """Keep of each block only its input, and compute the rest again in the backward pass: less memory, the same
-    gradients, about a third more time."""
+    """Keep only the input of each block, and recompute the rest in the backward pass: less memory, the same gradients,
+    about a third more time."""
     compile: bool = False
-    """Compile each block, forward and backward (torch.compile): all blocks share a few graphs, for micro-batches of any
-    size. The first steps take minutes. Experts need `compute_dtype: bfloat16`, and `model.lora.base_weights: nf4` needs
-    `activation_checkpointing`."""
+    """Compile the forward and backward of each block (torch.compile). All blocks share a few graphs, for micro-batches
+    of any size. The first steps take minutes. Experts need `compute_dtype: bfloat16`, and `model.lora.base_weights:
+    nf4` needs `activation_checkpointing`."""
     cpu_offload: bool = False
-    """Keep weights and AdamW's moments in main memory, and step there. Only with `device: cuda`."""
+    """Keep weights and AdamW's moments in host memory, and step there. Only with `device: cuda`."""
 
     def refusal(self, policy: TransformerConfig, lora: LoraConfig) -> str | None:
-        """Why a policy cannot be compiled so; None where it can, or is not to be."""
+        """Return why a policy cannot be compiled with these settings; None if it can, or `compile` is off."""
         if not self.compile:
             return None
         if policy.moe is not None and self.compute_dtype == "float32":
@@ -43,7 +45,7 @@ class ShardingConfig(BaseModel):
                 "take sharding.compute_dtype=bfloat16"
             )
         if lora.base_weights == "nf4" and not self.activation_checkpointing:
-            # The compiler finds the weights in the backward pass to be those of the forward, and keeps them.
+            # The compiler reuses the forward's dequantised weights in the backward pass, and so keeps them in memory.
             return (
                 "sharding.compile is true, and compiled blocks keep what 4 bits stand for until their backward pass; "
                 "take sharding.activation_checkpointing=true, or model.lora.base_weights=full"

@@ -1,4 +1,4 @@
-"""A frozen autoregressive model beside the policy: its distributions at the slots of completed texts.
+"""The frozen autoregressive teacher of distillation: its distributions at slots of completed texts.
 
 Shape letters: B rows of a rank, L completion slots, N terms.
 """
@@ -21,24 +21,24 @@ from learner.parallel.sharding import ShardedPolicy
 
 
 class Teacher:
-    """An autoregressive model, sharded as the policy that learns from it is."""
+    """A frozen autoregressive model, sharded as the policy is."""
 
     def __init__(self, model: ShardedPolicy, objective: DistillationConfig) -> None:
-        """Wrap a model with causal attention; `objective` gives the divergence from it."""
+        """Wrap a model with causal attention; `objective` defines the divergence from it."""
         self.model, self._objective = model, objective
 
     @classmethod
     def of_policy(cls, policy: ShardedPolicy, objective: DistillationConfig) -> Teacher:
-        """The policy as it stands, without an adapter, read causally."""
+        """Copy the current policy, without its adapter, as a model with causal attention."""
         model = policy.frozen_like(read_causally(policy.config))
         model.take(policy)
         return cls(model, objective)
 
     @classmethod
     def load(cls, directory: Path, policy: ShardedPolicy, objective: DistillationConfig) -> Teacher:
-        """The teacher of a checkpoint, sharded as `policy` is; each rank reads its own rows.
+        """Load the teacher from a checkpoint, sharded as `policy` is; each rank reads its own rows.
 
-        Raises ValueError where there is no checkpoint, it is an adapter, or its weights do not fit its config.
+        Raises ValueError if there is no checkpoint, it is an adapter, or its weights do not fit its config.
         """
         if read_chain(directory).adapter is not None:
             raise ValueError(f"{directory} is an adapter, and a teacher has weights of its own: take `d1 export` of it")
@@ -48,10 +48,10 @@ class Teacher:
         return cls(model, objective)
 
     def compared(self, terms: Terms, batch: CompletionBatch) -> Compared:
-        """Its distributions at the slots of some terms, each after the completed text before it. A collective.
+        """Compute its distributions at the slots of terms, conditioned on the completed text before. A collective.
 
         Args:
-            terms: of rows of `batch`.
+            terms: terms of rows of `batch`.
             batch: the rank's rows, on the CPU.
         """
         device = self.model.device
@@ -66,13 +66,13 @@ class Teacher:
         )
 
     def flops(self, terms: Terms, batch: CompletionBatch) -> float:
-        """FLOP of what it runs for some terms, once for each row."""
+        """Count the FLOP of its forward for some terms, one canvas per row."""
         config = self.model.config
         return forward_flops(config, WHOLE, CanvasSums.of(completed_texts(terms, batch, config.pad_token_id))).total
 
 
 def completed_texts(terms: Terms, batch: CompletionBatch, pad_id: int) -> Views:
-    """The texts of the terms' rows without masks, each up to the last slot that is asked about."""
+    """Return the unmasked texts of the terms' rows, each up to the last slot that is scored."""
     rows_B, place_N = terms.rows.cpu().unique(return_inverse=True)
     some = batch.select(rows_B)
     ids_BS, columns_BL = canvas(some, some.prompt_ids, some.completion_ids, pad_id)

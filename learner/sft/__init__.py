@@ -1,1 +1,1 @@
-"""Masked supervised fine-tuning."""
+"""Stage 1: masked supervised fine-tuning (SFT)."""

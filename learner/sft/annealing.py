@@ -1,8 +1,8 @@
-"""Attention annealing: an autoregressive policy sees a few more of the later slots at each optimizer step.
+"""Attention annealing: causal attention opens to bidirectional attention over optimizer steps.
 
-Attention begins causal but for a share of the later slots, and the share grows linearly until a slot sees all that the
-policy's own attention shows it: the whole canvas, or the rest of its block. The draw is one of an optimizer step,
-shared by its documents and by all layers (DiffuLLaMA, arXiv 2410.17891, and its `get_anneal_attn_mask`).
+Attention begins causal except for a random share of the later slots. The share grows linearly until a slot sees all
+that the policy's own attention allows: the whole canvas, or the rest of its block. One mask is drawn per optimizer
+step, and shared by its documents and all layers (DiffuLLaMA, arXiv 2410.17891, and its `get_anneal_attn_mask`).
 
 Shape letters: S slots of the widest document.
 """
@@ -22,14 +22,13 @@ _OPENED_KEY = 4
 
 
 def opened_slots(step: int, num_steps: int, width: int, seed: int) -> Tensor | None:
-    """[S, S] bool: whether the slot at one place sees what stands at another; None once it sees everything.
+    """Draw the attention mask of a step, [S, S] bool: query by key; None once attention is open.
 
-    Keyed by the step and the two places alone: neither a resumed stage nor micro-batches change it.
+    It is keyed only by the step and the two slots, so that neither resuming nor micro-batches change it.
 
     Args:
         step: the optimizer step, from 0.
-        num_steps: optimizer steps until attention is open; the share of later slots that are seen is (step + 1) /
-            num_steps.
+        num_steps: optimizer steps until attention is open; the visible share of later slots is (step + 1) / num_steps.
         width: S.
         seed: the run's.
     """

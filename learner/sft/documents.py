@@ -1,4 +1,4 @@
-"""The examples that SFT trains on, as tensors.
+"""SFT examples, and batches of them as tensors.
 
 Shape letters: B documents, S slots of the widest one.
 """
@@ -23,7 +23,7 @@ class Example:
     """A prompt and its completion, or a chunk of a text, as token ids."""
 
     prompt_ids: tuple[int, ...]
-    """The prompt, up to where the assistant's turn begins; empty of a text."""
+    """The prompt, up to where the assistant's turn begins; empty for a text."""
     completion_ids: tuple[int, ...]
     """The completion, without an end of text."""
     num_slots: int
@@ -44,10 +44,10 @@ class Documents:
     prompt_lengths: Tensor
     """[B] int64."""
     lengths: Tensor
-    """[B] int64: slots that the policy sees. Those after the prompt are trained on; a row that only fills a shard has
+    """[B] int64: slots that the policy sees. Those after the prompt are trained on; a row that only pads a shard has
     none."""
     sample_keys: Tensor
-    """[B] int64: keys every mask of the row; equal keys, equal masks."""
+    """[B] int64: the random key of all masks of the row; equal keys give equal masks."""
 
     @property
     def num_rows(self) -> int:
@@ -56,40 +56,40 @@ class Documents:
 
     @property
     def num_trained(self) -> int:
-        """Slots that are trained on, of all rows."""
+        """The number of slots that are trained on, over all rows."""
         return int((self.lengths - self.prompt_lengths).sum())
 
     def predicted_by(self, policy: TransformerConfig) -> Self:
-        """The documents with no slot to train on that the policy has no output for.
+        """Exclude slots that the policy has no output for from training.
 
-        Where an output predicts the slot after it, none predicts the first slot of a text without a prompt.
+        If an output predicts the next slot, none predicts the first slot of a text without a prompt.
         """
         if not policy.predicts_next:
             return self
         return replace(self, prompt_lengths=self.prompt_lengths.clamp(min=1).minimum(self.lengths))
 
     def select(self, rows: Tensor | slice) -> Self:
-        """The documents of some of the rows."""
+        """Select the documents of some of the rows."""
         return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     def to(self, device: torch.device) -> Self:
-        """The documents on another device."""
+        """Copy the documents to another device."""
         return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
     def shard(self, rank: int, world_size: int) -> Self:
-        """The rows of one rank: contiguous, equally many on each; what only fills the shard is not trained on."""
+        """Select the rows of one rank: contiguous, equally many on each; padding of the shard is not trained on."""
         rows, is_real = shard_rows(self.num_rows, rank, world_size)
         shard = self.select(rows)
         return replace(shard, lengths=torch.where(is_real, shard.lengths, shard.prompt_lengths))
 
 
 def make_documents(examples: Sequence[Example], eos_id: int, *, trains_padding: bool) -> Documents:
-    """Documents of examples, keyed by their places.
+    """Make documents of examples, keyed by their index.
 
     Args:
         examples: at least one.
         eos_id: follows each completion that leaves room for it, and fills its canvas.
-        trains_padding: whether all of that fill belongs to the document, or only the first end of text.
+        trains_padding: whether all of that padding belongs to the document, or only the first end of text.
     """
     canvas_lengths = [len(example.prompt_ids) + example.num_slots for example in examples]
     lengths = canvas_lengths if trains_padding else [example.num_tokens for example in examples]

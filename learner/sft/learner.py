@@ -1,4 +1,4 @@
-"""Masked SFT on one rank: the loss of `learner/sft/sft.py` a step at a time, and its value on held-out text."""
+"""The SFT learner on one rank: optimizer steps of masked SFT, and the held-out evaluation loss."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from learner.sft.sft import MaskedDocuments, SftConfig, mask_documents, masked_l
 Metrics = dict[str, float]
 
 EVALUATION_T = tuple((2 * index + 1) / 16 for index in range(8))
-"""The mask ratios of the evaluation loss: the midpoints of eight equal parts of (0, 1). Their mean stands for the mean
-over t, of which draws would be mostly noise. (d1 gives the i-th of n examples the i-th of n values from 0 to 1.)"""
-# Not the run's: all runs and checkpoints are asked about the same masks.
+"""Mask ratios of the evaluation loss: the midpoints of eight equal parts of (0, 1). Their mean approximates the mean
+over t; random ratios would make it mostly noise. (d1 gives the i-th of n examples the i-th of n values from 0 to 1.)"""
+# Not the run's seed, so that all runs and checkpoints are evaluated under the same masks.
 _EVALUATION_SEED = 0
 
 
 class SftLearner:
-    """Stage 1 on one rank."""
+    """The learner of stage 1 on one rank."""
 
     def __init__(self, policy: ShardedPolicy, config: SftConfig, documents: Documents, seed: int) -> None:
         self.policy = policy
@@ -35,24 +35,24 @@ class SftLearner:
         self._seed = seed
         self.optimizer = PolicyOptimizer(policy, betas=config.betas, weight_decay=config.weight_decay)
         self.num_trained = 0
-        """Completion slots that were trained on so far, on all ranks."""
+        """Completion slots trained on so far, over all ranks."""
 
     def step(self, step: int, lr: float) -> Metrics:
-        """One optimizer step on the documents that `step` draws.
+        """Take one optimizer step, on the documents that are selected by `step`.
 
-        Raises FloatingPointError when the loss or the gradient is not finite.
+        Raises FloatingPointError if the loss or the gradient is not finite.
         """
         batch_size = self.config.batch_size
         rows = sft_rows(self._documents.num_rows, batch_size, step, self._seed)
-        # Keyed by place in the run, not by document: one met twice is masked in two ways.
+        # Keyed by position in the run, not by document, so that a document is masked differently in each epoch.
         keys = torch.arange(step * batch_size, (step + 1) * batch_size)
         batch = replace(self._documents.select(rows), sample_keys=keys)
-        # Masked on the CPU, where it is seen at once how much is: the host waits for the device once, as it steps.
+        # Masked on the CPU, where sizes are known: the host waits for the device only once, in the optimizer step.
         shard = batch.shard(self.policy.rank, self.policy.world_size)
         masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
         num_units = batch_size if self.config.normalize_by == "row" else batch.num_trained
         opened_SS = self._opened(step, masked.ids.shape[1])
-        # One kernel attends within all rows that lie back to back, and hides nothing there.
+        # The kernel for concatenated rows takes no attention mask.
         spares_padding = self.policy.spares_padding and opened_SS is None
         losses = []
         for micro in _in_micro_batches(
@@ -72,14 +72,14 @@ class SftLearner:
         return {"loss": stepped.loss, "grad_norm": stepped.grad_norm, "lr": lr}
 
     def _opened(self, step: int, width: int) -> Tensor | None:
-        """Under which attention a step's documents of so many slots are; None where that is the policy's own."""
-        # Rows of blocks end with a whole one.
+        """Return the attention mask of a step's documents of a width; None for the policy's own attention."""
+        # Rows of blocks end with a whole block.
         block_length = self.policy.config.block_length or 1
         whole_blocks = -(-width // block_length) * block_length
         return opened_slots(step, self.config.attention_annealing_steps, whole_blocks, self._seed)
 
     def _loss(self, micro: MaskedDocuments, opened_SS: Tensor | None, *, spares_padding: bool) -> Tensor:
-        """What a micro-batch adds to the sum that the loss is a mean of."""
+        """Compute a micro-batch's part of the sum that the loss is the mean of."""
         device = self.policy.device
         logps_N = masked_logps(
             self.policy.module,
@@ -95,11 +95,11 @@ class SftLearner:
         return losses_N.sum()
 
     def full_state(self) -> dict[str, Tensor]:
-        """What a resumed stage needs besides the weights. A collective; whole on rank 0, empty on the others."""
+        """Gather what a resumed stage needs besides weights. A collective; complete on rank 0, empty on the others."""
         return self.optimizer.full_state()
 
     def load_full_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `full_state` gave."""
+        """Restore what `full_state` returned."""
         self.optimizer.load_full_state(state)
 
 
@@ -108,7 +108,7 @@ class EvaluationLoss:
     """The denoising loss on held-out documents."""
 
     loss: float
-    """The mean of `loss_at_t`: nats per completion slot, comparable between policies and runs that are asked about the
+    """The mean of `loss_at_t`: nats per completion slot, comparable between policies and runs that are evaluated on the
     same documents."""
     loss_at_t: tuple[float, ...]
     """CE / t per completion slot at each of `EVALUATION_T`."""
@@ -117,15 +117,15 @@ class EvaluationLoss:
 def evaluation_loss(
     policy: ShardedPolicy, documents: Documents, batch_size: int, micro_batch_tokens: int | None = None
 ) -> EvaluationLoss:
-    """The loss of SFT at fixed mask ratios and under fixed masks. A collective; all ranks get the same.
+    """Compute the loss of SFT at fixed mask ratios and under fixed masks. A collective; all ranks return the same.
 
-    Never by `packing`: so it is the same bits with and without it.
+    It never packs, so that it is bit-identical with and without `packing`.
 
     Args:
-        policy: is asked.
-        documents: of all ranks.
-        batch_size: of them are asked about at once, over all ranks.
-        micro_batch_tokens: the most of one forward, as `SftConfig` has it.
+        policy: the policy to evaluate.
+        documents: the documents of all ranks.
+        batch_size: documents evaluated at once, over all ranks.
+        micro_batch_tokens: maximum tokens of one forward, as in `SftConfig`.
     """
     device, spares_padding = policy.device, policy.spares_padding
     documents = documents.predicted_by(policy.config)
@@ -154,7 +154,7 @@ def _in_micro_batches(
     spares_padding: bool,
     packing: bool = False,
 ) -> list[MaskedDocuments]:
-    """This rank's documents in micro-batches, as many as any rank has. A collective; without a limit all at once."""
+    """Cut this rank's documents into micro-batches, as many as any rank has; one without a limit. A collective."""
     if max_tokens is None:
         return [masked]
     block_length = policy.config.block_length

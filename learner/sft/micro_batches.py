@@ -1,4 +1,4 @@
-"""A rank's documents of an SFT step in micro-batches of whole rows.
+"""Micro-batches of SFT: a rank's documents of a step, cut between whole rows.
 
 Shape letters: B documents, N masked slots.
 """
@@ -24,15 +24,15 @@ def micro_batches(
 
     Args:
         masked: at least one document.
-        max_tokens: of a micro-batch, with the padding that it has; a longer row stands alone.
-        block_length: of a block-causal policy; None of any other.
-        packing: several short documents share a row.
-        spares_padding: all documents go back to back, packed or not.
+        max_tokens: maximum tokens of a micro-batch, padding included; a longer row is one by itself.
+        block_length: of a block-causal policy; None for any other.
+        packing: whether several short documents share a row.
+        spares_padding: whether all documents are concatenated without padding, whatever `packing` is.
     """
     if packing and not spares_padding:
         return _of_packed_rows(masked, max_tokens)
     if block_length is None and masked.ids.numel() <= max_tokens:
-        # With the padding that it has: the same bits as without a limit.
+        # Padded as without a limit, and so bit-identical to it.
         return [masked]
     parts, _ = runs(_row_lengths(masked, block_length).tolist(), max_tokens, spares_padding=spares_padding)
     return [masked.select(torch.arange(part.start, part.stop), int(masked.lengths[part].max())) for part in parts]
@@ -41,8 +41,7 @@ def micro_batches(
 def _of_packed_rows(masked: MaskedDocuments, max_tokens: int) -> list[MaskedDocuments]:
     """Cut the packed rows into runs.
 
-    The documents of some rows, packed again by themselves, share the same rows: first fit decreasing places each of
-    them as before.
+    Packing the documents of some rows again gives the same rows, because first fit decreasing places each as before.
     """
     width = masked.ids.shape[1]
     rows = first_fit_decreasing(masked.lengths.tolist(), width)
@@ -51,8 +50,11 @@ def _of_packed_rows(masked: MaskedDocuments, max_tokens: int) -> list[MaskedDocu
 
 
 def _row_lengths(masked: MaskedDocuments, block_length: int | None) -> Tensor:
-    """[B] int64: slots of each document's row. A block-causal policy's has every block that is asked about, behind what
-    is clean before the last of them (`learner/estimators/block_views.py`)."""
+    """Return the number of slots of each document's row, [B] int64.
+
+    A block-causal policy's row has every scored block, after the clean blocks before the last of them
+    (`learner/estimators/block_views.py`).
+    """
     if block_length is None:
         return masked.lengths
     blocks_N, num_blocks = masked.columns // block_length, -(-masked.ids.shape[1] // block_length)

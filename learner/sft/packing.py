@@ -1,7 +1,7 @@
-"""Packing: several short documents in one row of a batch, so that less of it is padding.
+"""Packing: several short documents in one row of a batch, to reduce padding.
 
 Which documents share a row changes no loss and no gradient: attention stays inside a document
-(`learner.model.attention.visible.within_documents`), and a document is packed whole.
+(`learner.model.attention.visible.within_documents`), and documents are never split.
 
 Shape letters: B documents, S slots of the widest one, R rows, W slots of a row.
 """
@@ -28,20 +28,20 @@ class PackedRows:
     ids: Tensor
     """[R, W] int64."""
     documents: Tensor
-    """[R, W] int64: whose each slot is, as an index of the document; -1 fills a row."""
+    """[R, W] int64: the document index of each slot; -1 is padding."""
     rows: Tensor
     """[B] int64: the row of each document."""
     starts: Tensor
-    """[B] int64: its first column there."""
+    """[B] int64: the first column of each document in its row."""
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """The documents of each row: the longest first, each in the first row that has room.
+    """Assign documents to rows: the longest first, each to the first row that has room.
 
-    It needs at most 11/9 of the fewest rows possible, and two thirds of one more (Dosa, ESCAPE 2007). Of two equally
-    long documents the earlier comes first, so the rows hang on the lengths alone.
+    It needs at most 11/9 of the fewest rows possible, plus two thirds of a row (Dosa, ESCAPE 2007). The earlier of two
+    equally long documents comes first, so the rows depend only on the lengths.
 
-    Raises ValueError when a document is longer than `capacity`.
+    Raises ValueError if a document is longer than `capacity`.
     """
     rows: list[list[int]] = []
     room: list[int] = []
@@ -81,12 +81,12 @@ def pack(ids_BS: Tensor, lengths_B: Tensor, capacity: int) -> PackedRows:
 
 
 def padding_share(num_tokens: Sequence[int], width: int) -> float:
-    """Share of the slots that hold no token, of documents that each have a row of `width` slots."""
+    """Return the share of slots without a token if each document has a row of `width` slots."""
     return 1 - sum(num_tokens) / (len(num_tokens) * width)
 
 
 def packed_padding_share(num_tokens: Sequence[int], batch_size: int) -> float:
-    """The same of documents that are packed, `batch_size` at a time and in their order."""
+    """Return the same for documents that are packed, `batch_size` at a time and in their order."""
     capacity, num_slots = max(num_tokens), 0
     for start in range(0, len(num_tokens), batch_size):
         batch = num_tokens[start : start + batch_size]

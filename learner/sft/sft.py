@@ -1,13 +1,13 @@
 """Masked supervised fine-tuning: the denoising loss of LLaDA on completions.
 
-Each document draws a mask ratio t ~ U(0, 1], masks its completion slots with probability t (the prompt never), and
-pays CE / t on the masked slots: an upper bound on the negative log-likelihood (LLaDA, arXiv 2502.09992, algorithm 2).
-The ratios of a batch are spread evenly over (0, 1], from a start that each step draws: each is uniform, and their mean
-hardly varies.
+Each document samples a mask ratio t ~ U(0, 1], and masks its completion slots with probability t, never its prompt. The
+loss is CE / t on the masked slots: an upper bound on the negative log-likelihood (LLaDA, arXiv 2502.09992, algorithm
+2). The ratios of a batch are spread evenly over (0, 1], from a random start at each step: each is uniform, and their
+mean hardly varies.
 
-The sum of a document is divided by the number of its completion slots, and the documents of the whole batch, over all
-ranks, are averaged: long answers weigh no more than short ones (LLaDA's guidelines; d1 does so too).
-`normalize_by: slot` divides by the slots of the whole batch instead, so that every slot weighs the same.
+A document's loss is divided by the number of its completion slots, and averaged over the documents of the whole batch,
+on all ranks: long answers weigh no more than short ones (LLaDA's guidelines; d1 does so too). `normalize_by: slot`
+divides by the slots of the whole batch instead, so that every slot weighs the same.
 
 Shape letters: B documents, S slots of the widest one, N masked slots, V vocabulary.
 """
@@ -45,53 +45,53 @@ class SftConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     data: Path | None = None
-    """Examples: a file or a directory, on every machine at this path, or a dataset of the hub, as `task.train_data`;
-    rows of `messages`, of `prompt` and `completion`, of s1K's columns, or of `text`. Or plain text: `.txt` and `.md`
-    files. Without it the task's own demonstrations."""
+    """Examples: a file or a directory, at this path on every machine, or a dataset of the hub, as `task.train_data`.
+    Rows have `messages`, or `prompt` and `completion`, or s1K's columns, or `text`; `.txt` and `.md` files are plain
+    text. Absent: the task's own demonstrations."""
     num_labels: PositiveInt | None = None
-    """Examples to train on: the first training problems, or the first of `data`, of which none means all. More
-    optimizer steps reuse the same examples under other masks."""
+    """Examples to train on: the first training problems, or the first of `data` (absent: all of `data`). More optimizer
+    steps reuse the same examples under other masks."""
     num_steps: NonNegativeInt
     """Optimizer steps; 0 skips the stage."""
     batch_size: PositiveInt = 64
     """Examples of an optimizer step, over all workers."""
     micro_batch_tokens: PositiveInt | None = None
-    """Most tokens of one forward and backward on one worker, with padding where rows have any; a longer row stands
-    alone. Absent: a worker's examples of the step all at once. The update does not depend on it. Where a GPU's memory
-    runs out, the run halves it by itself."""
+    """Maximum tokens of one forward and backward on one worker, padding included; a longer row runs alone. Absent: all
+    of a worker's examples of the step at once. The update does not depend on it. If a GPU's memory runs out, the run
+    halves it automatically."""
     max_tokens: PositiveInt | None = None
-    """Longest example of `data`, prompt and completion together (d1: 4096), and the length of the chunks that a plain
-    text is cut into; none is the canvas of the rollout."""
+    """Longest example of `data`, prompt and completion together (d1: 4096), and the length of the chunks that plain
+    text is cut into; absent: the canvas of the rollout."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """Examples of `data` above `max_tokens`: `drop` leaves them out, `truncate` keeps their first tokens, as d1 does,
-    which cuts off the answer. Both are counted."""
+    """Treatment of examples of `data` above `max_tokens`: `drop` leaves them out; `truncate` keeps their first tokens,
+    as d1 does, which cuts off the answer. Both are counted."""
     eos_padding: Literal["trained", "ignored"] = "trained"
-    """What follows the first end of text: `trained` fills the canvas with end of text and trains on it (d1), so that
+    """Padding after the first end of text: `trained` fills the canvas with end of text and trains on it (d1), so that
     the policy can be sampled on a canvas that is longer than its answer; `ignored` ends the canvas there."""
     packing: bool = False
-    """Put several short examples into one row, each with positions and attention of its own: the same loss from fewer
+    """Put several short examples into one row, each with its own positions and attention: the same loss from fewer
     slots. Needs `eos_padding: ignored`."""
     num_eval: NonNegativeInt = 0
-    """Examples that are held out for the evaluation loss; 0 has none. Of `data` a fixed choice by prompt, more only
-    where several share one, or chunks of plain texts that are held out whole; else the first validation problems, or
-    without any the first held-out ones."""
+    """Held-out examples for the evaluation loss; 0: none. From `data` they are a fixed choice by prompt (more than this
+    only if several share one), or chunks of plain texts that are held out whole. Otherwise they are the first
+    validation problems, or the first held-out ones if there are none."""
     eval_every_steps: NonNegativeInt = 0
-    """Also take the evaluation loss after every so many steps; 0 does so only at the start and the end."""
+    """Also compute the evaluation loss after every so many steps; 0: only at the start and the end."""
     num_samples: NonNegativeInt = 0
-    """Completions of held-out prompts to show with each evaluation loss, by the learner at temperature 0 and the first
-    schedule of the evaluation; 0 shows none. At most `num_eval`."""
+    """Completions of held-out prompts to show with each evaluation loss, sampled by the learner at temperature 0 with
+    the first schedule of the evaluation; 0: none. At most `num_eval`."""
     normalize_by: Literal["row", "slot"] = "row"
-    """What the loss is a mean over: `row`, the examples, of each one's mean over its completion slots (LLaDA, d1); or
-    `slot`, all completion slots of the batch, so that long answers weigh more. The two differ where examples do: with
-    `eos_padding: ignored`."""
+    """What the loss is a mean over. `row`: the examples, of each one's mean over its completion slots (LLaDA, d1).
+    `slot`: all completion slots of the batch, so that long answers weigh more. The two differ if examples have
+    different numbers of slots, as with `eos_padding: ignored`."""
     attention_annealing_steps: NonNegativeInt = 0
     """Optimizer steps over which attention opens, for a policy that was autoregressive: a slot sees the slots before
-    it, and of those after it a share that grows linearly from 1 / steps to 1 (DiffuLLaMA). 0: it is open from the first
-    step. The evaluation loss is always that of open attention."""
+    it, and a share of those after it that grows linearly from 1 / steps to 1 (DiffuLLaMA). 0: open from the first step.
+    The evaluation loss is always under open attention."""
     lora_alpha: PositiveInt | None = None
     """`model.lora.alpha` of the adapter that SFT and the control train (d1: 256); absent: that of the rounds."""
     lr: PositiveFloat = 1e-5
-    """Peak learning rate, reached after `num_warmup_steps`, then falling linearly to a tenth."""
+    """Peak learning rate, reached after `num_warmup_steps`, then decaying linearly to a tenth."""
     num_warmup_steps: NonNegativeInt = 20
     """Steps of linear warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -124,7 +124,7 @@ class SftConfig(BaseModel):
 
     @property
     def refusal(self) -> str | None:
-        """Why there is nothing to train on; None where there is. A stage that is skipped needs nothing."""
+        """Why the examples are not determined; None if they are. It does not apply to a stage that is skipped."""
         if self.data is not None:
             return None
         if self.num_labels is None:
@@ -137,12 +137,12 @@ class SftConfig(BaseModel):
         return None
 
     def lr_at(self, step: int, progress: float) -> float:
-        """The learning rate of an optimizer step, `progress` (0 to 1) of the stage being done."""
+        """Return the learning rate of an optimizer step, at a `progress` of the stage between 0 and 1."""
         return self.lr * min(1.0, (step + 1) / (self.num_warmup_steps + 1)) * (1.0 - 0.9 * progress)
 
 
 def sft_rows(num_labels: int, batch_size: int, step: int, seed: int) -> Tensor:
-    """The rows [batch_size] of an optimizer step: each epoch is its own permutation of the labels."""
+    """Return the rows [batch_size] of an optimizer step; each epoch is a separate permutation of the examples."""
     positions = torch.arange(step * batch_size, (step + 1) * batch_size)
     rows = torch.empty_like(positions)
     for epoch in (positions // num_labels).unique().tolist():
@@ -159,7 +159,7 @@ class MaskedDocuments:
     ids: Tensor
     """[B, S] int64, masked."""
     clean: Tensor
-    """[B, S] int64, as they were."""
+    """[B, S] int64, unmasked."""
     lengths: Tensor
     """[B] int64, used slots."""
     sizes: Tensor
@@ -167,9 +167,9 @@ class MaskedDocuments:
     rows: Tensor
     """[N] int64: the document of each masked slot, ascending."""
     columns: Tensor
-    """[N] int64: its column there."""
+    """[N] int64: the column of each masked slot in its document."""
     targets: Tensor
-    """[N] int64: the token that it held."""
+    """[N] int64: the token that was masked."""
     weights: Tensor
     """[N] float32: 1 / t of its document."""
 
@@ -191,13 +191,13 @@ class MaskedDocuments:
         )
 
     def weightless(self) -> MaskedDocuments:
-        """The first document alone, worth nothing: what a rank runs while others have more to do."""
+        """Return the first document with a weight of 0: what a rank runs while others have more micro-batches."""
         first = self.select(torch.tensor([0]), int(self.lengths[0]))
         return replace(first, weights=torch.zeros_like(first.weights))
 
 
 def plan_sft(documents: Documents, mask_id: int, step: int, seed: int, batch_size: int) -> MaskedDocuments:
-    """The masks of one step of `batch_size` documents on all ranks, which are keyed by their place in the run."""
+    """Mask the documents of one step, `batch_size` on all ranks, which are keyed by their position in the run."""
     start = uniform(torch.tensor(fold(seed, step, _T_KEY), device=documents.ids.device))
     place_B = (start + documents.sample_keys % batch_size / batch_size) % 1
     t_B = _MIN_T + (1 - _MIN_T) * place_B
@@ -207,8 +207,8 @@ def plan_sft(documents: Documents, mask_id: int, step: int, seed: int, batch_siz
 def mask_documents(documents: Documents, mask_id: int, t_B: Tensor, keys: tuple[int, ...]) -> MaskedDocuments:
     """Mask each completion slot with its document's probability `t_B`, drawn by the document's key and `keys`.
 
-    A draw is also keyed by the slot's place in the completion, and by nothing else: not by the row's neighbours, nor by
-    where a document stands when it is packed.
+    A draw is also keyed by the slot's position in the completion, and by nothing else: neither by the row's neighbours,
+    nor by a document's position when it is packed.
     """
     columns_S = torch.arange(documents.ids.shape[1], device=documents.ids.device)
     slots_BS = columns_S - documents.prompt_lengths[:, None]
@@ -236,15 +236,14 @@ def masked_logps(
     opened_SS: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Log-probability, in nats, of what each masked slot held: [N] float32, packed into rows or not.
+    """Compute the log-probability, in nats, of the token of each masked slot: [N] float32.
 
     Args:
         model: the policy.
         masked: on the CPU.
-        packing: several short documents share a row.
-        spares_padding: all documents go back to back: then there is nothing left to pack.
-        opened_SS: under which attention, where that is not the policy's own (`annealing.py`); not for documents that go
-            back to back.
+        packing: whether several short documents share a row.
+        spares_padding: whether all documents are concatenated without padding; `packing` then has no effect.
+        opened_SS: attention mask, if not the policy's own (`annealing.py`); not for concatenated documents.
         device: where the model computes; None: where its weights are.
     """
     device = device or next(model.parameters()).device
