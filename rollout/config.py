@@ -62,8 +62,8 @@ class RolloutConfig(BaseModel):
     `sampling`."""
     max_oversampling: Annotated[float, Field(ge=1)] = 1.0
     """Above 1, a round replaces uninformative groups, and samples up to this many times its groups (DAPO's dynamic
-    sampling; `docs/algorithms.md`). Uninformative are groups whose rewards are all equal, groups outside the accuracies
-    of `learner.filters`, and groups that failed. 1: none is replaced."""
+    sampling; `docs/algorithms.md`). A group is uninformative if its rewards are all equal, if the accuracies of
+    `learner.filters` exclude it, or if it failed. 1: none is replaced."""
     curriculum: Annotated[int, Field(ge=1, le=64)] = 1
     """Above 1, a round samples its problems from this many times as many candidates, weighted by p (1 - p), where p
     estimates a problem's solve rate so far. Problems that were never sampled have the largest weight

@@ -1,4 +1,4 @@
-"""Grammar constraints in a batch: which tokens a step may commit, and which of its samples fit together.
+"""Grammar constraints in a batch: which tokens a step may commit, and which samples fit together.
 
 A step samples all slots of a block independently. So each slot is first restricted to the tokens that fit those already
 committed. Then the sampled tokens are committed from left to right. A slot whose token no longer fits stays masked for

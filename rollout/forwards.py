@@ -1,4 +1,4 @@
-"""Forwards of one denoise step: KV caches, classifier-free guidance, and logits shared by equal canvases.
+"""Forwards of one denoise step: KV caches, classifier-free guidance, sharing by equal canvases.
 
 Rows of several kinds can be active at once. A row without a KV cache is run whole, once for all rows whose canvases are
 equal. Under guidance it is run once more with its prompt masked. A row with a cache is run whole where its block begins

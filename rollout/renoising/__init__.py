@@ -1,1 +1,1 @@
-"""Renoising sampler, for policies without a mask token: random ids are denoised, uncertain slots renoised."""
+"""Renoising sampler, for policies without a mask token: denoises random ids, renoises uncertain slots."""

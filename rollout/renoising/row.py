@@ -48,7 +48,7 @@ class Row:
     def __init__(
         self, policy: RenoisingPolicy, request: RenoisingRequest, draws: Draws | None = None, watch: Watch | None = None
     ) -> None:
-        """Begin a request, which the policy must be able to serve. `draws` replaces those keyed by its seed."""
+        """Begin a request that the policy can serve. `draws` replaces the random draws keyed by its seed."""
         config, device = policy.config, policy.device
         self._policy, self.request, self._watch = policy, request, watch
         self._num_slots = request.num_slots(config.canvas_length)

@@ -46,7 +46,7 @@ class RenoisingSampler:
     def complete(
         self, request: RenoisingRequest, draws: Draws | None = None, watch: Watch | None = None
     ) -> RenoisedCompletion:
-        """Sample the completion of one request. `draws` replaces those keyed by its seed."""
+        """Sample the completion of one request. `draws` replaces the random draws keyed by its seed."""
         row = Row(self.policy, request, draws, watch)
         while not row.is_done:
             row.step()
