@@ -1,6 +1,6 @@
 """Ledger of work units: a pure state machine for retries and bounded staleness.
 
-Only the learner's requests advance it. Groups are sampled in work units (`PortionKey`), and each work unit goes
+Only what the learner publishes admits new rounds. Groups are sampled in work units (`PortionKey`), each of which goes
 
     waiting -> running -> ready -> trained        or        -> failed (after `max_attempts` attempts)
 
