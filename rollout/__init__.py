@@ -1,1 +1,1 @@
-"""Policy and token ids in, completions out. Knows no text, no reward, no Ray."""
+"""Sampler of diffusion language models: token ids in, completions out. No text, rewards or Ray."""

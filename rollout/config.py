@@ -1,4 +1,4 @@
-"""How many samplers there are and what they do."""
+"""Config of the samplers, of their engine, and of held-out evaluation."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from rollout.schedule_config import ScheduleConfig, with_schedules
 
 
 class EngineConfig(BaseModel):
-    """How a sampler computes. None of it changes what is sampled, but for the last bits of a logit."""
+    """How a sampler computes. Nothing here changes what is sampled, except for the last bits of a logit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     num_slots: PositiveInt = 64
-    """Completions that are denoised at a time: a row that is done leaves, and one that waits takes its place."""
+    """Completions denoised at a time. A finished one leaves, and a waiting one takes its slot (continuous batching)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations; logits, probabilities and draws are float32 in any case."""
+    """Precision of weights and activations. Probabilities and sampling are float32 in any case."""
     steps_per_sync: PositiveInt = 1
-    """Denoise steps between two looks at which rows are done: more keep a GPU busy, and run rows that are done along.
-    With a cache it is 1."""
+    """Denoise steps between checks for finished rows. More keep a GPU busy, but also run finished rows. With a KV cache
+    it is 1."""
     attention: Literal["sdpa", "flex"] = "sdpa"
-    """How rows of unequal length share a batch: `sdpa` masks their padding, `flex` (FlexAttention) skips it. `flex` is
-    made for `compile` on a GPU."""
+    """How rows of unequal length share a batch: `sdpa` masks their padding, or runs whole canvases back to back where a
+    GPU kernel can; `flex` (FlexAttention) skips it. `flex` is meant for `compile` on a GPU."""
     compile: bool = False
-    """Compile the policy (torch.compile; on a GPU with CUDA graphs). It takes minutes at the start, for each shape."""
+    """Compile the policy (torch.compile; on a GPU with CUDA graphs). Takes minutes at the start, for each shape."""
     block_cache: bool = True
-    """Remember the keys and values of finished blocks where the policy is block-causal: exact, and a step then runs its
-    block alone. Off, every step runs the whole canvas up to its block. A bidirectional policy has `sampling.cache`."""
+    """KV cache of finished blocks, for block-causal policies. It is exact, and most steps then run only their block.
+    Off, every step runs the canvas up to its block. A bidirectional policy has `sampling.cache`."""
     static_shapes: bool = False
-    """Predict every slot of a block instead of the masked ones: nothing waits for the device within a step. Always so
-    on a GPU."""
+    """Predict every slot of a block instead of the masked ones, so that a step does not synchronize with the device.
+    Always on with a GPU."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch names it."""
+        """`dtype` as a torch dtype."""
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
 
 
@@ -47,36 +47,38 @@ class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     num_samplers: PositiveInt = 2
-    """Sampler actors. Each holds a whole policy and computes on a GPU of its own, or on one thread of a CPU."""
+    """Sampler actors. Each holds a whole policy and computes on one GPU (or the share `gpus.sampler`), or on one CPU
+    thread."""
     batch_size: PositiveInt = 64
-    """Completions that a sampler is given at once, at most: whole groups, and no more than share a round out among
-    `num_samplers`. Both are part of what a run's numbers depend on: the last bits of a logit change with the batch."""
+    """Maximum completions that are sent to a sampler at once: whole groups, and no more than divide a round among
+    `num_samplers`. A run's exact numbers depend on both: the last bits of a logit change with the batch."""
     engine: EngineConfig = EngineConfig()
     """How a sampler computes."""
     sampling: SamplingParams = SamplingParams()
-    """How training completions are denoised; evaluation does the same at temperature 0."""
+    """How training completions are denoised. Evaluation does the same at temperature 0."""
     schedules: tuple[ScheduleConfig, ...] | None = None
-    """Schedules in place of that of `sampling`, each a section such as `num_denoise_steps: 9` or `threshold: 0.9`: the
-    seed draws one for each group, so that the states of all of them are trained. Absent: every group is denoised as
-    `sampling` says."""
+    """Schedules that replace the one of `sampling`, each a section such as `num_denoise_steps: 9` or `threshold: 0.9`.
+    The seed picks one for each group, so that the states of all of them are trained. Absent: every group uses
+    `sampling`."""
     max_oversampling: Annotated[float, Field(ge=1)] = 1.0
-    """Above 1, a round replaces groups that teach nothing by others, and asks up to so many times its groups (DAPO's
-    dynamic sampling; `docs/algorithms.md`). Those are groups whose rewards are all equal, that `learner.filters`'
-    accuracies leave out, or that failed. 1: none is replaced."""
+    """Above 1, a round replaces uninformative groups, and samples up to this many times its groups (DAPO's dynamic
+    sampling; `docs/algorithms.md`). A group is uninformative if its rewards are all equal, if the accuracies of
+    `learner.filters` exclude it, or if it failed. 1: none is replaced."""
     curriculum: Annotated[int, Field(ge=1, le=64)] = 1
-    """Above 1, a round chooses its problems among so many times as many: by chance, in proportion to p (1 - p) if p is
-    how often one was solved so far, and those that were never asked before all others (`docs/algorithms.md`). 1: they
-    come in their order."""
+    """Above 1, a round samples its problems from this many times as many candidates, weighted by p (1 - p), where p
+    estimates a problem's solve rate so far. Problems that were never sampled have the largest weight
+    (`docs/algorithms.md`). 1: problems come in their order."""
     overlong_prompts: Literal["drop", "truncate_left"] = "drop"
-    """Prompts above `max_prompt_tokens`: `drop` trains on none of them and counts them, and evaluations ask them whole;
-    `truncate_left` keeps the last tokens everywhere, as d1 does, which cuts off the instruction."""
+    """Prompts above `max_prompt_tokens`. `drop` leaves them out of training and reports their number; evaluations use
+    them whole. `truncate_left` keeps their last tokens in training and evaluation, as the published d1 does, which cuts
+    off the instruction."""
     max_prompt_tokens: PositiveInt = 200
-    """Longest prompt of training (d1: 200)."""
+    """Longest training prompt (d1: 200)."""
     timeout_s: PositiveFloat = 600.0
-    """Longest time for one batch of completions, in seconds, beside what new weights take to arrive at 50 MB/s; then it
-    is tried on another sampler."""
+    """Timeout of one batch of completions, in seconds, plus the time that new weights take to arrive at 50 MB/s. After
+    it the sampler is restarted and the batch is tried again."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
-    """Tries of one batch before its groups count as failed."""
+    """Attempts at one batch before its groups count as failed."""
 
     @model_validator(mode="after")
     def _fitting(self) -> RolloutConfig:
@@ -85,7 +87,7 @@ class RolloutConfig(BaseModel):
 
     @property
     def params(self) -> tuple[SamplingParams, ...]:
-        """What a group's parameters are drawn from."""
+        """Sampling parameters of training: the seed picks one of them for each group."""
         return with_schedules(self.sampling, self.schedules)
 
 
@@ -97,24 +99,27 @@ class EvaluationConfig(BaseModel):
     num_problems: PositiveInt = 500
     """Held-out problems of each evaluation. Those whose prompts leave no room for a completion count as wrong."""
     num_validation: NonNegativeInt = 0
-    """Validation problems, of `task.validation_fraction`: with them the evaluations between the rounds, SFT's loss and
-    the choice of the best checkpoint are on these, and the held-out problems are asked only at the ends of the stages.
-    0: there are none, the evaluations between the rounds ask the held-out problems, and no checkpoint is `best`."""
+    """Validation problems, from `task.validation_fraction`. With them, evaluations between rounds, SFT's evaluation
+    loss and the choice of the best checkpoint use these, and the held-out problems are used only at the end of each
+    stage. 0: evaluations between rounds use the held-out problems, and no checkpoint is `best`."""
     every_rounds: NonNegativeInt = 0
-    """Evaluate also after every so many rounds, beside the next one, and write a checkpoint there; 0 does so only at
-    the ends of the stages."""
+    """Also evaluate after every so many rounds, concurrently with the next one, and write a checkpoint there. 0: only
+    at the end of each stage."""
     schedules: tuple[ScheduleConfig, ...] | None = None
-    """Schedules in place of that of `rollout.sampling`, each a section as in `rollout.schedules`. The accuracy at the
-    first is what a policy is compared and announced by, and what the service answers at; what SFT, the rounds and the
-    control end with is evaluated at the others too."""
+    """Schedules that replace the one of `rollout.sampling`, each a section as in `rollout.schedules`. Policies are
+    compared and published by their accuracy at the first, which is also the service's default. The final policies of
+    SFT, of the rounds and of the control are evaluated at the others too."""
 
     @property
     def to_choose_by(self) -> tuple[str, str, int]:
-        """What may be looked at before a run's end: which problems, the field that says how many, and how many."""
+        """Problems that decisions within a run are based on: their kind, the field with their number, the number."""
         if self.num_validation:
             return "validation", "num_validation", self.num_validation
         return "held-out", "num_problems", self.num_problems
 
     def params(self, sampling: SamplingParams) -> tuple[SamplingParams, ...]:
-        """The parameters to evaluate at, the first the one that counts. Raises ValueError where one does not fit."""
+        """Return the parameters to evaluate at; the first is the one that policies are compared by.
+
+        Raises ValueError if a schedule does not fit.
+        """
         return with_schedules(sampling, self.schedules)

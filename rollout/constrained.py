@@ -1,8 +1,8 @@
-"""Rows under a grammar: what each step may commit to their slots, and which of its draws fit together.
+"""Grammar constraints in a batch: which tokens a step may commit, and which samples fit together.
 
-A step predicts all slots of a block at once and knows nothing of what it draws beside. So each slot is restricted to
-the tokens that fit what stands; then the draws are committed from left to right, and one that no longer fits stays
-masked for a later step. The first always fits: every step commits something, and a row takes as many as it needs.
+A step samples all slots of a block independently. So each slot is first restricted to the tokens that fit those already
+committed. Then the sampled tokens are committed from left to right. A slot whose token no longer fits stays masked for
+a later step. The first always fits, so every step commits something, and a row takes as many steps as it needs.
 
 Shape letters: A active rows, K slots of a block, N open slots, M slots that are committed, V vocabulary.
 """
@@ -25,30 +25,30 @@ from rollout.step import Drawn
 
 
 class ConstrainedRows:
-    """The grammars of a batch, by the slots of the engine."""
+    """Grammars of the rows of a batch, by slot of the engine."""
 
     def __init__(self, slots: Slots, config: TransformerConfig) -> None:
-        """Begin without any."""
+        """Begin without grammars."""
         self._slots, self._config = slots, config
         self._grammars: dict[int, CanvasGrammar] = {}
 
     @property
     def is_any(self) -> bool:
-        """Whether a row may have a grammar."""
+        """Whether any row has a grammar."""
         return bool(self._grammars)
 
     def admit(self, slot: int, request: Request) -> None:
-        """Take the grammar of a request that enters, if it has one."""
+        """Add the grammar of a request that enters, if it has one."""
         grammar = canvas_grammar_of(request, self._config)
         if grammar is not None:
             self._grammars[slot] = grammar
 
     def forget(self, slot: int) -> None:
-        """A row has left."""
+        """Drop the grammar of a row that left."""
         self._grammars.pop(slot, None)
 
     def forbid(self, active: Sequence[ActiveRow], columns_AK: Tensor, found: SlotLogits) -> None:
-        """Make impossible what does not fit; looks at the device where a row has a grammar."""
+        """Set the logits of tokens that do not fit to -inf. Synchronizes with the device if a row has a grammar."""
         rows = {index: row for index, row in enumerate(active) if row.slot in self._grammars}
         if not rows:
             return
@@ -67,13 +67,13 @@ class ConstrainedRows:
     def fitting(
         self, active: Sequence[ActiveRow], where: tuple[Tensor, Tensor], drawn: Drawn, chosen_M: Tensor
     ) -> Tensor:
-        """[M] those of the chosen that are committed.
+        """Return [M] bool: which of the chosen slots are committed.
 
         Args:
             active: the rows of this step.
-            where: slots of the engine and columns of what is chosen, [M] each.
-            drawn: the tokens.
-            chosen_M: bool, what the schedules chose.
+            where: slots of the engine and columns of the candidates, [M] each.
+            drawn: their sampled tokens.
+            chosen_M: bool, which of them the schedules chose.
         """
         rows = {row.slot: row for row in active if row.slot in self._grammars}
         if not rows:

@@ -1,14 +1,13 @@
-"""The forwards of one denoise step: which canvases are run, and how their logits serve the rows.
+"""Forwards of one denoise step: KV caches, classifier-free guidance, sharing by equal canvases.
 
-Rows of several kinds can be active at once. A row without cache is run whole, once for all rows whose canvases are
-equal, and once more with its prompt masked under guidance. A row with a cache is run whole where its block begins or is
-refreshed, and then leaves keys and values behind; else only its block is run (dual) or its block and all after it
-(prefix).
+Rows of several kinds can be active at once. A row without a KV cache is run whole, once for all rows whose canvases are
+equal. Under guidance it is run once more with its prompt masked. A row with a cache is run whole where its block begins
+or is refreshed, which fills the cache. Other steps run only its block (dual), or its block and all after it (prefix).
 
-A block-causal policy's blocks never change once they are finished, and nothing sees what comes after its own block. So
-a canvas is run up to its block only, and what is remembered of finished blocks is exact, if it was computed when they
-were finished: the first step of a block runs the clean block before it along (a row that enters, its prompt), and every
-other step its block alone, and the column before it where that predicts its first slot.
+A block-causal policy's blocks never change once they are finished, and no slot attends past its own block. So a canvas
+is run up to its current block only. The KV cache of finished blocks is exact if it is computed after they are finished.
+Therefore the first step of a block also runs the finished block before it (for a row that enters, its prompt). Every
+other step runs only its block, and the column before it where that predicts its first slot.
 
 Shape letters: A active rows, K slots of a block, R rows of a forward, U different canvases, N open slots, Q queried
 columns, V vocabulary.
@@ -36,43 +35,43 @@ _BUCKET = 64
 
 
 class ForwardKind(IntEnum):
-    """How a row is run; active rows are kept in this order."""
+    """Kind of forward that a row needs; active rows are sorted by it."""
 
     WHOLE = 0
     REFRESH = 1
     CACHED = 2
     PREFILL = 3
-    """Block-causal: a row that enters, from its first column on."""
+    """Block-causal: the first step of a row, from its first column on."""
     COMMIT = 4
-    """Block-causal: a block's first step, with what was finished before it."""
+    """Block-causal: the first step of a later block, together with the block finished before it."""
     BLOCK = 5
     """Block-causal: any other step."""
 
     @property
     def remembers_finished(self) -> bool:
-        """Whether what it leaves of finished blocks is remembered for good."""
+        """Whether the KV cache that it fills for finished blocks is final."""
         return self >= ForwardKind.PREFILL
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveRow:
-    """A row of this step, as the host knows it."""
+    """A row of this step, as known on the host."""
 
     slot: int
     request: Request
     kind: ForwardKind
     twin: int
-    """The first slot whose canvas has the same tokens, its own perhaps."""
+    """The first slot whose canvas has the same tokens, possibly its own."""
     block_start: int
     """Column where its block begins."""
     length: int
-    """Columns of the canvas, as far as the block can see."""
+    """Columns of the canvas that the block can attend to."""
     num_remembered: int = 0
-    """Columns whose keys and values are remembered for good, where the policy is block-causal."""
+    """Columns in the final KV cache, where the policy is block-causal."""
 
     @property
     def canvas_key(self) -> object:
-        """Equal for rows that the same forward serves: equal tokens, masked slots, blocks and guidance."""
+        """Key that is equal for rows that share a forward: equal tokens, masked slots, blocks and guidance."""
         params = self.request.params
         return (
             self.twin,
@@ -81,9 +80,10 @@ class ActiveRow:
             params.block_length,
             params.cfg_scale,
             params.forbidden_ids,
-            # What may stand where depends on where a text may end.
+            # The ids that may end a text affect which tokens a grammar allows.
             None if self.request.grammar is None else (self.request.grammar, params.stop_ids),
-            # Under token editing a full block may not be finished, and its tokens but the given are asked about.
+            # Under token editing a block without masks may be unfinished, and its tokens, except given ones, are
+            # predicted.
             self.block_start,
             frozenset(self.request.fixed_tokens) if params.edits else None,
         )
@@ -91,19 +91,19 @@ class ActiveRow:
 
 @dataclass(slots=True)
 class ForwardCounts:
-    """What the forwards cost so far."""
+    """Counters of the cost of forwards."""
 
     num_forwards: int = 0
     """Calls of the network."""
     num_rows: int = 0
-    """Canvases, or parts of one, that they ran."""
+    """Canvases, whole or in part, that they ran."""
     num_tokens: int = 0
     """Slots that they ran, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLogits:
-    """What the forwards of a step give."""
+    """Logits of the open slots of a step."""
 
     logits: Tensor
     """[U, V]."""
@@ -132,16 +132,15 @@ class Forwards:
 
         Args:
             model: the policy.
-            forward: its forward, perhaps compiled.
+            forward: its forward, possibly compiled.
             slots: the rows.
-            counts: added to.
-            memory: what rows are remembered in, as a batch before this one left it and the next one finds it; it grows.
-                None: a memory of this batch.
-            is_static: score every slot of each block instead of the masked ones, so that nothing waits for the device,
-                and round up the width that unequal rows share.
-            is_compiled: round up every width: each shape is compiled anew.
-            spares_padding: run whole canvases of unequal length back to back, where nothing is remembered: without
-                padding, and without the mask that it would need.
+            counts: counters to add to.
+            memory: the KV cache, passed from batch to batch; it grows as needed. None: a cache of this batch only.
+            is_static: score every slot of each block instead of the masked ones, so that nothing synchronizes with the
+                device, and round up the common width of unequal rows.
+            is_compiled: round up every width, since each shape is compiled separately.
+            spares_padding: run whole canvases of unequal length back to back where there is no KV cache. This needs
+                neither padding nor its mask.
         """
         self.model, self._forward, self.counts = model, forward, counts
         self._slots, self._is_static, self._is_compiled = slots, is_static, is_compiled
@@ -150,7 +149,7 @@ class Forwards:
         self._is_memory_kept = memory is not None
 
     def logits(self, active: Sequence[ActiveRow], columns_AK: Tensor, open_AK: Tensor) -> SlotLogits:
-        """Logits of the open slots of all active rows, which are sorted by kind.
+        """Compute the logits of the open slots of all active rows, which are sorted by kind.
 
         Args:
             active: the rows.
@@ -174,7 +173,7 @@ class Forwards:
         )
 
     def _part(self, rows: list[ActiveRow], columns_RK: Tensor, open_RK: Tensor) -> SlotLogits:
-        """The same for rows of one kind."""
+        """Compute the logits of rows of one kind."""
         index_N = self._asked(open_RK)
         if rows[0].kind is not ForwardKind.WHOLE:
             logits_NV = self._with_memory(rows, columns_RK, index_N)
@@ -203,7 +202,7 @@ class Forwards:
         return open_RK.flatten().nonzero()[:, 0]
 
     def _whole(self, rows: Sequence[ActiveRow], columns_RK: Tensor, scored_N: Tensor) -> Tensor:
-        """Logits [N, V] of whole canvases."""
+        """Compute the logits [N, V] of whole canvases."""
         rows_R = self._tensor([row.slot for row in rows])
         lengths = [row.length for row in rows]
         width = self._width(lengths)
@@ -228,14 +227,17 @@ class Forwards:
         return seeing_NV
 
     def _without_prompt(self, rows_G: Tensor, width: int) -> Tensor:
-        """The canvases [G, width] of some rows with a prompt that says nothing."""
+        """Return the canvases [G, width] of some rows with their prompts masked."""
         columns = torch.arange(width, device=rows_G.device)
         is_prompt_GL = columns < self._slots.rows.prompt_length[rows_G, None]
         return torch.where(is_prompt_GL, self.model.config.mask_token_id, self._slots.canvases.tokens[rows_G, :width])
 
     def _twins(self, guided_G: Tensor, columns_RK: Tensor, scored_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The scored slots of the guided rows, in canvases that follow all others: indices into the flattened
-        [(R + G) * K], and for each the place in `scored_N` of the slot that it is the twin of."""
+        """Return the scored slots of the guided rows in their masked-prompt canvases, which follow all others.
+
+        Returns:
+            indices into the flattened [(R + G) * K], and for each the position in `scored_N` of its unmasked twin.
+        """
         R, K = columns_RK.shape
         twin_R = torch.full((R,), -1, device=scored_N.device)
         twin_R[guided_G] = torch.arange(R, R + len(guided_G), device=scored_N.device)
@@ -246,34 +248,34 @@ class Forwards:
         return twin_R[scored_N[of_T] // K] * K + scored_N[of_T] % K, of_T
 
     def _with_memory(self, rows: Sequence[ActiveRow], columns_RK: Tensor, scored_N: Tensor) -> Tensor:
-        """Logits [N, V] of canvases that are remembered: run whole, or only from their blocks on."""
+        """Compute the logits [N, V] of rows with a KV cache: run whole, or only the columns of `_windows`."""
         rows_R = self._tensor([row.slot for row in rows])
         lengths = [row.length for row in rows]
         width = self._width(lengths)
         memory = self._remembered([row.slot for row in rows], width)
         if rows[0].kind is ForwardKind.REFRESH:
             ids_RL = self._slots.canvases.tokens[rows_R, :width]
-            # What lies past a short row's end is not attended to, so it may be remembered.
+            # Columns past a short row's end are not attended to, so they may be cached.
             return self._run(rows, ids_RL, lengths, columns_RK, scored_N, memory=memory)
         begins, ends = self._windows(rows)
         windows = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        # Blocks, unlike what follows them and prompts, have few lengths as they are.
+        # Blocks have few distinct lengths, unlike prompts and the columns after a block.
         is_of_blocks = rows[0].kind in (ForwardKind.BLOCK, ForwardKind.COMMIT)
         is_of_blocks |= all(row.request.params.cache is Cache.DUAL for row in rows)
         window = self._rounded(windows, are_many=not is_of_blocks)
         columns_RQ = self._tensor(begins)[:, None] + torch.arange(window, device=rows_R.device)
-        # Rows with a shorter window than the widest: the rest is run for nothing and forgotten.
+        # Surplus columns of rows with a shorter window are run in vain; the cache's spare last column takes them.
         columns_RQ = torch.where(columns_RQ < self._tensor(ends)[:, None], columns_RQ, width)
         ids_RQ = self._slots.canvases.tokens[rows_R[:, None], columns_RQ.clamp(max=self._slots.width - 1)]
         queries_RK = columns_RK - self._tensor(begins)[:, None]
         return self._run(rows, ids_RQ, lengths, queries_RK, scored_N, memory=memory, columns_RL=columns_RQ)
 
     def _windows(self, rows: Sequence[ActiveRow]) -> tuple[list[int], list[int]]:
-        """The columns of each row that are run beside what is remembered: the first, and the one after the last."""
-        # A policy whose predictions come from the column before needs that column too. (Asked on the CPU: no wait.)
+        """Return the columns of each row to run on top of its KV cache: the first, and the one after the last."""
+        # A policy that predicts a slot from the column before it needs that column too. (On the CPU, to avoid a sync.)
         begins = self.model.predicting_columns(torch.tensor([row.block_start for row in rows])).tolist()
         if rows[0].kind.remembers_finished:
-            # What is remembered of that column is written once more, and is the same.
+            # The cache entry of that column is written again, with the same values.
             first = [min(begin, row.num_remembered) for begin, row in zip(begins, rows, strict=True)]
             return first, [row.length for row in rows]
         ends = [
@@ -302,7 +304,7 @@ class Forwards:
         if is_padded and memory is None and self._spares_padding:
             return self._run_back_to_back(ids_RL, torch.tensor(lengths), queries_RQ, scored_N)
         self.counts.num_tokens += ids_RL.numel()
-        # A block narrower than the widest one asks past its row's end; nobody looks at the answer.
+        # A block narrower than the widest one queries past its row's end; those results are ignored.
         queries_RQ = queries_RQ.clamp(max=ids_RL.shape[1] - 1)
         if self.model.config.is_block_causal:
             blocks_R = self._tensor([row.request.params.block_length for row in rows])
@@ -314,14 +316,14 @@ class Forwards:
         return self._forward(ids_RL, lengths_R, queries_RQ, scored_N, memory=memory, columns_BL=columns_RL)
 
     def _run_back_to_back(self, ids_RL: Tensor, lengths_R: Tensor, queries_RQ: Tensor, scored_N: Tensor) -> Tensor:
-        """The same of rows in one, without padding; `lengths_R` on the CPU."""
+        """Run rows back to back as one, without padding; `lengths_R` is on the CPU."""
         self.counts.num_tokens += int(lengths_R.sum())
         places_T = (torch.arange(ids_RL.shape[1]) < lengths_R[:, None]).flatten().nonzero()[:, 0]
         ids_1T = ids_RL.flatten()[uploaded(places_T, ids_RL.device)][None]
         asked_R = torch.full_like(lengths_R, queries_RQ.shape[1])
         ragged = RaggedRows.of(lengths_R, asked_R, partial(uploaded, device=ids_RL.device))
         begins_R1 = ragged.tokens.ends[:-1, None].long()
-        # As above, of each row.
+        # Clamped as in `_run`, to the end of each row.
         last_R1 = ragged.tokens.ends[1:, None] - 1
         queries_1Q = (queries_RQ + begins_R1).minimum(last_R1).view(1, -1)
         return self._forward(ids_1T, None, queries_1Q, scored_N, ragged=ragged)
@@ -329,14 +331,14 @@ class Forwards:
     def _remembered(self, rows: list[int], width: int) -> Memory:
         num_rows, num_columns = self._memory[0][0].shape[:2] if self._memory else (0, 0)
         if num_rows < self._slots.num_slots or num_columns <= width:
-            # Kept, it has room for the next batch too.
+            # A cache that is kept gets room for the next batch too.
             rounded = _bucketed(self._slots.width) if self._is_memory_kept else 0
             wide = max(self._slots.width, min(rounded, self.model.config.max_sequence_length))
             self._grow_memory(max(num_rows, self._slots.num_slots), max(num_columns, wide + 1))
         return Memory(self._memory, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
 
     def _grow_memory(self, num_rows: int, num_columns: int) -> None:
-        """Block after block: there is no second memory meanwhile."""
+        """Grow the KV cache layer by layer, so that there are never two whole caches."""
         config, weight = self.model.config, self.model.embed.weight
         shape = (num_rows, num_columns, config.num_kv_heads, config.head_dim)
         nothing = weight.new_empty(0, 0, *shape[2:])
@@ -348,7 +350,7 @@ class Forwards:
         wider = memory.new_zeros(shape)
         wider[: memory.shape[0], : memory.shape[1]] = memory
         if self._is_memory_kept:
-            # A CUDA graph writes only into what stays where it was recorded.
+            # A CUDA graph writes only to the addresses that it was recorded with.
             torch._dynamo.mark_static_address(wider, guard=False)
         return wider
 
@@ -356,8 +358,8 @@ class Forwards:
         return min(self._rounded(lengths, are_many=True), self._slots.width, self.model.config.max_sequence_length)
 
     def _rounded(self, lengths: list[int], *, are_many: bool) -> int:
-        """How wide rows of these lengths are run. Equal ones as they are, which needs no mask, but where a compiler
-        would meet many lengths."""
+        """Return the width at which rows of these lengths are run. Equal lengths are not rounded, so that they need no
+        mask, unless a compiler would see many lengths."""
         longest = max(lengths)
         is_rounded = (self._is_compiled and are_many) or min(lengths) != longest
         return _bucketed(longest) if self._is_static and is_rounded else longest

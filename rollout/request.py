@@ -1,4 +1,4 @@
-"""What the sampler is asked for and what it answers: token ids, never text."""
+"""Request, sampling parameters and completion of the sampler: token ids, never text."""
 
 from __future__ import annotations
 
@@ -20,50 +20,50 @@ from rollout.grammar.reach import CanvasGrammar, masked_canvas
 
 MAX_SEED = 2**63 - 1
 MAX_PLACES = 2**20
-"""States of a grammar's automaton times slots of the completion: a step then takes tenths of a second of a core."""
+"""Maximum states of a grammar times slots of the completion: a step then takes tenths of a second of a core."""
 _LARGEST = 2**31 - 1
 LEAST_TEMPERATURE = 1e-3
-"""Logits divided by less overflow float32."""
+"""Smallest temperature above 0: logits divided by less overflow float32."""
 _DRAW_KEY = 21
 
 
 class Schedule(StrEnum):
-    """Which masked slots of the block a denoise step commits. At least one, ties to the leftmost."""
+    """Unmasking schedule: which masked slots of the block a step commits. At least one; ties go to the leftmost."""
 
     QUOTA = "quota"
-    """The most confident ones, an even share for each of `num_denoise_steps` (LLaDA, arXiv 2502.09992, app. B)."""
+    """The most confident ones, an even share in each of `num_denoise_steps` (LLaDA, arXiv 2502.09992, app. B)."""
     THRESHOLD = "threshold"
-    """Those whose most probable token has more than `threshold` (Fast-dLLM, arXiv 2505.22618, section 3.3)."""
+    """Those whose most probable token exceeds probability `threshold` (Fast-dLLM, arXiv 2505.22618, section 3.3)."""
     FACTOR = "factor"
-    """The r most confident, as long as the r-th has at least 1 - `factor` / (r + 1) (the same)."""
+    """The r most confident, as long as the r-th has probability at least 1 - `factor` / (r + 1) (the same section)."""
     ENTROPY_BOUND = "entropy_bound"
-    """The least uncertain, as long as their entropies but the largest sum to at most `entropy_bound` nats
+    """The least uncertain, as long as their entropies, without the largest, sum to at most `entropy_bound` nats
     (arXiv 2505.24857, section 3)."""
     RANDOM = "random"
-    """Random ones, in the shares of `quota` (LLaDA's random remasking)."""
+    """Random ones, as many as under `quota` (LLaDA's random remasking)."""
     LEFT_TO_RIGHT = "left_to_right"
-    """The leftmost ones, in the shares of `quota`; with `threshold`: those above it, the leftmost where none is."""
+    """The leftmost ones, as many as under `quota`. With `threshold`: those above it, or the leftmost if none is."""
 
 
 class Drawing(StrEnum):
-    """Whether slots are selected before or after their tokens are drawn. Without temperature both are the same."""
+    """Whether slots are selected before or after their tokens are sampled. At temperature 0 both are the same."""
 
     SELECT_THEN_SAMPLE = "select_then_sample"
-    """Slots by their most probable token, then a draw for each: `commit_logp` is the law of the draw."""
+    """Select slots by their predictions, then sample a token for each: `commit_logp` is exact."""
     SAMPLE_THEN_SELECT = "sample_then_select"
-    """A draw for every slot, then the slots whose draw is probable, as LLaDA and d1 do: what is committed is more
-    probable than a draw, and `commit_logp` is approximate."""
+    """Sample every slot, then select those whose sample is probable, as LLaDA and d1 do. Committed tokens are then more
+    probable than samples are, and `commit_logp` is approximate."""
 
 
 class Cache(StrEnum):
-    """Which keys and values a denoise step takes from an earlier one. All but `none` are approximate."""
+    """KV cache of a bidirectional policy: keys and values reused from earlier steps. All but `none` are approximate."""
 
     NONE = "none"
-    """None: every step is a forward of the whole canvas."""
+    """No cache: every step is a forward of the whole canvas."""
     PREFIX = "prefix"
-    """Those before the block (Fast-dLLM, section 3.2)."""
+    """Keys and values before the block (Fast-dLLM, section 3.2)."""
     DUAL = "dual"
-    """Those before and after the block (the same)."""
+    """Keys and values before and after the block (the same section)."""
 
 
 PARAMETER_OF = {
@@ -71,61 +71,61 @@ PARAMETER_OF = {
     Schedule.FACTOR: "factor",
     Schedule.ENTROPY_BOUND: "entropy_bound",
 }
-"""The parameter that names a schedule when the schedule itself is left out."""
+"""The parameter that implies a schedule when the schedule itself is left out."""
 _BY_SHARES = (Schedule.QUOTA, Schedule.RANDOM, Schedule.LEFT_TO_RIGHT)
 
 
 class SamplingParams(BaseModel):
-    """How a completion is denoised: block after block, each in the order of a schedule."""
+    """Sampling parameters: how a completion is denoised, block by block, each in the order of a schedule."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     gen_length: PositiveInt = 256
     """Completion slots of the canvas, in tokens."""
     block_length: PositiveInt = 32
-    """Slots denoised together; blocks are finished from left to right. Divides `gen_length`, but for a block-causal
-    policy that is given `steps_per_block` or a schedule that looks at probabilities."""
+    """Slots denoised together; blocks are finished from left to right. Must divide `gen_length`, except in a
+    block-causal policy with `steps_per_block` or a schedule that depends on probabilities."""
     num_denoise_steps: Annotated[int, Field(gt=0, le=_LARGEST)] = 128
-    """Forwards for the whole completion; a multiple of the number of blocks. Each step commits an even share.
-    Schedules that look at probabilities take as many as they need."""
+    """Denoise steps of the whole completion; a multiple of the number of blocks. Each step commits an even share.
+    Schedules that depend on probabilities take as many steps as they need."""
     steps_per_block: Annotated[int, Field(gt=0, le=_LARGEST)] | None = None
-    """Or forwards for each block, in place of `num_denoise_steps`. With `threshold`, a step then commits its share at
-    least (`low_confidence_dynamic` of SDAR, arXiv 2510.06303, and LLaDA2), where it commits one without."""
+    """Denoise steps of each block, in place of `num_denoise_steps`. With `threshold`, a step then commits at least its
+    share (`low_confidence_dynamic` of SDAR, arXiv 2510.06303, and LLaDA2) instead of at least one slot."""
     temperature: Annotated[float, Field(ge=0, le=1000)] = 0.9
-    """Of the softmax that a committed token is drawn from; 0 takes the most probable token, and 0.001 is the least
-    above it."""
+    """Temperature of the softmax that a token is sampled from. 0 takes the most probable token; the smallest positive
+    value is 0.001."""
     schedule: Schedule = Schedule.QUOTA
-    """Which slots a step commits: `quota`, `threshold`, `factor`, `entropy_bound`, `random`, `left_to_right`. Left
-    out, it is the one whose parameter is given."""
+    """Which slots a step commits: `quota`, `threshold`, `factor`, `entropy_bound`, `random`, `left_to_right`. If it is
+    left out, it is the one whose parameter is given, else `quota`."""
     threshold: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Probability of the most probable token above which a slot is committed. Of `threshold`, `left_to_right`."""
+    """Probability of the most probable token above which a slot is committed. For `threshold` and `left_to_right`."""
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Larger ones commit more at once. Of `factor`."""
+    """Larger values commit more slots at once. For `factor`."""
     entropy_bound: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """In nats; larger ones commit more at once. Of `entropy_bound`."""
+    """In nats; larger values commit more slots at once. For `entropy_bound`."""
     editing_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     """Token editing (LLaDA2.1, arXiv 2602.08676): a step also replaces committed tokens of its block where another
-    token is the most probable one, with more than this probability. Of block-causal policies; absent, none is."""
+    token is the most probable one, with more than this probability. For block-causal policies; absent: no editing."""
     max_post_steps: Annotated[int, Field(gt=0, le=_LARGEST)] = 16
-    """With `editing_threshold`: denoise steps of a block at most once no slot of it is masked. A step that finds
-    nothing to write ends it too."""
+    """With `editing_threshold`: maximum denoise steps of a block once none of its slots is masked. A step that writes
+    nothing ends the block too."""
     drawing: Drawing = Drawing.SELECT_THEN_SAMPLE
     """`select_then_sample`, or `sample_then_select` as LLaDA and d1 do, whose log-probabilities are approximate."""
     cfg_scale: Annotated[float, Field(ge=0, le=1000)] = 0.0
-    """Classifier-free guidance: logits move away from those of a masked prompt by this factor, at two forwards for
-    each step (LLaDA, section 2.4); 0 is none."""
+    """Classifier-free guidance: logits move away from those of a masked prompt by this factor, at two forwards per step
+    (LLaDA, section 2.4). 0: no guidance."""
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
-    """Draw from the most probable tokens that have this much probability together."""
+    """Sample from the fewest most probable tokens that have this much probability together (nucleus sampling)."""
     top_k: Annotated[int, Field(ge=0, le=_LARGEST)] = 0
-    """Draw from this many most probable tokens; 0 from all."""
+    """Sample from this many most probable tokens. 0: from all."""
     forbidden_ids: tuple[NonNegativeInt, ...] = ()
-    """Ids that are never committed. The mask id never is."""
+    """Ids that are never committed, besides the mask id."""
     stop_ids: Annotated[tuple[NonNegativeInt, ...], Field(max_length=256)] | None = None
     """Ids that end a completion, by default the policy's end of text; an empty list fills the whole canvas."""
     cache: Cache = Cache.NONE
-    """`none` is exact. `prefix` and `dual` reuse keys and values inside a block, and are approximate."""
+    """KV cache: `none` is exact. `prefix` and `dual` reuse keys and values inside a block, and are approximate."""
     cache_refresh_steps: NonNegativeInt = 0
-    """With a cache: a full forward after so many steps inside a block; 0 only at its beginning."""
+    """With a cache: a full forward after so many steps inside a block. 0: only at its beginning."""
 
     @model_validator(mode="before")
     @classmethod
@@ -158,7 +158,7 @@ class SamplingParams(BaseModel):
             )
 
     def check_whole_blocks(self) -> None:
-        """Raise FieldError unless the completion is a number of blocks."""
+        """Raise FieldError unless `block_length` divides `gen_length`."""
         if self.gen_length % self.block_length:
             raise FieldError(
                 "{block_length} {block} does not divide {gen_length} {length}; take a divisor of {length}",
@@ -192,17 +192,17 @@ class SamplingParams(BaseModel):
 
     @property
     def edits(self) -> bool:
-        """Whether steps replace committed tokens too."""
+        """Whether steps also replace committed tokens (token editing)."""
         return self.editing_threshold is not None
 
     @property
     def is_by_shares(self) -> bool:
-        """Whether `num_denoise_steps` says how many slots a step commits."""
+        """Whether a step commits an even share of the slots, so that the number of steps is given."""
         return self.schedule in _BY_SHARES and self.threshold is None
 
     @property
     def schedule_name(self) -> str:
-        """What a table calls the schedule: `9 steps`, `threshold 0.9`, `random, 9 steps`."""
+        """Label of the schedule in tables: `9 steps`, `threshold 0.9`, `random, 9 steps`."""
         parts = [] if self.schedule is Schedule.QUOTA else [self.schedule.replace("_", " ")]
         if self.is_by_shares:
             num_steps = self.steps_per_block or self.num_denoise_steps
@@ -220,33 +220,33 @@ class SamplingParams(BaseModel):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the completion; of a block-causal policy one more where they do not begin at its prompt's end."""
+        """Blocks of the completion. A block-causal policy may have one more, if its prompt ends inside a block."""
         return -(-self.gen_length // self.block_length)
 
     def most_slots(self, *, is_block_causal: bool) -> int:
-        """Completion slots of a canvas at most: a block-causal policy's last block may pass `gen_length`."""
+        """Return the maximum completion slots: a block-causal policy's last block may exceed `gen_length`."""
         return self.gen_length + (self.block_length - 1 if is_block_causal else 0)
 
     @property
     def num_block_steps(self) -> int:
-        """Denoise steps spent on each block by the schedules that commit even shares."""
+        """Denoise steps of each block, under schedules that commit even shares."""
         return self.steps_per_block or max(1, self.num_denoise_steps // self.num_blocks)
 
     @property
     def known_num_steps(self) -> int | None:
-        """Denoise steps of a completion that fills its canvas, where they depend on nothing else."""
+        """Denoise steps of a completion that fills its canvas, if they are known in advance."""
         is_known = self.is_by_shares and self.steps_per_block is None and not self.edits
         return self.num_denoise_steps if is_known else None
 
     @property
     def most_committed(self) -> int:
-        """Slots that a denoise step writes at most."""
+        """Maximum slots that a denoise step writes."""
         is_share = self.is_by_shares and not self.edits
         return -(-self.block_length // self.num_block_steps) if is_share else self.block_length
 
     @property
     def logp_exact(self) -> bool:
-        """Whether `commit_logp` is the law of the draw."""
+        """Whether `commit_logp` is exact: slots are selected before sampling, or nothing is sampled."""
         return self.drawing is Drawing.SELECT_THEN_SAMPLE or self.temperature == 0
 
 
@@ -259,7 +259,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Committed:
-    """The first blocks of a completion, finished: the record of [C] slots, as in `Completion`."""
+    """Finished first blocks of a completion: the record of their [C] slots, as in `Completion`."""
 
     token_ids: NDArray[np.int32]
     step_map: NDArray[np.int32]
@@ -274,12 +274,12 @@ class Committed:
 
     @property
     def num_steps(self) -> int:
-        """Denoise steps that it took: each commits something, so the last that did is the last there was."""
+        """Denoise steps that these blocks took. Each step commits something, so the last one is in `step_map`."""
         return int(self.step_map.max(initial=-1)) + 1
 
     @classmethod
     def joined(cls, parts: Sequence[Committed]) -> Committed | None:
-        """The record of blocks that follow one another; None of none."""
+        """Concatenate the records of consecutive blocks; None if there are none."""
         if not parts:
             return None
         names = [column.name for column in fields(cls)]
@@ -290,17 +290,17 @@ class Committed:
 class Writes:
     """Every token that was written under token editing, in the order of the steps: [E] each.
 
-    The block before a step is all writes of earlier steps; the sum of `logp` is the trajectory's log-likelihood.
+    The writes of earlier steps give the block before a step. The sum of `logp` is the trajectory's log-likelihood.
     """
 
     steps: NDArray[np.int32]
     """Denoise steps, as in `Completion.step_map`."""
     slots: NDArray[np.int32]
-    """Completion slots. One that was written before is edited."""
+    """Completion slots. A write to a slot that was written before is an edit."""
     token_ids: NDArray[np.int32]
-    """What was written."""
+    """Tokens that were written."""
     logp: NDArray[np.float32]
-    """As `Completion.commit_logp`, and so is the next."""
+    """As `Completion.commit_logp`; the next as `Completion.commit_logp_raw`."""
     logp_raw: NDArray[np.float32]
 
     def __len__(self) -> int:
@@ -308,22 +308,22 @@ class Writes:
 
     @classmethod
     def none(cls) -> Writes:
-        """No write at all."""
+        """Return an empty log."""
         ints, floats = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
         return cls(steps=ints, slots=ints, token_ids=ints, logp=floats, logp_raw=floats)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Progress:
-    """A completion that is being denoised: its [L] slots as they stand, L being `gen_length`, or what the canvas of a
-    block-causal policy has (`Canvas.num_slots`)."""
+    """Current state of a completion that is being denoised. L is all its slots: `Canvas.num_slots`, or those of all
+    canvases under renoising."""
 
     num_steps: int
     """Denoise steps done."""
     num_committed: int
-    """Slots of the finished blocks, which change no more."""
+    """Slots of the finished blocks, which no longer change."""
     masked: NDArray[np.bool_]
-    """[L] whether nothing was committed yet; the record of such a slot says nothing."""
+    """[L] whether the slot is not committed yet; its record is then meaningless."""
     slots: Committed
     """The record of all L slots."""
 
@@ -333,7 +333,7 @@ class Progress:
         return self.between(0)
 
     def between(self, start: int) -> Committed:
-        """The finished blocks from slot `start` on."""
+        """Return the finished blocks from slot `start` on."""
         columns = {column.name: getattr(self.slots, column.name) for column in fields(Committed)}
         return Committed(**{name: values[start : self.num_committed] for name, values in columns.items()})
 
@@ -347,26 +347,26 @@ class Request:
     params: SamplingParams
     """How to denoise it."""
     seed: int
-    """Keys every draw together with the denoise step and the slot: same seed and weights, same tokens."""
+    """Keys every random draw together with the denoise step and the slot: same seed and weights, same tokens."""
     fixed_tokens: Mapping[int, int] = field(default_factory=dict)
     """Tokens that are given inside the completion (infill): slot, counted from 0, to token id."""
     grammar: Grammar | None = None
-    """The texts that the completion may be: it is one of them, whatever the schedule. Steps commit what fits together
-    of what they choose, and there are as many as that needs."""
+    """Grammar that the completion satisfies, whatever the schedule. A step commits only those of its chosen tokens that
+    fit together, so there may be more steps."""
     committed: Committed | None = None
-    """Blocks that were finished before the same request was interrupted; None begins at the first. The rest, and so
-    the completion, is what it would have been: a draw depends on step and slot, not on what ran when. (The last bits of
-    a logit can differ with the batch.)"""
+    """Blocks that were finished before the same request was interrupted; None begins at the first. The completion is
+    the same as without the interruption: a draw depends on step and slot only. (The last bits of a logit can differ
+    with the batch.)"""
 
     @property
     def draw_key(self) -> int:
-        """What its draws are keyed with. A hash: the seeds 0, 1, 2, ... differ in the very bits that steps and slots
-        differ in, and would share draws."""
+        """Key of the random draws. It is a hash, because the seeds 0, 1, 2, ... differ in the same bits as steps and
+        slots, and would share draws."""
         return fold(self.seed, _DRAW_KEY)
 
 
 def canvas_of(request: Request, config: TransformerConfig) -> Canvas:
-    """The columns of a request's canvas in the policy's family."""
+    """Return the layout of a request's canvas for a policy of this family."""
     return Canvas(
         prompt_length=len(request.prompt_ids),
         gen_length=request.params.gen_length,
@@ -376,7 +376,7 @@ def canvas_of(request: Request, config: TransformerConfig) -> Canvas:
 
 
 def canvas_grammar_of(request: Request, config: TransformerConfig) -> CanvasGrammar | None:
-    """The grammar of a request on its canvas, as it is before the first step; None where it has none."""
+    """Return the grammar of a request on its canvas before the first step, or None if it has no grammar."""
     if request.grammar is None:
         return None
     params, num_slots = request.params, canvas_of(request, config).num_slots
@@ -392,7 +392,7 @@ def canvas_grammar_of(request: Request, config: TransformerConfig) -> CanvasGram
 
 
 def check_params(params: SamplingParams, config: TransformerConfig) -> None:
-    """Raise FieldError, naming the field, when completions of the policy's family cannot be denoised like this."""
+    """Raise FieldError, naming the field, if the policy's family does not support these parameters."""
     if not config.is_block_causal:
         params.check_whole_blocks()
         if params.edits:
@@ -407,7 +407,7 @@ def check_params(params: SamplingParams, config: TransformerConfig) -> None:
 
 
 def check_request(request: Request, config: TransformerConfig) -> None:
-    """Raise FieldError, naming the field, when the policy cannot serve this request."""
+    """Raise ValueError, for a field's value FieldError, if the policy cannot serve this request."""
     prompt, params, vocab = request.prompt_ids, request.params, config.vocab_size
     if not prompt:
         raise FieldError("{prompt_ids} is empty; a completion needs at least one token before it")
@@ -479,13 +479,13 @@ def _check_committed(committed: Committed, canvas: Canvas, config: TransformerCo
 
 
 def check_seed(seed: int) -> None:
-    """Raise FieldError where draws cannot be keyed by it."""
+    """Raise FieldError if random draws cannot be keyed by the seed."""
     if not 0 <= seed <= MAX_SEED:
         raise FieldError(f"{{seed}} {seed} is not between 0 and 2**63 - 1")
 
 
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:
-    """Raise FieldError, naming the field, for an id that is none of the policy's."""
+    """Raise FieldError, naming the field, for an id outside the policy's vocabulary."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise FieldError(f"{{{name}}} has {token}; the policy's token ids are 0 to {vocab_size - 1}")
@@ -493,11 +493,11 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Completion:
-    """One sampled completion with the record of how it came about.
+    """One sampled completion with its trajectory: when, and with what probability, each token was committed.
 
     All arrays have length C, the slots that were denoised: whole blocks up to the one that holds the first end of
-    text. What follows the end of text inside that block is kept, for in a bidirectional model it influenced what
-    was committed after it; `num_tokens` says where the text ends.
+    text. Tokens after the end of text in that block are kept, for in a bidirectional model they influenced later
+    commits. The text ends after `num_tokens`.
     """
 
     token_ids: NDArray[np.int32]
@@ -507,28 +507,28 @@ class Completion:
     step_map: NDArray[np.int32]
     """[C] the denoise step, counted over the completion from 0, that committed a slot; -1 where it was given."""
     commit_logp: NDArray[np.float32]
-    """[C] log-probability, in nats, of the token under the law it was drawn from: temperature, top-p and top-k applied
-    (0 at temperature 0, and where it was given; so are the next two)."""
+    """[C] log-probability, in nats, of the token under the distribution it was sampled from: temperature, top-p and
+    top-k applied (0 at temperature 0). This and the next three are 0 where the token was given."""
     commit_logp_raw: NDArray[np.float32]
     """[C] log-probability, in nats, of the token at temperature 1 among all tokens but the forbidden."""
     commit_entropy: NDArray[np.float32]
-    """[C] entropy, in nats, of that untempered prediction at commit."""
+    """[C] entropy, in nats, of that prediction at temperature 1, at commit."""
     commit_law_entropy: NDArray[np.float32]
-    """[C] entropy, in nats, of the law that the token was drawn from (0 at temperature 0, and where it was given)."""
+    """[C] entropy, in nats, of the distribution that the token was sampled from (0 at temperature 0)."""
     fallback: NDArray[np.bool_]
-    """[C] whether the slot was committed only because a step commits at least one: none passed the schedule's test."""
+    """[C] whether the slot did not pass the schedule's test, and was committed only to reach the step's minimum."""
     num_forwards: int
-    """Forwards that this completion took part in; two for each step with classifier-free guidance. Under token editing
-    a step that finds nothing to write takes one too, and is not counted in `step_map`."""
+    """Forwards that this completion took part in; two for each step with classifier-free guidance. Includes steps of
+    token editing that wrote nothing, which `step_map` does not count."""
     exact: bool
-    """Whether replaying (token_ids, step_map), or `writes`, through full forwards gives the log-probabilities back: no
-    approximate cache."""
+    """Whether replaying (token_ids, step_map), or `writes`, through full forwards reproduces the log-probabilities: no
+    approximate KV cache."""
     logp_exact: bool
-    """Whether `commit_logp` is the law of the draw: not under `sample_then_select` above temperature 0."""
+    """Whether `commit_logp` is exact: not under `sample_then_select` above temperature 0."""
     finish_reason: FinishReason
     """Why it ended."""
     policy_version: int
-    """The policy version that sampled every token of it."""
+    """The policy version that sampled all of its tokens."""
     writes: Writes | None = None
-    """Under token editing: all that was written, but what `Request.committed` has. The arrays above are of the last
-    write to each slot, the token that stands."""
+    """Under token editing: all writes, except those in `Request.committed`. The arrays above describe the last write to
+    each slot."""

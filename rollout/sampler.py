@@ -1,13 +1,13 @@
-"""The diffusion sampler: requests in, completions out, a step at a time.
+"""The diffusion sampler: continuous batching of requests, one denoise step at a time.
 
-Each row denoises its own request, block after block from left to right. A step predicts the masked slots of every
-row's block with one forward, lets each row's schedule choose some of them, and commits a token to each. A row that is
-done leaves, and one that waits takes its place at once, whatever the others are at.
+Each row denoises one request, block by block from left to right. A step predicts the masked slots of every row's
+block, each row's schedule chooses some of them, and a token is committed to each. A finished row leaves, and a waiting
+request takes its slot at once.
 
-Positions are selected first, by what is predicted there, and only those are sampled: a committed token is then a draw
-from softmax(logits / T) and its recorded log-probability is the law of that draw. (LLaDA and d1 sample everywhere and
-commit the slots whose *sample* is probable, which is no draw from softmax; at temperature 0 the two agree. It is there
-as `sample_then_select`.)
+Slots are selected first, by their predictions, and only those are sampled. A committed token is then a sample from
+softmax(logits / T), and its recorded log-probability is exact. (LLaDA and d1 sample every slot and commit those whose
+*sample* is probable, which is not a sample from softmax; at temperature 0 the two agree. `sample_then_select` does
+this.)
 
 Shape letters: A active rows, K slots of the longest block, N open slots, M slots that are committed, U slots that were
 predicted, V vocabulary.
@@ -41,10 +41,10 @@ class Sampler:
     """Samples completions from a policy, one version of it at a time."""
 
     def __init__(self, model: Transformer, policy_version: int, engine: EngineConfig | None = None) -> None:
-        """Sample from `model`, which stays where it is, and as it is while a batch is open."""
+        """Sample from `model`, on its device. Its weights must not change while a batch is open."""
         self.model = model
         self.policy_version = policy_version
-        """What completions of the next batch are said to be of: to be set with the policy's weights."""
+        """Policy version that the next batch records in its completions; to be set together with the weights."""
         self._engine = engine or EngineConfig()
         self._forward = partial(
             _compiled(model) if self._engine.compile else model, flex=self._engine.attention == "flex"
@@ -55,18 +55,18 @@ class Sampler:
     def generate(
         self, requests: Sequence[Request], on_completion: Callable[[int, Completion], None] | None = None
     ) -> list[Completion]:
-        """Completions of `requests`, in their order.
+        """Sample completions of `requests`, in their order.
 
         Args:
-            requests: at most `num_slots` of them are denoised at a time; they need not be alike.
-            on_completion: called with the index of each request that is done, as soon as it is.
+            requests: at most `num_slots` of them are denoised at a time; their parameters may differ.
+            on_completion: called with each request's index and completion as soon as it is done.
 
         Raises:
-            ValueError: a request that the policy cannot serve; the sentence has its index and field.
-            FloatingPointError: the policy's weights are bad: it predicts what is no number.
+            ValueError: the policy cannot serve a request; the message has its index and field.
+            FloatingPointError: a prediction is not finite: the policy's weights are bad.
         """
-        # A compiled policy's CUDA graphs are of one memory: one batch leaves it to the next, unless it fails. A NaN in
-        # it would reach whoever comes after, for a mask gives it weight 0, and 0 times NaN is NaN.
+        # CUDA graphs of a compiled policy are bound to one KV cache, so each batch passes it on to the next, unless it
+        # fails: a NaN in the cache would spread to later batches, for a mask gives it weight 0, and 0 times NaN is NaN.
         memory, self._memory = (self._memory if self._engine.compile else None), []
         batch = self._batch(len(requests), memory)
         for index, request in enumerate(requests):
@@ -84,11 +84,11 @@ class Sampler:
         return [completions[index] for index in range(len(requests))]
 
     def open(self, requests: Sequence[Request] = (), most_rows: int | None = None) -> SlotBatch:
-        """A batch that is stepped by hand: its rows can be watched, and more requests can come.
+        """Open a batch that the caller steps: its progress can be read, and more requests can be submitted.
 
         Args:
-            requests: what to begin with.
-            most_rows: rows that it will need at most, where that is less than `num_slots`.
+            requests: the first requests.
+            most_rows: maximum rows that it will need, where that is less than `num_slots`.
         """
         batch = self._batch(most_rows, None)
         for request in requests:
@@ -104,7 +104,7 @@ _Number = TypeVar("_Number", int, Tensor)
 
 
 class _Seen(NamedTuple, Generic[_Number]):
-    """Where a row was when the host last looked; of tensors, where several rows are, [A]."""
+    """State of a row as the host last read it; with tensors, the state of several rows, [A]."""
 
     is_done: _Number
     step_in_block: _Number
@@ -112,11 +112,11 @@ class _Seen(NamedTuple, Generic[_Number]):
     twin: _Number
     """The first slot with an equal canvas."""
     is_broken: _Number
-    """The policy predicted something that is no number."""
+    """Whether a prediction for the row was not finite."""
 
 
 class SlotBatch:
-    """Rows that are denoised together, and requests that wait for one."""
+    """Continuous batch: rows that are denoised together, and requests that wait for a slot."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class SlotBatch:
         num_slots: int,
         memory: list[Held] | None,
     ) -> None:
-        """Make empty slots; `Sampler.open` does."""
+        """Make empty slots. Call `Sampler.open` instead."""
         model, config = sampler.model, sampler.model.config
         device = next(model.parameters()).device
         self._is_static = engine.static_shapes or device.type == "cuda"
@@ -151,18 +151,18 @@ class SlotBatch:
         self._running: dict[int, tuple[int, Request]] = {}
         self._seen: dict[int, _Seen[int]] = {}
         self._num_remembered: dict[int, int] = {}
-        """Of rows that remember their finished blocks: up to which column."""
+        """By slot: columns in the KV cache of finished blocks, where the policy has one."""
         self._num_submitted = 0
 
     def submit(self, request: Request) -> int:
-        """Let a request wait for a slot. Returns its index: 0, 1, 2, ...
+        """Queue a request for a slot. Returns its index: 0, 1, 2, ...
 
-        Raises ValueError, naming the field, when the policy cannot serve it.
+        Raises ValueError, naming the field, if the policy cannot serve it.
         """
         check_request(request, self._config)
         trained, asked = self._config.block_length, request.params.block_length
         if trained not in (None, asked):
-            # Python tells each such sentence once.
+            # Python shows each such warning once.
             warnings.warn(
                 f"block_length {asked} is not the {trained} slots that the policy's config names: it may not have been "
                 "trained with such blocks",
@@ -179,12 +179,12 @@ class SlotBatch:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """Requests that wait for a slot."""
         return len(self._waiting)
 
     @torch.inference_mode()
     def cancel(self, index: int) -> None:
-        """Forget a request; the next step gives its slot to another. One that is done or unknown is left alone."""
+        """Drop a request; the next step can reuse its slot. Does nothing if it is done or unknown."""
         self._waiting = deque(item for item in self._waiting if item[0] != index)
         slot = self._slot_of(index)
         if slot is not None:
@@ -194,7 +194,7 @@ class SlotBatch:
             del self._running[slot]
 
     def num_committed(self) -> dict[int, int]:
-        """Slots of the finished blocks of each request with a row. Free: the last step has looked at the device."""
+        """Return the slots in finished blocks of each running request, as of the last step, without synchronization."""
         return {
             # A block-causal policy's first block may begin in the prompt.
             index: max(0, self._seen[slot].block_start - len(request.prompt_ids))
@@ -203,7 +203,7 @@ class SlotBatch:
 
     @torch.inference_mode()
     def progress(self, indices: Sequence[int]) -> dict[int, Progress]:
-        """How some requests stand; those without a row are left out. One more wait for the device, if there are any."""
+        """Return the progress of those requests that are running. Synchronizes with the device if there are any."""
         slots = {index: slot for slot, (index, _) in self._running.items() if index in set(indices)}
         if not slots:
             return {}
@@ -213,9 +213,9 @@ class SlotBatch:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
-        """Fill the free slots, denoise for a step, and return what is done with its index.
+        """Fill the free slots, denoise for a step, and return the completions that are done, with their indices.
 
-        With `steps_per_sync` above 1 it denoises for so many steps before it looks at what is done.
+        With `steps_per_sync` above 1, and no KV cache, it denoises for so many steps before it checks what is done.
         """
         self._admit()
         active = self._active()
@@ -223,7 +223,7 @@ class SlotBatch:
             has_cache = any(row.kind is not ForwardKind.WHOLE for row in active)
             for _ in range(1 if has_cache else self._steps_per_sync):
                 self._denoise(active)
-                # Nobody has looked whose canvases are equal after that.
+                # Which canvases are equal after that is only known after the next `_look`.
                 active = [replace(row, twin=row.slot) for row in active]
             self._look([row.slot for row in active])
         return self._harvest()
@@ -238,14 +238,14 @@ class SlotBatch:
                 self._constrained.admit(slot, request)
             self._running |= {slot: (index, request) for slot, index, request in taken}
             self._num_remembered |= dict.fromkeys(slots, 0)
-            # Of all rows: the twin of one that stays may have had a slot that is another's now.
+            # All rows: the twin of a remaining row may have left, and its slot now holds another request.
             self._look([*self._running])
 
     def _slot_of(self, index: int) -> int | None:
         return next((slot for slot, (running, _) in self._running.items() if running == index), None)
 
     def _look(self, slots: list[int]) -> None:
-        """Where these rows are: the one time that the host waits for the device."""
+        """Read the state of these rows from the device, in one synchronization."""
         rows_A = on_device(slots, self.slots.device)
         rows = self.slots.rows
         columns = _Seen(
@@ -293,15 +293,15 @@ class SlotBatch:
         return ForwardKind.REFRESH if is_refresh else ForwardKind.CACHED
 
     def _visible_columns(self, request: Request, block_start: int, kind: ForwardKind) -> int:
-        """Columns of a canvas, as far as the block that begins there can see."""
-        # A row that is run several times unseen may go on to its next block.
+        """Return the number of canvas columns that the block beginning at `block_start` can attend to."""
+        # A row may move on to its next block between two synchronizations.
         is_seen = self._steps_per_sync == 1 or kind is not ForwardKind.WHOLE
         if self._config.is_block_causal and is_seen:
             return block_start + request.params.block_length
         return canvas_of(request, self._config).end
 
     def _denoise(self, active: list[ActiveRow]) -> None:
-        """One forward for all rows, and what each commits."""
+        """Run one denoise step of all active rows: forwards, selection, sampling and commit."""
         params = [row.request.params for row in active]
         rows_A = on_device([row.slot for row in active], self.slots.device)
         before = self.slots.rows.of(rows_A)
@@ -313,7 +313,7 @@ class SlotBatch:
         step = DenoiseStep(params, before, block, found)
         self.slots.rows.broken[rows_A] |= step.broken_rows()
         chosen_AK, fallback_AK = step.select()
-        # Static: more may be written than is chosen, with what they held before.
+        # Static shapes: slots that are not chosen may be written too, with their old values.
         picked_M = (
             _first_chosen(chosen_AK, max(p.most_committed for p in params))
             if self._is_static
@@ -332,7 +332,7 @@ class SlotBatch:
         self._num_remembered |= {row.slot: row.block_start for row in active if row.kind.remembers_finished}
 
     def _block(self, rows_A: Tensor, now: RowState, params: Sequence[SamplingParams]) -> BlockSlots:
-        """The slots of each row's block, and what can be written there."""
+        """Return the slots of each row's block, and which of them may be written."""
         canvases = self.slots.canvases
         places_K = torch.arange(max(p.block_length for p in params), device=rows_A.device)
         columns_AK = now.block_start[:, None] + places_K
@@ -340,7 +340,7 @@ class SlotBatch:
         is_here_AK = (places_K < now.block_length[:, None]) & ~now.done[:, None]
         editable_AK = tokens_AK = None
         if any(p.edits for p in params):
-            # What is given has no step.
+            # Given tokens have no step, and are not edited.
             editable_AK = is_here_AK & now.edits[:, None] & (canvases.step_map[where] >= 0)
             tokens_AK = canvases.tokens[where]
         return BlockSlots(
@@ -348,7 +348,7 @@ class SlotBatch:
         )
 
     def _write(self, where: tuple[Tensor, Tensor], drawn: Drawn, fallback_M: Tensor, chosen_M: Tensor) -> None:
-        """Commit the tokens, with the record of how they came about."""
+        """Commit the tokens, with their step, log-probabilities and entropies."""
         canvases = self.slots.canvases
         is_all = not self._is_static and not self._constrained.is_any
         for target, value_M in (
@@ -364,7 +364,7 @@ class SlotBatch:
             target[where] = value_M if is_all else torch.where(chosen_M, value_M, target[where])
 
     def _forbid(self, found: SlotLogits, active: list[ActiveRow], num_places: int) -> None:
-        """Make the mask id impossible, and what each row forbids."""
+        """Set the logits of the mask id and of each row's forbidden ids to -inf."""
         logits_UV, mask_id = found.logits, self._config.mask_token_id
         logits_UV[:, mask_id] = -torch.inf
         width = max(len(row.request.params.forbidden_ids) for row in active)
@@ -391,8 +391,8 @@ class SlotBatch:
 
 
 def _spares_padding(model: Transformer, engine: EngineConfig) -> bool:
-    """Whether rows of unequal length are run back to back: where one kernel attends within them all, and no compiler
-    would meet another number of tokens in every step."""
+    """Whether rows of unequal length are run back to back. Needs a variable-length attention kernel, and no compiler,
+    which would see another number of tokens in every step."""
     weight, config = model.embed.weight, model.config
     is_eager = not engine.compile and engine.attention == "sdpa"
     return is_eager and not config.is_block_causal and has_kernel(weight.device, weight.dtype, config.head_dim)
@@ -403,7 +403,7 @@ def _compiled(model: Transformer) -> Callable[..., Tensor]:
     compiled: Callable[..., Tensor] = torch.compile(model, mode=mode, fullgraph=True)
 
     def forward(*args: Tensor | None, **kwargs: Any) -> Tensor:
-        # A CUDA graph writes its output to the same place every time.
+        # A CUDA graph writes its output to the same address every time.
         torch.compiler.cudagraph_mark_step_begin()
         return compiled(*args, **kwargs).clone()
 
@@ -411,7 +411,7 @@ def _compiled(model: Transformer) -> Callable[..., Tensor]:
 
 
 def _first_chosen(chosen_AK: Tensor, most: int) -> Tensor:
-    """Places in [A * K]: `most` of each row, the chosen ones first. How many are chosen only the device knows."""
+    """Return indices into [A * K]: `most` of each row, chosen slots first. Only the device knows how many those are."""
     rows, places = chosen_AK.shape
     if most >= places:
         return torch.arange(rows * places, device=chosen_AK.device)

@@ -1,4 +1,4 @@
-"""Schedules in place of one: those that groups are trained at, and those that a policy is evaluated at."""
+"""Several sampling schedules in a recipe: those of the training groups, and those of evaluation."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _STEPS_OF_BLOCK = "steps_per_block"
 
 
 class ScheduleConfig(BaseModel):
-    """How many slots a denoise step commits, and which, in place of what `rollout.sampling` says of it."""
+    """A schedule that replaces the one of `rollout.sampling`: how many slots a denoise step commits, and which."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     num_denoise_steps: PositiveInt | None = None
-    """As `rollout.sampling.num_denoise_steps`, and so are the rest."""
+    """As `rollout.sampling.num_denoise_steps`; the other fields likewise."""
     steps_per_block: PositiveInt | None = None
-    """As there."""
+    """As in `rollout.sampling`."""
     schedule: Schedule | None = None
-    """As there."""
+    """As in `rollout.sampling`."""
     threshold: Annotated[float, Field(gt=0, le=1)] | None = None
-    """As there."""
+    """As in `rollout.sampling`."""
     factor: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """As there."""
+    """As in `rollout.sampling`."""
     entropy_bound: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """As there."""
+    """As in `rollout.sampling`."""
 
     def of(self, sampling: SamplingParams) -> SamplingParams:
-        """Those parameters with this schedule. Steps alone leave a schedule by shares what it is.
+        """Return `sampling` with this schedule. A number of steps alone keeps a schedule of even shares.
 
-        Raises ValueError where the two do not fit.
+        Raises ValueError if the two do not fit.
         """
         given = self.model_dump(exclude_none=True)
         kept: dict[str, Any] = sampling.model_dump()
@@ -48,9 +48,9 @@ class ScheduleConfig(BaseModel):
 
 
 def with_schedules(sampling: SamplingParams, schedules: Sequence[ScheduleConfig] | None) -> tuple[SamplingParams, ...]:
-    """The parameters with each of some schedules; as they are without.
+    """Return the parameters with each of some schedules, or unchanged if `schedules` is None.
 
-    Raises ValueError where there is none, or, naming it by its place, where one does not fit.
+    Raises ValueError if the list is empty, or, with its index, if a schedule does not fit.
     """
     if schedules is None:
         return (sampling,)

@@ -1,7 +1,7 @@
-"""Which masked slots a denoise step commits: vectorised over rows, each with a schedule of its own.
+"""Unmasking schedules: which masked slots a denoise step commits, vectorised over rows.
 
-Every schedule is a ranking of a row's masked slots and a number of them to take. All of it is arithmetic on [A, K]
-tensors: nothing waits for the device.
+Each row has its schedule: a ranking of its masked slots, and a number of them to take. All of it is arithmetic on
+[A, K] tensors, without synchronization with the device.
 
 Shape letters: A rows, K slots of a block.
 """
@@ -17,21 +17,22 @@ from torch import Tensor
 from rollout.request import Schedule
 
 CODES = {schedule: code for code, schedule in enumerate(Schedule)}
-"""A schedule as a number in a tensor."""
+"""Number that encodes each schedule in a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockView:
-    """What the schedules look at."""
+    """Inputs of the schedules: the state and predictions of each row's block."""
 
     masked: Tensor
-    """[A, K] bool: the slots that can be chosen; at least one in each row that goes on."""
+    """[A, K] bool: the slots that can be chosen."""
     confidence: Tensor
-    """[A, K] log-probability, in nats, of each slot's most probable token."""
+    """[A, K] log-probability, in nats, of each slot's most probable token; under `sample_then_select` of its sampled
+    one."""
     entropy: Tensor | None
-    """[A, K] entropy, in nats; needed by `entropy_bound` alone."""
+    """[A, K] entropy, in nats; needed by `entropy_bound` only."""
     lottery: Tensor | None
-    """[A, K] uniform draws; needed by `random` alone."""
+    """[A, K] uniform random numbers; needed by `random` only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,7 @@ class RowSchedules:
     quota: Tensor
     """Slots that this step commits under the schedules of even shares."""
     least: Tensor
-    """Slots that this step commits at least under `threshold`: 1, or its quota."""
+    """Minimum number of slots that this step commits under `threshold`: 1, or its quota."""
     log_threshold: Tensor
     """Log of `threshold`, NaN without."""
     factor: Tensor
@@ -53,16 +54,16 @@ class RowSchedules:
 
 
 def select(view: BlockView, rows: RowSchedules, present: Collection[Schedule]) -> tuple[Tensor, Tensor]:
-    """The slots [A, K] to commit, and [A, K] those of them that no test but the at-least rule commits.
+    """Return the slots [A, K] to commit, and [A, K] those of them committed only to reach the minimum.
 
     Args:
         view: the block of each row.
         rows: its schedule.
-        present: the schedules among them; the others are not computed.
+        present: the schedules that occur in `rows`; the others are not computed.
     """
     places_K = torch.arange(view.masked.shape[1], device=view.masked.device)
     score_AK, count_A = view.confidence, rows.quota
-    # How many pass a test; all where there is none.
+    # How many slots pass the test of the schedule; all where it has none.
     passed_A = torch.full_like(rows.quota, len(places_K))
     for schedule in present:
         mine_A = rows.code == CODES[schedule]
@@ -93,8 +94,8 @@ def select(view: BlockView, rows: RowSchedules, present: Collection[Schedule]) -
 
 
 def shares(num_slots: Tensor, num_steps: Tensor, step: Tensor) -> Tensor:
-    """How many of a block's masked slots the `step`-th of `num_steps` commits: an even share, the remainder to the
-    earliest (LLaDA). All int64 of one shape."""
+    """Return how many of `num_slots` slots step `step` of `num_steps` commits: an even share, and one more in the first
+    steps for the remainder (LLaDA). All int64 of one shape."""
     return num_slots // num_steps + (step < num_slots % num_steps)
 
 
@@ -118,7 +119,7 @@ def _count_entropy_bound(_view: BlockView, rows: RowSchedules, sorted_AK: Tensor
 
 
 def _leading(passes_AK: Tensor, sorted_AK: Tensor) -> Tensor:
-    """How many masked slots pass before the first one, in order of rank, that does not."""
+    """Count the masked slots, in order of rank, that pass before the first one that does not."""
     return (passes_AK & ~sorted_AK.isinf()).long().cumprod(dim=1).sum(dim=1)
 
 

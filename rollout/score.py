@@ -1,4 +1,4 @@
-"""Held-out accuracy with its uncertainty."""
+"""Held-out accuracy with its confidence interval."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _Z_95 = 1.959964
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """How many held-out problems a policy solves."""
+    """Number of held-out problems that a policy solves."""
 
     num_correct: int
     """Problems solved."""
     num_problems: int
-    """Problems asked."""
+    """Problems evaluated."""
 
     @property
     def accuracy(self) -> float:
@@ -24,7 +24,7 @@ class Score:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the accuracy (Wilson, JASA 1927): honest near 0 and 1 too."""
+        """95 % confidence interval of the accuracy (Wilson, JASA 1927), which is valid near 0 and 1 too."""
         n, p = self.num_problems, self.accuracy
         centre = (p + _Z_95**2 / (2 * n)) / (1 + _Z_95**2 / n)
         half = _Z_95 / (1 + _Z_95**2 / n) * sqrt(p * (1 - p) / n + _Z_95**2 / (4 * n * n))

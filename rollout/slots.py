@@ -1,9 +1,9 @@
-"""The state of the rows that are denoised together, as flat tensors: row s is slot s of the engine.
+"""State of the rows that are denoised together, as flat tensors: row s is slot s of the engine.
 
 A canvas is a prompt, its completion slots, then padding. Each row has its own prompt length, block pointer and
-schedule, so that rows at different places of unlike requests share one forward.
+schedule, so that rows at different positions of different requests share one forward.
 
-Shape letters: S slots of the engine, W columns of the widest canvas, F rows that enter or leave, A rows looked at.
+Shape letters: S slots of the engine, W columns of the widest canvas, F rows that enter or leave, A selected rows.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from rollout.request import Cache, Committed, Completion, FinishReason, Progress
 from rollout.schedules import CODES, RowSchedules, shares
 
 _NO_TOKEN = -1
-# What the numbers of a field are.
+# The dtype of a field's tensor.
 _INT64, _BOOL, _FLOAT32 = ({"dtype": dtype} for dtype in (torch.int64, torch.bool, torch.float32))
 
 
 @dataclass(slots=True)
 class RowState:
-    """One number of each row, [S] or the [A] of some of them."""
+    """State of the rows: one number per row, [S], or [A] for a selection of rows."""
 
     prompt_length: Tensor = field(metadata=_INT64)
-    """The completion begins at this column."""
+    """Column where the completion begins."""
     end: Tensor = field(metadata=_INT64)
     """Column after the completion's last slot."""
     block_length: Tensor = field(metadata=_INT64)
     steps_per_block: Tensor = field(metadata=_INT64)
     shares_are_least: Tensor = field(metadata=_BOOL)
-    """Under a threshold: whether a step commits its share at least, and not one."""
+    """With `threshold`: whether a step commits at least its even share, instead of at least one slot."""
     block_start: Tensor = field(metadata=_INT64)
-    """Column where the block that is being denoised begins."""
+    """Column where the current block begins."""
     block_masked: Tensor = field(metadata=_INT64)
-    """Slots of the block that are shared out over its steps: those that it began with masked, or, in a block-causal
-    policy, all, what is given included."""
+    """Slots of the block that are divided over its steps: those masked when it began. In a block-causal policy: all
+    of its slots, given tokens included."""
     step: Tensor = field(metadata=_INT64)
     """Denoise steps done."""
     step_in_block: Tensor = field(metadata=_INT64)
-    """Those done in this block."""
+    """Denoise steps done in the current block."""
     edits: Tensor = field(metadata=_BOOL)
-    """Under token editing: a block is finished once `is_unsettled` is false, and not when it has no mask."""
+    """Whether the row uses token editing: its blocks are finished once `is_unsettled` is false, not once unmasked."""
     is_unsettled: Tensor = field(metadata=_BOOL)
     most_post_steps: Tensor = field(metadata=_INT64)
     num_post_steps: Tensor = field(metadata=_INT64)
-    """Steps of this block that began without a mask."""
+    """Steps of the current block that began with no masked slot."""
     num_idle_steps: Tensor = field(metadata=_INT64)
-    """Steps of all blocks that found nothing to write; `step` does not count them."""
+    """Steps, over all blocks, that wrote nothing; `step` does not count them."""
     draw_key: Tensor = field(metadata=_INT64)
     done: Tensor = field(metadata=_BOOL)
-    """Nothing more is committed; an empty slot is done."""
+    """Whether the row is finished; an empty slot is done too."""
     broken: Tensor = field(metadata=_BOOL)
-    """The policy predicted something that is no number."""
+    """Whether a prediction for the row was not finite."""
     code: Tensor = field(metadata=_INT64)
     """`CODES` of the schedule."""
     temperature: Tensor = field(metadata=_FLOAT32)
@@ -76,11 +76,11 @@ class RowState:
     log_editing_threshold: Tensor = field(metadata=_FLOAT32)
 
     def of(self, rows_A: Tensor) -> RowState:
-        """The numbers of some rows, copied."""
+        """Copy the state of some rows."""
         return RowState(*(getattr(self, column.name)[rows_A] for column in fields(self)))
 
     def schedules(self) -> RowSchedules:
-        """What `select` needs of these rows."""
+        """Return the rows' schedules, as `select` takes them."""
         return RowSchedules(
             code=self.code,
             quota=(quota := shares(self.block_masked, self.steps_per_block, self.step_in_block)),
@@ -93,13 +93,13 @@ class RowState:
 
 @dataclass(slots=True)
 class Canvases:
-    """One number of each column of each row, [S, W]."""
+    """Canvases of the rows: one number per row and column, [S, W]."""
 
     tokens: Tensor = field(metadata=_INT64)
     masked: Tensor = field(metadata=_BOOL)
-    """A completion slot that nothing was committed to yet."""
+    """Completion slots that are not committed yet."""
     step_map: Tensor = field(metadata=_INT64)
-    """This and the next five as in `Completion`."""
+    """This and the next five: as in `Completion`."""
     logp: Tensor = field(metadata=_FLOAT32)
     logp_raw: Tensor = field(metadata=_FLOAT32)
     entropy: Tensor = field(metadata=_FLOAT32)
@@ -108,7 +108,7 @@ class Canvases:
 
 
 class Slots:
-    """S rows, each empty or denoising one request."""
+    """Slots of the engine: S rows, each empty or denoising one request."""
 
     def __init__(self, num_slots: int, config: TransformerConfig, device: torch.device) -> None:
         """Make empty slots for a policy of this shape."""
@@ -116,7 +116,7 @@ class Slots:
         self.width = self._longest = self._longest_block = 0
         self.rows = RowState(**_zeros(RowState, num_slots, device=device))
         self.rows.done.fill_(True)
-        # Once a row has edited: a step that none edits in asks a GPU for nothing more.
+        # Set once a row uses token editing: without one, a step launches no extra GPU work.
         self._has_edits = False
         self.canvases = self._empty_canvases(0)
         self._multipliers_W = torch.empty(0, dtype=torch.int64, device=device)
@@ -128,8 +128,8 @@ class Slots:
         for request in requests:
             self._longest_block = max(self._longest_block, request.params.block_length)
             self._longest = max(self._longest, canvas_of(request, self._config).end)
-        # All blocks are looked at through a window as wide as the longest of them, be it another row's: columns for it
-        # past the end of the longest canvas.
+        # Every block is read through a window as wide as the longest block of any row, so the canvases need as many
+        # columns past the end of the longest one.
         self._widen(self._longest + self._longest_block)
         rows_F = on_device(slots, self.device)
         tokens = np.full((len(requests), self.width), self._config.mask_token_id, dtype=np.int64)
@@ -153,16 +153,17 @@ class Slots:
         self._point_at_blocks(rows_F)
 
     def advance(self, rows_A: Tensor, before: RowState, masked_AK: Tensor, written_AK: Tensor) -> None:
-        """Count a denoise step of rows that were as `before`, and move on those whose block is finished.
+        """Count a denoise step, and move rows whose block is finished to their next block.
 
-        A row is done when no slot is masked, or when a finished block has a stop token: what would follow is cut off.
-        Under token editing a block is finished when a step wrote nothing, or after `most_post_steps` without a mask.
+        A row is done when no slot is masked, or when a finished block has a stop token: later text would be cut off.
+        Under token editing a block is finished when a step wrote nothing, or after `most_post_steps` steps that began
+        with no masked slot.
 
         Args:
             rows_A: the slots of the engine.
-            before: their rows before the step.
-            masked_AK: bool, the slots of their blocks that were masked before it.
-            written_AK: bool, those that it wrote.
+            before: the state of their rows before the step.
+            masked_AK: bool, which slots of their blocks were masked before it.
+            written_AK: bool, which slots it wrote.
         """
         going_A = (~before.done).long()
         self.rows.step_in_block[rows_A] = before.step_in_block + going_A
@@ -172,7 +173,7 @@ class Slots:
         self._point_at_blocks(rows_A)
 
     def _settle(self, rows_A: Tensor, before: RowState, had_mask_A: Tensor, wrote_A: Tensor) -> Tensor:
-        """Say which blocks are finished under token editing; [A] 1 where the step counts, as it wrote something."""
+        """Mark blocks that are finished under token editing. Returns [A]: 1 where the step wrote something."""
         is_going_A = ~before.done
         num_post_A = before.num_post_steps + (is_going_A & ~had_mask_A)
         self.rows.num_post_steps[rows_A] = num_post_A
@@ -183,7 +184,7 @@ class Slots:
     def harvest(
         self, slots: Sequence[int], requests: Sequence[Request], policy_version: int, *, is_cache_exact: bool
     ) -> list[Completion]:
-        """The completions of rows that are done; their slots can be given to others."""
+        """Return the completions of finished rows; their slots can then be reused."""
         rows_F = on_device(slots, self.device)
         stop_F = self._first_stop(rows_F)
         num_steps_F = self.rows.step[rows_F] + self.rows.num_idle_steps[rows_F]
@@ -204,11 +205,14 @@ class Slots:
         ]
 
     def clear(self, slot: int) -> None:
-        """Empty a slot, whatever its row was at."""
+        """Empty a slot, whether its row is finished or not."""
         self.rows.done[slot] = True
 
     def progress(self, slots: Sequence[int], requests: Sequence[Request], num_committed: list[int]) -> list[Progress]:
-        """How the rows of some slots stand; the host waits for the device. `num_committed` as in `Progress`."""
+        """Return the progress of the rows in some slots. Synchronizes with the device.
+
+        `num_committed` is as in `Progress`.
+        """
         rows_A = on_device(slots, self.device)
         (num_steps,), host = self._on_host(rows_A, self.rows.step[rows_A])
         found = []
@@ -227,7 +231,7 @@ class Slots:
         return found
 
     def _on_host(self, rows_A: Tensor, *numbers_A: Tensor) -> tuple[list[list[int]], dict[str, NDArray[Any]]]:
-        """Some numbers of rows, and their canvases by the names of `Canvases`, in one copy: the host waits once."""
+        """Copy numbers of rows, and their canvases by the fields of `Canvases`, to the host in one synchronization."""
         canvases = {column.name: getattr(self.canvases, column.name)[rows_A] for column in fields(Canvases)}
         bits = [part.view(torch.int32) if part.is_floating_point() else part.int() for part in canvases.values()]
         packed_A = torch.cat((torch.stack(numbers_A, dim=1).int(), *bits), dim=1).cpu().numpy()
@@ -239,9 +243,9 @@ class Slots:
         return numbers.T.tolist(), host
 
     def twins(self, rows_A: Tensor) -> Tensor:
-        """For each of some slots the first of them whose canvas has the same tokens, itself perhaps.
+        """Return, for each of some slots, the first of them with the same canvas tokens, possibly itself.
 
-        Exact, and without a wait for the device: hashes only say which two canvases are compared.
+        No false matches, and no synchronization with the device: hashes only choose which two canvases are compared.
         """
         tokens_AW = self.canvases.tokens[rows_A]
         hash_A = (tokens_AW * self._multipliers_W).sum(dim=1)
@@ -255,7 +259,7 @@ class Slots:
         return rows_A[torch.where(is_equal_A, first_A, places_A)]
 
     def _restore(self, slot: int, start: int, committed: Committed) -> None:
-        """Commit again what was committed before."""
+        """Restore slots that were committed before an interruption."""
         span = slice(start, start + len(committed))
         for column, values in (
             (self.canvases.tokens, committed.token_ids),
@@ -289,7 +293,7 @@ class Slots:
         self._stop_ids[rows_F] = on_device(padded, self.device)
 
     def _point_at_blocks(self, rows_A: Tensor) -> None:
-        """Find each row's first unfinished block, and whether the row is done."""
+        """Move each row to its first unfinished block, and mark the rows that are done."""
         rows, masked_AW = self.rows, self.canvases.masked[rows_A]
         begun_A, length_A = rows.block_start[rows_A], rows.block_length[rows_A]
         columns_W = torch.arange(self.width, device=self.device)
@@ -303,7 +307,7 @@ class Slots:
             is_unsettled_A = rows.is_unsettled[rows_A]
             start_A = torch.where(is_unsettled_A, begun_A, start_A)
             is_last_A &= ~is_unsettled_A
-        # Tokens that were given in blocks still to come do not end a text.
+        # A stop token that was given in a later block does not end the text yet.
         done_A = rows.done[rows_A] | is_last_A | (self._first_stop(rows_A) < start_A)
         is_new_A = (start_A > begun_A) & ~done_A
         in_block_AW = (columns_W >= start_A[:, None]) & (columns_W < (start_A + length_A)[:, None])
@@ -317,7 +321,7 @@ class Slots:
             rows.is_unsettled[rows_A] = torch.where(is_new_A, rows.edits[rows_A], is_unsettled_A)
 
     def _first_stop(self, rows_A: Tensor) -> Tensor:
-        """The column [A] of each row's first stop token in its completion, W where there is none."""
+        """Return the column [A] of each row's first committed stop token, W where there is none."""
         start_A, end_A = self.rows.prompt_length[rows_A], self.rows.end[rows_A]
         tokens_AW = self.canvases.tokens[rows_A]
         columns_W = torch.arange(self.width, device=self.device)
@@ -341,17 +345,17 @@ class Slots:
 
 
 def _zeros(kind: type[RowState | Canvases], *shape: int, device: torch.device) -> dict[str, Tensor]:
-    """The fields of `kind`, all zero."""
+    """Return zero tensors for the fields of `kind`."""
     return {column.name: torch.zeros(shape, dtype=column.metadata["dtype"], device=device) for column in fields(kind)}
 
 
 def on_device(values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of `values` there. On a GPU it arrives in its own time: nothing waits for what the device does."""
+    """Return `values` as a tensor on the device. The copy to a GPU is asynchronous."""
     return uploaded(torch.tensor(values, dtype=dtype), device)
 
 
 def _row_values(request: Request) -> dict[str, float]:
-    """The numbers of a fresh row, by the fields of `RowState`. Its block is found afterwards."""
+    """Return the initial state of a row, by the fields of `RowState`; `_point_at_blocks` then sets its block."""
     params, start = request.params, len(request.prompt_ids)
     return {
         "prompt_length": start,
@@ -392,7 +396,7 @@ def _log(threshold: float | None) -> float:
 def _record(
     columns: dict[str, np.ndarray], request: Request, canvas: Canvas, first_stop: int, num_steps: int
 ) -> dict[str, Any]:
-    """What a row's canvas says of its completion: whole blocks up to that of the first stop token."""
+    """Return fields of `Completion` from a row's canvas: whole blocks up to that of the first stop token."""
     params, start = request.params, len(request.prompt_ids)
     is_ended = first_stop < start + params.gen_length
     num_tokens = first_stop - start + 1 if is_ended else params.gen_length
@@ -406,7 +410,7 @@ def _record(
 
 
 def _columns(kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Some slots of a canvas by the names of `Committed` and `Completion`, copied."""
+    """Copy some slots of a canvas, by the fields that `Committed` and `Completion` share."""
     return {
         "token_ids": kept["tokens"].astype(np.int32),
         "step_map": kept["step_map"].astype(np.int32),

@@ -1,4 +1,6 @@
-"""One denoise step after its forward: which open slots are committed, and which tokens they get.
+"""One denoise step after its forward: choose slots to write and sample their tokens.
+
+A slot is open if it may be written.
 
 Shape letters: A active rows, K slots of the longest block, N open slots, M slots that are committed, U slots that were
 predicted: fewer than N where rows shared a forward.
@@ -24,7 +26,7 @@ _LOTTERY_KEY = 1
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What is committed: [M] each, as in `Completion`."""
+    """Sampled tokens and their record: [M] each, as in `Completion`."""
 
     tokens: Tensor
     steps: Tensor
@@ -41,15 +43,15 @@ class BlockSlots:
     columns: Tensor
     """Their columns in the canvas."""
     masked: Tensor
-    """bool: those that can be committed."""
+    """bool: masked slots, which can be committed."""
     editable: Tensor | None
-    """bool: those with a token that can be replaced; None where no row edits."""
+    """bool: slots whose token can be replaced; None where no row uses token editing."""
     tokens: Tensor | None
-    """What stands there; None where no row edits."""
+    """Current tokens; None where no row uses token editing."""
 
     @property
     def open(self) -> Tensor:
-        """bool: those that may be written."""
+        """bool: slots that may be written."""
         return self.masked if self.editable is None else self.masked | self.editable
 
 
@@ -63,13 +65,13 @@ class DenoiseStep:
         block: BlockSlots,
         found: SlotLogits,
     ) -> None:
-        """Choose among the open slots.
+        """Compute the predictions of the open slots.
 
         Args:
-            params: how each row is denoised.
-            rows: where it stands.
-            block: the slots of its block.
-            found: the logits of the open ones, which are overwritten.
+            params: sampling parameters of each row.
+            rows: state of each row.
+            block: slots of each row's block.
+            found: logits of the open slots, which are overwritten.
         """
         self._params, self._rows, self._block = params, rows, block
         self._index_N, self._source_N = found.index, found.source
@@ -80,7 +82,7 @@ class DenoiseStep:
             self._drawn_N = self._draw(torch.arange(len(found.index), device=found.index.device))
 
     def select(self) -> tuple[Tensor, Tensor]:
-        """The slots [A, K] to write, and those of them that only the at-least-one rule commits."""
+        """Return the slots [A, K] to write, and those of them committed only to reach the minimum, as in `select`."""
         present = {p.schedule for p in self._params}
         entropy_AK = lottery_AK = None
         if Schedule.ENTROPY_BOUND in present:
@@ -101,20 +103,20 @@ class DenoiseStep:
         return chosen_AK, fallback_AK
 
     def _is_surpassed(self, tokens_AK: Tensor, confidence_AK: Tensor) -> Tensor:
-        """[A, K] bool: another token than stands there is the most probable, and probable enough (LLaDA2.1)."""
+        """Return [A, K] bool: whether a different token is the most probable and above the threshold (LLaDA2.1)."""
         top_AK = tokens_AK.clone()
         top_AK.view(-1)[self._index_N] = self._predicted.top_tokens(self._source_N)
         return (confidence_AK > self._rows.log_editing_threshold[:, None]) & (top_AK != tokens_AK)
 
     def broken_rows(self) -> Tensor:
-        """[A] whether a row was predicted something that is no number."""
+        """Return [A] bool: whether any prediction of the row is not finite."""
         is_number_U = self._predicted.log_norm.isfinite()
         is_broken_AK = torch.zeros_like(self._block.masked)
         is_broken_AK.view(-1)[self._index_N] = ~is_number_U[self._source_N]
         return is_broken_AK.any(dim=1)
 
     def draw(self, picked_M: Tensor) -> Drawn:
-        """Tokens for some of the open slots."""
+        """Sample tokens for some of the open slots."""
         source_M = self._source_N[picked_M]
         draws_M = self._draw(picked_M) if self._drawn_N is None else self._drawn_N.of(picked_M)
         return Drawn(
@@ -127,7 +129,7 @@ class DenoiseStep:
         )
 
     def _confidence(self) -> Tensor:
-        """What slots are ranked by: the probability of the most probable token, or of the one that was drawn."""
+        """Return the slots' confidence: log-probability of the most probable token, or of the sampled one."""
         confidence_N = -self._predicted.log_norm[self._source_N]
         if self._drawn_N is None:
             return confidence_N
@@ -158,7 +160,7 @@ class DenoiseStep:
         return self._entropies()[source_M]
 
     def _entropies(self) -> Tensor:
-        """[U] entropies of all predictions."""
+        """Return the [U] entropies of all predictions."""
         log_norm_U = self._predicted.log_norm
         return self._predicted.entropy(torch.arange(len(log_norm_U), device=log_norm_U.device))
 
@@ -166,7 +168,7 @@ class DenoiseStep:
         return self._index_N[picked_M] // self._block.masked.shape[1]
 
     def _grid(self, values_N: Tensor) -> Tensor:
-        """[N] values of the open slots to [A, K]; -inf elsewhere."""
+        """Scatter [N] values of the open slots to [A, K]; -inf elsewhere."""
         grid = torch.full(self._block.masked.shape, -torch.inf, device=values_N.device)
         grid.view(-1)[self._index_N] = values_N
         return grid

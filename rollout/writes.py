@@ -1,4 +1,4 @@
-"""The record of token editing: every write of every step, until its row leaves."""
+"""Log of token editing: every write of every step, kept until its row leaves."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from rollout.step import Drawn
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What a step wrote, and more that it did not, as tensors on the device."""
+    """Candidate writes of a step, with a flag for those that were made, as tensors on the device."""
 
     rows: set[int]
-    """Slots of the engine that have not asked for their part yet."""
+    """Slots of the engine whose writes have not been taken yet."""
     numbers: Tensor
     """[5, M] int64: slot of the engine, whether it was written, denoise step, completion slot, token."""
     logps: Tensor
-    """[2, M] float32: under the law of the draw, and at temperature 1."""
+    """[2, M] float32 log-probabilities: under the sampling distribution, and at temperature 1."""
 
 
 class WriteLog:
-    """The writes of the rows that edit. Nothing waits for the device before one of them is asked for."""
+    """Writes of the rows that use token editing. Only `take` synchronizes with the device."""
 
     def __init__(self) -> None:
-        """Without any."""
+        """Begin empty."""
         self._steps: list[_Step] = []
 
     def add(self, rows: Iterable[int], engine_slots_M: Tensor, slots_M: Tensor, drawn: Drawn, chosen_M: Tensor) -> None:
-        """Note a step.
+        """Add a step.
 
         Args:
-            rows: the slots of the engine whose rows edit.
-            engine_slots_M: the slot of the engine of each write.
+            rows: the slots of the engine whose rows use token editing.
+            engine_slots_M: the slot of the engine of each candidate write.
             slots_M: its completion slot.
-            drawn: what is written.
-            chosen_M: bool, whether it is.
+            drawn: its token.
+            chosen_M: bool, whether it is written.
         """
         numbers = torch.stack((engine_slots_M, chosen_M.long(), drawn.steps, slots_M, drawn.tokens))
         self._steps.append(_Step(set(rows), numbers, torch.stack((drawn.logp, drawn.logp_raw))))
 
     def take(self, row: int) -> Writes:
-        """All writes of one row, which are then forgotten."""
+        """Return all writes of one row, and drop them here."""
         steps = [step for step in self._steps if row in step.rows]
         self.forget(row)
         if not steps:
@@ -58,7 +58,7 @@ class WriteLog:
         return Writes(steps=step_map, slots=slots, token_ids=tokens, logp=logps[0, is_own], logp_raw=logps[1, is_own])
 
     def forget(self, row: int) -> None:
-        """Drop what one row wrote."""
+        """Drop the writes of one row."""
         for step in self._steps:
             step.rows.discard(row)
         self._steps = [step for step in self._steps if step.rows]

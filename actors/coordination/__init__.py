@@ -1,1 +1,1 @@
-"""The coordinator and what it keeps: rounds, portions, actors, scores."""
+"""Coordination of a run: rounds, work units, actor pools, liveness, evaluation and status."""

@@ -1,23 +1,26 @@
-"""The coordinator: a thin asynchronous shell over rounds and ledger. It may die: Ray starts it again, nothing is lost.
+"""The coordinator actor: an asynchronous shell over rounds, pools and run log, with failover.
 
-    samplers <-- portions -- [ coordinator: ledger, run log ] -- references --> learner
-        |                         ^ summaries                                     |
-        '---- completions ---> graders                       <-- next_batch, published, record
+Ray restarts it if it dies, and nothing is lost.
 
-| loop          | consumes             | waits for              | produces           | unblocked by         |
-|---------------|----------------------|------------------------|--------------------|----------------------|
-| `Rounds._run` | an admitted portion  | a free sampler, grader | a ready portion    | `published`, a retry |
-| `next_batch`  | a round's portions   | the round is complete  | references         | `Rounds._run`, `stop`|
-| `evaluate`    | held-out portions    | all of them            | a score            | `Pools.score`, `stop`|
-| `_keep_watch` |                      | an actor that is silent| a failure, a kill  |                      |
+    samplers <-- work units -- [ coordinator: ledger, run log ] -- references --> learner
+        |                           ^ summaries                                     |
+        '---- completions ---> graders                         <-- next_batch, published, record
 
-Where samplers and learner share GPUs and take turns (`gpus.colocate`), the samplers' turn is as long as `next_batch` or
-`evaluate` is: the learner sleeps before it calls, and is answered when the samplers sleep.
+| loop              | consumes              | waits for              | produces          | unblocked by              |
+|-------------------|-----------------------|------------------------|-------------------|---------------------------|
+| `OpenRounds._run` | an admitted work unit | a free sampler, grader | a ready work unit | `published`, a retry      |
+| `next_batch`      | a round's work units  | the complete round     | references        | `OpenRounds._run`, `stop` |
+| `evaluate`        | held-out work units   | all of them            | a score           | `Pools.score`, `stop`     |
+| `_keep_watch`     |                       | a silent actor         | a failure, a kill |                           |
 
-Failover: the learner is the clock, and every call of its rank 0 says all that the coordinator needs to go on: round,
-version, digest. Restarted, the coordinator makes the ledger again from the call that Ray repeats, and samples the round
-again: the same texts, for draws are keyed by what they are for. What else it must know lies in the run log and in
-`Session`.
+Where samplers and learner share GPUs and take turns (`gpus.colocate`), the samplers' turn lasts as long as `next_batch`
+or `evaluate`. The learner is offloaded to host memory before it calls, and the call returns once the samplers have
+released their device memory.
+
+Failover: the learner drives the run, and every call of its rank 0 has all that the coordinator needs to continue:
+round, version, digest. After a restart the coordinator makes a new ledger from the call that Ray repeats, and samples
+the round again. It gets the same texts, because random draws are keyed by problem and sample, not by their order. All
+other state is in the run log and in `Session`.
 """
 
 from __future__ import annotations
@@ -57,23 +60,23 @@ from learner.model.tokenizer import ChatTokenizer
 
 _SAMPLES_PER_ROUND = 4
 _STATUS_EVERY_S = 2.0
-# Events among which one that is recorded a second time would be.
+# Newest events that are searched for one that is recorded a second time.
 _NEWEST = 20
-# Problems that a sentence names; the log's evaluations name all.
+# Problems that a message lists; the log's evaluations list all.
 _MOST_NAMED = 20
 _RANK = "learner rank "
 _STORE = "the weight store"
 _CONTROLLER = "Ray Train's controller"
-# It is not to be asked while it starts a group, or ends one.
+# Longer than for other actors: it does not answer while it starts or ends a group.
 _CONTROLLER_HUNG_S = 90.0
 _ROUND, _EVALUATION = "the round", "the evaluation"
-# What an evaluation is due before, where the learner waits for nothing else.
+# Due before all rounds: an evaluation that the learner waits for.
 _AT_ONCE = -1.0
 T = TypeVar("T")
 
 
 class StoppedError(Exception):
-    """The run is to stop before what was waited for."""
+    """The run is to stop before the awaited result is there."""
 
 
 class Coordinator:
@@ -90,11 +93,11 @@ class Coordinator:
         store_name: str,
         driver: str,
     ) -> None:
-        """Begin, or go on with what the coordinator of the same `driver` had begun.
+        """Begin a run, or continue it after a restart under the same `driver`.
 
         Samplers and graders are those that the run begins with, by name.
 
-        Raises ValueError when the task cannot give the problems that the recipe asks for.
+        Raises ValueError if the task cannot provide the problems that the recipe requires.
         """
         self._spec = spec
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
@@ -131,7 +134,7 @@ class Coordinator:
         self._stopping = asyncio.Event()
         self._asked: set[asyncio.Task[Any]] = set()
         self._beside: tuple[tuple[Generation, str], asyncio.Task[dict[str, Any]]] | None = None
-        """What is evaluated beside the round under way, by version and label."""
+        """Background evaluation during the current round: its version and label, and its task."""
         self._store = store
         self._watching: asyncio.Task[None] | None = None
         self._begin(session)
@@ -148,7 +151,7 @@ class Coordinator:
             self._note_overlong()
         self._keep(session, num_coordinator_starts=session.num_coordinator_starts + 1, leaving=[])
         for actor in _members(self._spec.name, {}, session.leaving).values():
-            # What it was at is sampled again.
+            # Its work units are sampled again.
             ray.kill(actor)
         if untold := session.untold:
             generation = Generation(version=untold["version"], digest=untold["digest"])
@@ -157,7 +160,7 @@ class Coordinator:
             self._stopping.set()
 
     def _note_overlong(self) -> None:
-        """Record which prompts are too long, and what becomes of them."""
+        """Record how many prompts are too long, and how they are handled."""
         rollout = self._spec.rollout
         if self._plan.num_overlong:
             is_cut = rollout.overlong_prompts == "truncate_left"
@@ -176,7 +179,7 @@ class Coordinator:
     # The log.
 
     async def record(self, event: str, values: dict[str, Any]) -> None:
-        """Append an event to the run log; the registry hears of a checkpoint that may be served."""
+        """Append an event to the run log, and report checkpoints that may be served to the registry."""
         if not self._is_repeated(event, values):
             self._log.append(event, **values)
             self._timeline.add_event(event, values)
@@ -184,12 +187,12 @@ class Coordinator:
             self._announcer.checkpoint(values["policy_version"], self._spec.run_dir / values["path"])
 
     async def events_since(self, count: int) -> list[Event]:
-        """The events after the first `count`."""
+        """Return the events after the first `count`."""
         self._watch_over()
         return self._log.events_since(count)
 
     async def finish(self) -> None:
-        """Record that the run is done, and how long it took; the files are complete then."""
+        """Record that the run is done, and how long it took. Its files are then complete."""
         if self._watching is not None:
             self._watching.cancel()
         await self._announcer.settled()
@@ -199,7 +202,7 @@ class Coordinator:
         await self._write_status()
 
     def _is_repeated(self, event: str, values: Mapping[str, Any]) -> bool:
-        """Whether the newest events have this one: its call was answered by a coordinator that died as it did so."""
+        """Whether the newest events contain this one. Ray repeats a call if the coordinator dies as it answers."""
         if self._session.num_coordinator_starts == 1:
             return False
         asked = json.loads(json.dumps({"event": event, **values}))
@@ -210,13 +213,13 @@ class Coordinator:
         self._log.append("failure", what=what, attempt=attempt)
 
     def _end_pause(self) -> None:
-        """The pause that goes on by the log, if one does: it may have begun under a coordinator that died."""
+        """Record the end of a pause that is open in the log, if any. It may have begun before a restart."""
         pauses = [event for event in self._log.events_since(0) if event["event"] in ("pause", "pause_end")]
         if pauses and pauses[-1]["event"] == "pause":
             self._log.append("pause_end", seconds=round(self._log.seconds() - pauses[-1]["time_s"], 3))
 
     def _note_pause(self, why: str | None) -> None:
-        """Record that grading waits for something that does not answer, or (None) that it goes on."""
+        """Record that work pauses because something does not answer, or (None) that it resumes."""
         if why is None:
             self._end_pause()
         else:
@@ -225,8 +228,11 @@ class Coordinator:
     # The learner group.
 
     async def learner_starting(self, learner: str) -> dict[str, int] | None:
-        """The learner group `learner` begins: how many tokens its micro-batches have, by the section of the recipe,
-        where they were halved. None where it is not to begin, for groups have done so in vain too often."""
+        """Register the start of the learner group `learner`.
+
+        Returns the tokens of its micro-batches, by section of the recipe, where they were halved. None if it must not
+        start, because groups have restarted too often without progress.
+        """
         self._forget_learner()
         self._learner_starting_at = time.monotonic()
         self._keep(self._session.with_learner_start(learner, self._num_checkpoints()))
@@ -234,7 +240,8 @@ class Coordinator:
         return None if self._session.gave_up else dict(self._session.micro_batch_tokens)
 
     async def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
-        """It goes on from a checkpoint: what is done again is recorded. Every time but the first is a failure's."""
+        """Record from which checkpoint the learner group continues, and what it repeats. All starts but the first
+        follow a failure."""
         self._timeline.add(LEARNER, "loading a checkpoint", SpanKind.WORK, self._learner_starting_at)
         events = self._log.events_since(0)
         again = _done_again(events, position)
@@ -245,10 +252,11 @@ class Coordinator:
             self._log.append("resume", what=f"going on from checkpoint {checkpoint}; {again}")
 
     async def learner_failed(self, what: str, is_echo: bool, is_transient: bool, too_large: str | None = None) -> bool:
-        """A rank raised. What it raises because another has died, or has raised, is no failure of its own.
+        """Record an error of a rank. One that only follows another rank's death or error (`is_echo`) does not count.
 
-        False where the group is not to start again: another would raise what two have, unless it came from outside, or
-        the micro-batches of a section of the recipe are `too_large` for a GPU: the next group has smaller ones.
+        Returns False if the group must not start again: two groups in a row raised the same error without progress.
+        That does not hold for transient errors, nor where micro-batches of a section of the recipe are `too_large` for
+        a GPU and can be halved for the next group.
         """
         if not self._session.error and not (is_echo and self._has_echoed):
             self._has_echoed = is_echo
@@ -260,7 +268,7 @@ class Coordinator:
         return not self._session.gave_up
 
     def _smaller(self, section: str, what: str) -> str:
-        """Halve a section's micro-batches for the next learner group, unless they hold one row; what becomes of it."""
+        """Halve a section's micro-batches for the next learner group, unless they hold one row. Returns the message."""
         spec = self._spec.with_micro_batches(self._session.micro_batch_tokens)
         tokens, row = spec.learner.micro_batch_tokens, spec.canvas_tokens
         if section == "sft":
@@ -280,11 +288,11 @@ class Coordinator:
         return sum(event["event"] == "checkpoint" for event in self._log.events_since(0))
 
     async def gave_up(self) -> str:
-        """Why the learner group is not started again; empty where it ended as it should."""
+        """Return why the learner group is not started again; empty if it ended normally."""
         return self._session.gave_up
 
     async def heartbeat(self, rank: int, doing: str, actor: Any, controller: Any = None) -> bool:
-        """A rank of the learner lives; rank 0 says who starts and ends the ranks. Whether it is to stop."""
+        """Register a heartbeat of a learner rank; rank 0 passes Ray Train's controller. Returns whether to stop."""
         self._watch_over()
         if controller is not None and not self._watch.is_watched(_CONTROLLER):
             self._watch.ask(_CONTROLLER, controller, _controller_answers, _CONTROLLER_HUNG_S)
@@ -294,21 +302,21 @@ class Coordinator:
         return self._stopping.is_set()
 
     async def rank_ended(self, rank: int) -> None:
-        """A rank has ended as it should."""
+        """Register that a rank has ended normally."""
         self._watch.forget(f"{_RANK}{rank}")
         self._doing.pop(str(rank), None)
 
     async def stop(self) -> bool:
-        """Have the learner write a checkpoint and end, as soon as it can. False where no rank of it is up."""
+        """Make the learner write a checkpoint and end, as soon as it can. Returns False if none of its ranks is up."""
         self._keep(self._session, is_stopping=True)
         self._stopping.set()
-        # After a restart of this process the first heartbeat has not come yet.
+        # After a restart of this process the first heartbeat may not have arrived yet.
         return bool(self._doing) or self._session.num_coordinator_starts > 1
 
     # The pools.
 
     async def scale(self, kind: str, size: int, added: Mapping[str, Any]) -> None:
-        """Have `size` samplers or graders, `added` among them by name; who is too many leaves when it is free."""
+        """Resize a pool to `size` actors. `added` are new ones, by name; surplus ones leave when they are free."""
         before = len(self._pools.staying()[kind])
         self._pools.scale(kind, size, added)
         if self._watching is not None:
@@ -334,7 +342,7 @@ class Coordinator:
         for asked in self._asked:
             asked.cancel()
         self._end_beside()
-        # The controller starts another group, and answers when that is up.
+        # The controller starts another group, and does not answer until that is up.
         self._watch.forget(_CONTROLLER, *(f"{_RANK}{rank}" for rank in self._doing))
         self._doing.clear()
         self._has_echoed = False
@@ -344,12 +352,12 @@ class Coordinator:
     async def next_batch(
         self, round_index: int, generation: Generation, trained: TrainedRound | None = None, label: str = ""
     ) -> tuple[Next, list[ray.ObjectRef[Any]]]:
-        """References of a round's scored portions, or what else to do first. Raises as `OpenRounds.complete` does.
+        """Return references of a round's scored work units, or what to do first. Raises as `OpenRounds.complete` does.
 
-        `trained` is the round before, where the learner has not told of it yet: as `published`, and it is on disk when
-        this returns. The samplers do not wait for that. `label` is of an evaluation of `generation` that the learner
-        will ask for when it has trained on the round: it begins now, behind the round's portions and before those of
-        the next.
+        `trained` is the round before, if the learner has not reported it yet. It is recorded as by `published`, and is
+        on disk when this returns; the samplers do not wait for that. `label` is of an evaluation of `generation` that
+        the learner will request after training on the round. It begins now, in the background: behind the round's work
+        units and before those of the next.
         """
         summaries = None
         if trained is not None and not self._is_published(trained):
@@ -360,8 +368,8 @@ class Coordinator:
         try:
             async with self._samplers_turn():
                 self._rounds.begin(round_index, generation)
-                # The samplers are at work before there is an evaluation, and before this process sums up the round
-                # before, and waits for a disk.
+                # Lets the samplers start before the evaluation, and before this process sums up the previous round and
+                # waits for a disk.
                 await asyncio.sleep(0)
                 if label:
                     self._begin_beside(generation, label, round_index)
@@ -377,17 +385,17 @@ class Coordinator:
             self._waiting_since = None
 
     async def forget(self, round_index: int) -> None:
-        """The portions of a round cannot be fetched any more: they are sampled again."""
+        """Sample the work units of a round again, because they can no longer be fetched."""
         self._rounds.redo(round_index)
 
     async def published(self, trained: TrainedRound, summaries: Mapping[PortionKey, PortionSummary] | None) -> bool:
-        """The learner trained on a round and published what it gave; it is on disk when this returns.
+        """Record a round that the learner trained on and published. It is on disk when this returns.
 
-        False when the round's portions are not known here, for they were gathered before a restart: then `summaries`
-        have to be given.
+        Returns False if the round's work units are not known here, because they were collected before a restart:
+        `summaries` must then be given.
         """
         if self._is_published(trained):
-            return True  # Asked before.
+            return True  # A repeated call.
         summaries = summaries or self._rounds.summaries(trained.round)
         if summaries is None:
             return False
@@ -397,26 +405,26 @@ class Coordinator:
 
     def _is_published(self, trained: TrainedRound) -> bool:
         next_round = self._rounds.next_round
-        # Else the log has it, where it was a coordinator that died as it answered.
+        # Before the first round of this process only the log shows whether an earlier one died after recording it.
         return self._has_round(trained) if next_round is None else next_round > trained.round
 
     def _has_round(self, trained: TrainedRound) -> bool:
-        """Whether the newest round of this learner group is this one: it was recorded by a coordinator that died as it
-        did so."""
+        """Whether the newest round of this learner group in the log is this one, from a coordinator that died as it
+        answered."""
         events = _since_learner_start(self._log.events_since(0))
         rounds = [event for event in events if event["event"] == "round"]
         asked = trained.round, trained.generation.version
         return bool(rounds) and (rounds[-1]["round"], rounds[-1]["policy_version"]) == asked
 
     def _free(self, trained: TrainedRound, by_key: Mapping[PortionKey, PortionSummary]) -> None:
-        """What follows a round may begin: its slots are free, and it is known which of its problems were solved."""
+        """Let later rounds begin: record which problems of this one were solved, and remove it from the ledger."""
         outcomes = outcomes_of((self._plan.portion_problems(key), summary.grades) for key, summary in by_key.items())
         self._log.add_solve_rates(line_of(trained.round, outcomes))
         self._plan.note_solved(trained.round, outcomes)
         self._rounds.publish(trained.round, trained.generation)
 
     async def _record_round(self, trained: TrainedRound, by_key: Mapping[PortionKey, PortionSummary]) -> None:
-        """In the run log, on disk when this returns, and wherever rounds are shown."""
+        """Write a round to the run log, on disk when this returns, and to samples, metrics and timeline."""
         plan, summaries, values = self._plan, list(by_key.values()), trained.values
         version = trained.generation.version
         stats = round_stats([plan.group_ids(key) for key in by_key], summaries, GroupChoice.of(self._spec))
@@ -443,8 +451,8 @@ class Coordinator:
 
     @asynccontextmanager
     async def _samplers_turn(self) -> AsyncIterator[None]:
-        """What the learner waits for. Where it shares its GPUs with samplers it sleeps meanwhile, and goes on when they
-        do."""
+        """Give the samplers their turn while the learner waits. On shared GPUs it is offloaded meanwhile, and at the
+        end the samplers release their device memory."""
         try:
             yield
         finally:
@@ -454,7 +462,7 @@ class Coordinator:
         if not self._spec.gpus.colocate:
             return
         if self._stopping.is_set():
-            # What is under way would begin again as soon as a sampler is up.
+            # Work in flight would start again as soon as a sampler is up.
             self._rounds.forget()
         for what in await self._pools.end_turn():
             self._note_failure(what, 1)
@@ -462,7 +470,7 @@ class Coordinator:
     # Versions and their scores.
 
     async def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
-        """The store has a new version: the samplers fetch it, and the registry, and so the service, hears of it."""
+        """Announce a new version in the weight store to samplers, which prefetch it, and to registry and service."""
         if phase is Phase.RL and round_index < self._spec.learner.num_rounds:
             self._pools.stage(generation)
         is_told = await self._announcer.announce(generation, phase, round_index)
@@ -471,11 +479,11 @@ class Coordinator:
             self._keep(self._session, untold=untold)
 
     async def evaluate(self, generation: Generation, label: str, round_index: int, is_new: bool) -> Next:
-        """Accuracy of a version that the store has, on the problems of a label; recorded, and announced if the version
-        is public. One that has begun beside a round is waited for.
+        """Evaluate a version in the weight store on the problems of a label, and record its accuracy.
 
-        Of a version that is not new, an evaluation that the log has is not repeated.
-        Raises RuntimeError when no try of a portion came back: an accuracy over fewer problems would be another number.
+        It is also reported to the registry, unless the version is the control's. An evaluation that already runs in the
+        background of a round is awaited. One in the log is not repeated, for a version that is not new.
+        Raises RuntimeError if all attempts at a work unit failed: an accuracy over fewer problems is not comparable.
         """
         version = generation.version
         if self._is_evaluated(version, label, is_new=is_new):
@@ -501,42 +509,42 @@ class Coordinator:
 
     async def _scored(self, generation: Generation, label: str) -> dict[str, Any]:
         if self._beside is not None and self._beside[0] == (generation, label):
-            # Where the store had lost the version, the learner has published it again for the round.
+            # If the store had lost the version, the learner has published it again for the round: evaluate below.
             with suppress(VersionLostError):
                 return await self._beside[1]
         return await self._evaluation.score(generation, label, _AT_ONCE)
 
     def _begin_beside(self, generation: Generation, label: str, round_index: int) -> None:
-        """Have a version evaluated before the portions of the round after this one, unless that has begun."""
+        """Evaluate a version in the background, before the next round's work units, unless an evaluation runs."""
         if self._beside is None and not self._is_evaluated(generation.version, label, is_new=True):
             scoring = self._evaluation.score(generation, label, round_index + 0.5)
             self._beside = (generation, label), asyncio.create_task(scoring)
 
     def _end_beside(self) -> None:
         if self._beside is not None:
-            # What it raised was heard, or is asked for again.
+            # Marks its exception as retrieved: it was raised already, or the evaluation is requested again.
             self._beside[1].add_done_callback(lambda task: task.cancelled() or task.exception())
             self._beside[1].cancel()
             self._beside = None
 
     async def versions_to_keep(self) -> list[int]:
-        """The versions whose checkpoints must stay: the best, and one that an operator has pinned."""
+        """Return the versions whose checkpoints must stay: the best, and one that an operator has pinned."""
         wanted = best_version(self._log.events_since(0)), self._announcer.pinned()
         return [version for version in wanted if version is not None]
 
     def _is_evaluated(self, version: int, label: str, *, is_new: bool) -> bool:
-        """Whether the log has it: of a version that is not new; of a new one, since the learner started, if it was a
-        coordinator that died as it answered."""
+        """Whether the log has this evaluation. For a new version only events since the learner started count, and only
+        after a restart of the coordinator, which may have died as it answered."""
         events = self._log.events_since(0)
         if is_new:
             events = _since_learner_start(events) if self._session.num_coordinator_starts > 1 else []
         evaluations = standing_evaluations(events)
         return any((event["label"], event["policy_version"]) == (label, version) for event in evaluations)
 
-    # Who waits for whom.
+    # Status and liveness.
 
     async def status(self) -> RunStatus:
-        """How the run stands now."""
+        """Return the current status of the run."""
         events = self._log.events_since(0)
         last = {event["event"]: event for event in events}
         stage = last.get("phase", {}).get("phase", Phase.UNTRAINED)
@@ -579,7 +587,7 @@ class Coordinator:
         return texts
 
     def _watch_over(self) -> None:
-        """Begin to watch, unless that has begun: while the actor is made there is no event loop."""
+        """Start the monitoring task, or restart it after an error. `__init__` cannot: it has no event loop."""
         if self._watching is not None and self._watching.done() and not self._watching.cancelled():
             self._note_failure(f"the watch over the actors failed, and goes on: {self._watching.exception()}", 1)
             self._watching = asyncio.create_task(self._keep_watch())
@@ -608,20 +616,20 @@ class Coordinator:
         self._note_failure(f"{name} was silent for {seconds:.0f} s and is replaced", 1)
         if name.startswith(_RANK):
             self._watch.forget(name, _CONTROLLER)
-        # Ray Train starts its workers anew itself.
+        # Ray Train restarts its workers itself.
         ray.kill(actor, no_restart=name.startswith(_RANK))
 
     def _end_controller(self, actor: Any, seconds: float) -> None:
-        """Without it the ranks train on, and nobody would notice that they have ended, or died."""
-        # Where a rank is silent too, the controller may be at work on what takes its place.
+        """End a hung controller: ranks would train on under it, but their end or death would go unnoticed."""
+        # If a rank is silent too, the controller may be busy replacing it.
         if not any(name.startswith(_RANK) for name in self._watch.silent()):
             self._note_failure(f"{_CONTROLLER} was silent for {seconds:.0f} s and is ended, and `d1 train` with it", 1)
             ray.kill(actor)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns. Raises StoppedError, and gives it up, where the run is to stop."""
+        """Return the result of `work`. Cancels it and raises StoppedError if the run is to stop."""
         task, stop = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
-        # A learner that starts again asks anew: nobody waits for this any more.
+        # A restarted learner repeats its request; `_forget_learner` cancels this one.
         self._asked.add(task)
         try:
             await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -635,25 +643,25 @@ class Coordinator:
 
 
 def _members(run: str, begun_with: Mapping[str, Any], names: Collection[str] | None) -> dict[str, Any]:
-    """The actors of a pool by name: those that a run began with, or where it was scaled those of `names` that are
-    there."""
+    """Return the actors of a pool by name: those that the run began with, or after a resize those of `names` that
+    exist."""
     if names is None:
         return dict(begun_with)
     found = {}
     for name in names:
-        # Whoever cannot be found has ended for good.
+        # An actor that cannot be found has ended for good.
         with suppress(ValueError):
             found[name] = begun_with.get(name) or ray.get_actor(actor_name(run, name), namespace=NAMESPACE)
     return found
 
 
 async def _controller_answers(controller: Any) -> None:
-    """Ask Ray Train's controller anything. Raises RayError."""
+    """Probe Ray Train's controller with an arbitrary call. Raises RayError."""
     await controller.get_training_failed_error.options(max_task_retries=0).remote()
 
 
 def _since_learner_start(events: list[Event]) -> list[Event]:
-    """The events of the learner group that is up."""
+    """Return the events since the current learner group started."""
     for index in range(len(events) - 1, -1, -1):
         event = events[index]
         if event["event"] == "resume" or (event["event"] == "failure" and event["what"].startswith(RESTARTED)):
@@ -662,7 +670,7 @@ def _since_learner_start(events: list[Event]) -> list[Event]:
 
 
 def _done_again(events: Sequence[Event], position: Mapping[str, Any]) -> str:
-    """What a learner that goes on from a position does a second time, in words."""
+    """Describe what a learner repeats that continues from a position."""
     rounds = max((event["round"] + 1 for event in events if event["event"] == "round"), default=0)
     if rounds > position["round"]:
         return _again("round", position["round"], rounds - 1)
@@ -678,6 +686,6 @@ def _again(what: str, first: int, last: int) -> str:
 
 
 def _staleness(summaries: Sequence[PortionSummary], newest: int) -> dict[str, float]:
-    """How many versions older than the policy that trained on them the completions were."""
+    """Return mean and maximum policy lag: how many versions older than the trained policy the completions were."""
     lags = [newest - version for summary in summaries for version in summary.policy_versions]
     return {"mean_staleness": fmean(lags), "max_staleness": float(max(lags))}

@@ -1,4 +1,4 @@
-"""Accuracy of a version: every held-out or validation problem once, through the samplers and graders of training."""
+"""Evaluation of a policy version on held-out or validation problems, with the pools of training."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from learner.model.config import TransformerConfig
 from rewards import Outcome, Problem
 from rollout.request import SamplingParams
 
-# Evaluations that are no end of a stage that a result is told of.
+# Labels that are evaluated at the first schedule only: none is the end of a stage whose result is reported.
 _ONE_SCHEDULE = ("round", VALIDATION, Phase.UNTRAINED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Asked:
-    """What an evaluation asks at one schedule."""
+    """Problems of an evaluation at one schedule."""
 
     portions: list[Portion]
-    """The problems that are answered."""
+    """Work units of the problems that are sampled."""
     without_room: list[Problem]
-    """Those that cannot be, and count as wrong."""
+    """Problems whose prompts leave no room for a completion; they count as wrong."""
 
 
 class VersionEvaluator:
-    """Evaluates versions on the problems of a plan."""
+    """Evaluates policy versions on the problems of a plan."""
 
     def __init__(
         self,
@@ -43,10 +43,11 @@ class VersionEvaluator:
         *,
         policy: TransformerConfig,
     ) -> None:
-        """At `schedules`, of which the first counts, of a `policy` of this shape. `on_failure` is told what failed, and
-        at which attempt.
+        """Prepare evaluations of a `policy` of this shape at `schedules`; policies are compared at the first.
 
-        Raises ValueError where no prompt leaves room for a completion.
+        `on_failure` receives what failed, and the number of the attempt.
+
+        Raises ValueError if no prompt leaves room for a completion.
         """
         self._heldout: dict[str, _Asked] = {}
         count = 0
@@ -59,17 +60,19 @@ class VersionEvaluator:
 
     @property
     def without_room(self) -> list[Problem]:
-        """The problems that no version is asked at the first schedule, as their prompts leave no room."""
+        """Problems that are not sampled at the first schedule, because their prompts leave no room."""
         of_each = (next(iter(asked.values())) for asked in (self._heldout, self._validation))
         return [problem for asked in of_each for problem in asked.without_room]
 
     async def score(self, generation: Generation, label: str, due: float) -> dict[str, Any]:
-        """What the `evaluation` event of a label says of the completions: of those at the first schedule, and, at the
-        end of a stage, of those at each under `schedules`. They are sampled before what is due later, as of rounds.
+        """Evaluate a version. Returns fields of the `evaluation` event of a label.
+
+        They are the numbers of the first schedule, and under `schedules` those of each: of all at the end of a stage,
+        else of the first. Work units are sampled before those with a later `due`, which counts rounds.
 
         Raises:
-            VersionLostError: the weights are nowhere.
-            RuntimeError: no try of a portion came back: an accuracy over fewer problems would be another number.
+            VersionLostError: the weight store has lost the version.
+            RuntimeError: all attempts at a work unit failed; an accuracy over fewer problems is not comparable.
         """
         asked = self._validation if label == VALIDATION else self._heldout
         names = list(asked)[:1] if label in _ONE_SCHEDULE else list(asked)
@@ -89,8 +92,8 @@ class VersionEvaluator:
         return {"schedule": names[0], **found[names[0]], "schedules": found}
 
     async def _with_retries(self, generation: Generation, portion: Portion, due: float) -> PortionSummary:
-        """The summary of a portion. What no try can grade counts as wrong: at temperature 0 a text comes back the same,
-        and so does what its grader fails on."""
+        """Score a work unit, with retries. Completions that no attempt can grade count as wrong: at temperature 0 each
+        attempt gives the same text, so its grader fails again."""
         summary = None
         for attempt in range(1, self._max_attempts + 1):
             try:
@@ -119,7 +122,7 @@ def _asked(
 
 
 def _counts(summaries: Sequence[PortionSummary], without_room: Sequence[Problem]) -> dict[str, Any]:
-    """Numbers of an evaluation. Problems that could not be asked count as wrong, and are named."""
+    """Return the numbers of an evaluation. Problems without room count as wrong, and are listed."""
     names = [problem.problem_id for problem in without_room]
     grades = [grade for summary in summaries for grade in summary.grades]
     steps = [max(step_map) + 1 for summary in summaries for step_map in summary.step_maps]

@@ -1,21 +1,22 @@
-"""The ledger of groups: a pure state machine, the heart of the coordinator.
+"""Ledger of work units: a pure state machine for retries and bounded staleness.
 
-The learner pulls and is the only clock. Groups live in portions (see `PortionKey`); each portion goes
+Only what the learner publishes admits new rounds. Groups are sampled in work units (`PortionKey`), each of which goes
 
-    waiting -> running -> ready -> trained        or        -> failed (after `max_attempts` tries)
+    waiting -> running -> ready -> trained        or        -> failed (after `max_attempts` attempts)
 
-and so each group ends trained or failed-and-counted. A portion of round r may run once round r - S - 1 has been
-published, S being the staleness bound: B = (S + 1) * P groups bound what is in flight, and a slot is held from
-admission until the round that used it has published. S = 0 is exactly synchronous. There is no second queue.
+so that each group ends as trained on, or as failed and counted. A work unit of round r may run once round r - S - 1 has
+been published, where S is the staleness bound. So at most (S + 1) * P groups are in flight, P being those of a round,
+and a group counts from the admission of its round until the round is published. S = 0 is exactly synchronous. There is
+no second queue.
 
-So no completion is trained on that is more than S versions old: let version v be what round v trains. A portion of
-round r first runs after round r - S - 1 has published version r - S, so the version that it is pinned to, the newest
-then, is at least r - S, and at most r, for round r has not been trained. What takes a portion back pins it anew, to a
-newer version; what makes the ledger anew (a restart at round n) begins at version n, and its portions are of rounds n
-to n + S.
+Therefore no completion is trained on that is more than S versions old. Let version v be the policy that round v starts
+from. A work unit of round r first runs after round r - S - 1 has published version r - S. It is pinned to the newest
+version at that time, which is at least r - S, and at most r, because round r has not been trained. A work unit that is
+taken back is pinned again, to a newer version. A new ledger, after a restart at round n, begins at version n, with work
+units of rounds n to n + S.
 
-A round that replaces groups (`actors/training/choosing.py`) is extended while it is sampled, and has that many more in
-flight.
+A round that replaces groups (`actors/training/choosing.py`) is extended while it is sampled, and has that many more
+groups in flight.
 """
 
 from __future__ import annotations
@@ -30,41 +31,41 @@ from actors.messages import PortionKey
 
 @dataclass(slots=True)
 class _Progress:
-    """Where one portion stands."""
+    """State of one work unit."""
 
     attempts: int = 0
     version: int | None = None
-    """Pinned when it first runs, so that a second try gives the same text."""
+    """Policy version, pinned at the first attempt so that the next one gives the same text."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What is waiting, running, ready and failed."""
+    """Work units of the admitted rounds by state: waiting, running, ready and failed."""
 
     num_rounds: int
     """Rounds of the run."""
     portions_per_round: int
-    """Portions of a round, before it is extended."""
+    """Work units of a round, before it is extended."""
     max_staleness: int
     """S."""
     max_attempts: int
-    """Tries of a portion."""
+    """Attempts at a work unit."""
     next_round: int
     """The first round that has not been published."""
     version: int
     """The newest published policy version."""
     num_retries: int = 0
-    """Tries beyond the first, since the learner group last started."""
+    """Attempts beyond the first, since this ledger was made."""
     _waiting: dict[PortionKey, _Progress] = field(default_factory=dict)
     _order: list[tuple[int, int]] = field(default_factory=list)
-    """A heap of what is waiting: there may be thousands."""
+    """A heap of the waiting work units: there may be thousands."""
     _running: dict[PortionKey, _Progress] = field(default_factory=dict)
     _ready: set[PortionKey] = field(default_factory=set)
     _failed: set[PortionKey] = field(default_factory=set)
     _sizes: dict[int, int] = field(default_factory=dict)
-    """Portions of each admitted round."""
+    """Number of work units of each admitted round."""
     _num_done: Counter[int] = field(default_factory=Counter)
-    """Those of them that are ready or failed."""
+    """Number of those that are ready or failed."""
     _admitted: int = 0
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class Ledger:
         self._admit()
 
     def start_next(self) -> tuple[PortionKey, int] | None:
-        """Take the next portion to run, oldest round first, and the policy version it is sampled from."""
+        """Start the next work unit, oldest round first. Returns it with the policy version that it is sampled from."""
         if not self._waiting:
             return None
         round_index, index = heappop(self._order)
@@ -85,7 +86,7 @@ class Ledger:
         return key, progress.version
 
     def finish(self, key: PortionKey) -> bool:
-        """A portion came back scored. False for one that nobody waits for any more."""
+        """Mark a work unit as ready. Returns False if it is no longer running, so that its result is not needed."""
         if self._running.pop(key, None) is None:
             return False
         self._ready.add(key)
@@ -93,7 +94,7 @@ class Ledger:
         return True
 
     def fail(self, key: PortionKey) -> int | None:
-        """A try of a portion failed. Its number, or None for a portion that nobody waits for any more."""
+        """Count a failed attempt. Returns its number, or None if the work unit is no longer running."""
         progress = self._running.pop(key, None)
         if progress is None:
             return None
@@ -106,34 +107,34 @@ class Ledger:
         return progress.attempts
 
     def release(self, key: PortionKey) -> None:
-        """A try ended through no fault of the portion: its version is lost. The next one is of the newest version."""
+        """Take back an attempt whose version was lost. It does not count, and the next uses the newest version."""
         progress = self._running.pop(key, None)
         if progress is not None:
             self._wait(key, _Progress(attempts=progress.attempts - 1))
 
     def redo(self, round_index: int) -> None:
-        """What was ready of a round is lost: it is waiting again."""
+        """Return the ready work units of a round to waiting, because their results are lost."""
         for key in self.ready(round_index):
             self._ready.remove(key)
             self._num_done[round_index] -= 1
             self._wait(key, _Progress())
 
     def extend(self, round_index: int, num_portions: int) -> None:
-        """A round turns out to need so many portions; it keeps those that it has."""
+        """Grow a round to `num_portions` work units. It never shrinks."""
         for index in range(self._sizes[round_index], num_portions):
             self._wait(PortionKey(round=round_index, index=index), _Progress())
         self._sizes[round_index] = max(self._sizes[round_index], num_portions)
 
     def is_complete(self, round_index: int) -> bool:
-        """Whether every portion of a round is ready or failed."""
+        """Whether every work unit of a round is ready or failed."""
         return self._num_done[round_index] == self._sizes.get(round_index)
 
     def ready(self, round_index: int) -> list[PortionKey]:
-        """The ready portions of a round, in their order."""
+        """Return the ready work units of a round, in their order."""
         return _of_round(self._ready, round_index)
 
     def counts(self) -> dict[str, int]:
-        """Portions by state."""
+        """Return the number of work units by state."""
         return {
             "waiting": len(self._waiting),
             "running": len(self._running),
@@ -142,11 +143,14 @@ class Ledger:
         }
 
     def unfinished(self, round_index: int) -> list[PortionKey]:
-        """The portions of a round that are neither ready nor failed, in their order."""
+        """Return the work units of a round that are neither ready nor failed, in their order."""
         return _of_round((*self._waiting, *self._running), round_index)
 
     def publish(self, round_index: int, version: int) -> None:
-        """The learner trained on a round and published: its slots are free. Only the next round can publish."""
+        """Drop a round that was trained on and published, and admit the next.
+
+        Raises ValueError unless it is `next_round`.
+        """
         if round_index != self.next_round:
             raise ValueError(f"round {round_index} published, but round {self.next_round} is next")
         self._ready = {key for key in self._ready if key.round != round_index}

@@ -1,4 +1,4 @@
-"""The run's numbers as Ray metrics: on the dashboard, and on each node's Prometheus endpoint as `ray_d1_*`."""
+"""Ray metrics of a run: on the dashboard, and on each node's Prometheus endpoint as `ray_d1_*`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunGauges:
     def show(self, event: Event) -> None:
         """Set every gauge from a `round` event."""
         for name, gauge in self._gauges.items():
-            # A round that nothing was trained on has no numbers of the learner's.
+            # A round without training has no metrics of the learner.
             gauge.set(float(event.get(name, math.nan)))
         for pool, use in event["pools"].items():
             for name, gauge in self._pools.items():

@@ -1,4 +1,4 @@
-"""One pool of actors, samplers or graders: who of them is free, who works, who is away, who comes and who leaves."""
+"""Pool of actors, samplers or graders: assignment, health, resizing and utilization."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from actors.coordination.status import SILENT_S
 from actors.messages import PortionKey
 
 RESTART_POLL_S = 0.5
-# An actor that is free gives its memory back in much less.
+# A free actor releases its memory in much less.
 _SLEEP_TIMEOUT_S = 10.0
-# Who has just answered is not asked whether it is up: that is half of all calls, and of what a short round costs beside
-# its work. If it died meanwhile, the portion loses a try.
+# An actor that has just answered is not probed: that saves half of all calls, and half of the overhead of a short
+# round. If it died meanwhile, the work unit loses an attempt.
 _FRESH_S = 1.0
-# The coordinator asks for them every two seconds.
+# The coordinator collects them every two seconds.
 _MAX_WORKS = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """What an actor of a pool is at work on."""
+    """Current work unit of an actor of a pool."""
 
     actor: str
     """Its name: `sampler 1`."""
     key: PortionKey
-    """The portion."""
+    """The work unit."""
     seconds: float
-    """For how long."""
+    """Time since it was assigned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What an actor of a pool did, from when to when."""
+    """Time span in which an actor of a pool had a work unit, or was unreachable."""
 
     actor: str
     """Its name: `sampler 1`."""
     key: PortionKey | None
-    """The portion that it had; None where it was away."""
+    """The work unit; None where the actor was unreachable."""
     began: float
     """By `time.monotonic`."""
     ended: float
-    """By the same."""
+    """By the same clock."""
     is_done: bool
-    """Whether it answered; else the try failed or was given up, or it was away."""
+    """Whether it answered; else the attempt failed or timed out, or the actor was unreachable."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -67,25 +67,25 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolUse:
-    """How a pool has fared since it was last asked."""
+    """Utilization of a pool since the last report."""
 
     size: int
-    """Its actors."""
+    """Number of actors."""
     away: int
-    """Those of them that do not answer now: they are restarting, or still at a call that was given up."""
+    """Number of unreachable actors: restarting, or still in a call that timed out."""
     busy: float
-    """Share of the actors' time that they were at work, 0 to 1."""
+    """Share of the actors' time that was spent on work, 0 to 1."""
 
 
 class ActorPool:
-    """Actors of one kind, and who of them is free.
+    """Actors of one kind, with a priority queue for free ones.
 
-    What is due first is served first. Of two rounds that is the older one, in which there may be portions that are
-    tried again or that replace others.
+    Work with the earliest `due` is served first. Of two rounds that is the older one, which may have retries or
+    replacements.
     """
 
     def __init__(self, kind: str, actors: Mapping[str, Any], timeout_s: float, on_left: Callable[[str], None]) -> None:
-        """Take over actor handles, by name. `on_left` is told who has left: its process is ended."""
+        """Take over actor handles, by name. `on_left` receives the name of an actor that left; its process is ended."""
         self.kind, self.timeout_s, self._on_left = kind, timeout_s, on_left
         self.members = [Member(name, actor) for name, actor in actors.items()]
         self._free = deque(self.members)
@@ -102,26 +102,26 @@ class ActorPool:
 
     @property
     def staying(self) -> list[str]:
-        """The names of those who are not about to leave."""
+        """Names of the actors that are not about to leave."""
         return [member.name for member in self.members if member not in self._leaving]
 
     @property
     def leaving(self) -> list[str]:
-        """The names of those who leave as soon as they are free."""
+        """Names of the actors that leave as soon as they are free."""
         return [member.name for member in self._leaving]
 
     def up(self) -> list[Member]:
-        """Those who are not away: who has no place yet would come to what it was asked meanwhile one by one."""
+        """Return the reachable actors. Calls to an actor without a place yet would pile up, and run one by one."""
         return [member for member in self.members if member not in self._away]
 
     def out_s(self) -> float:
-        """For how many seconds nobody of the pool has been up; 0 where somebody is."""
+        """Return for how many seconds no actor of the pool has been up; 0 if one is."""
         if len(self._away) < len(self.members):
             return 0.0
         return time.monotonic() - max(self._away.values(), default=time.monotonic())
 
     def grow(self, actors: Mapping[str, Any]) -> None:
-        """Take in actors, by name, each of which is free once it answers: there may be no place for it yet."""
+        """Add actors, by name. Each is free once it answers: the cluster may have no room for it yet."""
         known = {member.name for member in self.members}
         for name, actor in actors.items():
             if name not in known:
@@ -130,7 +130,7 @@ class ActorPool:
                 self._await_return(member)
 
     def shrink(self, size: int) -> None:
-        """Have so many stay. Those leave who are away, then the newest, each when its work is done."""
+        """Retire surplus actors: first unreachable ones, then the newest, each when its work is done."""
         staying = [member for member in self.members if member not in self._leaving]
         by_use = staying[::-1]
         by_use.sort(key=lambda member: member not in self._away)
@@ -151,7 +151,7 @@ class ActorPool:
         self._on_left(member.name)
 
     async def take(self, key: PortionKey, due: float) -> Member:
-        """A free actor, which is at work on the portion from now on; `due` is the round that it is wanted for."""
+        """Wait for a free actor, and assign the work unit to it. `due` is the round that needs it."""
         while True:
             member = await self._next_free(key, due)
             self._count(1)
@@ -164,7 +164,7 @@ class ActorPool:
                     await member.actor.ready.options(concurrency_group="liveness").remote()
                 is_up = True
             except (RayError, TimeoutError):
-                # It died while it was free, or is still starting: no try of the portion.
+                # It died while it was free, or is still starting: not an attempt at the work unit.
                 continue
             finally:
                 if not is_up:
@@ -180,7 +180,7 @@ class ActorPool:
         try:
             return await free
         except asyncio.CancelledError:
-            # It may have been served in the same turn.
+            # It may have got an actor in the same iteration of the event loop.
             if free.done() and not free.cancelled():
                 self._set_free(free.result())
             raise
@@ -195,7 +195,7 @@ class ActorPool:
         return self._free.append(member)
 
     def assignments(self) -> list[Assignment]:
-        """Who is at work on what."""
+        """Return the current assignment of each busy actor."""
         now = time.monotonic()
         return [
             Assignment(actor=member.name, key=key, seconds=now - since)
@@ -203,7 +203,7 @@ class ActorPool:
         ]
 
     def give_back(self, member: Member, *, is_healthy: bool) -> None:
-        """An actor is at work no more; one that is not healthy is free once it answers."""
+        """End the assignment of an actor. An unhealthy one is free once it answers."""
         self._count(-1)
         key, began = self._assigned.pop(member)
         self._note(member, key, began, is_done=is_healthy)
@@ -217,27 +217,27 @@ class ActorPool:
         return self._await_return(member)
 
     def use(self) -> PoolUse:
-        """Since the last call."""
+        """Return the utilization since the last call."""
         self._count(0)
         busy = self._busy_s / self._offered_s if self._offered_s else 0.0
         self._busy_s = self._offered_s = 0.0
         return PoolUse(size=len(self.members), away=len(self._away), busy=round(min(busy, 1.0), 3))
 
     def away(self) -> dict[str, float]:
-        """Who does not answer, and for how many seconds."""
+        """Return the unreachable actors, and for how many seconds they have been so."""
         now = time.monotonic()
         return {member.name: now - since for member, since in self._away.items()}
 
     def take_works(self) -> list[Work]:
-        """What was done since the last call."""
+        """Return the time spans recorded since the last call."""
         works = list(self._works)
         self._works.clear()
         return works
 
     async def sleep(self) -> list[str]:
-        """Have all actors give the memory of their devices back. Returns who had to be restarted for it, in sentences.
+        """Make all actors release their device memory. Returns a sentence for each that had to be restarted for it.
 
-        Raises TimeoutError where one is not up again in time.
+        Raises TimeoutError if one is not up again in time.
         """
         said = await asyncio.gather(*map(self._put_to_sleep, self.members))
         return [what for what in said if what]
@@ -248,7 +248,7 @@ class ActorPool:
             async with asyncio.timeout(START_S):
                 while True:
                     try:
-                        # One that restarts begins asleep.
+                        # A restarted actor begins without device memory.
                         await member.actor.ready.options(concurrency_group="liveness").remote()
                         await asyncio.wait_for(member.actor.sleep.remote(), _SLEEP_TIMEOUT_S)
                     except (TimeoutError, RayTaskError):
@@ -276,22 +276,23 @@ class ActorPool:
         self._num_busy += more
 
     def _await_return(self, member: Member) -> None:
-        """Have an actor free again once it answers, after a start or the call that nobody waits for any more."""
+        """Make an actor free once it answers, after a start or a call that timed out."""
         self._away[member] = time.monotonic()
-        # The event loop itself does not hold a task until it is done.
+        # The event loop keeps only weak references to tasks.
         task = asyncio.create_task(self._return(member))
         self._returning.add(task)
         task.add_done_callback(self._returning.discard)
 
     async def _return(self, member: Member) -> None:
-        """A call to one that is starting fails at once: were it free, it would use up the tries of all portions."""
+        """Wait until an actor answers. A call to one that is starting fails at once: if it were free, it would use up
+        the attempts of all work units."""
         while member in self._away:
             try:
                 await asyncio.wait_for(member.actor.ready.remote(), max(self.timeout_s, START_S))
             except RayError:
                 await asyncio.sleep(RESTART_POLL_S)
             except TimeoutError:
-                # It answers whether it lives, and hangs at the call that was given up.
+                # It answers liveness probes, but hangs in the call that timed out.
                 ray.kill(member.actor, no_restart=False)
             else:
                 # It may have left meanwhile.

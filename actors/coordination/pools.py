@@ -1,4 +1,4 @@
-"""The sampler pool and the grader pool, as the coordinator drives them: one try of one portion at a time."""
+"""Sampler and grader pools of the coordinator: each call is one attempt at one work unit."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class PortionFailedError(Exception):
-    """A try of a portion failed; says why."""
+    """An attempt at a work unit failed; the message has the cause."""
 
 
 class VersionLostError(Exception):
-    """The weight store does not have the version that a portion is sampled from; says which."""
+    """The weight store does not have the version that a work unit is sampled from; the message names it."""
 
 
 class Pools:
-    """The samplers and the graders."""
+    """The pool of samplers and the pool of graders."""
 
     def __init__(
         self,
@@ -43,9 +43,10 @@ class Pools:
         on_pause: Callable[[str | None], None],
         on_left: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Take over actor handles, by name; a call that takes longer than its timeout kills and so restarts its actor.
+        """Take over actor handles, by name. An actor whose call exceeds its timeout is killed and so restarted.
 
-        `on_pause` is told why the work pauses, once, and None when it goes on; `on_left` who has left a pool.
+        `on_pause` receives the reason when work pauses, and None when it resumes. `on_left` receives the name of an
+        actor that left its pool.
         """
         self._samplers = ActorPool("sampler", samplers, sampling_timeout_s, on_left)
         self._graders = ActorPool("grader", graders, grading_timeout_s, on_left)
@@ -56,27 +57,26 @@ class Pools:
 
     @property
     def unpaused_s(self) -> float:
-        """For how many seconds the work goes on, since it last paused; 0 while it waits for something that does not
-        answer: a judge, an endpoint, all actors of a pool."""
+        """Seconds since the last pause ended; 0 during a pause, while a judge, an endpoint or all actors of a pool do
+        not answer."""
         return 0.0 if self._num_paused else time.monotonic() - self._went_on
 
     def scale(self, kind: str, size: int, added: Mapping[str, Any]) -> None:
-        """Have `size` actors in the pool of a kind, `added` among them; who is too many leaves when it is free."""
+        """Resize the pool of a kind to `size` actors. `added` are new ones; surplus ones leave when they are free."""
         (pool,) = (pool for pool in self._both if pool.kind == kind)
         pool.grow(added)
         pool.shrink(size)
 
     def staying(self) -> dict[str, list[str]]:
-        """The names of each kind's actors that are to stay."""
+        """Return the names of the actors that are not about to leave, by kind."""
         return {pool.kind: pool.staying for pool in self._both}
 
     def leaving(self) -> list[str]:
-        """The names of the actors of both that leave as soon as they are free."""
+        """Return the names of the actors of both pools that leave as soon as they are free."""
         return [*self._samplers.leaving, *self._graders.leaving]
 
     def look_for_outages(self) -> None:
-        """Pause where nobody of a pool has been up for a while, and go on where somebody is. To be called again and
-        again."""
+        """Pause if no actor of a pool has been up for a while, and resume once one is. To be called periodically."""
         for pool in self._both:
             if pool.out_s() > SILENT_S and pool not in self._out:
                 self._out.add(pool)
@@ -90,43 +90,45 @@ class Pools:
         return self._samplers, self._graders
 
     def use(self) -> dict[str, dict[str, float]]:
-        """How each pool has fared since the last call: the fields of `PoolUse`."""
+        """Return the utilization of each pool since the last call: the fields of `PoolUse`."""
         return {f"{pool.kind}s": asdict(pool.use()) for pool in self._both}
 
     def members(self) -> dict[str, Any]:
-        """The actors of both pools by name."""
+        """Return the actors of both pools by name."""
         return {member.name: member.actor for pool in self._both for member in pool.members}
 
     def assignments(self) -> list[Assignment]:
-        """Who of both is at work on what."""
+        """Return the current assignment of each busy actor of both pools."""
         return [*self._samplers.assignments(), *self._graders.assignments()]
 
     def away(self) -> dict[str, float]:
-        """Who of both does not answer, and for how many seconds."""
+        """Return the unreachable actors of both pools, and for how many seconds they have been so."""
         return self._samplers.away() | self._graders.away()
 
     def stage(self, generation: Generation) -> None:
-        """Have the samplers fetch weights beside what they are at: what they start next is likely to be of these."""
+        """Make the samplers prefetch new weights in the background: their next work units probably need them."""
         for member in self._samplers.up():
-            # Nobody waits for it: one that has not fetched them does so when it is asked for a portion.
+            # Not awaited: a sampler that has not fetched the weights does so when it gets a work unit.
             member.actor.stage.options(concurrency_group="weights").remote(generation)
 
     async def end_turn(self) -> list[str]:
-        """Have the samplers sleep, who share GPUs with the learner. Returns and raises as `ActorPool.sleep` does."""
+        """Make samplers that share GPUs with the learner release them. Returns and raises as `ActorPool.sleep` does."""
         return await self._samplers.sleep()
 
     def take_works(self) -> list[Work]:
-        """What the actors of both did since the last call."""
+        """Return the time spans of both pools recorded since the last call."""
         return [*self._samplers.take_works(), *self._graders.take_works()]
 
     async def score(
         self, generation: Generation, key: PortionKey, make: Callable[[], Portion], due: float
     ) -> tuple[ray.ObjectRef[Any], PortionSummary]:
-        """Sample and grade a portion with the weights of one generation; it is made when a sampler is free, for
-        thousands may wait. `due` is the round that it is wanted for: what is due first is served first.
+        """Sample and grade a work unit with the weights of one generation.
 
-        Returns the reference of the scored portion, which travels to the learner past this process, and its summary.
-        Raises PortionFailedError, and VersionLostError where the weights are nowhere.
+        `make` builds it once a sampler is free, because thousands may wait. `due` is the round that needs it: the
+        earliest is served first.
+
+        Returns a reference to the scored work unit, whose data go to the learner past this process, and its summary.
+        Raises PortionFailedError, and VersionLostError if the weight store has lost the weights.
         """
         made: list[Portion] = []
 
@@ -139,7 +141,8 @@ class Pools:
         return graded[0], graded[1]
 
     async def _graded(self, portion: Portion, due: float, completions: Any) -> tuple[Any, Any]:
-        """Grade, once what a reward depends on answers, however long that takes: it is no failure of the portion."""
+        """Grade a work unit. Waits without limit for services that a reward depends on: their outage does not count as
+        a failure of the work unit."""
         pause_s, is_waiting = _FIRST_PAUSE_S, False
         grade = partial(_grade, portion, completions)
         try:
@@ -173,7 +176,7 @@ def _grade(portion: Portion, completions: Any, grader: Any) -> Any:
 
 
 async def _call(pool: ActorPool, key: PortionKey, due: float, ask: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Ask a free actor; returns the reference of its first return and the value of its second."""
+    """Call a free actor. Returns a reference to its first result, and the value of its second."""
     member = await pool.take(key, due)
     is_healthy = False
     try:
@@ -191,7 +194,7 @@ async def _call(pool: ActorPool, key: PortionKey, due: float, ask: Callable[[Any
     except RayError as error:
         raise _failed(pool.kind, error) from error
     except TimeoutError as error:
-        # Ours: one that the actor raised is a RayTaskError too.
+        # Our own timeout: one that the actor raised is a RayTaskError too.
         ray.kill(member.actor, no_restart=False)
         raise PortionFailedError(
             f"a {pool.kind} did not answer within {pool.timeout_s:.0f} s and was restarted"

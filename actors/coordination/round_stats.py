@@ -1,4 +1,4 @@
-"""What a round says to people: means over its completions, and a few of them to read."""
+"""Statistics of a round: means over its completions, and a few readable samples."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from rewards import Grade, Outcome, Problem
 def round_stats(
     group_ids: Sequence[Sequence[int]], summaries: Sequence[PortionSummary], choice: GroupChoice
 ) -> dict[str, Any]:
-    """Means over the completions of a round that could be trained on, and how many of its groups could not.
+    """Return means over the completions of a round that could be trained on, and how many of its groups could not.
 
-    `num_ungraded` has a count for each outcome that is no grade: completions of which nobody knows what they are worth.
-    What the rewards are like is said of the groups that are asked whatever comes of them: those that replace others are
-    asked because of rewards.
+    `num_ungraded` has a count for each outcome without a grade, where the worth of a completion is unknown. Reward
+    statistics are over the first `num_groups` groups only, which are always sampled. Replacements are sampled because
+    of rewards, so they would bias them.
 
     Args:
-        group_ids: the group of each row of each portion.
-        summaries: of the portions.
+        group_ids: the group of each row of each work unit.
+        summaries: of the work units.
         choice: which groups are trained on.
     """
     outcomes = Counter(grade.outcome for summary in summaries for grade in summary.grades)
@@ -55,18 +55,18 @@ def round_stats(
 
 
 def _shape(answer: str | None) -> str:
-    """An answer with every number as one letter: `3*(14-5)` is `n*(n-n)`."""
+    """Replace every number of an answer by one letter: `3*(14-5)` is `n*(n-n)`."""
     return re.sub(r"\d+", "n", answer or "")
 
 
 def _effective_number(counts: Counter[str]) -> float:
-    """e to the entropy of a distribution: n where n things are equally common, 0 where there are none."""
+    """Return e to the entropy of a distribution: n for n equally common items, 0 if there are none."""
     total = counts.total()
     return math.exp(-sum(n / total * math.log(n / total) for n in counts.values())) if total else 0.0
 
 
 def _graded(group_ids: Sequence[int], summary: PortionSummary) -> list[tuple[int, Grade, int]]:
-    """Group, grade and tokens of each completion that can be trained on."""
+    """Return group, grade and number of tokens of each completion that can be trained on."""
     kept = graded_rows(group_ids, summary.grades)
     return [(group_ids[row], summary.grades[row], summary.num_tokens[row]) for row in kept]
 
@@ -77,7 +77,7 @@ def readable_samples(
     portion_of: Callable[[PortionKey], Portion],
     prompt_text: Callable[[Problem], str],
 ) -> list[dict[str, Any]]:
-    """Some completions of a round, evenly over it, as JSON objects that a person can read."""
+    """Return some completions of a round, evenly spaced, as readable JSON objects."""
     ends = list(accumulate(len(summary.grades) for summary in summaries.values()))
     keys, every = list(summaries), max(1, ends[-1] // most)
     chosen = [(bisect_right(ends, at), at) for at in range(0, ends[-1], every)[:most]]

@@ -1,6 +1,6 @@
-"""The rounds of a run as the coordinator has them: portions that are sampled, graded and waited for.
+"""Rounds in flight: sample and grade their work units concurrently, with retries.
 
-One try of one portion is a task; the ledger says what to try next, and what has become of it.
+Each attempt at a work unit is an asyncio task. The ledger determines the next one, and records its outcome.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from actors.training.choosing import GroupChoice
 
 
 class OpenRounds:
-    """What is under way between the learner's calls. Made anew, it goes on from the next call."""
+    """Rounds in flight between the learner's calls. A new instance continues from the next call."""
 
     def __init__(self, spec: RunSpec, plan: RunPlan, pools: Pools, on_failure: Callable[[str, int], None]) -> None:
-        """`on_failure` is told what failed, and at which attempt."""
+        """Begin without rounds. `on_failure` receives what failed, and the number of the attempt."""
         self._spec, self._plan, self._pools, self._on_failure = spec, plan, pools, on_failure
         self._choice = GroupChoice.of(spec)
         self._ledger: Ledger | None = None
@@ -38,29 +38,29 @@ class OpenRounds:
 
     @property
     def next_round(self) -> int | None:
-        """The first round that is not published; None before the learner has asked for one."""
+        """The first round that is not published; None before the learner has requested one."""
         return None if self._ledger is None else self._ledger.next_round
 
     @property
     def newest_version(self) -> int:
-        """The newest version that the learner has spoken of."""
+        """The newest version that the learner has reported."""
         return max(self._generations, default=0)
 
     @property
     def num_retries(self) -> int:
-        """Tries beyond the first, since the ledger was made."""
+        """Attempts beyond the first, since the ledger was made."""
         return 0 if self._ledger is None else self._ledger.num_retries
 
     def counts(self) -> dict[str, int]:
-        """Portions by state."""
+        """Return the number of work units by state."""
         return {} if self._ledger is None else self._ledger.counts()
 
     def unfinished(self) -> list[PortionKey]:
-        """The portions of the round under way that are neither ready nor failed."""
+        """Return the work units of the current round that are neither ready nor failed."""
         return [] if self._ledger is None else self._ledger.unfinished(self._ledger.next_round)
 
     def forget(self) -> None:
-        """The learner begins again: nothing that is under way is waited for."""
+        """Cancel everything in flight, because the learner restarts or the run stops."""
         for attempt in self._tries:
             attempt.cancel()
         self._scored.clear()
@@ -68,28 +68,29 @@ class OpenRounds:
         self._ledger = None
 
     def redo(self, round_index: int) -> None:
-        """The portions of a round cannot be fetched any more: they are sampled again."""
+        """Sample the work units of a round again, because they can no longer be fetched."""
         if self._ledger is not None:
             for key in self._ledger.ready(round_index):
                 del self._teaching[round_index][key.index]
             self._ledger.redo(round_index)
 
     def begin(self, round_index: int, generation: Generation) -> None:
-        """Start what may be started of a round, and of those after it, from `generation`."""
+        """Begin a round from `generation`, and start all work units that may run, those of later rounds included."""
         self._ledger = self._ledger_at(round_index, generation)
         self._is_lost = False
-        # Now and not when the last round was published: what the learner did in between, an evaluation or a
-        # checkpoint, is not a part of this round, and its sampling is.
+        # Not already when the last round was published: what the learner does in between, an evaluation or a
+        # checkpoint, is not part of this round, but its sampling is.
         self._start_portions()
 
     async def complete(self, round_index: int) -> list[ray.ObjectRef[Any]]:
-        """References of the scored portions of a round that has begun, once all are in, sampled from the generation
-        that it began with or up to S before it.
+        """Wait until a round that has begun is complete. Returns references of its scored work units.
+
+        They are sampled from the generation that the round began with, or from up to S versions before it.
 
         Raises:
-            VersionLostError: the learner has to publish first.
-            TimeoutError: nothing came back for longer than a portion's tries may take, and nothing is waited for.
-            RuntimeError: every portion of the round failed, or the learner has begun again.
+            VersionLostError: the weight store has lost a version; the learner has to publish first.
+            TimeoutError: no result for longer than the timeouts of sampling and grading together, without a pause.
+            RuntimeError: every work unit of the round failed, or the learner has restarted.
         """
         ledger = self._ledger
         if ledger is None or ledger.next_round != round_index:
@@ -101,13 +102,13 @@ class OpenRounds:
         return [self._scored[key][0] for key in ready]
 
     def summaries(self, round_index: int) -> Mapping[PortionKey, PortionSummary] | None:
-        """Of the ready portions of a round; None where they were gathered by a coordinator that died."""
+        """Return summaries of the ready work units of a round; None if a coordinator that died had collected them."""
         if self._ledger is None:
             return None
         return {key: self._scored[key][1] for key in self._ledger.ready(round_index)}
 
     def publish(self, round_index: int, generation: Generation) -> None:
-        """The learner trained on a round and published `generation`: the round's slots are free."""
+        """Drop a round that the learner trained on and published as `generation`, and admit the next."""
         self._generations[generation.version] = generation
         if self._ledger is not None:
             for key in self._ledger.ready(round_index):
@@ -116,7 +117,7 @@ class OpenRounds:
             self._ledger.publish(round_index, generation.version)
 
     def _ledger_at(self, round_index: int, generation: Generation) -> Ledger:
-        """The ledger, which is made anew after a restart of the learner or of this process."""
+        """Return the ledger, a new one after a restart of the learner or of this process."""
         self._generations[generation.version] = generation
         if self._ledger is None or self._ledger.next_round != round_index:
             self._scored.clear()
@@ -132,14 +133,14 @@ class OpenRounds:
         return self._ledger
 
     def _note_teaching(self, ledger: Ledger, key: PortionKey, num_groups: int) -> None:
-        """So many groups of a portion teach something: ask more where that is too little."""
+        """Note the number of informative groups of a work unit, and extend the round if there are too few."""
         teaching = self._teaching.setdefault(key.round, {})
         teaching[key.index] = num_groups
         if self._choice.is_dynamic:
             ledger.extend(key.round, self._choice.portions_needed(self._plan.portion_sizes(key.round), teaching))
 
     async def _wait_for(self, ledger: Ledger, round_index: int) -> None:
-        """Raises VersionLostError and TimeoutError as `complete` does."""
+        """Wait until a round is complete. Raises VersionLostError and TimeoutError as `complete` does."""
         patience_s = left_s = self._spec.sampling_timeout_s + self._spec.grading_timeout_s
         async with self._changed:
             while not ledger.is_complete(round_index):
@@ -149,7 +150,7 @@ class OpenRounds:
                     await asyncio.wait_for(self._changed.wait(), left_s)
                     left_s = patience_s
                 except TimeoutError as error:
-                    # What began again when a pause ended has as long as any other.
+                    # Work that resumed after a pause gets the full timeout from the end of the pause.
                     left_s = patience_s - self._pools.unpaused_s
                     if left_s > 0:
                         continue
@@ -162,12 +163,12 @@ class OpenRounds:
         ledger = self._ledger
         while ledger is not None and not self._is_lost and (started := ledger.start_next()) is not None:
             attempt = asyncio.create_task(self._run(ledger, *started))
-            # The event loop itself does not hold a task until it is done.
+            # The event loop keeps only weak references to tasks.
             self._tries.add(attempt)
             attempt.add_done_callback(self._tries.discard)
 
     async def _run(self, ledger: Ledger, key: PortionKey, version: int) -> None:
-        """One try of one portion."""
+        """Run one attempt at a work unit."""
         try:
             make = partial(self._plan.round_portion, key.round, key.index)
             scored = await self._pools.score(self._generations[version], key, make, key.round)
@@ -176,7 +177,7 @@ class OpenRounds:
                 self._on_failure(f"{error}; the learner publishes again", 1)
             self._is_lost = True
             ledger.release(key)
-        except Exception as error:  # Else nobody would hear of it, and the round would wait for this portion.
+        except Exception as error:  # Otherwise the error would be lost, and the round would never complete.
             what = str(error) if isinstance(error, PortionFailedError) else f"{type(error).__name__}: {error}"
             self._last_failure = what
             attempt = ledger.fail(key) or 0

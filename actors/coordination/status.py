@@ -1,4 +1,4 @@
-"""How a run stands at this moment, and who waits for whom: for the driver's screen, and for others in `status.json`."""
+"""Current status of a run, and what it waits for: on the driver's screen, and in `status.json`."""
 
 from __future__ import annotations
 
@@ -13,80 +13,80 @@ from typing import TYPE_CHECKING, Any, Self
 from actors.whole_file import write_whole
 
 if TYPE_CHECKING:
-    # `d1 status` reads what is written here, and does not wait for torch and Ray.
+    # `d1 status` reads the file with this module, and must not import torch and Ray.
     from actors.coordination.pool import Assignment
     from actors.messages import PortionKey
 
 STATUS = "status.json"
 SILENT_S = 15.0
-"""Seconds without an answer after which somebody is told."""
+"""Seconds without an answer after which an actor is reported as silent."""
 HUNG_S = 45.0
 """Seconds without an answer after which an actor is ended, so that Ray starts another in its place."""
 _MOST_SHOWN = 4
 
 
 class ActorState(StrEnum):
-    """How a sampler or a grader stands."""
+    """State of a sampler or a grader."""
 
     BUSY = "busy"
     IDLE = "idle"
     AWAY = "away"
-    """It does not answer: it restarts, or is still at a call that was given up."""
+    """Unreachable: it restarts, or is still in a call that timed out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActorStatus:
-    """A sampler or a grader at one moment."""
+    """Status of a sampler or a grader at one moment."""
 
     name: str
     """`sampler 1`."""
     state: ActorState
-    """How it stands."""
+    """Its state."""
     portion: str
-    """What it has, `portion 12:1`; empty where it has none."""
+    """Its work unit, `portion 12:1`; empty if it has none."""
     seconds: float
-    """For how long it has had that, or has been away; 0 where it is idle."""
+    """For how long it has had that, or has been unreachable; 0 if it is idle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
-    """A run at one moment."""
+    """Status of a run at one moment."""
 
     at: float
     """Unix time."""
     stage: str
     """The stage under way: untrained, sft, rl or control."""
     round: int
-    """The round under way, from 0; in other stages the rounds trained."""
+    """The current round, from 0; in other stages the number of rounds trained."""
     num_rounds: int
     """Rounds of the run."""
     policy_version: int
     """The newest published version."""
     learner: Mapping[str, str]
-    """What each rank of the learner is at, by rank."""
+    """Current activity of each rank of the learner, by rank."""
     portions: Mapping[str, int]
-    """Portions in flight by state: waiting, running, ready, failed."""
+    """Number of work units in flight by state: waiting, running, ready, failed."""
     pools: tuple[ActorStatus, ...]
     """The samplers and the graders."""
     waits: tuple[str, ...]
-    """Who waits for whom for longer than usual, in sentences; empty while all goes well."""
+    """Sentences about waits that are longer than usual; empty if there are none."""
     max_staleness: int
-    """How many versions older than the learner's a completion may be."""
+    """Maximum staleness of a completion: how many versions older than the learner's it may be."""
     staleness: float
-    """How many they were in the newest round, on the mean."""
+    """Mean staleness in the newest round."""
     num_restarts: Mapping[str, int]
-    """Of the coordinator and the learner group since this driver began; of samplers, graders and weight store since the
-    coordinator last started."""
+    """Restarts of the coordinator and the learner group since this driver began, and of samplers, graders and weight
+    store since the coordinator last started."""
     seconds: Mapping[str, float]
-    """Of the newest round: sampling, training, publish."""
+    """Durations in the newest round: sampling, training, publish."""
 
     def write(self, directory: Path) -> None:
-        """Keep it in the run directory, whole or not at all; a disk that is full leaves the older one."""
+        """Write it to the run directory atomically. On a full disk the older file stays."""
         write_whole(directory / STATUS, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, directory: Path) -> Self | None:
-        """What a run last said of itself; None where it has said nothing yet."""
+        """Read the last status of a run; None if there is none, or if it cannot be read."""
         try:
             values = json.loads((directory / STATUS).read_text(encoding="utf-8"))
             pools = tuple(ActorStatus(**actor | {"state": ActorState(actor["state"])}) for actor in values.pop("pools"))
@@ -96,14 +96,14 @@ class RunStatus:
 
 
 def portion_name(key: PortionKey) -> str:
-    """A portion for people: `portion 12:1`, or `evaluation portion 3`."""
+    """Return the readable name of a work unit: `portion 12:1`, or `evaluation portion 3`."""
     return f"evaluation portion {key.index}" if key.is_of_evaluation else f"portion {key.round}:{key.index}"
 
 
 def actor_statuses(
     names: Iterable[str], assignments: Iterable[Assignment], away: Mapping[str, float]
 ) -> tuple[ActorStatus, ...]:
-    """How each of `names` stands, by who has what, and who is away for how many seconds."""
+    """Return the status of each of `names`, from assignments and from the seconds that actors were unreachable."""
     by_name = {assignment.actor: assignment for assignment in assignments}
     statuses = []
     for name in names:
@@ -117,7 +117,7 @@ def actor_statuses(
 
 
 def restarts_by_kind(num_restarts: Mapping[str, int]) -> dict[str, int]:
-    """Restarts of samplers, of graders and of the weight store, of those by actor; none where there were none."""
+    """Sum the restarts by actor over samplers, graders and the weight store, without zeros."""
     kinds: Counter[str] = Counter()
     for name, count in num_restarts.items():
         kind, _, number = name.rpartition(" ")
@@ -128,8 +128,8 @@ def restarts_by_kind(num_restarts: Mapping[str, int]) -> dict[str, int]:
 def silence_texts(
     silent: Mapping[str, float], starting: Collection[str], assignments: Iterable[Assignment]
 ) -> list[str]:
-    """A sentence for each actor that is silent: for how long, and what waits for it. Who has not been up yet, of
-    `starting`, may have no place to be."""
+    """Return a sentence for each silent actor: for how long, and which work unit waits for it. For actors in
+    `starting`, which have never been up, the cluster may have no room."""
     waiting = {assignment.actor: portion_name(assignment.key) for assignment in assignments}
     return [
         f"{name} not up after {seconds:.0f} s; has the cluster room for it? `ray status` says"
@@ -140,7 +140,7 @@ def silence_texts(
 
 
 def wait_text(who: str, seconds: float, portions: Iterable[PortionKey], assignments: Iterable[Assignment]) -> str:
-    """What `who`, who waits for portions, waits for: who has each of them, and for how long."""
+    """Describe what `who` waits for: the work units, which actor has each of them, and for how long."""
     by_key: dict[PortionKey, Any] = {assignment.key: assignment for assignment in assignments}
     parts = [
         f"{portion_name(key)} ({by_key[key].actor}, {by_key[key].seconds:.0f} s)"

@@ -1,4 +1,4 @@
-"""What the actors of a run were at during its newest rounds, as a trace: in it one sees what overlaps, and bubbles.
+"""Timeline of a run's actors over its newest rounds, as a Chrome trace: overlap and idle time.
 
     learner rank 0  | waiting |  training  | publish | waiting |  training  |
     sampler 0       |portion 3:0|  portion 4:0  |      | portion 5:0 |
@@ -35,39 +35,39 @@ _STAGES_OF_STEPS = ("sft", "control")
 
 
 class SpanKind(StrEnum):
-    """What an actor does in a span."""
+    """State of an actor in a span."""
 
     WORK = "work"
-    """It is at work."""
+    """It works."""
     WAIT = "wait"
-    """It waits for others."""
+    """It waits for other actors."""
     AWAY = "away"
-    """It does not answer: it restarts, or is still at a call that was given up."""
+    """It is unreachable: it restarts, or is still in a call that timed out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Something that an actor did, from when to when."""
+    """Time span of one activity of an actor."""
 
     track: str
     """The actor: `sampler 1`, `learner rank 0`."""
     name: str
-    """What: `portion 3:1`, `round 3: training`."""
+    """Its activity: `portion 3:1`, `round 3: training`."""
     kind: SpanKind
-    """Whether that is work."""
+    """State of the actor."""
     began: float
     """Unix time. Two spans of a track do not overlap."""
     ended: float
     """Unix time."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """What else there is to say: `round`, `is_done`."""
+    """Further attributes: `round`, `is_done`."""
 
 
 class Timeline:
-    """The spans of the newest rounds. Times that it is given are those of its clock, `time.monotonic`."""
+    """Spans of the newest rounds. Times that are passed in are those of its clock, `time.monotonic`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
-        """Begin without spans. Unix times follow from one look at both clocks: a jump of the wall's shifts nothing."""
+        """Begin without spans. The clocks are compared once: a later jump of the wall clock shifts nothing."""
         self._offset = wall() - clock()
         self._clock = clock
         self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
@@ -76,17 +76,17 @@ class Timeline:
         self._has_changed = False
 
     def add(self, track: str, name: str, kind: SpanKind, began: float, ended: float | None = None, **args: Any) -> None:
-        """Something was done, until now where no end is given. A track does one thing at a time, so it began after
-        the one before it."""
+        """Add a span, which ends now if no end is given. Spans of a track do not overlap, so its beginning is clipped
+        to the end of the one before it."""
         until = self._unix(ended)
         self._append(Span(track=track, name=name, kind=kind, began=began + self._offset, ended=until, args=args))
 
     def add_since(self, track: str, name: str, kind: SpanKind, began: float) -> None:
-        """As `add`, where another process wrote down the beginning, in Unix time."""
+        """Add a span that ends now, and whose beginning another process recorded, in Unix time."""
         self._append(Span(track=track, name=name, kind=kind, began=began, ended=self._unix(None)))
 
     def add_works(self, works: Iterable[Work]) -> None:
-        """What the actors of the pools did."""
+        """Add the time spans of the pools' actors."""
         for work in works:
             if work.key is None:
                 self.add(work.actor, "away", SpanKind.AWAY, work.began, work.ended)
@@ -95,9 +95,9 @@ class Timeline:
             self.add(work.actor, portion_name(work.key), SpanKind.WORK, work.began, work.ended, **facts)
 
     def add_round(self, round_index: int, values: Mapping[str, Any]) -> None:
-        """The learner has just published a round; `values` has its `sampling_s`, `training_s` and `publish_s`.
+        """Add a round that the learner has just published. `values` has `sampling_s`, `training_s` and `publish_s`.
 
-        Durations, for the learner may be on another machine, with another clock.
+        These are durations, because the learner may be on another machine with another clock.
         """
         published = self._clock()
         trained = published - values["publish_s"]
@@ -112,10 +112,10 @@ class Timeline:
             self.add(LEARNER, f"round {round_index}: {name}", kind, since, until, round=round_index)
 
     def add_event(self, event: str, values: Mapping[str, Any]) -> None:
-        """The run log has a new event, of something that has just ended."""
+        """Add the span of a new event of the run log, if it is one of something that has just ended."""
         if event == "checkpoint":
             name = f"checkpoint {Path(values['path']).name}"
-            # One that the learner did not wait for overlaps with what it did meanwhile.
+            # One that is written in the background overlaps with the learner's other spans.
             self.add(
                 CHECKPOINTS if values.get("beside") else LEARNER, name, SpanKind.WORK, self._clock() - values["seconds"]
             )
@@ -124,7 +124,7 @@ class Timeline:
             self.add(STAGE, name, SpanKind.WORK, self._clock() - values["seconds"])
 
     def spans(self) -> list[Span]:
-        """Those that ended after the oldest round that is kept began."""
+        """Return the spans that ended after the beginning of the oldest round that is kept."""
         since = self._rounds[0] if len(self._rounds) == NUM_ROUNDS else 0.0
         return [span for span in self._spans if span.ended > since]
 
@@ -138,7 +138,7 @@ class Timeline:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """Go on with what a process before this one wrote; with nothing where there is nothing."""
+        """Read the trace that an earlier process wrote, to continue it; empty if there is none."""
         timeline = cls()
         for span in read_trace(directory / TIMELINE):
             timeline._append(span)
@@ -158,7 +158,7 @@ class Timeline:
 
 
 def trace_of(spans: Sequence[Span]) -> dict[str, Any]:
-    """A Chrome trace with a thread for each track. Times are in microseconds since 1970."""
+    """Make a Chrome trace with a thread for each track. Times are in microseconds since 1970."""
     tracks = sorted({span.track for span in spans}, key=_order)
     tids = {track: tid for tid, track in enumerate(tracks, start=1)}
     names = [
@@ -183,7 +183,7 @@ def trace_of(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans of a trace that `trace_of` made; none where there is no such file."""
+    """Read the spans of a trace that `trace_of` made; none if the file is missing or cannot be read."""
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -204,14 +204,14 @@ def read_trace(path: Path) -> list[Span]:
 
 
 def num_rounds(spans: Iterable[Span]) -> int:
-    """How many rounds the learner has trained on in a trace."""
+    """Count the rounds of a trace."""
     return sum(_is_wait_for_a_round(span) for span in spans)
 
 
 def idle_shares(spans: Sequence[Span]) -> dict[str, float]:
-    """For each actor the share of the time of the rounds that it did not work, 0 to 1.
+    """Return the share of the rounds' time that each actor did not work, 0 to 1.
 
-    The time of the rounds is from where the learner began to wait for the first of them to where it published the last.
+    The rounds' time begins with the learner's wait for the first of them, and ends with the publication of the last.
     """
     rounds = [span for span in spans if span.track == LEARNER and "round" in span.args]
     if not rounds:
@@ -236,7 +236,7 @@ def _is_wait_for_a_round(span: Span) -> bool:
 
 
 def _order(track: str) -> tuple[int, str, int]:
-    """The learner first, then who works for it, each kind by number."""
+    """Sort key of a track: the learner first, then samplers and graders, each kind by number."""
     kind, _, number = track.rpartition(" ")
     kinds = ("learner rank", "sampler", "grader")
     place = kinds.index(kind) if kind in kinds else len(kinds)

@@ -1,1 +1,1 @@
-"""Structured output: a finite automaton over token ids says what may be committed, in any order of the slots."""
+"""Structured output: a finite automaton over token ids restricts commits, in any order of the slots."""

@@ -1,4 +1,4 @@
-"""A grammar: a finite automaton over token ids, whose texts are those that a completion may be.
+"""A grammar: a finite automaton over token ids that accepts the allowed completions.
 
 Shape letters: V vocabulary, S states, C classes of tokens.
 """
@@ -13,30 +13,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 NOWHERE = -1
-"""In place of a state, where a token leads to no text of the grammar."""
+"""Entry of `next_state` where no text of the grammar continues with the token."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Grammar:
-    """The texts that a completion may be, without the end of text that may follow. State 0 is the first."""
+    """Automaton of the allowed texts, without the end of text that may follow. State 0 is the start state."""
 
     class_of: NDArray[np.int32]
-    """[V] the class of each token: those of a class lead to the same state, wherever they stand."""
+    """[V] the equivalence class of each token: from any state, all tokens of a class lead to the same state."""
     next_state: NDArray[np.int16]
-    """[S, C] where a token of a class leads, or `NOWHERE`."""
+    """[S, C] the state after a token of a class, or `NOWHERE`."""
     accepting: NDArray[np.bool_]
     """[S] whether a text may end there."""
     most_tokens: int
-    """Tokens of a text at most, an end of text not counted."""
+    """Maximum tokens of a text, without the end of text."""
 
     @property
     def num_states(self) -> int:
-        """S."""
+        """S, the number of states."""
         return len(self.accepting)
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal grammars."""
+        """Hash of the automaton, equal for equal grammars."""
         parts = (self.class_of, self.next_state, self.accepting, np.array([self.most_tokens, *self.next_state.shape]))
         return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
 
@@ -48,7 +48,7 @@ class Grammar:
 
     @cached_property
     def fewest_tokens(self) -> int | None:
-        """Tokens of the shortest text; None where there is no text at all."""
+        """Tokens of the shortest text; None if the grammar has no text."""
         is_here, is_seen = np.zeros((2, self.num_states), dtype=bool)
         is_here[:1] = True
         num_tokens = 0

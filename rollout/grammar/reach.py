@@ -1,11 +1,12 @@
-"""Reach: which tokens a masked slot of a canvas may take so that the canvas can still become a text of the grammar.
+"""Constrained decoding in any order of slots: which tokens a masked slot may take under a grammar.
 
-Slots are committed in any order, so a state is looked for from both ends: those that the slots before a place can lead
-to, and those from which the slots after it can lead to an end. A token may stand in a slot if it leads from one of the
-former to one of the latter. (DINGO, arXiv 2505.23061, finds the most probable such string with the same two passes;
-here the schedule chooses the slots, and the policy's law, restricted to what is allowed, the tokens.)
+Slots are committed in any order, so states are propagated from both ends. The forward pass finds the states that the
+slots before a position can reach. The backward pass finds the states from which the slots after it can complete a text.
+A token is allowed in a slot if it leads from one of the former to one of the latter. (DINGO, arXiv 2505.23061, finds
+the most probable such string with the same two passes. Here the schedule chooses the slots, and tokens are sampled from
+the policy's distribution, restricted to the allowed ones.)
 
-Shape letters: L slots of a completion, S states with two more, C classes with two more, V vocabulary.
+Shape letters: L slots of a completion, S states plus two, C classes plus two, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MOST_KEPT = 16
 def masked_canvas(
     grammar: Grammar, num_slots: int, ends: Iterable[int], forbidden: Iterable[int], most_tokens: int
 ) -> CanvasGrammar:
-    """A grammar on a canvas that is all masked, as of `CanvasGrammar`; the next that is asked for takes no time."""
+    """Return the `CanvasGrammar` of a fully masked canvas, copied from a cache if it was made before."""
     ids = tuple(sorted(ends)), tuple(sorted(forbidden))
     return _masked_canvas(grammar, num_slots, *ids, most_tokens).fresh()
 
@@ -39,19 +40,19 @@ def _masked_canvas(
 
 
 class CanvasGrammar:
-    """A grammar on one completion's canvas."""
+    """A grammar applied to one completion's canvas."""
 
     def __init__(
         self, grammar: Grammar, num_slots: int, ends: Iterable[int], forbidden: Iterable[int], most_tokens: int
     ) -> None:
-        """See all slots masked.
+        """Begin with all slots masked.
 
         Args:
-            grammar: what the text may be.
+            grammar: the allowed texts.
             num_slots: L.
-            ends: the ids that may follow the text, and nothing else may follow them.
+            ends: the ids that may follow the text; after one of them only such ids may follow.
             forbidden: ids that are never committed.
-            most_tokens: slots that the text may take, where the canvas has more.
+            most_tokens: maximum slots of the text, where the canvas has more.
         """
         self.grammar, self.num_slots = grammar, num_slots
         self._most_tokens = min(grammar.most_tokens, most_tokens)
@@ -67,7 +68,7 @@ class CanvasGrammar:
         self._next_SC[:num_states, :num_classes] = np.where(inner == NOWHERE, self._dead, inner)
         self._next_SC[:num_states, self._ends] = np.where(grammar.accepting, self._end, self._dead)
         self._next_SC[self._end, self._ends] = self._end
-        # A class whose tokens are all forbidden, or ends, leads nowhere.
+        # A class whose tokens are all forbidden or end ids leads nowhere.
         is_empty_C = np.bincount(self.class_of_V, minlength=num_classes + 2) == 0
         self._next_SC[:, is_empty_C] = self._dead
         self._next_SC[:, nothing] = self._dead
@@ -82,7 +83,7 @@ class CanvasGrammar:
         self._go(range(num_slots), range(num_slots - 1, -1, -1))
 
     def fresh(self) -> CanvasGrammar:
-        """Another canvas under the same grammar, as this one stands."""
+        """Return an independent copy in its current state."""
         other = copy(self)
         other._classes_L, other._forward, other._backward = (
             part.copy() for part in (self._classes_L, self._forward, self._backward)
@@ -91,7 +92,7 @@ class CanvasGrammar:
         return other
 
     def look(self, tokens_L: NDArray[np.int64], masked_L: NDArray[np.bool_]) -> None:
-        """See what stands in the slots now."""
+        """Update the reachable states to the current tokens and masks."""
         classes_L = np.where(masked_L, _MASKED, self.class_of_V[np.where(masked_L, 0, tokens_L)])
         changed = (classes_L != self._classes_L).nonzero()[0]
         if len(changed):
@@ -99,16 +100,16 @@ class CanvasGrammar:
             self._go(range(changed[0], self.num_slots), range(changed[-1], -1, -1))
 
     def is_masked(self, slot: int) -> bool:
-        """Whether nothing stands in a slot."""
+        """Whether a slot is masked."""
         return bool(self._classes_L[slot] == _MASKED)
 
     @property
     def is_possible(self) -> bool:
-        """Whether the canvas can become a text of the grammar."""
+        """Whether the canvas can still become a text of the grammar."""
         return bool(self._backward[0, 0])
 
     def allowed(self, slot: int) -> NDArray[np.bool_]:
-        """[C] the classes that a masked slot may take; not all False where `is_possible`."""
+        """Return [C] bool: the classes that a masked slot may take, at least one where `is_possible`."""
         is_text = slot < self._most_tokens
         here_S, after_S = self._forward[slot], self._backward[slot + 1]
         key = is_text, here_S.tobytes(), after_S.tobytes()
@@ -120,13 +121,13 @@ class CanvasGrammar:
         return self._allowed[key]
 
     def fitting(self, drawn: Mapping[int, int]) -> set[int]:
-        """The masked slots whose tokens fit together, of some that fit one by one: from left to right, each that fits
-        beside those before it. The first always does.
+        """Return the masked slots whose sampled tokens are allowed together; each must be allowed alone.
 
-        Each is a step from what the slots before it can be now to what those after it could be: one pass.
+        From left to right, a slot is kept if its token fits those kept before it. The first always does. One forward
+        pass is enough: the backward pass already covers the slots after each.
 
         Args:
-            drawn: the token of each slot.
+            drawn: the sampled token of each slot.
         """
         fit: set[int] = set()
         here_S = self._forward[min(drawn)]
@@ -142,7 +143,7 @@ class CanvasGrammar:
         return fit
 
     def _go(self, forward: Iterable[int], backward: Iterable[int]) -> None:
-        """Find the states of the places after some slots, and before some."""
+        """Recompute the forward states after some slots, and the backward states before some."""
         self._allowed.clear()
         for slot in forward:
             self._forward[slot + 1] = self._step(slot, self._forward[slot])
@@ -166,14 +167,14 @@ class CanvasGrammar:
         return _union(self._before, after_S) if of_class == _MASKED else after_S[self._next_SC[:, of_class]]
 
     def _class_at(self, slot: int) -> int:
-        """What stands in a slot, as far as it is known: after the longest text only an end can."""
+        """Return the class in a slot, or `_MASKED`. After the longest text only an end id is possible."""
         of_class = int(self._classes_L[slot])
         if slot < self._most_tokens:
             return of_class
         return self._ends if of_class in (_MASKED, self._ends) else self._ends + 1
 
     def _neighbours(self, next_SC: NDArray[np.int32]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """[S, S / 8] the states that one token leads to from each, and from which one leads to it, as bits."""
+        """Return each state's successors and predecessors by one token, [S, S / 8] as bits."""
         num_states = len(next_SC)
         follows_SS = np.zeros((num_states, num_states), dtype=bool)
         follows_SS[np.arange(num_states)[:, None], next_SC] = True
@@ -182,6 +183,6 @@ class CanvasGrammar:
 
 
 def _union(neighbours: NDArray[np.uint8], states_S: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """[S] the neighbours of some states."""
+    """Return [S] bool: the union of the neighbours of some states."""
     bits = np.bitwise_or.reduce(neighbours[states_S], axis=0)
     return np.unpackbits(bits, count=len(states_S)).astype(bool)

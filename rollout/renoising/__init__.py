@@ -1,1 +1,1 @@
-"""Sampling from policies without a mask token: canvases of random ids, denoised by renoising what is uncertain."""
+"""Renoising sampler, for policies without a mask token: denoises random ids, renoises uncertain slots."""

@@ -1,4 +1,4 @@
-"""Where the draws of a renoising sampler come from: uniforms keyed by what they are for, or a record that is replayed.
+"""Randomness of the renoising sampler: counter-based uniforms, or a record that is replayed.
 
 Shape letters: C slots of the canvas, V vocabulary.
 """
@@ -21,20 +21,20 @@ class Draws(Protocol):
     """The random choices of one completion."""
 
     def initial(self, canvas: int) -> Tensor:
-        """[C] the random ids that a canvas begins as."""
+        """Return [C] random ids, with which a canvas begins."""
 
     def tokens(self, canvas: int, step: int, predicted: Predictions) -> Tensor:
-        """[C] a token for each slot, drawn from what is predicted there."""
+        """Sample [C] tokens, one for each slot, from the predictions."""
 
     def fresh(self, canvas: int, step: int) -> Tensor:
-        """[C] random ids for the slots that a step does not accept."""
+        """Return [C] random ids for the slots that a step does not accept."""
 
 
 class KeyedDraws:
-    """Uniforms of a counter-based generator: same seed and weights, same tokens, whatever runs beside."""
+    """Counter-based generator: the same seed and weights give the same tokens, whatever else is running."""
 
     def __init__(self, seed: int, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        """Of canvases of `num_slots` slots."""
+        """Make the generator for canvases of `num_slots` slots."""
         self._key = torch.tensor(fold(seed, _INITIAL_KEY), device=device)
         self._slots, self._vocab_size = torch.arange(num_slots, device=device), vocab_size
 

@@ -1,4 +1,4 @@
-"""What a renoising sampler is asked for and what it answers: token ids, never text."""
+"""Request, sampling parameters and completion of the renoising sampler: token ids, never text."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _LEAST_TEMPERATURE = 1e-5
 
 
 class RenoisingParams(BaseModel):
-    """How a completion is denoised, canvas after canvas. The defaults are DiffusionGemma's."""
+    """Sampling parameters of renoising, which goes canvas by canvas. The defaults are DiffusionGemma's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     gen_length: PositiveInt = 256
-    """Tokens of the completion at most; whole canvases are denoised."""
+    """Maximum tokens of the completion; whole canvases are denoised."""
     max_denoise_steps: PositiveInt = 48
-    """Denoise steps of a canvas at most."""
+    """Maximum denoise steps of a canvas."""
     entropy_bound: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    """A step keeps the least uncertain slots, as long as their entropies but the largest sum to at most so many nats
-    (arXiv 2505.24857, section 3)."""
+    """A step keeps the least uncertain slots, as long as their entropies, without the largest, sum to at most so many
+    nats (arXiv 2505.24857, section 3)."""
     t_max: Annotated[float, Field(ge=_LEAST_TEMPERATURE, le=1000)] = 0.8
-    """Temperature of a canvas' first step..."""
+    """Temperature of a canvas' first step."""
     t_min: Annotated[float, Field(ge=_LEAST_TEMPERATURE, le=1000)] = 0.4
-    """...and what it falls to, evenly over `max_denoise_steps`."""
+    """Temperature that a canvas would reach after `max_denoise_steps`, falling linearly."""
     stability_threshold: NonNegativeInt = 1
-    """A canvas is finished when its most probable tokens were the same for so many steps before..."""
+    """A canvas can finish when its most probable tokens are the same as in this many steps before."""
     confidence_threshold: Annotated[float, Field(ge=0)] = 0.005
-    """...and the mean entropy of its slots is below so many nats."""
+    """It then finishes if the mean entropy of its slots is below this many nats."""
 
     @model_validator(mode="after")
     def _falls(self) -> RenoisingParams:
@@ -47,12 +47,12 @@ class RenoisingParams(BaseModel):
 
     @property
     def schedule_name(self) -> str:
-        """What a table calls the schedule: `48 steps a canvas, entropy bound 0.1`."""
+        """Label of the schedule in tables: `48 steps a canvas, entropy bound 0.1`."""
         num_steps = self.max_denoise_steps
         return f"{num_steps} step{'s' if num_steps > 1 else ''} a canvas, entropy bound {self.entropy_bound:g}"
 
     def temperature(self, step: int) -> float:
-        """Of a canvas' denoise step, counted from 0."""
+        """Return the temperature of a canvas' denoise step, counted from 0."""
         left = self.max_denoise_steps - step
         return self.t_min + (self.t_max - self.t_min) * left / self.max_denoise_steps
 
@@ -66,28 +66,29 @@ class RenoisingRequest:
     params: RenoisingParams
     """How to denoise it."""
     seed: int
-    """Keys every draw together with the canvas, the step and the slot."""
+    """Keys every random draw together with the canvas, the step and the slot."""
     stop_ids: tuple[int, ...] | None = None
     """Ids that end a completion, by default the policy's."""
     committed: Committed | None = None
-    """Canvases that were finished before the same request was interrupted; None begins at the first. The rest is what
-    it would have been: a draw depends on canvas, step and slot, and each canvas begins without a step before it."""
+    """Canvases that were finished before the same request was interrupted; None begins at the first. The rest is the
+    same as without the interruption: a draw depends on canvas, step and slot, and a canvas begins without the state of
+    earlier steps."""
 
     def num_slots(self, canvas_length: int) -> int:
-        """Slots of a completion that nothing ends: of whole canvases."""
+        """Return the slots of a completion without an end of text: those of whole canvases."""
         return -(-self.params.gen_length // canvas_length) * canvas_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RenoisedCompletion:
-    """One sampled completion with the record of how it came about."""
+    """One sampled completion with the trajectory of each canvas."""
 
     token_ids: NDArray[np.int32]
     """[L] whole canvases; padding after an end of text."""
     num_tokens: int
     """Tokens up to and including the first end of text, `gen_length` at most."""
     canvases: tuple[DenoisedCanvas, ...]
-    """What was done on each."""
+    """Trajectories of the canvases that were denoised for this request, without restored ones."""
     finish_reason: FinishReason
     """Why it ended."""
     policy_version: int
@@ -100,7 +101,7 @@ class RenoisedCompletion:
 
 
 def check_renoising_request(request: RenoisingRequest, config: RenoisingConfig) -> None:
-    """Raise FieldError, naming the field, when the policy cannot serve this request."""
+    """Raise ValueError, for a field's value FieldError, if the policy cannot serve this request."""
     if not request.prompt_ids:
         raise FieldError("{prompt_ids} is empty; a completion needs at least one token before it")
     check_ids("prompt_ids", request.prompt_ids, config.vocab_size)

@@ -1,9 +1,9 @@
-"""A row: one request that is denoised by renoising, a step at a time.
+"""A row of the renoising sampler: one request that is denoised step by step.
 
-A canvas begins as random ids. A step draws a token for every slot, keeps those of the least uncertain slots, and puts
-fresh random ids in all others; nothing stays kept: the next step, conditioned on this one's logits, decides anew. When
-the most probable tokens stay the same and the policy is sure of them they are committed, and the next canvas begins
-behind them.
+A canvas begins as random ids. A step samples a token for every slot, keeps those of the least uncertain slots, and puts
+fresh random ids in all others. Kept tokens are not final: the next step, conditioned on this one's logits, decides
+again. When the most probable tokens are stable and have low entropy, or at the last step, they are committed, and the
+next canvas begins after them.
 
 Shape letters: C slots of the canvas, V vocabulary, L slots of all canvases.
 """
@@ -26,12 +26,12 @@ from rollout.renoising.request import RenoisedCompletion, RenoisingRequest
 from rollout.request import Committed, FinishReason, Progress
 
 Watch = Callable[[int, int, Tensor, Tensor], None]
-"""Called after each step with the numbers of the canvas and the step, the canvas [C] as it stands, and bool [C] what of
-it was kept."""
+"""Callback after each step: index of the canvas, index of the step, the canvas [C], and bool [C] which slots were kept.
+"""
 
 
 class _Step(NamedTuple):
-    """What a step did: [C] each, and two numbers."""
+    """Record of a step: [C] each, and two numbers."""
 
     seen: Tensor
     drawn: Tensor
@@ -43,22 +43,22 @@ class _Step(NamedTuple):
 
 
 class Row:
-    """A request, and how far it is."""
+    """A request and its denoising state."""
 
     def __init__(
         self, policy: RenoisingPolicy, request: RenoisingRequest, draws: Draws | None = None, watch: Watch | None = None
     ) -> None:
-        """Begin, by the request's own draws or by others. The request must be one that the policy can serve."""
+        """Begin a request that the policy can serve. `draws` replaces the random draws keyed by its seed."""
         config, device = policy.config, policy.device
         self._policy, self.request, self._watch = policy, request, watch
         self._num_slots = request.num_slots(config.canvas_length)
         self._draws = draws or KeyedDraws(request.seed, config.canvas_length, config.vocab_size, device)
         self._stop_ids = config.stop_ids if request.stop_ids is None else request.stop_ids
         self._prefix, self._unread = policy.prefix(), [request.prompt_ids]
-        """What is finished, and what of it the policy has not read yet."""
+        """The policy's cached prefix, and the token ids that are to be appended to it."""
         self._finished = [] if request.committed is None else [request.committed]
         if request.committed is not None:
-            # A canvas at a time, as it was read the first time: the same numbers to the bit.
+            # One canvas at a time, as before the interruption: the result is bit-identical.
             whole = request.committed.token_ids.reshape(-1, config.canvas_length)
             self._unread += [tuple(canvas) for canvas in whole.tolist()]
         self._number = len(self._unread) - 1
@@ -69,11 +69,11 @@ class Row:
         self._canvas_C, self._conditioning_CV = torch.empty(0), torch.empty(0)
         self._since_C, self._entropy_C = torch.empty(0), torch.empty(0)
         self.is_done = False
-        """Whether it is complete."""
+        """Whether the completion is finished."""
 
     @property
     def num_steps(self) -> int:
-        """Denoise steps done, those of before an interruption included."""
+        """Denoise steps done, including those before an interruption."""
         return self._num_steps_before + len(self._steps)
 
     @property
@@ -82,9 +82,9 @@ class Row:
         return sum(map(len, self._finished))
 
     def step(self) -> None:
-        """A forward of the decoder, and what follows from it.
+        """Run a forward of the decoder and update the canvas.
 
-        Raises FloatingPointError where the policy's weights are bad: it predicts what is no number.
+        Raises FloatingPointError if a prediction is not finite: the policy's weights are bad.
         """
         params, index = self.request.params, len(self._steps)
         if not self._steps:
@@ -114,7 +114,7 @@ class Row:
             self._finish_canvas()
 
     def completion(self, policy_version: int) -> RenoisedCompletion:
-        """The completion of a row that is done, with the record of what was done here."""
+        """Return the completion of a row that is done, with the trajectories of the canvases denoised here."""
         config, gen_length = self._policy.config, self.request.params.gen_length
         token_ids = np.concatenate([part.token_ids for part in self._finished])
         is_stop = np.isin(token_ids, self._stop_ids)
@@ -129,11 +129,11 @@ class Row:
         )
 
     def committed(self) -> Committed:
-        """The record of the finished canvases: each is what its last step thought most probable, without a draw."""
+        """Return the record of the finished canvases: the most probable tokens of their last steps, not samples."""
         return Committed.joined(self._finished) or _none_held(0)
 
     def progress(self) -> Progress:
-        """How it stands: a slot that the last step did not keep is masked, whatever it held before."""
+        """Return the progress. A slot that the last step did not keep counts as masked, whatever it held before."""
         parts, accepted = list(self._finished), np.zeros(0, dtype=bool)
         if self._steps:
             parts.append(self._held())
@@ -155,19 +155,19 @@ class Row:
         self._before.clear()
 
     def _hold(self, accepted_C: Tensor, drawn_C: Tensor) -> None:
-        """Say since which step each kept slot has held its token; -1 where none is kept."""
+        """Note since which step each kept slot has held its token; -1 where none is kept."""
         is_same_C = (self._since_C >= 0) & (self._canvas_C == drawn_C)
         now_C = torch.where(is_same_C, self._since_C, self.num_steps)
         self._since_C = torch.where(accepted_C, now_C, -1)
 
     def _held(self) -> Committed:
-        """The record of the canvas that is being denoised, as its last step left it."""
+        """Return the record of the current canvas after its last step."""
         step = self._steps[-1]
         law, raw = (step.logp, self._entropy_C), self._untempered(step.drawn, step.temperature)
         return _record(step.drawn, self._since_C, law, raw)
 
     def _untempered(self, tokens_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Of the last step at temperature 1: the log-probabilities of tokens, and the entropies."""
+        """Return the last step's log-probabilities of tokens, and entropies, at temperature 1."""
         raw = predictions(self._conditioning_CV * temperature)
         slots_C = torch.arange(len(tokens_C), device=tokens_C.device)
         return raw.logp(slots_C, tokens_C), raw.entropy(slots_C)
@@ -176,7 +176,7 @@ class Row:
         last, nothing_C = self._steps[-1], torch.zeros_like(self._entropy_C)
         at_C = torch.full_like(last.argmax, self.num_steps - 1)
         raw = self._untempered(last.argmax, last.temperature)
-        # As at temperature 0, which draws nothing either.
+        # The most probable tokens, which are not sampled: zeros, as at temperature 0.
         self._finished.append(_record(last.argmax, at_C, (nothing_C, nothing_C), raw))
         self._canvases.append(_canvas_of(self._steps))
         token_ids = self._canvases[-1].token_ids
@@ -187,14 +187,14 @@ class Row:
 
 
 def within_bound(entropy_C: Tensor, bound: float) -> Tensor:
-    """[C] bool: the slots of the least entropy, as long as those before them have `bound` nats together at most."""
+    """Return [C] bool: the slots of least entropy, as long as the entropies before them sum to at most `bound` nats."""
     sorted_C, order_C = entropy_C.sort(stable=True)
     is_within_C = sorted_C.cumsum(0) - sorted_C <= bound
     return torch.zeros_like(is_within_C).scatter_(0, order_C, is_within_C)
 
 
 def _record(tokens_C: Tensor, steps_C: Tensor, law: tuple[Tensor, Tensor], raw: tuple[Tensor, Tensor]) -> Committed:
-    """Of a canvas; `law` and `raw` are log-probabilities [C] and entropies [C], tempered and not."""
+    """Make the record of a canvas; `law` and `raw` are log-probabilities [C] and entropies [C], tempered and not."""
     (logp, entropy), (raw_logp, raw_entropy) = ([part.cpu().numpy() for part in pair] for pair in (law, raw))
     return Committed(
         token_ids=tokens_C.cpu().numpy().astype(np.int32),

@@ -1,8 +1,8 @@
 """Entropy-bounded sampling with renoising (DiffusionGemma): requests in, completions out.
 
-`row.py` has the steps. What is returned was never drawn, so it has no log-probability. What was kept was: slots are
-chosen by their entropies, before the draw, so the sum over steps of the log-probabilities of the kept draws is the
-exact log-likelihood of the trajectory (`learner/estimators/renoised.py`).
+`row.py` has the steps. The returned tokens are the most probable ones, not samples, so they have no log-probability.
+The tokens that a step keeps are samples: slots are chosen by their entropies, before sampling. So the sum over steps of
+the kept tokens' log-probabilities is the exact log-likelihood of the trajectory (`learner/estimators/renoised.py`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _MOST_ROWS = 8
 
 
 class RenoisingSampler:
-    """Samples completions from one policy version, one request after the other, or in turns (`open`)."""
+    """Samples completions from one policy version, one request after another, or interleaved (`open`)."""
 
     def __init__(self, policy: RenoisingPolicy, policy_version: int) -> None:
-        """Sample from `policy`, which stays where it is and as it is."""
+        """Sample from `policy`, on its device. Its weights must not change."""
         self.policy, self.policy_version = policy, policy_version
 
     def generate(self, requests: Sequence[RenoisingRequest], watch: Watch | None = None) -> list[RenoisedCompletion]:
-        """Completions of `requests`, in their order.
+        """Sample completions of `requests`, in their order.
 
         Raises:
-            ValueError: a request that the policy cannot serve; the sentence has its index and field.
-            FloatingPointError: the policy's weights are bad: it predicts what is no number.
+            ValueError: the policy cannot serve a request; the message has its index and field.
+            FloatingPointError: a prediction is not finite: the policy's weights are bad.
         """
         for index, request in enumerate(requests):
             try:
@@ -46,36 +46,36 @@ class RenoisingSampler:
     def complete(
         self, request: RenoisingRequest, draws: Draws | None = None, watch: Watch | None = None
     ) -> RenoisedCompletion:
-        """The completion of one request, by its own draws or by others."""
+        """Sample the completion of one request. `draws` replaces the random draws keyed by its seed."""
         row = Row(self.policy, request, draws, watch)
         while not row.is_done:
             row.step()
         return row.completion(self.policy_version)
 
     def open(self, most_rows: int = _MOST_ROWS) -> RenoisingBatch:
-        """A batch that is stepped by hand: its rows can be watched, and more requests can come."""
+        """Open a batch that the caller steps: its progress can be read, and more requests can be submitted."""
         return RenoisingBatch(self, most_rows)
 
 
 class RenoisingBatch:
-    """Rows that are denoised in turns, and requests that wait for one: to who steps it, what `SlotBatch` is.
+    """Rows that are denoised in turns, and requests that wait for one, with the interface of `SlotBatch`.
 
-    A step is a forward for each row. One forward of several would not be exact: rows have prefixes of their own
-    lengths, and the last bits of a logit change with the batch. Each row holds the logits of a whole canvas, a quarter
-    of a gigabyte in DiffusionGemma's vocabulary, so there are few.
+    A step runs one forward for each row. One forward of several rows would not be exact: their prefixes differ in
+    length, and the last bits of a logit change with the batch. Each row holds the logits of a whole canvas, a quarter
+    of a gigabyte with DiffusionGemma's vocabulary, so there are few.
     """
 
     def __init__(self, sampler: RenoisingSampler, most_rows: int) -> None:
-        """Without rows; `RenoisingSampler.open` does."""
+        """Make an empty batch. Call `RenoisingSampler.open` instead."""
         self._policy, self._policy_version, self._most_rows = sampler.policy, sampler.policy_version, most_rows
         self._waiting = deque[tuple[int, RenoisingRequest]]()
         self._running: dict[int, Row] = {}
         self._num_submitted = 0
 
     def submit(self, request: RenoisingRequest) -> int:
-        """Let a request wait for a row. Returns its index: 0, 1, 2, ...
+        """Queue a request for a row. Returns its index: 0, 1, 2, ...
 
-        Raises ValueError, naming the field, when the policy cannot serve it.
+        Raises ValueError, naming the field, if the policy cannot serve it.
         """
         check_renoising_request(request, self._policy.config)
         self._waiting.append((self._num_submitted, request))
@@ -89,26 +89,26 @@ class RenoisingBatch:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """Requests that wait for a row."""
         return len(self._waiting)
 
     def cancel(self, index: int) -> None:
-        """Forget a request; the next step gives its row to another. One that is done or unknown is left alone."""
+        """Drop a request; the next step can start another. Does nothing if it is done or unknown."""
         self._waiting = deque(item for item in self._waiting if item[0] != index)
         self._running.pop(index, None)
 
     def num_committed(self) -> dict[int, int]:
-        """Slots of the finished canvases of each request with a row."""
+        """Return the slots in finished canvases of each running request."""
         return {index: row.num_committed for index, row in self._running.items()}
 
     @torch.inference_mode()
     def progress(self, indices: Sequence[int]) -> dict[int, Progress]:
-        """How some requests stand; those without a row are left out."""
+        """Return the progress of those requests that are running."""
         return {index: self._running[index].progress() for index in indices if index in self._running}
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
-        """Fill the free rows, denoise each for a step, and return what is done with its index."""
+        """Fill the free rows, denoise each for a step, and return the completions that are done, with their indices."""
         while self._waiting and len(self._running) < self._most_rows:
             index, request = self._waiting.popleft()
             self._running[index] = Row(self._policy, request)
@@ -118,7 +118,7 @@ class RenoisingBatch:
         return [(index, self._completion(self._running.pop(index))) for index in done]
 
     def _completion(self, row: Row) -> Completion:
-        """As other families' are: the tokens as at temperature 0, since they were never drawn, and no padding."""
+        """Return a `Completion` as of the other families: its tokens count as sampled at temperature 0, no padding."""
         completion, committed = row.completion(self._policy_version), row.committed()
         return Completion(
             token_ids=committed.token_ids,
