@@ -21,7 +21,7 @@ def _only(names: str, *values: Any) -> Neutral:
 
 
 OF_REQUESTS: Neutral = {
-    # Hints for caches, queues, bills, traces and routers.
+    # Hints for caches, queues, billing, tracing and routing.
     **_any(
         "cache_salt custom_labels data_parallel_rank disagg_prefill_dp_rank extra_key metadata prediction priority "
         "prompt_cache_key prompt_cache_options prompt_cache_retention request_id rid routed_dp_rank "

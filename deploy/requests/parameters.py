@@ -12,9 +12,9 @@ Values = Mapping[str, Any]
 
 _STEPS, _CANVAS_STEPS = "num_denoise_steps", "max_denoise_steps"
 SAMPLING_KEYS = tuple("steps" if name == _STEPS else name for name in SamplingParams.model_fields)
-"""In the order of `SamplingParams`."""
+"""Keys of policies with a mask token, in the order of `SamplingParams`."""
 RENOISING_KEYS = tuple("steps" if name == _CANVAS_STEPS else name for name in RenoisingParams.model_fields)
-"""In the order of `RenoisingParams`."""
+"""Keys of policies without one, in the order of `RenoisingParams`."""
 ALL_KEYS = (*SAMPLING_KEYS, *(key for key in RENOISING_KEYS if key not in SAMPLING_KEYS))
 """Keys of both policy families."""
 
