@@ -1,1 +1,1 @@
-"""`d1 eval` and `d1 compare`: what a checkpoint solves, at every length and schedule, with its uncertainty."""
+"""`d1 eval` and `d1 compare`: accuracy by length and schedule with confidence intervals."""

@@ -1,4 +1,4 @@
-"""Cells of an evaluation's table: a task at a length and a schedule, made of what the command line says."""
+"""Evaluation cells: one task at one length and schedule, built from the command line options."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from rewards.problem import Rules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One row of the table."""
+    """One row of the results table: a task, its sampling parameters and problems."""
 
     task: TaskConfig
-    """Whose held-out problems are asked."""
+    """Task whose held-out problems are evaluated."""
     protocol: Rules
-    """By whose rules: `d1` also asks as the first d1 does."""
+    """Evaluation protocol. `d1` also uses the prompts of the first d1."""
     params: Params
-    """How a completion is denoised."""
+    """Sampling parameters of the completions."""
     num_problems: int | None
-    """How many are asked; None: all that there are of data, else as many as `problems.py` says."""
+    """Number of problems; None: all of a dataset, or the default of `problems.py` for generated ones."""
     sampled: Sampled
-    """How often each."""
+    """Samples of each problem."""
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """File name of its record, without suffix."""
         rules = "" if self.protocol == "fixed" else f".{self.protocol}"
         drawn = f".{self.sampled.num_samples}-samples" if self.sampled.num_samples > 1 else ""
         if self.temperature:
@@ -44,11 +44,11 @@ class Cell:
 
     @property
     def temperature(self) -> float | None:
-        """Of the draws; None where it falls from step to step."""
+        """Sampling temperature; None if it decreases from step to step."""
         return temperature_of(self.params)
 
     def facts(self) -> dict[str, Any]:
-        """What its answers hang on, as JSON."""
+        """Return all settings that determine the answers, as JSON."""
         return {
             "task": self.task.model_dump(mode="json"),
             "protocol": self.protocol,
@@ -60,20 +60,20 @@ class Cell:
 
 
 def cells_of(asked: Asked, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> list[Cell]:
-    """A cell for each task, length and schedule, in that order.
+    """Build a cell for each task, length and schedule, in that order.
 
     Args:
-        asked: what the command line says.
-        run: the recipe of the checkpoint's run, which says what is left out; None where it is of no run.
-        policy: the shape of what is evaluated.
+        asked: command line options.
+        run: recipe of the checkpoint's run, which supplies the defaults; None if it belongs to no run.
+        policy: model config of the evaluated policy.
 
     Raises:
-        UserError: a task, field, length or schedule that there is not, or that do not fit each other.
+        UserError: a task, field, length or schedule does not exist, or they are inconsistent.
     """
     configs = _task_configs(asked, run)
     own = None if run is None else run.task.name
     params = params_for(asked, run, policy)
-    # The first d1 asks as many as it asks.
+    # The protocol of the first d1 has its own number of problems.
     counted = None if run is None or asked.protocol == "d1" else run.evaluation.num_problems
     cells = [
         Cell(
@@ -86,7 +86,7 @@ def cells_of(asked: Asked, run: Recipe | None, policy: TransformerConfig | Renoi
         for config in configs
         for each in params
     ]
-    # What is named twice, as in 0.5 and steps=5 of ten slots, is asked once.
+    # Schedules may coincide, such as 0.5 and steps=5 of ten slots: evaluate them once.
     return list({cell.name: cell for cell in cells}.values())
 
 
@@ -100,14 +100,14 @@ def _task_configs(asked: Asked, run: Recipe | None) -> list[TaskConfig]:
 
 
 def _task_config(name: str, asked: Asked, run: Recipe | None) -> TaskConfig:
-    """A run's own task is asked as the run asks it; d1's rules pose it in words of their own."""
+    """Build the config of a task: the run's fields for its own task, and the prompts of d1 under protocol d1."""
     fields = [text.partition(".")[2] for text in asked.fields if text.startswith(f"{name}.")]
     rules: list[str] = []
     if asked.protocol == "d1":
         if name not in first_d1.TASKS:
             raise UserError(f"the first d1 evaluates {', '.join(first_d1.TASKS)}; leave out {name}, or --protocol d1")
         rules = ["protocol=d1", "prompt=compact"]
-    # Its split too: what it trained on is not to be asked.
+    # This includes the split: training problems must not be evaluated.
     is_own = run is not None and run.task.name == name
     given = run.task.model_dump(mode="json", exclude={"name"}, exclude_unset=True) if run and is_own else {}
     return task_config(name, [*fields, *rules], given)

@@ -1,4 +1,4 @@
-"""Two evaluations, paired on the same problems: whether one checkpoint is better than another."""
+"""Paired comparison of two evaluations on the same problems, with significance test and interval."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deploy.evaluation.record import Recorded, records_in
 from deploy.evaluation.schedules import params_of, temperature_of
 from deploy.program import program
 
-# What two evaluations may differ in, and still ask the same: which problems there are is looked at by themselves.
+# Facts that may differ between comparable evaluations. The problems are compared by their ids.
 _OF_ITS_OWN = {"checkpoint", "dtype", "batch_size", "num_problems", "num_answers"}
 _OF_REWARD = {"reward", "shaping", "working", "show_working"}
 _OF_DATA = {"train_data", "heldout_data", "columns", "heldout_fraction", "validation_fraction"}
@@ -26,47 +26,47 @@ _REAL = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """One cell of both evaluations. Shares are 0 to 1."""
+    """Comparison of one cell of both evaluations. Shares are 0 to 1."""
 
     task: str
-    """What was asked."""
+    """Name of the task."""
     gen_length: int
-    """Slots of a completion."""
+    """Completion slots."""
     schedule: str
-    """How it was denoised."""
+    """Name of the schedule."""
     protocol: str
-    """By whose rules."""
+    """Evaluation protocol."""
     num_samples: int
-    """Completions of each problem."""
+    """Completions per problem."""
     temperature: float | None
-    """Of the draws; None where it falls from step to step."""
+    """Sampling temperature; None if it decreases from step to step."""
     num_problems: int
-    """Problems that both were asked."""
+    """Problems in both evaluations."""
     accuracies: tuple[float, float]
-    """Of the first and of the second."""
+    """Accuracy of the first and of the second."""
     interval: tuple[float, float]
-    """Of the second less the first, at 95 %: the paired bootstrap's over problems."""
+    """95 % interval of the second minus the first, by paired bootstrap over problems."""
     only: tuple[int, int]
-    """Problems that only the first, and only the second, solves more often."""
+    """Number of problems that the first solves more often, and that the second solves more often."""
     p: float
-    """Of the exact sign test that neither is better, which is McNemar's at one sample a problem."""
+    """p-value of the exact two-sided sign test; with one sample per problem, McNemar's exact test."""
 
     @property
     def difference(self) -> float:
-        """The second less the first."""
+        """Accuracy of the second minus the first."""
         return self.accuracies[1] - self.accuracies[0]
 
     @property
     def is_real(self) -> bool:
-        """Whether chance alone would hardly make it, one in twenty times at most, and who is ahead is better at more
+        """Whether the difference is significant (p < 0.05), and the more accurate checkpoint is better on more
         problems."""
         return self.p < _REAL and (self.only[1] - self.only[0]) * self.difference > 0
 
 
 def find_evaluation(reference: str, runs_dir: Path) -> dict[str, Recorded]:
-    """The cells of an evaluation, by name: of its directory, or where that of a run or checkpoint is by default.
+    """Return the complete cells of an evaluation by name, from its directory or that of a run or checkpoint.
 
-    Raises UserError where there is none yet.
+    Raises UserError if there is none yet.
     """
     place = Path(reference)
     cells = records_in(place)
@@ -86,7 +86,7 @@ def find_evaluation(reference: str, runs_dir: Path) -> dict[str, Recorded]:
 def compare(
     first: Mapping[str, Recorded], second: Mapping[str, Recorded], names: tuple[str, str], task: str | None
 ) -> list[Compared]:
-    """The cells that both have. Raises UserError where there are none, or one asks other problems than the other."""
+    """Compare the common cells. Raises UserError if there are none, or their problems or settings differ."""
     common = [name for name in first if name in second and task in (None, name.partition(".")[0])]
     if not common:
         of = "" if task is None else f" of task {task}"
@@ -100,7 +100,7 @@ def compare(
 
 
 def sentence(found: Compared, names: tuple[str, str]) -> str:
-    """What is to be told of a cell."""
+    """Return the result of a cell as one sentence."""
     cell = f"{found.task}, {found.gen_length} slots, {found.schedule}"
     sign = 1 if found.difference >= 0 else -1
     better, worse = names[::-1] if sign == 1 else names
@@ -114,7 +114,7 @@ def sentence(found: Compared, names: tuple[str, str]) -> str:
 
 
 def tenths(points: float) -> str:
-    """A number of points with one digit; no minus before a zero."""
+    """Format points with one decimal digit, without a minus sign before zero."""
     return f"{round(points, 1) + 0.0:.1f}"
 
 
@@ -144,19 +144,19 @@ def _compared(name: str, first: Recorded, second: Recorded, names: tuple[str, st
 
 
 def _asked(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked, but for what two evaluations may differ in."""
+    """Return the facts that comparable evaluations must share."""
     kept = {key: value for key, value in facts.items() if key not in _OF_ITS_OWN}
     return {**kept, "task": {key: value for key, value in facts["task"].items() if key not in _OF_REWARD | _OF_DATA}}
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """McNemar's exact test, two-sided: how likely a split of the discordant problems is that is no more even."""
+    """Return the two-sided p-value of McNemar's exact test on the discordant problems."""
     total, fewer = only_first + only_second, min(only_first, only_second)
     return min(1.0, 2 * sum(comb(total, count) for count in range(fewer + 1)) / 2**total)
 
 
 def _solved(cell: Recorded) -> dict[str, float]:
-    """The share of each problem's samples that are right."""
+    """Return the share of correct samples of each problem."""
     found: dict[str, list[bool]] = {}
     for answer in cell.answers:
         found.setdefault(answer.problem_id, []).append(answer.correct)

@@ -1,4 +1,4 @@
-"""An evaluation: what is asked is made ready, what is not answered yet is answered, and what it comes to is written."""
+"""Evaluation of a checkpoint: prepares the cells, computes missing answers and writes the results."""
 
 from __future__ import annotations
 
@@ -34,42 +34,42 @@ _EVALUATIONS = "evaluations"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """The checkpoint that is evaluated."""
+    """Checkpoint under evaluation."""
 
     name: str
     """`RUN-CHECKPOINT`, or the name of its directory."""
     directory: Path
-    """Where it is."""
+    """Directory of the checkpoint."""
     run: Recipe | None
-    """The recipe of its run; None where it is of none."""
+    """Recipe of its run; None if it belongs to no run."""
     facts: dict[str, Any]
-    """What its answers hang on, as JSON."""
+    """Identity of the checkpoint, as JSON: path, fingerprint and policy version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computing:
-    """How the answers are computed. None of it changes them, but for the last bits of a logit."""
+    """Compute settings. They change the answers only through rounding of the logits."""
 
     num_slots: int | None
-    """Completions that a worker denoises at a time; None: as the run's samplers do."""
+    """Completions that a worker denoises at a time; None: as in the run's samplers."""
     dtype: Literal["float32", "bfloat16"]
-    """Of the weights."""
+    """Dtype of the weights."""
     wanted: Wanted
-    """By whom."""
+    """Workers and device."""
 
     def engine(self, run: Recipe | None) -> EngineConfig:
-        """Of each worker."""
+        """Return the engine config of each worker."""
         own = EngineConfig() if run is None else run.rollout.engine
         return EngineConfig(num_slots=self.num_slots or own.num_slots, dtype=self.dtype)
 
     def batch_size(self, run: Recipe | None) -> int:
-        """Completions of a batch. A run's own, for its numbers to be those of its evaluations to the last bit."""
+        """Return the completions per batch. The run's own size makes results bit-identical to the run's evaluations."""
         return self.engine(run).num_slots if run is None or self.num_slots else run.rollout.batch_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """A cell with its batches and its record."""
+    """Cell with its batches and its record."""
 
     cell: Cell
     batches: Sequence[Batch]
@@ -77,17 +77,17 @@ class Ready:
 
     @property
     def missing(self) -> list[Batch]:
-        """What is not answered yet."""
+        """Batches that are not answered yet."""
         return [batch for batch in self.batches if batch.index not in self.record.done]
 
 
 def find_subject(reference: str, runs_dir: Path, say: Say | None = None) -> Subject:
-    """The checkpoint that a user names: a run's newest, or one by itself; `say` is told at which rate it is read.
+    """Find the named checkpoint, or the newest one of the named run; `say` receives progress messages.
 
-    Raises UserError where there is none or it cannot be read.
+    Raises UserError if there is none or it cannot be read.
     """
     try:
-        # A link is a name for today.
+        # Resolved, since a link may point elsewhere later.
         directory = find_checkpoint_of(reference, runs_dir, say).resolve()
         _shape_of(directory)
         position = find_position(directory)
@@ -98,7 +98,7 @@ def find_subject(reference: str, runs_dir: Path, say: Say | None = None) -> Subj
         raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
     run_dir, is_fetched = directory.parent.parent, not Path(reference).exists()
     is_of_run = directory.parent.name == CHECKPOINTS and (run_dir / RECIPE).is_file()
-    # The hub's cache names a directory by its revision.
+    # The directory name in the hub's cache is only a revision.
     own_name = reference.replace("/", "--") if is_fetched else directory.name
     return Subject(
         name=_name_of(run_dir, directory) if is_of_run else own_name,
@@ -109,12 +109,12 @@ def find_subject(reference: str, runs_dir: Path, say: Say | None = None) -> Subj
 
 
 def default_out(subject: Subject, runs_dir: Path) -> Path:
-    """Where the answers of a checkpoint are kept if nothing else is said."""
+    """Return the default output directory for a checkpoint."""
     return runs_dir / _EVALUATIONS / subject.name
 
 
 def default_out_of(run_dir: Path, checkpoint: Path) -> Path:
-    """The same of a checkpoint of a run."""
+    """Return the default output directory for a checkpoint of a run."""
     return run_dir.parent / _EVALUATIONS / _name_of(run_dir, checkpoint)
 
 
@@ -125,9 +125,9 @@ def _name_of(run_dir: Path, checkpoint: Path) -> str:
 def prepare(
     subject: Subject, asked: Asked, computing: Computing, out: Path, tell: Callable[[str], object]
 ) -> list[Ready]:
-    """The cells with what there is of them already; `tell` is given what a user should know of the data.
+    """Prepare the cells with their existing records; `tell` receives remarks on the data.
 
-    Raises UserError, before anything is answered.
+    Raises UserError, before any sampling, if the options or the data are invalid.
     """
     try:
         config = _shape_of(subject.directory)
@@ -138,7 +138,7 @@ def prepare(
         raise UserError(f"{subject.directory} has no tokenizer; problems are texts, and need one")
     cells = cells_of(asked, subject.run, config)
     size = computing.batch_size(subject.run)
-    # The cells of one task ask the same problems.
+    # All cells of a task share its problems.
     problems = {name: problems_of(cell, tell) for name, cell in {cell.task.name: cell for cell in cells}.items()}
     usual = None if subject.run is None else subject.run.rollout.max_prompt_tokens
     batches = [batches_of(cell, problems[cell.task.name], tokenizer, size, config, usual=usual) for cell in cells]
@@ -146,7 +146,7 @@ def prepare(
 
 
 def _shape_of(directory: Path) -> TransformerConfig | RenoisingConfig:
-    """The config of a checkpoint of any family. Raises ValueError where it is no checkpoint."""
+    """Load the model config of a checkpoint of either family. Raises ValueError if it is not a checkpoint."""
     return read_renoising_config(directory) if is_renoising(directory) else load_config(directory)
 
 
@@ -159,8 +159,8 @@ def _ready(subject: Subject, cell: Cell, batches: Sequence[Batch], computing: Co
 def answer_all(
     subject: Subject, ready: Sequence[Ready], computing: Computing, after_each: Callable[[Ready, Answered], object]
 ) -> None:
-    """Answer what is missing, batch by batch. Raises as `pool.answers`, and UserError where the disk takes no more."""
-    # Batches are numbered anew: a worker's answer says which of all it was.
+    """Answer the missing batches. Raises as `pool.answers`, and UserError if the record cannot be written."""
+    # Batches are renumbered across cells, so that the index in a worker's answer is unique.
     waiting = [(one, batch) for one in ready for batch in one.missing]
     if not waiting:
         return
@@ -175,7 +175,7 @@ def answer_all(
 
 
 def results(subject: Subject, ready: Sequence[Ready]) -> dict[str, Any]:
-    """What it comes to, as JSON."""
+    """Return the results as JSON."""
     return {
         "checkpoint": {"name": subject.name, **subject.facts},
         "cells": [
@@ -194,7 +194,7 @@ def results(subject: Subject, ready: Sequence[Ready]) -> dict[str, Any]:
 
 
 def write_results(found: dict[str, Any], out: Path) -> None:
-    """Write them beside the answers. Raises UserError where the disk takes no more."""
+    """Write the results next to the answers. Raises UserError if that fails."""
     try:
         (out / RESULTS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     except OSError as error:

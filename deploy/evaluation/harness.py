@@ -1,6 +1,6 @@
-"""lm-evaluation-harness on a checkpoint in this process: the harness' model `d1`, over our sampler.
+"""Adapter for lm-evaluation-harness: model `d1`, a checkpoint with our sampler in this process.
 
-Needs the extra `d1[lm-eval]`. Nothing but `d1 lm-eval`, and a user's own script, imports it.
+Needs the extra `d1[lm-eval]`. Only `d1 lm-eval` and user scripts import it.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ _BLOCK = 32
 
 @register_model("d1")
 class DiffusionLM(LM):
-    """A checkpoint's policy, as the harness asks a model."""
+    """Policy of a checkpoint, as a model of the harness."""
 
     def __init__(self, checkpoint: str, **given: Any) -> None:
         """Load the policy.
 
         Args:
             checkpoint: a run or checkpoint, as every command of d1 names them.
-            given: the other fields of `HarnessArguments`, and what the harness says of its own accord.
+            given: the other fields of `HarnessArguments`, and arguments that the harness adds.
 
         Raises:
-            UserError: there is no such checkpoint, or no such argument.
+            UserError: the checkpoint or an argument does not exist.
         """
         super().__init__()
         arguments = HarnessArguments.of({"checkpoint": checkpoint, **given})
         engine = EngineConfig(num_slots=arguments.slots, dtype=arguments.dtype)
-        # It says cuda:0 on machines without a GPU too.
+        # The harness passes cuda:0 on machines without a GPU, too.
         device: Literal["cpu"] | None = "cpu" if arguments.device == "cpu" else None
         self._policy = open_policy(arguments.checkpoint, device, engine, Path(arguments.runs_dir))
         self._draws, self._slots, self._given = arguments.draws, arguments.slots, arguments.shape
         if self._policy.tokenizer is None:
             raise UserError(f"{checkpoint} has no tokenizer, and the harness asks in texts")
         self._tokenizer: ChatTokenizer = self._policy.tokenizer
-        # The harness writes templates out, whose special tokens are read as such.
+        # The harness passes rendered templates, whose special tokens must be parsed as tokens.
         self._planner = Options(values={}, keep_after_eos=False).planner(self._policy)
 
-    # What the harness asks.
+    # Requests of the harness.
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Completions, each up to the first of its stops.
+        """Generate completions, each up to the first of its stop strings.
 
-        Raises UserError for a prompt that leaves no room, before anything is denoised.
+        Raises UserError, before any sampling, if a prompt leaves no room for a completion.
         """
         plans = [self._plan(*instance.args) for instance in requests]
 
@@ -82,16 +82,16 @@ class DiffusionLM(LM):
         return self._generated([plan.masked_requests[0] for plan in plans], text_of, keep)
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """The evidence lower bound of each continuation, and whether it is what the policy answers at temperature 0.
+        """Return the evidence lower bound of each continuation, and whether it is the greedy completion.
 
-        A lower bound, and up to the noise of its masks: of two continuations the likelier one need not have the greater
-        bound. For a single token it is the log-probability.
+        The bound is estimated from random masks, so the likelier of two continuations may have the smaller bound. For
+        a single token it is the exact log-probability.
         """
         _LOG.warning(
             "loglikelihood is a lower bound from %d masks each: a diffusion policy has no exact one", self._draws
         )
         pairs = [self._pair(*instance.args) for instance in requests]
-        # One token a step: as greedy as a diffusion policy decodes.
+        # One token per step: the closest to greedy decoding of a diffusion policy.
         greedy = self._generated(
             [Request(prompt_ids=tuple(prompt), params=_greedy(len(text)), seed=0) for prompt, text in pairs],
             lambda index, completion: completion.token_ids.tolist() == pairs[index][1],
@@ -104,38 +104,38 @@ class DiffusionLM(LM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:  # noqa: ARG002 - the harness' own
-        """Not offered. Raises UserError."""
+        """Raise UserError: not supported."""
         raise UserError(
             "a perplexity of whole documents (loglikelihood_rolling) is none that a masked diffusion policy has; take "
             "tasks that generate, or that choose between continuations"
         )
 
-    # How it writes.
+    # Chat templates and identity of the model.
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a conversation, whose special tokens are read as such again."""
+        """Render a conversation to text. Its special tokens are parsed as tokens later."""
         return self._tokenizer.chat_text(chat_history, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str:  # noqa: ARG002 - the harness' own
-        """The template's own text."""
+        """Return the source of the chat template."""
         return self._tokenizer.chat_template
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells apart what is cached of several policies."""
+        """Cache key of this policy."""
         return self._policy.name.replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What a file of results says of the model."""
+        """Return model information for the results file."""
         return {"d1_checkpoint": self._policy.name, "d1_loglikelihood": f"evidence lower bound, {self._draws} masks"}
 
     def _plan(self, context: str, kwargs: Mapping[str, Any]) -> RequestPlan:
         wanted = dict(normalize_gen_kwargs(dict(kwargs)))
         stops, most = wanted.pop("until"), wanted.pop("max_gen_toks")
-        del wanted["do_sample"]  # What it comes to is in the temperature.
+        del wanted["do_sample"]  # Already reflected in the temperature.
         values = self._given | {"temperature": 0.0, "max_tokens": most} | wanted
         if self._policy.defaults.room is not None and "gen_length" not in values:
-            # Of no run: as long as the task asks for.
+            # A checkpoint without a run: the task sets the length.
             block = values.setdefault("block_length", _BLOCK)
             values["gen_length"] = -(-most // block) * block
         try:
@@ -163,7 +163,7 @@ class DiffusionLM(LM):
         return [values[index] for index in range(len(requests))]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of both. A token may span the boundary; white space there belongs to the continuation."""
+        """Tokenize context and continuation. A token may span them. White space between belongs to the continuation."""
         stripped = context.rstrip()
         whole = self._tokenizer.encode_completion(context + continuation)
         prompt = self._tokenizer.encode_completion(stripped)

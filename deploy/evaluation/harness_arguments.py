@@ -1,4 +1,4 @@
-"""What the harness' model `d1` takes, checked: the harness hands on whatever it was given."""
+"""Validated arguments of the harness' model `d1`. The harness itself passes them on unchecked."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from deploy.errors import UserError
 from deploy.recipe.refusals import first_refusal
 
 _OF_THE_HARNESS = frozenset({"batch_size", "max_batch_size", "trust_remote_code"})
-"""What it says of its own accord: `slots` takes the place of its batch sizes, and nothing remote is executed."""
+"""Arguments that the harness adds, ignored: `slots` replaces its batch sizes, and no remote code is executed."""
 
 
 class HarnessArguments(BaseModel):
-    """How a checkpoint is asked."""
+    """Arguments of the model `d1`: checkpoint, sampling and compute settings."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -23,28 +23,27 @@ class HarnessArguments(BaseModel):
     checkpoint: str
     """A run or checkpoint, as every command of d1 names them."""
     length: PositiveInt | None = None
-    """Slots of a completion; None: as the run has, or of a checkpoint by itself as many as the task asks for, in whole
-    blocks."""
+    """Completion slots; None: as in the run, or without a run as many whole blocks as the task needs."""
     block_length: PositiveInt | None = None
-    """Slots that are denoised together; None: as the run has, or 32."""
+    """Slots that are denoised together; None: as in the run, or 32."""
     steps: PositiveInt | None = None
-    """Denoise steps; None: as the run is evaluated, or half as many as slots."""
+    """Denoise steps; None: as in the run's evaluation, or half as many as slots."""
     threshold: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Commit what is at least so probable, in place of steps."""
+    """Commit slots above this probability, in place of a fixed number of steps."""
     draws: PositiveInt = 128
-    """Masks of each likelihood."""
+    """Random masks for each likelihood."""
     slots: PositiveInt = 64
-    """Completions, or canvases of a likelihood, at a time."""
+    """Batch size: completions, or canvases of a likelihood."""
     device: str | None = None
-    """Where it computes, as the harness says it: a GPU by default, if there is one."""
+    """Device, in the harness' notation. Default: a GPU if there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights."""
+    """Dtype of the weights."""
     runs_dir: str = "runs"
-    """Where the runs are."""
+    """Directory of the runs."""
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> HarnessArguments:
-        """What is given, by its key. Raises UserError for a key that there is not, and a value that is none."""
+        """Validate the given arguments. Raises UserError for an unknown key or an invalid value."""
         try:
             return cls.model_validate({key: value for key, value in given.items() if key not in _OF_THE_HARNESS})
         except ValidationError as error:
@@ -53,7 +52,7 @@ class HarnessArguments(BaseModel):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What is given of how completions are denoised, by the sampler's keys."""
+        """The given denoising parameters, by the sampler's keys."""
         said = {
             "gen_length": self.length,
             "block_length": self.block_length,

@@ -1,4 +1,4 @@
-"""What the answers of a cell come to, with 95 % intervals."""
+"""Metrics of a cell: accuracy, pass@k and throughput, with 95 % confidence intervals."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _Floats = NDArray[np.float64]
 
 
 def measures(cell: Recorded) -> dict[str, Any]:
-    """The numbers of a cell, as JSON. Shares are 0 to 1; an interval is `[low, high]`.
+    """Compute the metrics of a cell, as JSON. Shares are 0 to 1; an interval is `[low, high]`.
 
-    An accuracy of one sample a problem has Wilson's interval; one of several, a share of items and pass@k have the
-    bootstrap's over problems, which are what was drawn at random: samples and cells of one problem hang together.
+    Accuracy from one sample per problem has a Wilson interval. Accuracy from several samples, the share of items and
+    pass@k have a bootstrap interval over problems, because samples and items of one problem are not independent.
     """
     answers = cell.answers
     by_problem: dict[str, list[Answer]] = {}
@@ -66,7 +66,7 @@ def _accuracy_interval(groups: Sequence[Sequence[Answer]]) -> list[float]:
 
 
 def _items(groups: Sequence[Sequence[Answer]]) -> dict[str, Any]:
-    """The share of a problem's parts that are right, of all parts: a Sudoku's empty cells."""
+    """Return the share of correct items over all problems, such as the empty cells of Sudokus."""
     counts = np.array([[sum(one.num_right for one in group), sum(one.num_items for one in group)] for group in groups])
     right, total = counts.sum(axis=0)
 
@@ -82,7 +82,7 @@ def _items(groups: Sequence[Sequence[Answer]]) -> dict[str, Any]:
 
 
 def _pass_at(groups: Sequence[Sequence[Answer]], k: int) -> dict[str, Any]:
-    """How many problems one of k samples solves: the unbiased estimate from n >= k (Chen et al., 2021, section 2.1)."""
+    """Return pass@k, by the unbiased estimator from n >= k samples (Chen et al., 2021, section 2.1)."""
     solved = [
         1 - comb(len(group) - sum(answer.correct for answer in group), k) / comb(len(group), k) for group in groups
     ]
@@ -90,14 +90,14 @@ def _pass_at(groups: Sequence[Sequence[Answer]], k: int) -> dict[str, Any]:
 
 
 def _mean_interval(shares: Sequence[float]) -> list[float]:
-    """Of the mean of a share of each problem. Where all are 0, or all 1, resamples say nothing, and Wilson's holds."""
+    """Return the bootstrap interval of the mean share. If all are 0 or all 1, resampling fails: use Wilson's."""
     if set(shares) in ({0}, {1}):
         return list(Score(num_correct=round(sum(shares)), num_problems=len(shares)).interval)
     return bootstrap(np.array(shares), lambda picked: picked.mean(axis=1))
 
 
 def bootstrap(values: _Floats, statistic: Callable[[_Floats], _Floats]) -> list[float]:
-    """The percentile interval over problems, of resamples that a fixed seed draws."""
+    """Return the 95 % percentile bootstrap interval over problems, with a fixed seed."""
     generator = np.random.default_rng(0)
     found = [
         statistic(values[generator.integers(len(values), size=(chunk, len(values)))])

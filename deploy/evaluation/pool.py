@@ -1,4 +1,4 @@
-"""Who answers: processes of this machine, or actors of the Ray cluster that RAY_ADDRESS names."""
+"""Worker pool of an evaluation: local processes, or actors on the Ray cluster at RAY_ADDRESS."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _SMALL_BYTES = 200 << 20
 _DIED = "a worker of the evaluation died, killed or out of memory; what was answered is kept"
 _MOST_RESTARTS = 3
 
-# That of this process, where it is one of the pool.
+# The worker of this process, if it is a pool process.
 _workers: list[Worker] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """How the work is shared; None where it is left to what there is."""
+    """Number of workers and their device; None: chosen by the available hardware."""
 
     num_workers: int | None
-    """Processes, or actors."""
+    """Number of processes or actors."""
     device: Device | None
-    """Where they compute."""
+    """Device of the workers."""
 
 
 def answers(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
-    """Answers to batches, as they are done. The workers end with the iterator.
+    """Yield answers to batches as they are completed. The workers end with the iterator.
 
     Raises:
-        UserError: there is no such device, or the checkpoint cannot be read.
-        RunFailedError: a worker died, or the policy's weights are bad.
+        UserError: the device does not exist, or the checkpoint cannot be read.
+        RunFailedError: a worker died or ran out of memory, or the policy's weights are invalid.
     """
     pool = _on_cluster if "RAY_ADDRESS" in os.environ else _on_this_machine
     try:
@@ -62,8 +62,8 @@ def answers(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> I
 
 def _on_this_machine(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
     context = multiprocessing.get_context("spawn")
-    # A pool for each worker: one of several starts them one by one, and a death among them breaks the thread that
-    # should tell of it (its dictionary "changed size during iteration").
+    # One pool per worker: a shared pool starts its workers one by one, and if one dies meanwhile, the thread that
+    # should report it crashes (its dictionary "changed size during iteration").
     pools = [ProcessPoolExecutor(1, context, _begin, (one,)) for one in worker_configs(config, wanted)[: len(batches)]]
     left = iter(batches)
     try:
@@ -77,7 +77,7 @@ def _on_this_machine(config: WorkerConfig, wanted: Wanted, batches: Sequence[Bat
     except BrokenProcessPool as error:
         raise RunFailedError(_DIED) from error
     finally:
-        # What they are at, where it ends early, is worth nothing to anyone.
+        # After an early end, the results of running batches are not needed.
         for process in multiprocessing.active_children():
             process.terminate()
         for pool in pools:
@@ -86,8 +86,7 @@ def _on_this_machine(config: WorkerConfig, wanted: Wanted, batches: Sequence[Bat
 
 @contextmanager
 def _interrupt_held_back() -> Iterator[None]:
-    """Ctrl-C waits until the block ends. Processes that begin in it inherit that it never reaches them: it is for the
-    one that started them."""
+    """Delay Ctrl-C until the block ends. Processes started within inherit the blocked signal: the parent handles it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -96,13 +95,13 @@ def _interrupt_held_back() -> Iterator[None]:
 
 
 def worker_configs(config: WorkerConfig, wanted: Wanted) -> list[WorkerConfig]:
-    """One for each worker of this machine: a GPU each, or else all cores."""
+    """Return one config per local worker: they share the GPUs, or else the cores."""
     if choose_device(wanted.device) == "cuda":
         num_gpus = torch.cuda.device_count()
         num_workers = wanted.num_workers or num_gpus
         return [replace(config, device=f"cuda:{index % num_gpus}") for index in range(num_workers)]
     num_cores = len(os.sched_getaffinity(0))
-    # A small policy's steps are too short to share among threads; of a large one, one copy is enough.
+    # Steps of a small policy are too short for several threads. For a large policy, one copy is enough.
     num_workers = wanted.num_workers or (num_cores if _weight_bytes(config.checkpoint) < _SMALL_BYTES else 1)
     return [replace(config, device="cpu", num_threads=max(1, num_cores // num_workers))] * num_workers
 
@@ -121,7 +120,7 @@ def _answer(batch: Batch) -> Answered:
 
 
 def _on_cluster(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
-    """Every actor samples and grades. One that is lost with its node is started elsewhere, and its batch repeated."""
+    """Answer on Ray actors. An actor that dies with its node is restarted elsewhere, and its batch is repeated."""
     import ray
     from ray.exceptions import RayActorError
     from ray.util import ActorPool

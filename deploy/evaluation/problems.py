@@ -1,4 +1,4 @@
-"""The problems of a cell, and the batches that they are answered in."""
+"""Held-out problems of an evaluation cell, and their batches of requests."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from rollout.request import Request, SamplingParams, canvas_of
 _MADE = 500
 _SAMPLE_KEY = 31
 _Asked = tuple[Problem, tuple[int, ...], int]
-"""A problem, its prompt, and which of its samples."""
+"""Problem, prompt ids, and index of the sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Requests that are denoised together: the last bits of a logit hang on that, so it is the same in every try."""
+    """Requests denoised together: the same in every attempt, since the last bits of a logit depend on the batch."""
 
     index: int
-    """Its place in the cell."""
+    """Index in the cell."""
     task: TaskConfig
-    """Who grades."""
+    """Task that grades the answers."""
     keeps_all: bool
-    """Whether what is graded is the whole canvas with its special tokens spelled, as the first d1 grades it."""
+    """Whether the whole canvas is graded, with its special tokens as text, as in the first d1."""
     problems: tuple[Problem, ...]
-    """The problem of each request."""
+    """Problem of each request."""
     samples: tuple[int, ...]
-    """Which of the problem's samples each is."""
+    """Sample index of each request within its problem."""
     requests: tuple[Request, ...] | tuple[RenoisingRequest, ...]
-    """What the sampler is asked for."""
+    """Requests to the sampler."""
     has_room: bool = True
-    """Whether it can be asked: else the prompts leave no room for a completion, and the answers count as wrong."""
+    """Whether the prompts leave room for a completion. Otherwise the answers count as wrong, without sampling."""
 
 
 def problems_of(cell: Cell, tell: Callable[[str], object]) -> list[Problem]:
-    """The held-out problems of a cell's task; `tell` is given what a user should know of its data.
+    """Return the held-out problems of a cell; `tell` receives remarks on the data.
 
-    Raises UserError where it has too few, or its data is not at hand.
+    Raises UserError if there are too few, or the data is not available.
     """
     task = opened(cell.task)
     try:
@@ -72,12 +72,12 @@ def batches_of(
     *,
     usual: int | None = None,
 ) -> list[Batch]:
-    """The batches of a cell: problem by problem, all samples of one beside each other.
+    """Build the batches of a cell: problem by problem, with all samples of a problem in succession.
 
-    Those whose prompts have more than `usual` tokens follow as in the evaluations of a run with such a
-    `rollout.max_prompt_tokens`, and those that leave no room for the length are the last.
+    Prompts with more than `usual` tokens come later, as in evaluations of a run whose `rollout.max_prompt_tokens` is
+    `usual`. Prompts that leave no room for the completion come last.
 
-    Raises UserError where no prompt leaves room.
+    Raises UserError if no prompt leaves room.
     """
     prompts = [_prompt(cell, problem, tokenizer) for problem in problems]
     _check_room(cell, min(map(len, prompts)), policy)
@@ -93,7 +93,7 @@ def batches_of(
 
 
 def _room(cell: Cell, prompt_length: int, policy: TransformerConfig | RenoisingConfig) -> int:
-    """Tokens that the policy's context has beyond a prompt and its completion; below 0 they do not fit."""
+    """Return the context left after a prompt and its completion, in tokens; negative if they do not fit."""
     params = cell.params
     if isinstance(policy, RenoisingConfig) or not isinstance(params, SamplingParams):
         canvas = _canvas(policy)
@@ -103,7 +103,7 @@ def _room(cell: Cell, prompt_length: int, policy: TransformerConfig | RenoisingC
 
 
 def _canvas(policy: TransformerConfig | RenoisingConfig) -> int:
-    """Slots that are denoised as one: without a mask token whole canvases, whatever of them is asked for."""
+    """Return the granularity of the completion length: a canvas for renoising policies, else one slot."""
     return policy.canvas_length if isinstance(policy, RenoisingConfig) else 1
 
 
@@ -143,10 +143,10 @@ def _requests(
 
 
 def heldout(task: Task, count: int | None) -> list[Problem]:
-    """The held-out problems of a task, `count` of them; None: all, or 500 of a task that generates them.
+    """Return `count` held-out problems of a task; None: all, or up to 500 of a task that generates them.
 
-    The split does not depend on a run's seed: these are the problems that a run is evaluated on. Raises ValueError
-    where there are fewer.
+    The split does not depend on the seed of a run: a run is evaluated on the same problems. Raises ValueError if there
+    are fewer.
     """
     if count is None:
         count = task.size(Split.HELDOUT) or min(_MADE, task.at_most(Split.HELDOUT))

@@ -1,6 +1,6 @@
-"""The record of a cell: a file with a line of what was asked, then a line for each answer, batch after batch.
+"""Record of a cell: a JSONL file with the settings in the first line, then one line per answer.
 
-What is whole of it counts, so that an evaluation that was stopped goes on where it was.
+Only complete batches count, so that an interrupted evaluation resumes after the last of them.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ _SAMPLED_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """A cell's file, as it stands."""
+    """Current content of a cell's file."""
 
     facts: Mapping[str, Any]
-    """What was asked, of which checkpoint."""
+    """Settings of the cell, and its checkpoint."""
     batches: Mapping[int, Answered]
-    """The batches that are done, by their place."""
+    """Completed batches by index."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether every answer is there."""
+        """Whether all answers exist."""
         return len(self.answers) == self.facts.get("num_answers")
 
     @property
     def answers(self) -> list[Answer]:
-        """All that there are, in the order of the problems."""
+        """All answers, in order of the batches."""
         return [answer for _, batch in sorted(self.batches.items()) for answer in batch.answers]
 
     @property
     def seconds(self) -> float:
-        """What they took the workers, added up."""
+        """Total worker time, in seconds."""
         return sum(batch.seconds for batch in self.batches.values())
 
 
 class Record:
-    """The file of one cell, for whoever adds to it."""
+    """Writer of the file of one cell."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any], sizes: Sequence[int]) -> None:
-        """Open it, or begin it.
+        """Open the file, or create it.
 
         Args:
             path: the file.
-            facts: what is asked, of which checkpoint.
-            sizes: answers of each batch.
+            facts: settings of the cell, and its checkpoint.
+            sizes: number of answers of each batch.
 
         Raises:
-            UserError: the file has answers to something else, or cannot be written.
+            UserError: the file has answers for other settings, or cannot be written.
         """
         self.path = path
         """The file."""
@@ -79,7 +79,7 @@ class Record:
             for index, batch in found.batches.items()
             if index < len(sizes) and len(batch.answers) == sizes[index]
         }
-        """The batches that are done, by their place."""
+        """Completed batches by index."""
         lines = [json.dumps({"asked": facts}), *(line for batch in self.done.values() for line in _lines(batch))]
         try:
             beside = path.with_name(f".{path.name}.new")
@@ -90,11 +90,11 @@ class Record:
 
     @property
     def recorded(self) -> Recorded:
-        """As it stands."""
+        """Current content of the file."""
         return Recorded(facts=self._facts, batches=self.done)
 
     def add(self, batch: Answered) -> None:
-        """Keep a batch. Raises UserError where the disk takes no more."""
+        """Append a batch to the file. Raises UserError if it cannot be written."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in _lines(batch)))
@@ -104,11 +104,11 @@ class Record:
 
 
 def read_record(path: Path) -> Recorded:
-    """What is whole of a record. Raises UserError where it is none."""
+    """Read the complete lines of a record. Raises UserError if the file is not a record."""
     try:
         first, *lines = path.read_text(encoding="utf-8").split("\n")
         facts = json.loads(first)["asked"]
-        # A line that was being written when the process ended has no end.
+        # A line that was being written when the process ended has no newline.
         rows = [json.loads(line) for line in lines[:-1]]
         batches: dict[int, dict[tuple[str, int], dict[str, Any]]] = {}
         for row in rows:
@@ -131,7 +131,7 @@ def read_record(path: Path) -> Recorded:
 
 
 def records_in(directory: Path) -> dict[str, Recorded]:
-    """The records of a directory by their names; what is none is left out, and a directory that is none has none."""
+    """Read the records of a directory by name. Other files are ignored; a missing directory has no records."""
     found = {}
     with suppress(OSError):
         for path in sorted(directory.glob("*.jsonl")):
@@ -141,9 +141,9 @@ def records_in(directory: Path) -> dict[str, Recorded]:
 
 
 def take_lock(directory: Path, what: str = "evaluation") -> RunLock:
-    """The lock of a directory of records, which is made where it is not there; in it lies what `what` names.
+    """Lock a directory of records, and create it if needed. `what` names its content in messages.
 
-    Raises UserError where another process has it, or the directory cannot be written to.
+    Raises UserError if another process holds the lock, or the directory cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -153,9 +153,9 @@ def take_lock(directory: Path, what: str = "evaluation") -> RunLock:
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Of a checkpoint's weights and config: what is at the head and the end of each file, and how long it is.
+    """Return a hash of the checkpoint's config, and of the size, head and tail of each weight file.
 
-    Raises OSError where they cannot be read, and ValueError where it stands on weights that are not there.
+    Raises OSError if they cannot be read, and ValueError if weights that the checkpoint refers to are missing.
     """
     *adapted, _ = checkpoint_chain(checkpoint)
     if adapted:
@@ -165,7 +165,7 @@ def fingerprint(checkpoint: Path) -> str:
 
 
 def _fingerprint(checkpoint: Path) -> str:
-    """Of one directory alone."""
+    """Return the fingerprint of a single directory."""
     digest = sha256((checkpoint / (ADAPTER_CONFIG if is_peft(checkpoint) else CONFIG)).read_bytes())
     files = {path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)}
     for reference in read_references(checkpoint).values():
@@ -190,7 +190,7 @@ def _lines(batch: Answered) -> list[str]:
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> str | None:
-    """The first thing that is not as it was, in words; None where all is."""
+    """Describe the first setting that changed; None if none did."""
     for key in dict.fromkeys([*before, *now]):
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for, and the parameters that come of it: each length at each schedule."""
+"""Evaluation options, and the sampling parameters for each combination of length and schedule."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _NAMES = sampler_names({"block_length": "--block-length", "temperature": "--temp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampled:
-    """How often a problem is asked."""
+    """Samples per problem, with temperature and seed."""
 
     num_samples: int = 1
-    """Completions of each problem."""
+    """Completions per problem."""
     temperature: float = 0.0
-    """Of the draws; 0 takes the likeliest token."""
+    """Sampling temperature; 0 selects the most probable token."""
     seed: int = 0
-    """Keys the draws."""
+    """Seed of the sampling."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What the command line asks for; None where it leaves a thing out."""
+    """Evaluation options of the command line; None if not given."""
 
     tasks: tuple[str, ...] | None = None
     lengths: tuple[int, ...] | None = None
@@ -55,23 +55,23 @@ class Asked:
     num_problems: int | None = None
     protocol: Rules = "fixed"
     fields: tuple[str, ...] = ()
-    """Fields of the tasks: `TASK.KEY=VALUE`."""
+    """Overrides of task fields: `TASK.KEY=VALUE`."""
     sampled: Sampled = Sampled()
 
 
 def temperature_of(params: Params) -> float | None:
-    """Of the draws; None where it falls from step to step."""
+    """Return the sampling temperature; None if it decreases from step to step."""
     return params.temperature if isinstance(params, SamplingParams) else None
 
 
 def params_of(facts: Mapping[str, Any]) -> Params:
-    """Those of a cell's facts. Raises ValidationError."""
+    """Parse the sampling parameters in a cell's facts. Raises ValidationError if they are invalid."""
     given = facts["params"]
     return (RenoisingParams if "max_denoise_steps" in given else SamplingParams).model_validate(given)
 
 
 def params_for(asked: Asked, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> Sequence[Params]:
-    """Each length at each schedule. Raises UserError as `cells.cells_of`."""
+    """Return the sampling parameters for each length and schedule. Raises UserError as `cells.cells_of`."""
     if isinstance(policy, RenoisingConfig):
         return _renoising_params(asked, policy)
     if asked.sampled.num_samples > 1 and not asked.sampled.temperature:
@@ -92,7 +92,7 @@ def _d1_params(asked: Asked) -> list[SamplingParams]:
     block = first_d1.BLOCK_LENGTH
     if strays := [length for length in asked.lengths or () if length % block]:
         raise UserError(f"--protocol d1 denoises in blocks of {block}; --lengths {strays[0]} is no multiple of {block}")
-    # It fills the whole canvas: nothing ends a text.
+    # The first d1 fills the whole canvas: there are no stop ids.
     fixed = {"block_length": block, "temperature": 0.0, "stop_ids": ()}
     return [
         _checked({"gen_length": length, "steps": length // 2, **fixed}, f"--lengths {length}")
@@ -101,7 +101,7 @@ def _d1_params(asked: Asked) -> list[SamplingParams]:
 
 
 def _params(asked: Asked, run: Recipe | None, policy: TransformerConfig) -> list[SamplingParams]:
-    """Each length at each schedule; a run's own where neither is given."""
+    """Return the parameters for each length and schedule, by default those of the run's evaluation."""
     drawn = {"temperature": asked.sampled.temperature}
     if run is not None and (asked.lengths or asked.schedules or asked.block_length) is None:
         return [_drawn(params, drawn) for params in run.evaluated_params]
@@ -122,7 +122,7 @@ def _params(asked: Asked, run: Recipe | None, policy: TransformerConfig) -> list
 
 
 def _renoising_params(asked: Asked, policy: RenoisingConfig) -> list[RenoisingParams]:
-    """Each length at each schedule; the checkpoint's own where neither is given."""
+    """Return the parameters for each length and schedule, by default the checkpoint's own."""
     if asked.protocol == "d1":
         raise UserError(f"--protocol d1 fills masked slots, and {MODEL_TYPE} policies have none; leave it out")
     if asked.sampled.temperature:
@@ -144,7 +144,7 @@ def _renoising_params(asked: Asked, policy: RenoisingConfig) -> list[RenoisingPa
 
 
 def _renoising_schedule(text: str) -> Values:
-    """`steps=48`: of a canvas, at most. `entropy_bound=0.1`."""
+    """Parse `steps=48` (maximum steps of a canvas) or `entropy_bound=0.1`."""
     name, _, value = text.partition("=")
     if name in _RENOISING_SCHEDULES and _RENOISING_SCHEDULES[name].fullmatch(value):
         return {name: int(value) if name == "steps" else float(value)}
@@ -155,7 +155,7 @@ def _renoising_schedule(text: str) -> Values:
 
 
 def _schedule(text: str, gen_length: int, block_length: int) -> Values:
-    """`0.5`: half as many steps as slots. `steps=9`, `threshold=0.9`, ...: that parameter."""
+    """Parse `0.5` (half as many steps as slots), or a parameter such as `steps=9` or `threshold=0.9`."""
     name, _, value = text.partition("=")
     if _SHARE.fullmatch(text) and 0 < float(text) <= 1:
         num_blocks = max(1, gen_length // max(1, block_length))
@@ -171,7 +171,10 @@ def _schedule(text: str, gen_length: int, block_length: int) -> Values:
 
 
 def _drawn(params: SamplingParams, drawn: Mapping[str, float]) -> SamplingParams:
-    """Of a run, drawn otherwise. A copy that nobody validates could never be read again."""
+    """Return a run's parameters with another temperature.
+
+    Validated, because a record with invalid parameters could not be read again.
+    """
     try:
         return SamplingParams.model_validate({**params.model_dump(), **drawn})
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""An evaluation for people: a bar while it goes on, and its table."""
+"""Terminal output of evaluations: progress bar, tables of results and of comparisons."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 _NAMES = {"items": "parts, %"}
-# The last are the first that a narrow terminal has no room for.
+# A narrow terminal drops the last ones first.
 _NUMBERS = ("tokens", "a forward", "cut", "worker time")
-# Problems that a caption names; `results.json` names all.
+# Maximum problems that a caption lists. `results.json` lists all.
 _MOST_NAMED = 20
 
 
 @dataclass(slots=True)
 class _Count:
-    """Answers of a cell."""
+    """Counts of the answers of a cell."""
 
     done: int = 0
     right: int = 0
@@ -40,7 +40,7 @@ class _Count:
 
 
 class Bar:
-    """How far an evaluation is: a bar on a terminal, a line every 5 s anywhere else; on stderr."""
+    """Progress of an evaluation on stderr: a bar on a terminal, otherwise a line every 5 s."""
 
     def __init__(self, ready: Sequence[Ready]) -> None:
         from rich.console import Console
@@ -74,11 +74,11 @@ class Bar:
 
     @property
     def num_done(self) -> int:
-        """Answers that there are."""
+        """Number of answers so far."""
         return sum(count.done for count in self._counts.values())
 
     def advance(self, one: Ready, batch: Answered) -> None:
-        """A batch of a cell is done."""
+        """Count a completed batch of a cell and show the progress."""
         count = self._counts[one.cell.name]
         count.add(batch)
         note = f"{one.cell.name}: {count.right} of {count.done} right"
@@ -90,13 +90,13 @@ class Bar:
 
 
 def tables(found: Mapping[str, Any], width: int) -> Iterator[Table]:
-    """One for each task, with a row for each length and schedule, `width` columns wide at most."""
+    """Yield a table per task, with a row per length and schedule, at most `width` columns wide."""
     for task, cells in groupby(found["cells"], key=lambda cell: cell["task"]):
         yield _table(f"{task}: {found['checkpoint']['name']}", list(cells), width)
 
 
 def _table(title: str, cells: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """With as many columns as a terminal of that width has room for: whole numbers, or none."""
+    """Return a table with as many columns as fit into the width without truncating numbers."""
     from rich.console import Console
 
     table = _drawn_table(title, cells, ())
@@ -137,7 +137,7 @@ def _drawn_table(title: str, cells: Sequence[Mapping[str, Any]], numbers: Sequen
 
 
 def _caption(cells: Sequence[Mapping[str, Any]]) -> str:
-    """How many, and what a reader should know of the numbers."""
+    """Return the caption: the number of problems, and caveats of the results."""
     said = [f"n = {cells[0]['num_problems']}", "95 % intervals in brackets"]
     if (samples := cells[0]["num_samples"]) > 1:
         temperature = cells[0]["temperature"]
@@ -153,13 +153,13 @@ def _caption(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _extras(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Measures that not every task has: the share of a problem's parts, and the largest pass@k."""
+    """Return the metrics that not every task has: the share of items, and the largest pass@k."""
     at = [key for key in cells[0] if key.startswith("pass@") and not key.endswith("_interval")]
     return [*(["items"] if "items" in cells[0] else []), *at[-1:]]
 
 
 def compared_tables(found: Sequence[Compared], names: tuple[str, str]) -> Iterator[Table]:
-    """One for each task, with a row for each cell of both evaluations."""
+    """Yield a table per task and sampling, with a row per cell of both evaluations."""
     for (what, drawn), cells in groupby(found, key=lambda one: (_what(one), _drawn(one))):
         yield _compared_table(f"{what}{drawn}   A: {names[0]}   B: {names[1]}", list(cells))
 

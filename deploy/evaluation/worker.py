@@ -1,4 +1,4 @@
-"""The worker of an evaluation: a plain class that answers and grades batches with one checkpoint."""
+"""Evaluation worker: samples and grades batches with one checkpoint, as a plain class."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from rollout.sampler import Sampler
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
-    """What a worker is made of."""
+    """Configuration of a worker."""
 
     checkpoint: Path
-    """Its directory."""
+    """Directory of the checkpoint."""
     engine: EngineConfig
-    """How it computes."""
+    """Settings of the sampling engine."""
     device: str
-    """Where: `cpu`, `cuda`, `cuda:1`."""
+    """Device: `cpu`, `cuda`, `cuda:1`."""
     num_threads: int
     """Threads of a worker on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One completion, and what it is worth: a line of the evaluation's file, which `d1 grade` reads too."""
+    """Completion with its grade: a line of the evaluation's record, which `d1 grade` reads too."""
 
     problem_id: str
     sample: int
@@ -59,11 +59,11 @@ class Answer:
     num_forwards: int
     is_truncated: bool
     has_room: bool = True
-    """Whether the prompt left room for a completion; where it did not, the policy was not asked."""
+    """Whether the prompt left room for a completion. If not, nothing was sampled."""
 
 
 def answer_of(sample: Sample, number: int, grade: Grade) -> Answer:
-    """The line of a completion that is its problem's sample of that number."""
+    """Return the answer for a graded completion; `number` is its sample index within the problem."""
     return Answer(
         problem_id=sample.problem.problem_id,
         sample=number,
@@ -84,27 +84,27 @@ def answer_of(sample: Sample, number: int, grade: Grade) -> Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """A batch that is done."""
+    """Completed batch."""
 
     index: int
-    """Its place in the cell."""
+    """Index of the batch in the cell."""
     answers: tuple[Answer, ...]
-    """In the order of its requests."""
+    """Answers, in order of the requests."""
     seconds: float
-    """What it took the worker."""
+    """Time of the worker, in seconds."""
 
 
 class Worker:
-    """Holds one policy and the graders of the tasks that it is asked about."""
+    """Worker with one policy, and a grader for each task."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Take what it is made of. The policy is loaded when it is first asked: what is wrong with it is an answer."""
+        """Store the config. The policy is loaded by the first `answer`, so that the caller receives loading errors."""
         self._config = config
         self._graders: dict[str, Grader] = {}
 
     @cached_property
     def _sampler(self) -> Any:
-        """A `Sampler` or a `RenoisingSampler`: each takes requests of its own."""
+        """`Sampler` or `RenoisingSampler`; their request types differ."""
         directory, engine, device = self._config.checkpoint, self._config.engine, placed_on(self._config.device)
         if device.type == "cpu":
             torch.set_num_threads(self._config.num_threads)
@@ -119,7 +119,7 @@ class Worker:
     def answer(self, batch: Batch) -> Answered:
         """Denoise and grade a batch.
 
-        Raises ValueError or OSError as `load_policy`, FloatingPointError where the policy's weights are bad.
+        Raises ValueError or OSError as `load_policy`, and FloatingPointError if the policy's weights are invalid.
         """
         if not batch.has_room:
             return _unanswered(batch)
@@ -136,7 +136,7 @@ class Worker:
         sample = sample_of(batch.problems[index], batch.requests[index], completion, self._tokenizer)
         if not batch.keeps_all:
             return sample
-        # Nothing ended it, and yet its text may have ended.
+        # The sampler ignored stop ids, but the canvas may contain one.
         ids = completion.token_ids[: batch.requests[index].params.gen_length].tolist()
         ends = [place for place, token in enumerate(ids) if token in self._sampler.model.config.stop_ids]
         num_tokens = ends[0] + 1 if ends else len(ids)
@@ -150,7 +150,7 @@ class Worker:
 
 
 def _unanswered(batch: Batch) -> Answered:
-    """What counts for problems whose prompts leave no room for a completion."""
+    """Return wrong answers for problems whose prompts leave no room for a completion."""
     lengths = [len(request.prompt_ids) for request in batch.requests]
     answers = tuple(
         Answer(

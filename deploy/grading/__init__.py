@@ -1,1 +1,1 @@
-"""`d1 grade` and `d1 tasks`."""
+"""`d1 grade` and `d1 tasks`: grading of generation files, and descriptions of the tasks."""

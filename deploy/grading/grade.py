@@ -1,4 +1,4 @@
-"""Grading a file of generations: `d1 grade`."""
+"""Grading of a file of generations (`d1 grade`)."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from rewards.data.sources import rows_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradedLine:
-    """A line that can be graded."""
+    """Line of a file, parsed for grading."""
 
     place: str
     """File and line."""
     problem: Problem
-    """What was asked."""
+    """Problem of the line."""
     generation: str
-    """What was generated."""
+    """Text that the policy generated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graded(GradedLine):
-    """A line, and what it is worth."""
+    """Line with its grade."""
 
     grade: Grade
-    """Its grade."""
+    """Grade of the generation."""
 
 
 def read_generations(task: Task, path: Path, columns: Columns | None = None) -> list[GradedLine]:
-    """The lines of a file: `question`, `generation` and `ground_truth`, or what `columns` says in place of the first
-    and the last.
+    """Read the lines of a file, with the columns `question`, `generation` and `ground_truth`.
 
-    Raises UserError, in one sentence with file and line, before anything is graded.
+    `columns` may rename the first and the last. Raises UserError, in one sentence with file and line, if a line is
+    invalid.
     """
     try:
         return [_line(task, row, columns or Columns()) for row in rows_of(path)]
@@ -51,7 +51,7 @@ def read_generations(task: Task, path: Path, columns: Columns | None = None) -> 
 
 
 def grade_all(task: Task, lines: Iterable[GradedLine], after_each: Callable[[], object]) -> list[Graded]:
-    """The grade of every line, in order."""
+    """Grade every line, in order."""
     graded = []
     for line in lines:
         grade = task.grade(line.problem, line.generation)
@@ -61,9 +61,9 @@ def grade_all(task: Task, lines: Iterable[GradedLine], after_each: Callable[[], 
 
 
 def summary(graded: Sequence[Graded]) -> dict[str, Any]:
-    """What the grades come to: `correct` of `total`, how gradings ended, and means over the lines that have a grade.
+    """Summarize the grades: `correct` of `total`, outcomes, and mean rewards over the lines that have a grade.
 
-    A line whose grading failed counts as wrong here, as it does for whoever publishes an accuracy; `outcomes` has it.
+    A line whose grading failed counts as wrong, as in published accuracies. `outcomes` counts these lines.
     """
     grades = [line.grade for line in graded]
     outcomes = Counter(grade.outcome for grade in grades)
@@ -82,7 +82,7 @@ def summary(graded: Sequence[Graded]) -> dict[str, Any]:
 
 
 def item(line: Graded) -> dict[str, Any]:
-    """One line's grade, as JSON."""
+    """Return the grade of one line as JSON."""
     grade = line.grade
     correct, total = grade.score
     return {
@@ -112,9 +112,10 @@ def _line(task: Task, row: Row, columns: Columns) -> GradedLine:
 
 
 def _posed(task: Task, question: str, truth: object) -> Problem:
-    """The problem of a line. CSV has every truth as text, and other files have numbers where a task has text.
+    """Return the problem of a line, converting the type of the ground truth if needed.
 
-    Raises ValueError, about the truth as the file has it.
+    CSV has every truth as text, and other files have numbers where a task expects text. Raises ValueError about the
+    truth as it is in the file.
     """
     try:
         return task.posed(question, truth)
@@ -125,7 +126,7 @@ def _posed(task: Task, question: str, truth: object) -> Problem:
 
 
 def _question(row: Row, columns: Columns) -> str:
-    """What was asked: a text, or the last turn of a conversation."""
+    """Return the question: a text, or the last turn of a conversation."""
     value = row.value("question") if columns.prompt is None else value_at(row.fields, columns.prompt)
     return asked(value, columns.prompt or "question")[-1].content
 

@@ -1,4 +1,4 @@
-"""What `d1 grade` shows to people."""
+"""Terminal output of `d1 grade`: the summary table, and panels of failed lines."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _QUESTION_SHOWN = 200
 
 
 def summary_table(found: Mapping[str, Any]) -> Table:
-    """The numbers of a file."""
+    """Return a table of the results of a file."""
     table = Table(title=f"{found['task']}, protocol {found['protocol']}", show_header=False)
     low, high = Score(num_correct=found["correct"], num_problems=found["total"]).interval
-    # Cells of one grid hang together: an interval over them would be too narrow.
+    # Parts of one problem, such as Sudoku cells, are not independent: an interval over them would be too narrow.
     interval = f" ({low:.1%} to {high:.1%})" if found["total"] == found["num_lines"] else ""
     table.add_row("correct", f"{found['correct']:,} of {found['total']:,}: {found['accuracy']:.1%}{interval}")
     if found["total"] != found["num_lines"]:
@@ -37,7 +37,7 @@ def summary_table(found: Mapping[str, Any]) -> Table:
 
 
 def failures_view(graded: Sequence[Graded], count: int) -> Iterator[Panel]:
-    """A few of the lines that are not correct, ungraded ones first: what was asked, read, and right."""
+    """Yield panels of up to `count` incorrect lines, ungraded ones first: question, parsed answer and right answer."""
     wrong = [line for line in graded if not line.grade.correct]
     wrong.sort(key=lambda line: line.grade.outcome is Outcome.GRADED)
     for line in wrong[:count]:

@@ -1,4 +1,4 @@
-"""Tasks by name, as the command line knows them."""
+"""Tasks by name: their configs with overrides, and the descriptions of `d1 tasks`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rewards.data.dataset import DataConfig, Files
 from rewards.tasks.table import task_names
 
 OF_YOUR_OWN = "jsonl"
-"""The task that has no problems but those that its fields name."""
+"""Task without built-in problems: its fields name the data files."""
 
 
 class _Chosen(BaseModel):
-    """A recipe's `task` section alone, so that sentences about it are those of a recipe."""
+    """The `task` section of a recipe alone, so that its error messages match those of a recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -28,9 +28,9 @@ class _Chosen(BaseModel):
 
 
 def task_config(name: str, overrides: Sequence[str], given: Mapping[str, object] | None = None) -> TaskConfig:
-    """The config of a task with overrides `key=value` of its fields, or of those that are `given`.
+    """Build the config of a task. Overrides `key=value` take precedence over the `given` fields.
 
-    Raises UserError, in one sentence, for a task or a field that there is not, and for a value that does not fit.
+    Raises UserError, in one sentence, if the task or a field does not exist, or a value is invalid.
     """
     if name not in task_names():
         raise UserError(f"there is no task {name}; the tasks are {', '.join(task_names())}")
@@ -45,7 +45,7 @@ def task_config(name: str, overrides: Sequence[str], given: Mapping[str, object]
 
 
 def opened(config: TaskConfig) -> Task:
-    """The task of a config. Raises UserError where it cannot work on this machine."""
+    """Create the task of a config. Raises UserError if it cannot run on this machine."""
     try:
         return make_task(config)
     except ValueError as error:
@@ -53,7 +53,7 @@ def opened(config: TaskConfig) -> Task:
 
 
 def described(name: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """What there is to know of a task: its sizes, where its problems come from, and an example with its answer."""
+    """Describe a task: its sizes, remarks on its data, and an example with its answer."""
     is_bare = name == OF_YOUR_OWN and not overrides
     config = task_config(name, ["grader=exact", "train_data=YOURS.jsonl"] if is_bare else overrides)
     task = opened(config)
@@ -77,7 +77,7 @@ def _size(task: Task, config: TaskConfig, split: Split) -> str:
     except ValueError as error:
         if isinstance(config, Files) and (config.train_data or config.heldout_data):
             raise UserError(str(error).replace("task.", "")) from error
-        # A dataset that cannot be reached is no reason to hide the task.
+        # The task is listed even if its dataset is unreachable.
         return str(error)
     if size is None:
         return "cut from the hub's" if isinstance(config, DataConfig) else "generated"

@@ -1,4 +1,4 @@
-"""What `d1 tasks` shows to people."""
+"""Terminal output of `d1 tasks`: the table of tasks, and the view of one task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPLITS = {"train": "train", "validation": "validation", "heldout": "held out"}
 
 
 def tasks_table(found: Sequence[Mapping[str, Any]]) -> Table:
-    """A line for each task."""
+    """Return a table with a row for each task."""
     table = Table("task", "what it asks", "train", "held out", "an answer", title="Tasks", show_lines=True)
     for task in found:
         sizes = task["sizes"]
@@ -26,7 +26,7 @@ def tasks_table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def task_view(task: Mapping[str, Any]) -> Group:
-    """One task with its example."""
+    """Return the view of one task, with its example."""
     sizes = task["sizes"]
     return Group(
         _plain(f"{task['name']}: {task['about']}"),

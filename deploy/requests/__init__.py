@@ -1,1 +1,1 @@
-"""Requests for completions: the bodies of the HTTP API, which are also the lines of `d1 sample`, and their planner."""
+"""Completion requests: HTTP bodies and `d1 sample` lines, validated and planned for the sampler."""

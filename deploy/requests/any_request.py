@@ -1,4 +1,4 @@
-"""A request to a policy of any family: masked slots that are filled in, or canvases that are renoised."""
+"""Requests to either policy family: masked diffusion, or renoising (DiffusionGemma)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ AnyConfig = TransformerConfig | RenoisingConfig
 
 
 def check_any_request(request: AnyRequest, config: AnyConfig) -> None:
-    """Raise FieldError, naming the field, when the policy cannot serve this request; ValueError where it is one to a
-    policy of another kind."""
+    """Check that the policy can serve a request.
+
+    Raises FieldError, naming the field, if it cannot, and ValueError if the request is for the other policy family.
+    """
     if isinstance(request, Request) and isinstance(config, TransformerConfig):
         check_request(request, config)
     elif isinstance(request, RenoisingRequest) and isinstance(config, RenoisingConfig):
@@ -23,7 +25,7 @@ def check_any_request(request: AnyRequest, config: AnyConfig) -> None:
 
 
 def block_length_of(request: AnyRequest, config: AnyConfig) -> int:
-    """Slots of a request's completion that are finished together: a block's, or a canvas'."""
+    """Return the number of slots that finish together: those of a block, or of a canvas."""
     if isinstance(request, RenoisingRequest):
         assert isinstance(config, RenoisingConfig), "it was made for this policy"
         return config.canvas_length
@@ -31,7 +33,7 @@ def block_length_of(request: AnyRequest, config: AnyConfig) -> int:
 
 
 def num_slots_of(request: AnyRequest, config: AnyConfig) -> int:
-    """Slots of a request's completion, those of a last block or canvas beyond it included."""
+    """Return the completion slots of a request, including the surplus of its last block or canvas."""
     if isinstance(request, RenoisingRequest):
         return request.num_slots(block_length_of(request, config))
     assert isinstance(config, TransformerConfig), "it was made for this policy"

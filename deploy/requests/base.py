@@ -1,4 +1,4 @@
-"""What all bodies of requests share: null is as left out, 1.0 is 1, and what cannot be served is refused by name."""
+"""Base class of request bodies: null means absent, 1.0 means 1, unsupported fields are rejected."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from deploy.requests.refusals import RequestError
 
 LARGEST = 2**31 - 1
 MAX_FIELDS = 256
-"""Fields of one object, known or not."""
+"""Maximum fields of one object, known or unknown."""
 _EXACT = 2**53
-"""Below it every whole number is a float64 too."""
+"""Integers below it are exact in float64."""
 _HALF = re.compile("[\ud800-\udfff]")
 _WHY = {
     "top_logprobs": "only the log-probability of each committed token is recorded",
@@ -24,22 +24,22 @@ _WHY = {
 
 
 class Body(BaseModel):
-    """An object of a request."""
+    """Base class of JSON objects in requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=())
     neutral: ClassVar[Neutral] = {}
-    """Fields that it does not have, with the values that change nothing. Others are refused by name."""
+    """Unsupported fields, with the values that change nothing and are accepted. Others are rejected by name."""
     place: ClassVar[str] = ""
-    """What stands before the name."""
+    """Prefix of field names in error messages."""
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, values: Any) -> Any:
-        """What is null is left out: clients send null for what they do not ask for."""
+        """Drop null fields, which clients send for unset ones, and reject unsupported fields."""
         if not isinstance(values, Mapping):
             return values
         if len(values) > MAX_FIELDS:
-            # Before they are looked at: each that is not known would be a mistake of its own.
+            # Checked first: pydantic would report a separate error for every unknown field.
             where = cls.place.removesuffix(".") or "the body"
             raise RequestError(f"{where} has {len(values)} fields; an object of a request has at most {MAX_FIELDS}")
         given = {name: _number(value) for name, value in values.items() if value is not None}
@@ -51,22 +51,22 @@ class Body(BaseModel):
 
 
 def whole(text: str) -> str:
-    """The text. Raises ValueError where it has half of a surrogate pair."""
+    """Return the text. Raises ValueError if it contains a lone surrogate."""
     if not is_whole(text):
         raise ValueError("has half of a surrogate pair, which is no text")
     return text
 
 
 def is_whole(text: str) -> bool:
-    """Whether it has no half of a surrogate pair."""
+    """Return whether the text contains no lone surrogate."""
     return _HALF.search(text) is None
 
 
 def is_id(value: Any) -> bool:
-    """Whether it is a whole number, as token ids are."""
+    """Return whether the value is an int and not a bool, as token ids are."""
     return type(value) is int
 
 
 def _number(value: Any) -> Any:
-    # JSON has one kind of numbers: 16.0 is a whole one.
+    # JSON has a single number type: 16.0 is the integer 16.
     return int(value) if type(value) is float and value.is_integer() and abs(value) < _EXACT else value

@@ -1,4 +1,4 @@
-"""The bodies of requests: OpenAI's completions and chat formats, and what a diffusion policy adds to them."""
+"""HTTP request bodies: OpenAI's completions and chat formats, with the diffusion extensions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from learner.keys import fold
 from rollout.request import LEAST_TEMPERATURE
 
 MAX_CHOICES = 32
-"""Completions of one request."""
+"""Maximum completions per request."""
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_STOP_IDS = 16
 
 
 class StreamOptions(Body):
-    """OpenAI's."""
+    """OpenAI's `stream_options`."""
 
     neutral: ClassVar = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
     place = "stream_options."
@@ -32,52 +32,52 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-# Where a field is one thing or another, a validator looks first: pydantic would name each type, and each item that is
-# wrong. The lengths are in the types for the schema.
+# Fields of a union type have a `before` validator: pydantic would report an error for each type of the union and for
+# each bad item. The length limits in the types are for the JSON schema.
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _Text = Annotated[str, Field(max_length=MAX_CHARACTERS)]
 _Prompt = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 
 
 class Ask(Structured):
-    """What completions, chats and responses have in common. What this service cannot do is refused by name."""
+    """Common fields of completion, chat and responses requests. Unsupported fields are rejected by name."""
 
     neutral = OF_REQUESTS
     prompt_field: ClassVar[str] = "prompt"
-    """What is to be completed."""
+    """Name of the field that holds the prompt."""
 
     model: Annotated[str, Field(max_length=200)] | None = None
-    """`policy`, `policy@v000012`, `base` or the run's name; left out or empty: `policy`."""
+    """`policy`, `policy@v000012`, `base` or the run's name. Absent or empty: `policy`."""
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
-    """The text has at most so many tokens. The canvas has `diffusion.gen_length` slots whatever is asked here."""
+    """Maximum tokens of the text. The canvas has `diffusion.gen_length` slots regardless."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    """Of the law that tokens are drawn from. By default 0, as in the held-out evaluation: the most probable token."""
+    """Sampling temperature. Default 0, as in the held-out evaluation: the most probable token."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
-    """0 and -1 are off."""
+    """0 and -1 disable it."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Completions of each prompt."""
+    """Completions per prompt."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """All of them: as many as `n`."""
+    """Must equal `n`: all sampled completions are returned."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    """Same seed, request and policy version: same text. By default, and for -1, a new one for each request."""
+    """The same seed, request and policy version give the same text. Absent or -1: a new seed for each request."""
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
     """The text ends before the first of these."""
     include_stop_str_in_output: bool = False
-    """The text has the string or the id that ended it."""
+    """Whether the text includes the stop string or id that ended it."""
     no_stop_trim: bool = False
-    """SGLang's word for it."""
+    """SGLang's name of `include_stop_str_in_output`."""
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=MAX_STOP_IDS)] = Field(
         default=[]
     )
-    """Ids that end the text besides the policy's own; it ends before the first of them."""
+    """Stop ids in addition to the policy's own. The text ends before the first of them."""
     ignore_eos: bool = False
-    """The policy's own ends end nothing: the text has `max_tokens` tokens, or all of its canvas."""
+    """Ignore the policy's own stop ids: the text has `max_tokens` tokens, or fills its canvas."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     diffusion: Diffusion = Diffusion()
     diffusing: bool = False
-    """Mercury's word for a stream of canvases."""
+    """Mercury's name of `diffusion.stream: canvas`."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -92,7 +92,7 @@ class Ask(Structured):
     @field_validator("temperature", mode="after")
     @classmethod
     def _temperature(cls, temperature: float) -> float:
-        # As vLLM: clients that want the most probable token say 1e-6, say.
+        # As in vLLM: clients that want greedy decoding send values such as 1e-6.
         return max(temperature, LEAST_TEMPERATURE) if temperature > 0 else temperature
 
     @field_validator("top_k", mode="after")
@@ -144,65 +144,65 @@ class Ask(Structured):
 
     @property
     def includes_stop(self) -> bool:
-        """Whether the text has what ended it."""
+        """Whether the text includes the stop string or id that ended it."""
         return self.include_stop_str_in_output or self.no_stop_trim
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that are to be completed."""
+        """Number of prompts to complete."""
         return 1
 
     @property
     def num_choices(self) -> int:
-        """Completions of each prompt."""
+        """Completions per prompt."""
         return self.n or 1
 
     @property
     def layers(self) -> list[Values]:
-        """What it says of how to denoise, by the sampler's keys; of two layers the later counts."""
+        """Denoising parameters of the request, by the sampler's keys. Later layers override earlier ones."""
         diffusion = self.diffusion
         found = dict(self) | dict(diffusion) | dict(diffusion.constraints) | {"schedule": diffusion.remasking}
         given = {key: found[key] for key in PLACES if key in ALL_KEYS and found.get(key) not in (None, [])}
-        # Guidance has no cached forward, and a body has no word for caches.
+        # Guidance does not work with a KV cache, and a body has no field to turn the cache off.
         return [given | {"cache": "none"} if diffusion.cfg_scale else given]
 
     @property
     def fixed(self) -> dict[str, int]:
-        """Tokens that are given inside the completion, by slot."""
+        """Fixed tokens inside the completion, by slot."""
         return self.diffusion.constraints.fixed
 
     @property
     def names(self) -> dict[str, str]:
-        """What the author calls the sampler's fields."""
+        """The body's names of the sampler's fields, for error messages."""
         return PLACES | {"prompt_ids": self.prompt_field} | self.grammar_name
 
     @property
     def grammar_name(self) -> dict[str, str]:
-        """What the author calls its grammar, if it has one."""
+        """The body's name of the grammar field; empty without structured output."""
         return {} if self.structure is None else {"grammar": self.structure.field}
 
     def seeds(self, key: int) -> list[int]:
-        """The seeds of all choices, prompt by prompt."""
+        """Return the seeds of all choices, prompt by prompt."""
         return [fold(key, index, choice) for index in range(self.num_prompts) for choice in range(self.num_choices)]
 
     @property
     def returns_logprobs(self) -> bool:
-        """Whether each choice comes with the log-probabilities of its tokens."""
+        """Whether each choice includes the log-probabilities of its tokens."""
         return False
 
     @property
     def shows_canvas(self) -> bool:
-        """Whether the stream is of canvases."""
+        """Whether a stream shows the whole canvas after every step."""
         return self.diffusing or self.diffusion.stream == "canvas"
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that the text has at most; None where only the canvas limits it."""
+        """Maximum tokens of the text; None: limited by the canvas alone."""
         return self.max_tokens
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether a stream ends with the token usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -215,15 +215,15 @@ def _places() -> dict[str, str]:
 
 
 PLACES = _places()
-"""Where a body has the sampler's fields."""
+"""Path of each sampler field in a body."""
 
 
 class CompletionRequest(Ask):
     """`POST /v1/completions`."""
 
     logprobs: Literal[0] | None = None
-    """0: with the log-probability of each token of the text, in nats, when it was committed, with the tokens that were
-    there then, as docs/service.md has it. Others are not recorded."""
+    """0: return the log-probability of each token, in nats, at the step that committed it (docs/service.md). Those of
+    other tokens are not recorded."""
 
     prompt: (
         _Prompt
@@ -231,18 +231,17 @@ class CompletionRequest(Ask):
         | list[int]
         | Annotated[list[list[int]], Field(max_length=MAX_CHOICES)]
     )
-    """A string is text that the policy goes on from, special tokens as tokens; conversations are for
-    `/v1/chat/completions`, which applies the chat template. A list of token ids is the prompt itself. A list of either
-    is as many prompts."""
+    """Text to continue, token ids, or a list of either (one prompt each). Special tokens in text are parsed as tokens.
+    No chat template is applied: use `/v1/chat/completions` for conversations."""
     add_special_tokens: bool = True
-    """Whether a string begins as the tokenizer begins every text."""
+    """Whether the tokenizer adds its special tokens, such as BOS, to a text prompt."""
     suffix: Annotated[str, Field(max_length=65536), AfterValidator(whole)] | None = None
-    """What follows the completion (infill)."""
+    """Text that follows the completion (infill)."""
 
     @field_validator("logprobs", mode="before")
     @classmethod
     def _logprobs(cls, count: Any) -> Any:
-        # To Python False is 0.
+        # In Python, False == 0.
         if type(count) is not int or count != 0:
             raise ValueError("must be 0: only the log-probability of each committed token is recorded")
         return count
@@ -265,12 +264,12 @@ class CompletionRequest(Ask):
 
     @property
     def num_prompts(self) -> int:
-        """As of `Ask`."""
+        """See `Ask`."""
         return len(self.prompts)
 
     @property
     def returns_logprobs(self) -> bool:
-        """As of `Ask`."""
+        """See `Ask`."""
         return self.logprobs is not None
 
 
@@ -281,25 +280,25 @@ class ChatRequest(Ask, Templated):
 
     messages: Conversation
     logprobs: bool = False
-    """As `0` in `/v1/completions`."""
+    """Same as `logprobs: 0` in `/v1/completions`."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """The newer name of `max_tokens`."""
     add_special_tokens: bool = False
-    """Whether the prompt begins as the tokenizer begins every text; chat templates have that already."""
+    """Whether the tokenizer adds its special tokens to the prompt. Most chat templates contain them already."""
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """The conversation, as a chat template takes it."""
+        """Conversation in the format of a chat template."""
         return [message.turn for message in self.messages]
 
     @property
     def most_tokens(self) -> int | None:
-        """As of `Ask`."""
+        """See `Ask`."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def returns_logprobs(self) -> bool:
-        """As of `Ask`."""
+        """See `Ask`."""
         return self.logprobs
 
 
@@ -308,7 +307,7 @@ def _with(name: str, kind: str) -> dict[str, Any]:
 
 
 class TokenizeRequest(Templated):
-    """`POST /tokenize`: the ids of a text, special tokens as tokens, or of a conversation as the policy reads it."""
+    """`POST /tokenize`: token ids of a text (special tokens parsed) or a conversation (chat template applied)."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [_with("prompt", "string"), _with("messages", "array")]})
     neutral = OF_TOKENIZING
@@ -317,7 +316,7 @@ class TokenizeRequest(Templated):
     prompt: Annotated[_Text, AfterValidator(whole)] | None = None
     messages: Conversation | None = None
     add_special_tokens: bool | None = None
-    """As of completions and chats: true of a prompt, false of a conversation."""
+    """Default as in completions and chats: true for a prompt, false for a conversation."""
 
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
@@ -334,7 +333,7 @@ class DetokenizeRequest(Body):
 
 
 def is_prompt(value: Any) -> bool:
-    """Whether it is a text, token ids, or a list of either."""
+    """Return whether the value is a text, token ids, or a list of either."""
     kinds = (_is_text, is_id, _is_ids)
     return _is_text(value) or (
         isinstance(value, list) and bool(value) and any(all(map(is_one, value)) for is_one in kinds)

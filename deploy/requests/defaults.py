@@ -1,6 +1,6 @@
-"""What a request leaves out: it comes from the command's options, then from the checkpoint's run, then from d1.
+"""Default sampling parameters: command options, else the checkpoint's run, else d1's defaults.
 
-Everything here goes by the sampler's keys, as `parameters.py` has them.
+All values are keyed by the sampler's keys, see `parameters.py`.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ _SURE = 0.9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
-    """How a checkpoint is sampled if nothing else is said: at temperature 0."""
+    """Default sampling parameters of a checkpoint, at temperature 0."""
 
     values: Values
-    """By the sampler's keys."""
+    """Default values by the sampler's keys."""
     room: int | None
-    """Tokens that a canvas may have, where the default length is cut to them; None leaves the length as it is."""
+    """Maximum tokens of a canvas, to which the default length is cut; None: the length is not cut."""
 
     @classmethod
     def of_run(cls, sampling: SamplingParams) -> Defaults:
-        """As the run sampled when it was evaluated."""
+        """Return the parameters of the run's evaluation, at temperature 0."""
         return cls(values=_at_temperature_0(sampling), room=None)
 
     @classmethod
     def of_policy(
         cls, max_sequence_length: int, block_length: int | None = None, gen_length: int | None = None
     ) -> Defaults:
-        """d1's own, no longer than the policy takes; of a block-causal one in its own blocks, all of a block that it is
-        sure of at once (as SDAR and LLaDA2 are decoded).
+        """Return d1's defaults for a policy, with the length limited by its context.
+
+        A block-causal policy uses its own blocks. Each step commits all slots above a threshold, as in SDAR and LLaDA2.
 
         Args:
-            max_sequence_length: tokens that the policy takes.
-            block_length: slots of a block of a block-causal policy; None: every slot sees every other.
-            gen_length: the length that the checkpoint states. It is one block where d1's own does not divide it.
+            max_sequence_length: context length of the policy, in tokens.
+            block_length: slots of a block of a block-causal policy; None: bidirectional attention.
+            gen_length: completion length that the checkpoint states. It is one block if d1's block does not divide it.
         """
         params = SamplingParams()
         length = gen_length or params.gen_length
@@ -59,8 +60,10 @@ class Defaults:
         return cls(values=_at_temperature_0(params), room=max_sequence_length)
 
     def complete(self, layers: Sequence[Values], num_prompt_tokens: int) -> dict[str, Any]:
-        """The values of a request that gives some of them; of two layers the later counts. Raises FieldError for a key
-        that is for policies without a mask token."""
+        """Complete the values of a request with the defaults. Later layers override earlier ones.
+
+        Raises FieldError for a key of policies without a mask token.
+        """
         values, given = reduce(overlay, layers, dict(self.values)), frozenset[str]().union(*layers)
         if strays := [key for key in ALL_KEYS if key in given and key not in SAMPLING_KEYS]:
             raise FieldError(
@@ -79,17 +82,20 @@ class Defaults:
         return values
 
     def _block_of(self, gen_length: int) -> int:
-        """The default block of another length: a canvas of one block stays one where that block does not divide it."""
+        """Return the default block length for a completion length.
+
+        If the default canvas is a single block that does not divide the length, the result is a single block, too.
+        """
         block = int(self.values["block_length"])
         is_one = block == self.values["gen_length"] and gen_length % block != 0
         return gen_length if is_one else min(block, gen_length)
 
 
 def overlay(lower: Values, upper: Values) -> dict[str, Any]:
-    """The values of both, those of `upper` first.
+    """Merge two layers; `upper` overrides `lower`.
 
-    What belongs together is replaced together: a schedule that is given, or named by its parameter, takes along no
-    parameter of another one, steps in all no steps of a block, and a request without cache no refreshes.
+    Values of `lower` that no longer apply are dropped. A schedule in `upper`, given or implied by its parameter, drops
+    the parameters of other schedules. `steps` drops `steps_per_block`. `cache: none` drops `cache_refresh_steps`.
     """
     kept = dict(lower)
     parameters = [key for key in _SCHEDULE_OF if key in upper]
@@ -106,7 +112,7 @@ def overlay(lower: Values, upper: Values) -> dict[str, Any]:
 
 
 def _named(schedule: str | None, parameters: list[str]) -> str:
-    """The schedule that takes all parameters: the one there is, or that of the first."""
+    """Return the current schedule if it takes all parameters, else the schedule of the first parameter."""
     if schedule is not None and set(parameters) <= set(_TAKES.get(schedule, ())):
         return schedule
     return _SCHEDULE_OF[parameters[0]]
@@ -117,12 +123,12 @@ def _at_temperature_0(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def _fitting(values: Values, is_block_given: bool, room: int) -> int:
-    """The longest completion of whole blocks up to the default length that has room; else whatever there is."""
+    """Return the default length, cut to the whole blocks that fit. If none fits: the given block, else the room."""
     length, block = min(values["gen_length"], room), max(1, values["block_length"])
     whole = length // block * block
     return whole if whole > 0 else max(1, block if is_block_given else length)
 
 
 def _half_as_many_steps(gen_length: int, block_length: int) -> int:
-    """One step for two tokens, but one for each block at least."""
+    """Return one step per two tokens, but at least one per block."""
     return max(1, gen_length // max(1, block_length)) * max(1, block_length // 2)

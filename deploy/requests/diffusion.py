@@ -1,4 +1,4 @@
-"""How a completion is denoised, as a body says it, and in the sampler's own words at the top level of a line."""
+"""Denoising parameters of a request: the `diffusion` object of a body, and keys of a sample line."""
 
 from __future__ import annotations
 
@@ -10,79 +10,80 @@ from deploy.requests.base import LARGEST, Body, is_id
 from rollout.request import MAX_SEED, Schedule
 
 MAX_CONSTRAINTS = 4096
-"""Token ids that are forbidden, and slots that are given."""
+"""Maximum forbidden token ids, and maximum fixed slots."""
 Whole = Annotated[int, Field(le=MAX_SEED, ge=-MAX_SEED)]
-"""What fits into a tensor of int64."""
+"""Integer that fits into an int64 tensor."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Constraints(Body):
-    """What the policy must and must not write."""
+    """Constraints on the completion: forbidden tokens and fixed tokens."""
 
     forbidden_ids: Annotated[list[int], Field(max_length=MAX_CONSTRAINTS)] = Field(default=[])
     """Token ids that are never committed."""
     fixed: Annotated[dict[str, int], Field(max_length=MAX_CONSTRAINTS)] = Field(default={})
-    """Tokens that are given: slot of the completion, counted from 0, to token id."""
+    """Fixed tokens: slot of the completion, counted from 0, to token id."""
 
     @field_validator("fixed", mode="before")
     @classmethod
     def _fixed(cls, fixed: Any) -> Any:
-        # pydantic would look at all of them, and name the field by what the client wrote.
+        # pydantic would check every item, and put the client's key into the field name.
         if not isinstance(fixed, dict) or len(fixed) > MAX_CONSTRAINTS or not all(map(is_id, fixed.values())):
             raise ValueError(f"must be at most {MAX_CONSTRAINTS} slots with a token id each")
         return fixed
 
 
 class Diffusion(Body):
-    """How a completion is denoised; what is left out is as the policy was trained."""
+    """Denoising parameters. Defaults are those of the run's evaluation, else d1's."""
 
     steps: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
-    """Denoise steps of the whole completion; of a policy without a mask token (DiffusionGemma), of a canvas at most."""
+    """Denoise steps of the whole completion. DiffusionGemma: maximum steps of a canvas."""
     steps_per_block: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
-    """Or of each block; with `threshold`, a step then commits its share at least."""
+    """Denoise steps of each block, in place of `steps`. With `threshold`, a step commits at least its even share."""
     gen_length: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """Slots of the completion, in tokens."""
     block_length: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
     """Slots that are denoised together."""
     threshold: float | None = None
-    """Probability above which a slot is committed; it names the schedule `threshold`."""
+    """Probability above which a slot is committed. Selects the schedule `threshold`."""
     factor: float | None = None
-    """Of the schedule `factor`."""
+    """Parameter of the schedule `factor`."""
     entropy_bound: float | None = None
-    """Of the schedule `entropy_bound`, in nats; of DiffusionGemma, of what a step keeps."""
+    """Parameter of the schedule `entropy_bound`, in nats. DiffusionGemma: bounds the slots that a step keeps."""
     t_max: Finite | None = None
-    """Of DiffusionGemma, as the next three: temperature of a canvas' first step..."""
+    """DiffusionGemma: temperature of a canvas' first step."""
     t_min: Finite | None = None
-    """...and what it falls to."""
+    """DiffusionGemma: temperature to which the steps of a canvas decrease."""
     stability_threshold: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
-    """A canvas is finished when its most probable tokens were the same for so many steps before..."""
+    """DiffusionGemma: a canvas is finished when its most probable tokens were the same for this many steps before, and
+    its entropy is below `confidence_threshold`."""
     confidence_threshold: Finite | None = None
-    """...and its slots have less than so many nats of entropy, on average."""
+    """DiffusionGemma: mean entropy of the slots, in nats, below which a stable canvas is finished."""
     remasking: Annotated[str, Field(max_length=32, json_schema_extra={"enum": [*Schedule]})] | None = None
-    """The schedule."""
+    """Schedule that selects the slots to commit."""
     editing_threshold: float | None = None
-    """Token editing, of block-causal policies: a step also replaces tokens of its block where another is more probable
-    than this. What a stream of finished blocks shows stays."""
+    """Token editing of block-causal policies: a step also replaces tokens of its block if another token has more than
+    this probability. Finished blocks do not change."""
     max_post_steps: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
-    """With it: steps of a block at most once no slot is masked."""
+    """With `editing_threshold`: maximum steps of a block after its last masked slot is filled."""
     cfg_scale: float | None = None
-    """Classifier-free guidance; 0 is none."""
+    """Scale of classifier-free guidance; 0 disables it."""
     constraints: Constraints = Constraints()
     stream: Literal["committed", "canvas"] = "committed"
-    """What a stream shows: finished blocks, which stay; or the whole canvas again after every step."""
+    """What a stream shows: finished blocks, which are final, or the whole canvas after every step."""
     return_step_map: bool = False
-    """Whether each choice comes with the step and the confidence of each of its tokens."""
+    """Whether each choice includes the step and the confidence of each of its tokens."""
 
 
 class Shorthand(Body):
-    """Keys of `d1 sample` beside a body's: the sampler's own, in its own ranges, without a service's limits."""
+    """Additional keys of `d1 sample` lines: the sampler's own parameters, without the service's limits."""
 
     id: Any = None
-    """Comes back with the answer."""
+    """Returned with the answer."""
     prompt_ids: list[Whole] | None = None
-    """Token ids, nothing added."""
+    """Token ids of the prompt; nothing is added."""
     fixed_tokens: dict[str, Whole] | None = None
-    """Tokens that are given inside the completion: slot, counted from 0, to token id."""
+    """Fixed tokens inside the completion: slot, counted from 0, to token id."""
     seed: Whole | None = None
     gen_length: Whole | None = None
     block_length: Whole | None = None

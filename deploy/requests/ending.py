@@ -1,4 +1,4 @@
-"""Where a text ends: at an end of text, before a stop string, or after as many tokens as were asked for."""
+"""End of a text: at a stop token, before a stop string, or at the token limit."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from numpy.typing import NDArray
 from deploy.requests.planner import RequestPlan
 
 BROKEN = "\ufffd"
-"""What a decoder writes for bytes that are no whole character."""
+"""Replacement character that a decoder writes for an incomplete UTF-8 sequence."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """The text of some tokens, up to its end."""
+    """Text of some tokens up to its end, with the finish reason."""
 
     text: str
     num_tokens: int
-    """Tokens of the text, an end of text included."""
+    """Tokens of the text, including an end-of-text token."""
     reason: Literal["eos", "stop", "length"] | None
-    """Why it ended; None while it goes on."""
+    """Finish reason; None while the text continues."""
 
 
 def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequence[int], *, is_whole: bool) -> Ending:
-    """The text of the tokens so far, up to its end.
+    """Return the text of the tokens so far, cut at its end.
 
     Args:
-        plan: what was asked.
-        ids: tokens of finished blocks, from the first on.
-        decode: the text of tokens, special ones left out.
-        ends: the ids that end a text where the plan names none; the policy's.
-        is_whole: whether no more tokens come.
+        plan: the planned request.
+        ids: tokens of the finished blocks, from the first block on.
+        decode: decodes tokens to text, without special tokens.
+        ends: stop ids of the policy, used if the plan has none.
+        is_whole: whether the tokens are complete: no more will follow.
     """
     stop_ids = list(ends if plan.stop_ids is None else plan.stop_ids)
     is_infill = plan.num_gap_slots is not None
@@ -45,7 +45,7 @@ def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequen
     length = min(len(ids), plan.most_tokens, first_end)
     kept = ids[:length].tolist()
     is_ended = bool(kept) and kept[-1] in stop_ids
-    # An end that is no special token is no part of the text.
+    # A stop id that is not a special token would be decoded as text.
     text = decode(kept[:-1] if is_ended and not plan.includes_stop else kept)
     if found := [(place, place + len(stop)) for stop in plan.stops if (place := text.find(stop)) >= 0]:
         end = min(found)[plan.includes_stop]
@@ -54,13 +54,13 @@ def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequen
         return Ending(text=text, num_tokens=length, reason=None)
     if is_infill:
         return Ending(text=text, num_tokens=length, reason="stop")
-    # A text of a grammar is complete where it ends.
+    # A text constrained by a grammar is complete at its end.
     at_the_end: Literal["stop", "length"] = "length" if plan.grammar is None else "stop"
     return Ending(text=text, num_tokens=length, reason="eos" if is_ended else at_the_end)
 
 
 def _num_with(ids: list[int], num_characters: int, decode: Decode) -> int:
-    """The fewest tokens whose text has so many characters."""
+    """Return the smallest number of tokens whose text has `num_characters` characters."""
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high) // 2

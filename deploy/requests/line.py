@@ -1,4 +1,4 @@
-"""A line of `d1 sample --requests`: a body of the HTTP API, or the same in the sampler's own keys."""
+"""JSONL lines of `d1 sample --requests`: an HTTP body, or the same in the sampler's own keys."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from deploy.requests.refusals import RequestError, refusal_of
 from deploy.requests.turns import Message
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")
-# Keys of a recipe that people write here.
+# Recipe keys that users write by mistake.
 _OTHER_NAMES = {"num_denoise_steps": "steps", "num_steps": "steps"}
 
 
 class RequestLine(Shorthand, Ask):
-    """What both kinds of lines have in common."""
+    """Common fields of prompt lines and chat lines."""
 
     @property
     def shorthand(self) -> dict[str, Any]:
-        """What the sampler's own keys say of how to denoise."""
+        """Denoising parameters given by the sampler's own keys."""
         return {key: value for key in SAMPLING_KEYS if (value := getattr(self, key)) is not None}
 
     @property
     def layers(self) -> list[Values]:
-        """As of `Ask`; the sampler's own keys count more than the body's."""
+        """See `Ask`. The sampler's own keys override the body's."""
         return [*super().layers, self.shorthand]
 
     @property
     def fixed(self) -> dict[str, int]:
-        """As of `Ask`."""
+        """See `Ask`."""
         return super().fixed | (self.fixed_tokens or {})
 
     @property
     def names(self) -> dict[str, str]:
-        """As of `Ask`: what is given, by the name that it is given by."""
+        """See `Ask`. Each given field has the name under which it was given."""
         body = {key: PLACES.get(key, key) for key in super().layers[0]}
         own = {key: key for key in Shorthand.model_fields if getattr(self, key) is not None}
         if super().fixed:
@@ -51,7 +51,7 @@ class RequestLine(Shorthand, Ask):
         return {"prompt_ids": self.prompt_field} | body | own | self.grammar_name
 
     def seeds(self, key: int) -> list[int]:
-        """As of `Ask`; a single completion is keyed by the seed itself."""
+        """Return the seeds, see `Ask`. A single completion uses the seed itself."""
         return [key] if self.num_prompts * self.num_choices == 1 else super().seeds(key)
 
 
@@ -59,7 +59,7 @@ class CompletionLine(RequestLine, CompletionRequest):
     """A line with a prompt."""
 
     prompt: Any = None
-    """As of `CompletionRequest`, of any length."""
+    """See `CompletionRequest`, without the length limit."""
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -70,18 +70,18 @@ class CompletionLine(RequestLine, CompletionRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """As of `CompletionRequest`."""
+        """See `CompletionRequest`."""
         return super().prompts if self.prompt_ids is None else [self.prompt_ids]
 
 
 class LineMessage(Message):
-    """A turn of a conversation, of whatever role the chat template knows."""
+    """Conversation turn with any role that the chat template supports."""
 
     role: str  # type: ignore[assignment]  # wider than a body's
 
     @property
     def turn(self) -> dict[str, str]:
-        """As of `Message`, the role as it is."""
+        """See `Message`. The role is passed on unchanged."""
         return super().turn | {"role": self.role}
 
 
@@ -89,7 +89,7 @@ class ChatLine(RequestLine, ChatRequest):
     """A line with a conversation."""
 
     messages: list[LineMessage]  # type: ignore[assignment]  # wider than a body's
-    """As of `ChatRequest`, of any length."""
+    """See `ChatRequest`, without the length limits."""
 
 
 _FIELDS = Shorthand.model_fields | CompletionLine.model_fields | ChatLine.model_fields
@@ -97,7 +97,7 @@ _KEYS = dict.fromkeys(("id", *_PROMPTS, *(field.alias or name for name, field in
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object of a line. Raises RequestError."""
+    """Parse the JSON object of a line. Raises RequestError if it is invalid."""
     try:
         found = json.loads(
             data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant, parse_float=_float
@@ -109,7 +109,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise RequestError("it is not JSON that a request needs: it is nested too deeply") from error
     except ValueError as error:
-        # Python reads no number of thousands of digits.
+        # Python refuses to parse integers of thousands of digits.
         raise RequestError("it is not JSON that a request needs: a number has too many digits") from error
     if not isinstance(found, dict):
         raise RequestError("it is no JSON object; a request is {...} with a prompt and what is asked of it")
@@ -117,7 +117,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def read_line(data: Mapping[str, Any], names: Mapping[str, str] | None = None) -> CompletionLine | ChatLine:
-    """The request of keys and values; in a refusal they have the `names`. Raises RequestError."""
+    """Validate the keys and values of a line. Raises RequestError, with field names from `names`."""
     for key in data:
         if key not in _KEYS and key not in OF_REQUESTS:
             raise RequestError(_unknown_key(key))

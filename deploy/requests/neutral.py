@@ -1,7 +1,7 @@
-"""Fields of OpenAI, vLLM and SGLang that this service does not have, with the values that change no answer.
+"""Unsupported fields of OpenAI, vLLM and SGLang, with the values that change no answer.
 
-Clients send many of them by default. Every other value is refused by the name of its field. Null is as left out, so it
-is not listed. The fields are those of the request classes of vLLM and of SGLang 0.5.
+Clients send many of them by default. Any other value is rejected by field name. Null means absent, so it is not listed.
+The fields are those of the request classes of vLLM and of SGLang 0.5.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 Neutral = dict[str, tuple[Any, ...] | None]
-"""For each field the values that are taken; None: any."""
+"""Accepted values of each field; None: any value."""
 
 
 def _any(names: str) -> Neutral:
@@ -21,13 +21,13 @@ def _only(names: str, *values: Any) -> Neutral:
 
 
 OF_REQUESTS: Neutral = {
-    # Hints for caches, queues, bills, traces and routers.
+    # Hints for caches, queues, billing, tracing and routing.
     **_any(
         "cache_salt custom_labels data_parallel_rank disagg_prefill_dp_rank extra_key metadata prediction priority "
         "prompt_cache_key prompt_cache_options prompt_cache_retention request_id rid routed_dp_rank "
         "safety_identifier service_tier session_id store user"
     ),
-    # They tune beams, images, tools, reasoning parsers and other endpoints, which are not here.
+    # Settings of beam search, images, tools, reasoning parsers and other endpoints, which this service does not have.
     **_any(
         "early_stopping guided_decoding_backend images_config include_reasoning length_penalty max_dynamic_patch "
         "max_tool_calls media_io_kwargs min_dynamic_patch mm_processor_kwargs parallel_tool_calls "
@@ -45,7 +45,7 @@ OF_REQUESTS: Neutral = {
     **_only("add_generation_prompt detokenize skip_special_tokens", True),
     **_only("frequency_penalty min_new_tokens min_p min_tokens presence_penalty top_logprobs", 0),
     **_only("repetition_penalty", 1),
-    # -1 is "as much as there is room for". What is longer is refused by its length and not cut.
+    # -1 means "as much as fits". A longer prompt is rejected by its length and not truncated.
     **_only("thinking_token_budget truncate_prompt_tokens", -1),
     **_only("bad_words documents functions logits_processors logprob_token_ids stop_regex tools", []),
     **_only("custom_params ec_transfer_params kv_transfer_params logit_bias session_params vllm_xargs", {}),
@@ -58,7 +58,7 @@ OF_REQUESTS: Neutral = {
         "prompt_logprobs repetition_detection sampling_logprobs_mode task thinking watermark web_search_options"
     ),
 }
-"""Of completions, chats and responses."""
+"""Neutral values of completion, chat and responses requests."""
 
 OF_RESPONSES: Neutral = {
     **{name: values for name, values in OF_REQUESTS.items() if name != "metadata"},
@@ -67,27 +67,27 @@ OF_RESPONSES: Neutral = {
     **_only("truncation", "auto", "disabled"),
     **_only("conversation previous_response_id prompt"),
 }
-"""Of `/v1/responses`, which has `metadata`. `truncation: auto` is as `truncate_prompt_tokens: -1`."""
+"""Values of `/v1/responses`, which has `metadata`. `truncation: auto` means `truncate_prompt_tokens: -1`."""
 
 OF_TOKENIZING: Neutral = OF_REQUESTS | _only("return_token_strs", False)
-"""Of `/tokenize`."""
+"""Neutral values of `/tokenize`."""
 
 OF_TURNS: Neutral = {
-    # What clients keep beside the text of an answer, and send back with it.
+    # Fields of an answer that clients store with its text and send back.
     **_any("cache_control id provider_specific_fields reasoning_details thinking_blocks"),
     **_only("annotations tool_calls", []),
     **_only("audio function_call refusal"),
 }
-"""Of a turn of a chat."""
+"""Neutral values of a chat turn."""
 
 OF_ITEMS: Neutral = _any("id phase status")
-"""Of an item of `/v1/responses`, as an answer says it of its own."""
+"""Neutral values of an item of `/v1/responses`. The items of an answer have these fields."""
 
 OF_PARTS: Neutral = _any("cache_control") | _only("annotations logprobs", [])
-"""Of a part of a turn."""
+"""Neutral values of a part of a turn."""
 
 
 def asks_nothing(value: Any, neutral: tuple[Any, ...] | None) -> bool:
-    """Whether a value that is not null is one that is taken."""
-    # To Python False is 0, but `logprobs: 0` asks for log-probabilities.
+    """Return whether a non-null value is neutral, so that its field can be ignored."""
+    # In Python False == 0, but `logprobs: 0` requests log-probabilities.
     return neutral is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

@@ -1,4 +1,4 @@
-"""The planner: makes of a body, or of a line of `d1 sample`, what the sampler takes, or says why not."""
+"""Planner: converts a request body or a `d1 sample` line to sampler requests, or rejects it."""
 
 from __future__ import annotations
 
@@ -30,107 +30,107 @@ _SLOT = re.compile("0|[1-9][0-9]{0,17}")
 
 
 class Codec(Protocol):
-    """How a policy reads. What it does not read it refuses, by an error of its own or a FieldError of `prompt_ids`."""
+    """Tokenization for a policy. Rejects bad input by a FieldError or an implementation-specific error."""
 
     @property
     def config(self) -> AnyConfig:
-        """The shape of the policy."""
+        """Model config of the policy."""
 
     def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
-        """The prompt that a text is; with what the tokenizer puts around every text if asked to."""
+        """Tokenize a text prompt, optionally with the special tokens that the tokenizer adds."""
 
     def encode_chat(
         self, messages: Sequence[dict[str, str]], param: str, *, template: Mapping[str, Any], adds_special: bool
     ) -> list[int]:
-        """The prompt of a conversation, which is the field `param`; `template` are variables of the chat template."""
+        """Tokenize the conversation in field `param`; `template` are variables of the chat template."""
 
     def encode_text(self, text: str, param: str) -> list[int]:
-        """The ids of a text by itself, which is the field `param`."""
+        """Tokenize the text in field `param` without adding special tokens."""
 
     def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
-        """Ids that may be a prompt, which is the field `param`."""
+        """Validate the prompt ids in field `param` and return them."""
 
     def grammar(self, structure: Structure) -> Grammar:
-        """What a structure allows, in the policy's tokens."""
+        """Compile a structure to a grammar over the policy's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestPlan:
-    """What the sampler is asked for, and what the answer needs to know."""
+    """Sampler requests of one body, with the settings of its answer."""
 
     requests: tuple[AnyRequest, ...]
-    """One for each choice."""
+    """One sampler request for each choice."""
     block_length: int
-    """Slots that are finished together: of a block, or of a canvas."""
+    """Slots that finish together: those of a block, or of a canvas."""
     is_block_causal: bool
     """Whether blocks are counted from the first slot of the prompt."""
     num_prompt_tokens: int
-    """Of all prompts, the chat template included."""
+    """Tokens of all prompts, including the chat template."""
     most_tokens: int
-    """Tokens of each text, at most."""
+    """Maximum tokens of each text."""
     stops: tuple[str, ...]
-    """A text ends at the first of these."""
+    """Stop strings; a text ends at the first of these."""
     includes_stop: bool
-    """Whether a text has what ended it, a string or an id."""
+    """Whether a text includes the stop string or id that ended it."""
     num_gap_slots: int | None
-    """Infill: slots before the suffix; None where there is no suffix."""
+    """Infill: slots before the suffix; None without a suffix."""
     returns_step_map: bool
-    """Whether each choice comes with its steps and confidences."""
+    """Whether each choice includes its steps and confidences."""
     returns_logprobs: bool
-    """Whether each choice comes with the log-probabilities of its tokens."""
+    """Whether each choice includes the log-probabilities of its tokens."""
     shows_canvas: bool
-    """Whether a stream is of canvases."""
+    """Whether a stream shows the whole canvas after every step."""
     includes_usage: bool
-    """Whether a stream ends with the usage."""
+    """Whether a stream ends with the token usage."""
 
     @property
     def grammar(self) -> Grammar | None:
-        """Which texts they may be: each is one of them, and complete."""
+        """Grammar that each text matches completely; None: unconstrained."""
         first = self.requests[0]
         return first.grammar if isinstance(first, Request) else None
 
     @property
     def masked_requests(self) -> tuple[Request, ...]:
-        """Those to a policy with a mask token."""
+        """The requests, for a policy with a mask token."""
         requests = tuple(request for request in self.requests if isinstance(request, Request))
         assert len(requests) == len(self.requests), "the policy has one"
         return requests
 
     @property
     def num_slots(self) -> int:
-        """Slots of each text; all choices are denoised alike."""
+        """Completion slots of each choice; all choices have the same parameters."""
         return self.requests[0].params.gen_length
 
     @property
     def stop_ids(self) -> tuple[int, ...] | None:
-        """Ids that end a text; None for the policy's."""
+        """Ids that end a text; None: the policy's."""
         first = self.requests[0]
         return first.stop_ids if isinstance(first, RenoisingRequest) else first.params.stop_ids
 
     @property
     def num_forwards_of_step(self) -> int:
-        """Two with classifier-free guidance."""
+        """Forwards per denoise step: two with classifier-free guidance."""
         first = self.requests[0]
         return 2 if isinstance(first, Request) and first.params.cfg_scale else 1
 
     def num_steps(self, choice: int) -> int | None:
-        """Denoise steps of a choice that fills its canvas; None where they are not known beforehand."""
+        """Return the denoise steps of a choice that fills its canvas; None if not known in advance."""
         request = self.requests[choice]
         if isinstance(request, RenoisingRequest) or self._num_given(choice) or self.grammar is not None:
             return None
         return request.params.known_num_steps
 
     def num_blocks(self, choice: int, num_slots: int) -> int:
-        """Blocks of a choice's first slots, which are whole blocks."""
+        """Return the blocks of a choice's first `num_slots` slots, which are whole blocks."""
         return -(-(self._num_given(choice) + num_slots) // self.block_length) if num_slots else 0
 
     def _num_given(self, choice: int) -> int:
-        """Slots of the prompt's in a choice's first block."""
+        """Return the prompt tokens in a choice's first block."""
         return len(self.requests[choice].prompt_ids) % self.block_length if self.is_block_causal else 0
 
 
 class Planner:
-    """Makes the plans of one policy."""
+    """Planner of the requests to one policy."""
 
     def __init__(
         self,
@@ -139,19 +139,19 @@ class Planner:
         given: Values | None = None,
         seed: int | None = None,
     ) -> None:
-        """Plan for a policy.
+        """Create a planner.
 
         Args:
-            codec: how it reads.
-            defaults: how it is sampled if nothing else is said.
-            given: what is said of all requests, before what they say themselves.
-            seed: of requests without one; None draws one for each.
+            codec: tokenization of the policy.
+            defaults: default sampling parameters of the policy.
+            given: values of all requests, overridden by each request's own.
+            seed: seed of requests without one; None: a random seed for each.
         """
         self._codec, self._defaults, self._given, self._seed = codec, defaults, given or {}, seed
 
     def plan(self, ask: Ask, names: Mapping[str, str] | None = None) -> RequestPlan:
-        """What a body asks for. Raises RequestError, with `names` for the fields; by default those of the body."""
-        # Before anything is tokenized, which takes time.
+        """Plan a request. Raises RequestError, with field names from `names`, by default those of the body."""
+        # Checked before tokenization, which takes time.
         if ask.num_prompts * ask.num_choices > MAX_CHOICES:
             raise RequestError(f"A request has at most {MAX_CHOICES} choices: `n` times its prompts", param="n")
         try:
@@ -161,7 +161,7 @@ class Planner:
             raise refusal_of(error, model, sampler_names(names or ask.names)) from error
 
     def check(self, request: AnyRequest) -> None:
-        """Raise FieldError for what the policy cannot serve."""
+        """Raise FieldError if the policy cannot serve the request."""
         check_any_request(request, self._codec.config)
 
     def _plan(self, ask: Ask) -> RequestPlan:
@@ -224,7 +224,7 @@ class Planner:
         return self._codec.encode_prompt(prompt, adds_special=ask.add_special_tokens)
 
     def _stop_ids(self, ask: Ask) -> tuple[int, ...] | None:
-        """The ids that end its text; None for the policy's own alone."""
+        """Return the ids that end the text; None: only the policy's own."""
         if not ask.ignore_eos and not ask.stop_token_ids:
             return None
         own = () if ask.ignore_eos else self._codec.config.stop_ids
@@ -233,7 +233,7 @@ class Planner:
     def _with_suffix(
         self, ask: CompletionRequest, suffix: str, layers: list[Values], fixed: dict[int, int]
     ) -> tuple[list[Values], dict[int, int], int]:
-        """Infill: the gap, then the suffix, then ends of text up to a whole block."""
+        """Fix the suffix after the gap (infill), padded with end-of-text tokens to a whole block."""
         config = self._codec.config
         if not isinstance(config, TransformerConfig) or not isinstance(self._defaults, Defaults):
             raise RequestError(f"`suffix` is not for {MODEL_TYPE} policies, which fill no gaps", param="suffix")
@@ -255,7 +255,7 @@ class Planner:
         padding = [config.eos_token_id] * (length - gap - len(suffix_ids))
         if taken := [slot for slot in fixed if slot >= gap]:
             raise FieldError(f"`{{fixed_tokens}}` has slot {min(taken)}; the suffix follows slots 0 to {gap - 1}")
-        # An end of text inside the gap ends nothing: the text goes on with the suffix.
+        # An end-of-text token inside the gap must not end the text, which continues with the suffix.
         canvas = {"gen_length": length, "stop_ids": ()}
         return [*layers, canvas], fixed | dict(enumerate([*suffix_ids, *padding], start=gap)), gap
 

@@ -1,4 +1,4 @@
-"""Why a request cannot be served: one sentence, in the names that its author wrote."""
+"""Request errors: one sentence that names fields as the user wrote them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rollout.field_error import FieldError
 
 
 class RequestError(Exception):
-    """A request that cannot be served, in one sentence without its full stop."""
+    """Error for a request that cannot be served: one sentence without a full stop."""
 
     def __init__(self, sentence: str, code: str = "invalid_value", *, param: str | None = None) -> None:
-        """Keep the sentence, OpenAI's code for what is wrong, and the field."""
+        """Store the sentence, OpenAI's error code and the field."""
         super().__init__(sentence)
         self.code, self.param = code, param
 
@@ -25,7 +25,7 @@ class RequestError(Exception):
 def refusal_of(
     error: FieldError | ValidationError, model: type[BaseModel], names: Mapping[str, str] | None = None
 ) -> RequestError:
-    """What is wrong with a request's fields, each by the name that `names` has for it, else by its own."""
+    """Convert a validation error to a RequestError. Fields have their name in `names`, else their own."""
     names = names or {}
     if isinstance(error, FieldError):
         return RequestError(error.named(names), param=names.get(error.fields[0]))
@@ -38,16 +38,15 @@ def refusal_of(
 
 
 TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
-"""What comes of a conversation that a chat template does not take, of a variable that its expressions do not, and of a
-tokenizer without one."""
+"""Errors for a conversation or a variable that the chat template rejects, and for a tokenizer without a template."""
 
 
 def template_refusal(error: Exception) -> str:
-    """What a chat template says of a conversation that it does not take, without the advice that some add."""
+    """Return the error message of a chat template, without the advice that some templates append."""
     return str(error).partition("\n")[0].partition("! ")[0]
 
 
 @cache
 def _schema_of(model: type[BaseModel]) -> dict[str, Any]:
-    # Milliseconds, and a file may have many lines that are refused.
+    # Building a schema takes milliseconds, and a file may have many invalid lines.
     return model.model_json_schema()

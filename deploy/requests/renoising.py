@@ -1,4 +1,4 @@
-"""What a request asks of a policy without a mask token (DiffusionGemma), and what it cannot ask of one."""
+"""Default parameters and key checks for policies without a mask token (DiffusionGemma)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from learner.model.renoising.config import MODEL_TYPE, RenoisingConfig
 from rollout.field_error import FieldError
 from rollout.renoising.request import RenoisingParams
 
-# What other policies' fields say where they ask for nothing.
+# Values of other policies' parameters that disable them.
 _NOTHING = {"top_p": 1, "top_k": 0, "cfg_scale": 0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenoisingDefaults:
-    """How a checkpoint of this family is sampled if nothing else is said: as its original code does."""
+    """Default sampling parameters of this family: those of the original code."""
 
     config: RenoisingConfig
-    """The policy's."""
+    """Model config of the policy."""
 
     def complete(self, layers: Sequence[Values], num_prompt_tokens: int) -> dict[str, Any]:
-        """The values of a request that gives some of them; of two layers the later counts. Raises FieldError for a key
-        that this family has not."""
+        """Complete the values of a request with the defaults. Later layers override earlier ones.
+
+        Raises FieldError for a key that this family does not support.
+        """
         given = {key: value for layer in layers for key, value in layer.items()}
         for key in [key for key, value in given.items() if value == _NOTHING.get(key)]:
             del given[key]
@@ -38,14 +40,14 @@ class RenoisingDefaults:
         return {"gen_length": self._fitting_length(num_prompt_tokens)} | given
 
     def _fitting_length(self, num_prompt_tokens: int) -> int:
-        """The default, cut to the whole canvases that there is room for; one where there is none."""
+        """Return the default length, cut to the whole canvases that fit; one canvas if none fits."""
         num_slots = self.config.canvas_length
         room = (self.config.max_sequence_length - num_prompt_tokens) // num_slots * num_slots
         return min(RenoisingParams().gen_length, room) if room > 0 else num_slots
 
 
 def check_keys(given: Iterable[str], known: Sequence[str]) -> None:
-    """Raise FieldError for a key that this family has not."""
+    """Raise FieldError for a key that is not among the `known` keys of this family."""
     for key in given:
         if key not in known:
             taken = ", ".join(f"{{{name}}}" for name in known)

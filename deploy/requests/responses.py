@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`: OpenAI's newer format, in which a conversation is `input`."""
+"""Body of `POST /v1/responses`: OpenAI's newer format, with the conversation in `input`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from deploy.requests.turns import (
 
 
 class InputPart(TextPart):
-    """A part of an item; text is the only kind."""
+    """Content part of an item; only text is supported."""
 
     place = "input.content."
 
@@ -59,7 +59,7 @@ _Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)
 
 
 class ResponsesRequest(Ask, Templated):
-    """`POST /v1/responses`. Nothing is kept: each has all of its conversation."""
+    """`POST /v1/responses`. Stateless: each request contains its whole conversation."""
 
     neutral = OF_RESPONSES
     prompt_field = "input"
@@ -67,24 +67,24 @@ class ResponsesRequest(Ask, Templated):
     input: _Items
     """A user's turn, or a conversation."""
     n: Literal[1] | None = None
-    """A response is one text."""
+    """A response has exactly one text."""
     instructions: _Text | None = None
-    """What the system says before it."""
+    """System message, placed before the conversation."""
     max_output_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
-    """The text has at most so many tokens."""
+    """Maximum tokens of the text."""
     text: TextOptions | None = None
-    """What the text must be, as `response_format` of the other formats."""
+    """Structured output, like `response_format` of the other endpoints."""
     include: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=16)] = Field(default=[])
-    """What an answer shows besides, of tools and of hidden reasoning, which this service does not have."""
+    """Extra output of tools and hidden reasoning. Ignored: this service has neither."""
     metadata: Annotated[dict[str, str], Field(max_length=64)] = Field(default={})
-    """Comes back with the answer."""
+    """Returned with the answer."""
 
     @field_validator("input", mode="before", json_schema_input_type=_Turn | _Items)
     @classmethod
     def _input(cls, given: Any) -> Any:
         if not isinstance(given, str | list) or not given:
             raise ValueError("must be a string or a list of messages, and not empty")
-        # As chat templates mostly do, what was thought before is left out.
+        # Earlier reasoning is dropped, as most chat templates do.
         return [{"role": "user", "content": given}] if isinstance(given, str) else [*filterfalse(_is_reasoning, given)]
 
     @field_validator("include", mode="after")
@@ -110,13 +110,13 @@ class ResponsesRequest(Ask, Templated):
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """The conversation, as a chat template takes it."""
+        """Conversation in the format of a chat template."""
         said = [{"role": "system", "content": self.instructions}] if self.instructions is not None else []
         return [*said, *(item.turn for item in self.input)]
 
     @property
     def most_tokens(self) -> int | None:
-        """As of `Ask`."""
+        """See `Ask`."""
         return self.max_output_tokens or self.max_tokens
 
 

@@ -1,4 +1,4 @@
-"""Turns of a conversation, and what makes a prompt of them: what chats, `/tokenize` and `/v1/responses` share."""
+"""Conversation turns and chat template variables of chats, `/tokenize` and `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from deploy.requests.neutral import OF_PARTS, OF_TURNS
 from deploy.requests.refusals import RequestError
 
 MAX_CHARACTERS = 2**18
-"""Characters of all prompts or messages of a request: half a second of a core to tokenize them, and a body has room for
-four times as many."""
+"""Maximum characters of all prompts or messages of a request. Tokenizing them takes half a second of a core. A body has
+room for four times as many."""
 MAX_MESSAGES = 256
 MAX_PARTS = 256
-"""Parts of one message."""
+"""Maximum parts of one message."""
 MAX_VARIABLES = 16
-"""Variables that a chat template is given."""
+"""Maximum variables for a chat template."""
 MAX_VARIABLE_LENGTH = 256
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -25,7 +25,7 @@ _UNSUPPORTED_PARTS = ("file", "image_url", "input_audio", "refusal")
 
 
 def check_texts(texts: list[str]) -> None:
-    """Raise ValueError for what is too long to be tokenized, or no text."""
+    """Raise ValueError if the texts are too long in total, or one contains a lone surrogate."""
     if sum(map(len, texts)) > MAX_CHARACTERS:
         raise ValueError(f"must have at most {MAX_CHARACTERS} characters in all")
     for text in texts:
@@ -33,7 +33,7 @@ def check_texts(texts: list[str]) -> None:
 
 
 class TextPart(Body):
-    """A part of a message; text is the only kind."""
+    """Content part of a message; only text is supported."""
 
     neutral = OF_PARTS
     place = "messages.content."
@@ -55,7 +55,7 @@ _Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 
 
 class Turn(Body):
-    """A turn of a conversation, in any format: who speaks, and text in parts."""
+    """Conversation turn in any format: a role, and text in parts."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: _Parts
@@ -70,24 +70,24 @@ class Turn(Body):
 
     @property
     def turn(self) -> dict[str, str]:
-        """As a chat template takes it: the parts one below the other, as vLLM joins them for a template of text."""
-        # OpenAI's developer is its system.
+        """Turn in the format of a chat template. Parts are joined by newlines, as vLLM does for text templates."""
+        # OpenAI's `developer` role is the new name of `system`.
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": "\n".join(part.text for part in self.content)}
 
 
 class Message(Turn):
-    """A turn of a chat. Its content is null where an assistant said nothing."""
+    """Chat turn. The content may be null for an assistant turn without text."""
 
     neutral = OF_TURNS
     place = "messages."
 
     name: str | None = None
-    """As the chat template takes it, like the next."""
+    """Passed to the chat template, like `reasoning`."""
     reasoning: str | None = None
-    """What the assistant thought before."""
+    """Earlier reasoning of the assistant."""
     reasoning_content: str | None = None
-    """Its older name."""
+    """Older name of `reasoning`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,9 +98,9 @@ class Message(Turn):
 
     @property
     def turn(self) -> dict[str, str]:
-        """As of `Turn`, with the name and the reasoning."""
+        """See `Turn`, with the name and the reasoning."""
         thought = self.reasoning or self.reasoning_content
-        # vLLM gives a template both names.
+        # vLLM passes both names to a template.
         more = {"name": self.name, "reasoning": thought, "reasoning_content": thought}
         return super().turn | {key: value for key, value in more.items() if value is not None}
 
@@ -114,7 +114,7 @@ Conversation = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSA
 
 
 class Reasoning(Body):
-    """How long a policy is to think, as the chat template takes it."""
+    """Reasoning effort, passed to the chat template."""
 
     neutral: ClassVar = dict.fromkeys(("exclude", "generate_summary", "summary"))
     place = "reasoning."
@@ -123,16 +123,16 @@ class Reasoning(Body):
 
 
 class Templated(Body):
-    """Variables of the chat template that makes a prompt of turns."""
+    """Base class of bodies with variables for the chat template."""
 
     chat_template_kwargs: Annotated[dict[str, bool | int | float | str], Field(max_length=MAX_VARIABLES)] = Field(
         default={}
     )
-    """Variables of the chat template's own, as `{"enable_thinking": false}`."""
+    """Variables for the chat template, such as `{"enable_thinking": false}`."""
     reasoning_effort: Effort | None = None
-    """As vLLM has it, the variable `reasoning_effort`, and of `enable_thinking` whether it is not `none`."""
+    """As in vLLM: sets the template variables `reasoning_effort` and `enable_thinking` (false for `none`)."""
     reasoning: Reasoning | None = None
-    """Another place for it."""
+    """OpenAI's alternative form, used if `reasoning_effort` is absent."""
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
@@ -147,7 +147,7 @@ class Templated(Body):
 
     @property
     def template(self) -> dict[str, Any]:
-        """Variables of the chat template."""
+        """Variables for the chat template."""
         effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
         asked = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
         return asked | self.chat_template_kwargs

@@ -1,1 +1,1 @@
-"""What `d1 sample` does: prompts and files of requests to completions, with one checkpoint in this process."""
+"""`d1 sample`: completes a prompt or a file of requests with one checkpoint, in this process."""

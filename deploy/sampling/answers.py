@@ -1,4 +1,4 @@
-"""What is answered to a request: a JSON object, or text to read."""
+"""Answers of `d1 sample`: JSON objects and one-line summaries of completions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rollout.request import Completion, Writes
 
 
 def work(num_tokens: int, num_forwards: int) -> str:
-    """`24 tokens, 12 forwards, 2.0 tokens a forward`."""
+    """Format the work of a completion: `24 tokens, 12 forwards, 2.0 tokens a forward`."""
     rate = f"{num_tokens / max(1, num_forwards):.1f} tokens a forward"
     return f"{counted(num_tokens, 'token')}, {counted(num_forwards, 'forward')}, {rate}"
 
 
 def ending(item: Item, completion: Completion, policy: ReadyPolicy) -> Ending:
-    """Where the text of a completion ends; without a tokenizer it is empty."""
+    """Return the text of a completion up to its end; empty without a tokenizer."""
     assert item.plan is not None, "it was served"
     decode = (lambda _: "") if policy.tokenizer is None else policy.tokenizer.decode
     return ending_of(item.plan, completion.token_ids, decode, policy.config.stop_ids, is_whole=True)
 
 
 def answer(item: Item, completion: Completion, policy: ReadyPolicy) -> dict[str, Any]:
-    """The answer to a request that was served."""
+    """Return the JSON answer to a completed request."""
     ended = ending(item, completion, policy)
     end = ended.num_tokens
     return _head(item) | {
@@ -52,7 +52,7 @@ def answer(item: Item, completion: Completion, policy: ReadyPolicy) -> dict[str,
 
 
 def _writes(writes: Writes) -> dict[str, list[Any]]:
-    """Every write of token editing, the surplus of the last block included, by the names of `Writes`."""
+    """Return all writes of token editing as JSON, including the surplus of the last block. Keys as in `Writes`."""
     return {
         "steps": writes.steps.tolist(),
         "slots": writes.slots.tolist(),
@@ -63,7 +63,7 @@ def _writes(writes: Writes) -> dict[str, list[Any]]:
 
 
 def refusal(item: Item) -> dict[str, Any]:
-    """The answer to a request that cannot be served."""
+    """Return the JSON answer to a rejected request."""
     return _head(item) | {"error": item.error}
 
 
@@ -73,5 +73,5 @@ def _head(item: Item) -> dict[str, Any]:
 
 
 def floats(values: NDArray[np.float32]) -> Sequence[float]:
-    """The numbers with as many digits as tell them from every other float32."""
+    """Convert to floats with the fewest digits that identify each float32."""
     return [float(str(value)) for value in values]

@@ -1,4 +1,4 @@
-"""A file of requests: all of them in one go, answered in their order as soon as it allows."""
+"""Batch sampling of a file of requests, with answers printed in order as early as possible."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 Printer = Callable[[Item, Completion | None], None]
-"""Prints the answer to a request; None for one that cannot be served."""
+"""Prints the answer to a request; the completion is None for a rejected request."""
 
 
 def report_refused(items: Sequence[Item]) -> int:
-    """Tell on stderr what is wrong with the requests that cannot be served. Returns how many they are."""
+    """Report the rejected requests on stderr. Returns their number."""
     refused = [item for item in items if item.request is None]
     for item in refused:
         sys.stderr.write(f"d1: {printable(f'{item.place}: {item.error}')}\n")
@@ -39,9 +39,9 @@ def report_refused(items: Sequence[Item]) -> int:
 
 
 def sample_items(policy: ReadyPolicy, items: Sequence[Item], colour: Colour, *, as_json: bool) -> bool:
-    """Serve the requests that can be served, and print an answer to each in its order.
+    """Sample all valid requests and print the answers in order.
 
-    Returns whether all was done: after Ctrl-C what is done is printed, and nothing more.
+    Returns whether all were completed: after Ctrl-C only the finished answers are printed.
     """
     good = [(item, item.request) for item in items if item.request is not None]
     with _Bar(len(good)) as bar:
@@ -68,7 +68,7 @@ def _generate(policy: ReadyPolicy, good: Sequence[tuple[Item, Request]], answers
 
 
 class _InOrder:
-    """Holds answers back until all before them were printed."""
+    """Buffer that prints answers in request order."""
 
     def __init__(self, items: Sequence[Item], printer: Printer) -> None:
         self._items, self._printer = items, printer
@@ -77,12 +77,12 @@ class _InOrder:
         self._print_ready()
 
     def add(self, item: Item, completion: Completion) -> None:
-        """Take the answer to a request."""
+        """Add the completion of a request."""
         self._held[id(item)] = completion
         self._print_ready()
 
     def print_rest(self) -> None:
-        """Print what is there, whatever is missing before it."""
+        """Print all buffered answers, and skip the missing ones."""
         while self._next < len(self._items):
             if self._is_ready():
                 self._print_one()
@@ -104,7 +104,7 @@ class _InOrder:
 
 
 class _Bar:
-    """How far the requests are: on stderr where that is a terminal, below the answers where these go there too."""
+    """Progress bar of the requests, if stderr is a terminal. It stays below answers printed to the same terminal."""
 
     def __init__(self, num_requests: int) -> None:
         self.stdout = Console()
@@ -124,7 +124,7 @@ class _Bar:
             self._progress.stop()
 
     def add(self, completion: Completion) -> None:
-        """Count a completion."""
+        """Count a completion and update the bar."""
         self._num_done += 1
         self._num_tokens += completion.num_tokens
         self._num_forwards += completion.num_forwards
@@ -133,7 +133,7 @@ class _Bar:
             self._progress.update(self._task, advance=1, rate=f"{rate:.0f} tokens/s")
 
     def summary(self) -> str:
-        """What was done, in one line."""
+        """Return a one-line summary of the work done."""
         share = counted(self._total, "request")
         if self._num_done < self._total:
             share = f"{self._num_done} of {share}"
@@ -150,14 +150,14 @@ class _Bar:
             TextColumn("{task.fields[rate]}", style="cyan", markup=False),
             TimeRemainingColumn(compact=True),
         ]
-        # Two consoles on one terminal would overwrite each other; and what is piped must not be redirected.
+        # Two consoles on one terminal would overwrite each other, and piped output must not be redirected.
         console = self.stdout if sys.stdout.isatty() else Console(stderr=True)
         return Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C wait, so that no answer is printed by half or twice. A second one does not wait."""
+    """Delay Ctrl-C so that no answer is printed partially or twice. A second Ctrl-C interrupts at once."""
     pressed = False
 
     def note(*_: object) -> None:
@@ -178,7 +178,7 @@ def _uninterrupted() -> Iterator[None]:
 def _json_printer(policy: ReadyPolicy, console: Console) -> Printer:
     def print_answer(item: Item, completion: Completion | None) -> None:
         value = refusal(item) if completion is None else answer(item, completion, policy)
-        # In ASCII: nothing in it steers a terminal.
+        # json.dumps writes ASCII, so the output contains no terminal control sequences.
         show(Text(json.dumps(value, allow_nan=False)), console)
 
     return print_answer

@@ -1,4 +1,4 @@
-"""Tokenization of `d1 sample`: prompts are their author's own, special tokens and all."""
+"""Tokenization of prompts for `d1 sample`. Special tokens in prompts are parsed as tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rollout.grammar.grammar import Grammar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptCodec:
-    """How a checkpoint reads prompts."""
+    """Tokenization of prompts for a checkpoint."""
 
     policy: ReadyPolicy
 
     @property
     def config(self) -> TransformerConfig:
-        """The shape of the policy."""
+        """Model config of the policy."""
         return self.policy.config
 
     def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
-        """The prompt that a text is. Raises FieldError."""
+        """Tokenize a text prompt. Raises FieldError if the text is invalid."""
         tokenizer = self._tokenizer_for("prompt_ids", *([text] if text else []))
         return tokenizer.encode_text(text, adds_special=adds_special)
 
@@ -40,7 +40,7 @@ class PromptCodec:
         template: Mapping[str, Any] | None = None,
         adds_special: bool = False,
     ) -> list[int]:
-        """The prompt of a conversation; `template` are variables of the chat template. Raises FieldError."""
+        """Tokenize a conversation; `template` has chat template variables. Raises FieldError if it is invalid."""
         texts = [text for message in messages for text in message.values()]
         tokenizer = self._tokenizer_for("prompt_ids", *texts)
         try:
@@ -50,22 +50,22 @@ class PromptCodec:
             raise FieldError("{prompt_ids} does not fit the chat template: {what}", what=what) from error
 
     def encode_text(self, text: str, param: str) -> list[int]:
-        """The ids of a text by itself. Raises FieldError."""
+        """Tokenize a text without added special tokens. Raises FieldError if it is invalid."""
         return self._tokenizer_for(param, *([text] if text else [])).encode_completion(text)
 
     def check_ids(self, ids: Sequence[int], _param: str) -> list[int]:
-        """The ids; whoever checks the request looks at them."""
+        """Return the ids. They are validated with the request, by `check_any_request`."""
         return list(ids)
 
     def grammar(self, structure: Structure) -> Grammar:
-        """What a structure allows, in the policy's tokens. Raises FieldError."""
+        """Compile a structure to a grammar. Raises FieldError if it is not supported or there is no tokenizer."""
         if self.policy.grammars is None:
             name = self.policy.name
             raise FieldError("{grammar} says what the text is, and {name} has no tokenizer: leave it out", name=name)
         return self.policy.grammars.of(structure)
 
     def _tokenizer_for(self, param: str, *texts: str) -> ChatTokenizer:
-        """The tokenizer, for texts that it can read. Raises FieldError."""
+        """Return the tokenizer. Raises FieldError if there is none, or the texts are missing or invalid."""
         if self.policy.tokenizer is None:
             name = self.policy.name
             raise FieldError(f"{{{param}}} is text, and {{name}} has no tokenizer; give prompt_ids", name=name)

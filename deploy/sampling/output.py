@@ -1,4 +1,4 @@
-"""Standard output: text to look at on a terminal, the same text and nothing else anywhere else."""
+"""Standard output: styled text on a terminal, the plain text anywhere else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def show(text: Text, console: Console) -> None:
-    """Print a text, with a newline, at once. What is piped is not touched: rich would expand its tabs."""
+    """Print a text with a newline and flush. Piped text bypasses rich, which would expand tabs."""
     if console.is_terminal:
         console.print(text, soft_wrap=True)
     else:

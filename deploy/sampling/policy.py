@@ -1,4 +1,4 @@
-"""The policy that `d1 sample` samples from: its checkpoint, found and loaded."""
+"""Checkpoint loading for `d1 sample`: finds a checkpoint and prepares its sampler and tokenizer."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyPolicy:
-    """A checkpoint that is ready to sample."""
+    """Loaded checkpoint, ready to sample."""
 
     name: str
-    """As the user named it."""
+    """Name as given by the user."""
     sampler: Sampler
-    """Its sampler, on the device."""
+    """Sampler on the device."""
     tokenizer: ChatTokenizer | None
-    """None where the checkpoint has none: then prompts are token ids."""
+    """None if the checkpoint has none. Prompts are token ids then."""
     defaults: Defaults
-    """How it is sampled if nothing else is said."""
+    """Default sampling parameters."""
 
     @cached_property
     def grammars(self) -> Grammars | None:
-        """What structures allow in its tokens; None where it has no tokenizer."""
+        """Grammar cache for structured output; None without a tokenizer."""
         return None if self.tokenizer is None else Grammars(self.tokenizer, self.config.vocab_size)
 
     @property
     def config(self) -> TransformerConfig:
-        """The shape of its network."""
+        """Model config of the policy."""
         return self.sampler.model.config
 
 
@@ -62,20 +62,22 @@ def open_policy(
 
     Args:
         reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.runs.references.find`.
-        device: where it computes; None takes a GPU where there is one.
-        engine: how it computes.
-        runs_dir: where the runs are.
+        device: device of the policy; None: a GPU if there is one.
+        engine: settings of the sampling engine.
+        runs_dir: directory of the runs.
 
     Raises:
-        UserError: there is no checkpoint, it cannot be read, or there is no such device.
+        UserError: there is no checkpoint, it cannot be read, or the device does not exist.
     """
     device = choose_device(device)
     return load_ready(find_directory(reference, runs_dir), reference, device, engine)
 
 
 def find_directory(reference: str, runs_dir: Path, say: Say | None = None) -> Path:
-    """Where a checkpoint is: of a run, its newest that is whole, which is read for that, and `say` is told at which
-    rate. Raises UserError."""
+    """Return the directory of a checkpoint; for a run, its newest complete checkpoint.
+
+    A run's checkpoint is read to verify it; `say` receives progress messages. Raises UserError if there is none.
+    """
     with as_user_errors(reference):
         return find_checkpoint_of(reference, runs_dir, say)
 
@@ -83,7 +85,7 @@ def find_directory(reference: str, runs_dir: Path, say: Say | None = None) -> Pa
 def load_ready(
     directory: Path, reference: str, device: Device, engine: EngineConfig, say: Say | None = None
 ) -> ReadyPolicy:
-    """Load what was found; `say` is told at which rate. Raises UserError where it cannot be read."""
+    """Load a checkpoint; `say` receives progress messages. Raises UserError if it cannot be read."""
     with as_user_errors(reference):
         model = load_policy(directory, engine.torch_dtype, placed_on(device), say)
         position = find_position(directory)
@@ -100,7 +102,7 @@ def load_ready(
 
 @contextmanager
 def as_user_errors(reference: str) -> Iterator[None]:
-    """What is wrong with a checkpoint, in a sentence."""
+    """Convert errors of reading a checkpoint to UserError."""
     try:
         yield
     except ValueError as error:
@@ -110,7 +112,7 @@ def as_user_errors(reference: str) -> Iterator[None]:
 
 
 def choose_device(wanted: Device | None) -> Device:
-    """What is wanted; None takes a GPU where there is one. Raises UserError where a GPU is wanted and there is none."""
+    """Return the device; None selects a GPU if there is one. Raises UserError if the wanted GPU does not exist."""
     has_gpu = torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
         raise UserError("--device cuda: torch sees no GPU on this machine; take --device cpu")
@@ -126,7 +128,7 @@ def _defaults(directory: Path, config: TransformerConfig) -> Defaults:
 
 
 def read_tokenizer(directory: Path) -> ChatTokenizer | None:
-    """The tokenizer of a checkpoint; None where it has none. Raises UserError where it cannot be read."""
+    """Load the tokenizer of a checkpoint; None if it has none. Raises UserError if it cannot be read."""
     with as_user_errors(str(directory)):
         source = tokenizer_directory(directory)
     if not any((source / name).is_file() for name in TOKENIZER_FILES):

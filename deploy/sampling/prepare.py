@@ -1,4 +1,4 @@
-"""From what was written to what the sampler takes, or to a sentence why not."""
+"""Request preparation of `d1 sample`: parses lines and options, and plans or rejects each request."""
 
 from __future__ import annotations
 
@@ -23,84 +23,84 @@ from rollout.field_error import FieldError
 from rollout.request import Request, SamplingParams
 
 OPTION_KEYS = tuple(key for key in SAMPLING_KEYS if key not in ("forbidden_ids", "stop_ids"))
-"""Keys of how to denoise that are options of the command line too."""
+"""Denoising keys that are also command line options."""
 
 _OPTIONS = {key: f"--{key.replace('_', '-')}" for key in ("seed", *OPTION_KEYS)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What the command line says of every request."""
+    """Command line options that apply to every request."""
 
     values: Mapping[str, Any]
-    """What was given of `seed` and of how to denoise, by the sampler's keys."""
+    """The given seed and denoising parameters, by the sampler's keys."""
     keep_after_eos: bool
-    """Whether every request fills its canvas."""
+    """Whether every request fills its canvas, ignoring stop ids."""
 
     @property
     def names(self) -> dict[str, str]:
-        """The options that were given."""
+        """Option names of the given values."""
         return {key: _OPTIONS[key] for key in self.values}
 
     def planner(self, policy: ReadyPolicy) -> Planner:
-        """Makes the plans of requests that these options go with."""
+        """Create a planner that applies these options."""
         given = {key: value for key, value in self.values.items() if key != "seed"}
         return Planner(PromptCodec(policy=policy), policy.defaults, given, self.values.get("seed", 0))
 
     def over(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """A request's keys and values, with what the options put in place of its own."""
+        """Return a request's keys and values, overridden by the options."""
         return {**data, "stop_ids": []} if self.keep_after_eos else dict(data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One completion that a file asks for."""
+    """One requested completion, or a rejected request."""
 
     index: int
-    """The place of its request among the requests, from 0."""
+    """Index of its request, from 0."""
     line_number: int
-    """Its place in the file, from 1, empty lines counted."""
+    """Line number in the file, from 1, counting empty lines."""
     id: Any
-    """As it was given; None without."""
+    """Id of the request as given; None without one."""
     plan: RequestPlan | None = None
-    """What its request asks for; None where that cannot be served."""
+    """Plan of its request; None if rejected."""
     choice: int = 0
-    """Which of its request's completions it is, from 0."""
+    """Index among the completions of its request, from 0."""
     error: str = ""
-    """Why it cannot be served; empty where it can."""
+    """Reason for the rejection; empty if planned."""
 
     @property
     def request(self) -> Request | None:
-        """What the sampler takes; None where it cannot be served."""
+        """Request to the sampler; None if rejected."""
         return None if self.plan is None else self.plan.masked_requests[self.choice]
 
     @property
     def is_one_of_several(self) -> bool:
-        """Whether its request asks for more completions."""
+        """Whether its request has several completions."""
         return self.plan is not None and len(self.plan.requests) > 1
 
     @property
     def place(self) -> str:
-        """How it is called in a message."""
+        """Name in messages."""
         choice = f", choice {self.choice}" if self.is_one_of_several else ""
         return f"request {self.index} (line {self.line_number}){choice}"
 
 
 def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]:
-    """The lines of a file of requests that are not empty, with their numbers from 1.
+    """Read the non-empty lines of a file of requests, with their numbers from 1.
 
     Args:
         path: the file.
-        stdin: what is read instead of the file.
+        stdin: standard input, which replaces the file if given.
 
     Raises:
-        UserError: it cannot be read, or has no request.
+        UserError: the file cannot be read, or has no request.
     """
     try:
         data = Path(path).read_bytes() if stdin is None else stdin
     except OSError as error:
         raise UserError(f"cannot read the requests {path}: {reason(error)}") from error
-    # Bytes that are no text are refused with the line that has them.
+    # Undecodable bytes are rejected later, with their line.
     with suppress(ValueError):
         data = decoded(data).encode()
     lines = data.removeprefix(BOM_UTF8).split(b"\n")
@@ -112,7 +112,7 @@ def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]
 
 
 def prepare_file(lines: list[tuple[int, bytes]], policy: ReadyPolicy, options: Options) -> Iterator[Item]:
-    """Each line's completions, or what is wrong with it."""
+    """Yield the completions of each line, or its error."""
     planner = options.planner(policy)
     for index, (number, text) in enumerate(lines):
         data: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def prepare_file(lines: list[tuple[int, bytes]], policy: ReadyPolicy, options: O
 
 
 def prepare_prompt(request: Mapping[str, Any], policy: ReadyPolicy, options: Options) -> Item:
-    """The completion of what is asked on the command line. Raises UserError, with the names of options."""
+    """Plan the prompt of the command line. Raises UserError, with option names, if it is invalid."""
     if policy.tokenizer is None:
         raise UserError(f"{policy.name} has no tokenizer; give token ids: --requests FILE with prompt_ids")
     try:
@@ -142,7 +142,7 @@ def prepare_prompt(request: Mapping[str, Any], policy: ReadyPolicy, options: Opt
 
 
 def check_options(options: Options) -> None:
-    """Raise UserError for an option whose value is wrong whatever the requests are."""
+    """Raise UserError for an option whose value is invalid with any request."""
     names = sampler_names(_OPTIONS)
     try:
         line = read_line({"prompt_ids": [0], **options.values}, names)
@@ -152,6 +152,6 @@ def check_options(options: Options) -> None:
     except RequestError as error:
         raise UserError(str(error)) from error
     except ValidationError as error:
-        # What does not go together here may do so with a request.
+        # Options that conflict with each other here may be consistent with a request.
         if not isinstance(error.errors()[0].get("ctx", {}).get("error"), FieldError):
             raise UserError(str(refusal_of(error, SamplingParams, names))) from error

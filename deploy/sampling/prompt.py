@@ -1,4 +1,4 @@
-"""One prompt, denoised before the user's eyes, or quietly where nobody looks."""
+"""Sampling of a single prompt, with a live view of the canvas on a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from learner.model.tokenizer import ChatTokenizer
 from rollout.request import Completion, Request
 from rollout.sampler import SlotBatch
 
-# A tiny policy would be done before anyone saw it.
+# Without a minimum frame time, a tiny policy would finish before anything is visible.
 _LEAST_FRAME_S = 0.04
 _LONGEST_PAUSE_S = 4.0
 _STATUS_LINES = 3
@@ -36,14 +36,14 @@ _STATUS_LINES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Frame:
-    """The screen at one step."""
+    """Screen content at one step."""
 
     text: Text
     """The canvas."""
     legend: Text
-    """What its colours mean."""
+    """Legend of its colours."""
     status: str
-    """How far it is."""
+    """Progress in words."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = self.text.wrap(console, options.max_width)
@@ -54,10 +54,10 @@ class _Frame:
 
 
 def sample_prompt(policy: ReadyPolicy, request: Request, colour: Colour) -> bool:
-    """Denoise a prompt and print its text. Returns whether it was done: Ctrl-C prints what there is.
+    """Denoise a prompt and print its text. Returns False after Ctrl-C, which prints the partial canvas.
 
-    On a terminal the canvas fills in as it is denoised. Elsewhere the text alone goes to stdout. What it took goes to
-    stderr in any case.
+    A terminal shows the canvas as it is denoised. Otherwise stdout receives the text alone. A summary of the work goes
+    to stderr in both cases.
     """
     assert policy.tokenizer is not None, "a prompt of text was encoded"
     console = Console()
@@ -79,7 +79,7 @@ def sample_prompt(policy: ReadyPolicy, request: Request, colour: Colour) -> bool
 
 
 class _Run:
-    """A request that is denoised step by step, alone."""
+    """Step-by-step sampling of a single request."""
 
     def __init__(self, batch: SlotBatch, request: Request, tokenizer: ChatTokenizer, colour: Colour) -> None:
         self._batch, self._request, self._tokenizer, self._colour = batch, request, tokenizer, colour
@@ -101,7 +101,7 @@ class _Run:
                 time.sleep(max(0.0, pause_s - (time.monotonic() - began)))
 
     def frame(self) -> _Frame:
-        """What the terminal shows now."""
+        """Return the current screen content."""
         canvas, params = self._canvas(), self._request.params
         share = f"{canvas.num_committed} of at most {params.gen_length} tokens"
         status = f"step {self._num_steps}, {share}, {duration(self._seconds)}"
@@ -112,18 +112,18 @@ class _Run:
         )
 
     def print_result(self, console: Console, *, is_watched: bool) -> None:
-        """The text on stdout, what it took on stderr."""
+        """Print the text to stdout and a summary of the work to stderr."""
         completion = self._completion
         assert completion is not None, "it was denoised to the end"
         text = Text(printable(self._tokenizer.decode(completion.token_ids[: completion.num_tokens].tolist())))
         if not is_watched and console.is_terminal:
-            # Colours were asked for, by FORCE_COLOR for instance.
+            # Colours are forced, for instance by FORCE_COLOR.
             text = canvas_text(canvas_of(completion), self._tokenizer.decode, self._colour)
         show(text, console)
         sys.stderr.write(f"{work(completion.num_tokens, completion.num_forwards)}, {duration(self._seconds)}\n")
 
     def print_partial(self, console: Console) -> None:
-        """The canvas so far, and where it was stopped."""
+        """Print the partial canvas, and where it was stopped."""
         canvas = self._canvas()
         if not console.is_terminal:
             show(canvas_text(canvas, self._tokenizer.decode, self._colour), console)

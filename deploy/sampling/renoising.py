@@ -1,4 +1,4 @@
-"""`d1 sample` of policies without a mask token (DiffusionGemma): a prompt, or a file of requests in their own keys."""
+"""`d1 sample` for policies without a mask token (DiffusionGemma): a prompt or a file of requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PROMPTS = ("prompt", "messages", "prompt_ids")
 
 
 class RenoisingLine(BaseModel):
-    """A request of a file."""
+    """One line of a file of requests, by the keys of this family."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -55,14 +55,14 @@ class RenoisingLine(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyRenoising:
-    """A checkpoint of this family that is ready to sample."""
+    """Loaded checkpoint of this family, ready to sample."""
 
     name: str
     sampler: RenoisingSampler
     tokenizer: ChatTokenizer | None
 
     def request(self, line: RenoisingLine, *, keep_after_eos: bool) -> RenoisingRequest:
-        """What a line asks for. Raises ValueError, naming the key."""
+        """Convert a line to a sampler request. Raises ValueError, naming the key, if it is invalid."""
         if [line.prompt, line.messages, line.prompt_ids].count(None) != 2:
             raise ValueError("give prompt, messages or prompt_ids, one of them")
         given = line.model_dump(exclude_none=True, exclude={*_PROMPTS, "id", "seed", "stop_ids"})
@@ -94,12 +94,12 @@ class ReadyRenoising:
             raise ValueError(f"the prompt does not fit the chat template: {template_refusal(error)}") from error
 
     def text(self, ids: Sequence[int]) -> str:
-        """What ids say; themselves without a tokenizer."""
+        """Decode ids to text; without a tokenizer, list the ids."""
         return " ".join(map(str, ids)) if self.tokenizer is None else self.tokenizer.decode(ids)
 
 
 def open_renoising(directory: Path, reference: str, device: Device, dtype: torch.dtype) -> ReadyRenoising:
-    """Load a checkpoint of this family. Raises UserError where that cannot be done."""
+    """Load a checkpoint of this family. Raises UserError if it cannot be read."""
     with as_user_errors(reference):
         policy = load_renoising_policy(directory, dtype).to(placed_on(device))
     sampler = RenoisingSampler(policy, policy_version=0)
@@ -107,7 +107,7 @@ def open_renoising(directory: Path, reference: str, device: Device, dtype: torch
 
 
 def check_renoising_options(values: Mapping[str, Any]) -> None:
-    """Raise UserError for an option that this family has not."""
+    """Raise UserError for an option that this family does not support."""
     try:
         check_keys(values, _OPTIONS)
     except FieldError as error:
@@ -116,7 +116,7 @@ def check_renoising_options(values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A request, or what is wrong with it."""
+    """Request of a file, or the reason why it was rejected."""
 
     index: int
     place: str
@@ -132,7 +132,7 @@ def asked(
     *,
     keep_after_eos: bool,
 ) -> Iterator[Asked]:
-    """The requests of a file; `values` are what the options put in place of what a line leaves out."""
+    """Yield the requests of a file; `values` are option values, overridden by each line."""
     for index, (number, text) in enumerate(lines):
         place, data = f"request {index} (line {number})", dict[str, Any]()
         try:
@@ -150,7 +150,7 @@ def asked(
 
 
 def answer_all(ready: ReadyRenoising, items: Sequence[Asked], *, as_json: bool) -> int:
-    """Sample and print all that can be served, and say what cannot. Returns how many were refused."""
+    """Sample and print all valid requests, and report the rejected ones. Returns how many were rejected."""
     refused = [item for item in items if item.request is None]
     for item in refused:
         sys.stderr.write(f"d1: {printable(f'{item.place}: {item.error}')}\n")
@@ -174,7 +174,7 @@ def answer_all(ready: ReadyRenoising, items: Sequence[Asked], *, as_json: bool) 
 
 
 def _answer(ready: ReadyRenoising, completion: RenoisedCompletion, ids: list[int]) -> dict[str, Any]:
-    """What was sampled, and of each canvas the record that its likelihood is of."""
+    """Return the completion as JSON, with the record of each canvas from which its likelihood is computed."""
     return {
         "token_ids": ids,
         "text": None if ready.tokenizer is None else ready.text(ids),

@@ -1,6 +1,6 @@
-"""What a canvas looks like: its tokens, coloured by how sure or how early they are, and blocks where it is masked.
+"""Canvas rendering: tokens coloured by confidence or denoise step, and a block for each masked slot.
 
-All of it is pure. A model's text is printed through `printable` into `Text`, which knows no markup.
+All functions are pure. Model output passes through `printable` into `Text`, which does not interpret markup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Decode = Callable[[Sequence[int]], str]
 MASK_CHARACTER = "░"
 SPECIAL_CHARACTER = "·"
 _MASK_STYLE, _GIVEN_STYLE = "dim", "bold"
-# From unsure to sure, and from early to late: both also tell apart for people who do not see red and green.
+# From low to high confidence, and from early to late. Both scales work with red-green colour blindness.
 _CONFIDENCE_STYLES = ("red", "dark_orange", "yellow", "green", "bright_cyan")
 _STEP_STYLES = ("bright_cyan", "dodger_blue1", "medium_purple1", "hot_pink", "orange1")
 _REPLACEMENT = "\ufffd"
@@ -29,7 +29,7 @@ _LONGEST_CHARACTER = 4
 
 
 class Colour(StrEnum):
-    """What the colours of tokens say."""
+    """Quantity that the colours of tokens show."""
 
     CONFIDENCE = "confidence"
     STEP = "step"
@@ -37,16 +37,16 @@ class Colour(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanvasView:
-    """The completion slots of one request, [L] each."""
+    """Completion slots of one request; all fields have length [L]."""
 
     token_ids: Sequence[int]
-    """What they hold; without meaning where masked."""
+    """Tokens of the slots; undefined where masked."""
     masked: Sequence[bool]
-    """Where nothing was committed yet."""
+    """Slots that are not committed yet."""
     steps: Sequence[int]
-    """The denoise step that committed them; -1 where given."""
+    """Denoise step that committed each slot; -1 for fixed tokens."""
     probabilities: Sequence[float]
-    """Of the tokens at temperature 1, when they were committed."""
+    """Probability of each token at temperature 1, when it was committed."""
 
     @property
     def num_committed(self) -> int:
@@ -55,13 +55,13 @@ class CanvasView:
 
     @property
     def num_steps(self) -> int:
-        """Denoise steps up to the last that committed something here."""
+        """Denoise steps up to the last one that committed a slot."""
         steps = (step for step, masked in zip(self.steps, self.masked, strict=True) if not masked)
         return max(steps, default=-1) + 1
 
 
 def canvas_in(slots: Slots, row: int = 0) -> CanvasView:
-    """The canvas that is being denoised in a slot of the engine."""
+    """Return the canvas that is being denoised in an engine slot (`row`)."""
     start, end = int(slots.rows.prompt_length[row]), int(slots.rows.end[row])
     canvases = slots.canvases
     return CanvasView(
@@ -73,7 +73,7 @@ def canvas_in(slots: Slots, row: int = 0) -> CanvasView:
 
 
 def canvas_of(completion: Completion) -> CanvasView:
-    """The canvas of a completion, up to its end."""
+    """Return the canvas of a completion, up to its end."""
     end = completion.num_tokens
     return CanvasView(
         token_ids=completion.token_ids[:end].tolist(),
@@ -84,19 +84,19 @@ def canvas_of(completion: Completion) -> CanvasView:
 
 
 def canvas_text(canvas: CanvasView, decode: Decode, colour: Colour, *, special: str = "") -> Text:
-    """The canvas as coloured text.
+    """Render a canvas as coloured text.
 
     Args:
-        canvas: what to show.
-        decode: the text of token ids, special tokens left out.
-        colour: what the colours say.
-        special: what is shown for a token that has no text, as the end of text.
+        canvas: the canvas to render.
+        decode: decodes token ids to text, without special tokens.
+        colour: quantity that the colours show.
+        special: shown for a token without text, such as the end of text.
     """
     return Text.assemble(*((text or special, style) for text, style in _pieces(canvas, decode, colour)))
 
 
 def legend(colour: Colour, num_steps: int) -> Text:
-    """What the colours mean, in one line."""
+    """Return a one-line legend of the colours."""
     if colour is Colour.CONFIDENCE:
         names = [*(f"<{20 * bound}%" for bound in range(1, len(_CONFIDENCE_STYLES))), "more"]
         title, swatches = "probability", list(zip(names, _CONFIDENCE_STYLES, strict=True))
@@ -109,7 +109,7 @@ def legend(colour: Colour, num_steps: int) -> Text:
 
 
 def window(lines: Sequence[Text], height: int) -> Sequence[Text]:
-    """At most `height` lines: where the first masked slots are, or the last ones."""
+    """Return at most `height` lines: those around the first masked slot, or the last ones."""
     if len(lines) <= height:
         return lines
     masked = (index for index, line in enumerate(lines) if MASK_CHARACTER in line.plain)
@@ -119,7 +119,7 @@ def window(lines: Sequence[Text], height: int) -> Sequence[Text]:
 
 
 def _step_swatches(num_steps: int) -> Iterable[tuple[int, str]]:
-    """The first step of each colour."""
+    """Return the first step of each colour."""
     seen: dict[str, int] = {}
     for step in range(num_steps):
         seen.setdefault(_step_style(step, num_steps), step)
@@ -136,7 +136,7 @@ def _confidence_style(probability: float) -> str:
 
 
 def _pieces(canvas: CanvasView, decode: Decode, colour: Colour) -> Iterable[tuple[str, str]]:
-    """What is shown as one, a token or several that share a character, and its style."""
+    """Yield each displayed piece with its style: a token, or several tokens that share a character."""
     num_steps, index = canvas.num_steps, 0
     while index < len(canvas.masked):
         if canvas.masked[index]:
@@ -149,7 +149,7 @@ def _pieces(canvas: CanvasView, decode: Decode, colour: Colour) -> Iterable[tupl
 
 
 def _style(canvas: CanvasView, start: int, end: int, colour: Colour, num_steps: int) -> str:
-    """Of slots that are shown as one: the latest of them, the least sure."""
+    """Return the style of slots displayed as one piece, by their latest step or lowest confidence."""
     step = max(canvas.steps[start:end])
     if step < 0:
         return _GIVEN_STYLE
@@ -159,7 +159,7 @@ def _style(canvas: CanvasView, start: int, end: int, colour: Colour, num_steps: 
 
 
 def _character(canvas: CanvasView, start: int, decode: Decode) -> tuple[int, str]:
-    """The text that begins at a slot, and the slot after it: tokens may be bytes of one character."""
+    """Return the next slot and the text of this one. Several tokens may be the bytes of one character."""
     alone = decode(canvas.token_ids[start : start + 1])
     if _REPLACEMENT not in alone:
         return start + 1, alone

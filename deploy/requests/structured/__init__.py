@@ -1,1 +1,1 @@
-"""Structured output: what JSON schemas, regular expressions and lists of choices allow, as grammars of the sampler."""
+"""Structured output: sampler grammars from JSON schemas, regular expressions and choices."""

@@ -1,9 +1,9 @@
-"""The automaton over bytes of a schema or a regular expression: made by outlines-core, in a process of its own.
+"""Byte automaton of a JSON schema or regular expression, built by outlines-core in a subprocess.
 
-An expression of twenty characters can have an automaton of a million states. So the process has a limit of memory and
-of time, and what it cannot do within them is refused; it reads and writes plain JSON and numbers.
+An expression of twenty characters can have an automaton of a million states. So the subprocess has a memory limit and a
+time limit, and an expression that exceeds them is rejected. It exchanges plain JSON and numbers.
 
-As a program: a structure on standard input, its automaton on standard output.
+As a program, it reads a structure from standard input and writes its automaton to standard output.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rollout.grammar.grammar import NOWHERE
 
 MAX_STATES = 2048
 MAX_TEXT = 2**16
-"""Characters of a schema or an expression."""
+"""Maximum characters of a schema or an expression."""
 _MAX_BYTES = 2**30
 _MAX_CPU_S = 5
 _TIMEOUT_S = 60.0
 _EOS = 256
-# Between the quotes of a string of JSON.
+# Bytes that a pattern must not match between the quotes of a JSON string.
 _FORBIDDEN_IN_STRINGS = (*range(0x20), ord('"'), ord("\\"), 0x7F)
-# The library builds, and drops, an automaton that may begin at any byte: of `.{0,30}`, one with 2 ** 30 states. After a
-# beginning that is longer than what expressions count, and overlaps itself nowhere, it may not.
+# The library also builds, and drops, an unanchored automaton: for `.{0,30}` it has 2 ** 30 states. A prefix prevents
+# that, if it is longer than the repetition counts of expressions and does not overlap itself.
 _BEGIN = b"\x01" + 63 * b"\x00"
-# Tells an expression that closes a group it has not opened. No text has it.
+# Detects an expression that closes a group it has not opened. No text contains this byte.
 _END = 2
 _NO_EXPRESSION = (
     "is no regular expression that can be served: it has a mistake, or an anchor, a word boundary, a lookaround or a "
@@ -46,23 +46,23 @@ _ROOT = Path(__file__).parents[3]
 
 
 class AutomatonError(ValueError):
-    """What has no automaton here, in a sentence without its full stop."""
+    """Error for a structure without a supported automaton: a sentence without a full stop."""
 
 
 def check_length(text: str) -> None:
-    """Raise AutomatonError for a schema or an expression that is too long."""
+    """Raise AutomatonError if a schema or an expression is too long."""
     if len(text) > MAX_TEXT:
         raise AutomatonError(f"has {len(text)} characters; {MAX_TEXT} are the most")
 
 
 def byte_automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
-    """The automaton of a schema in the library's words (`schema`), or of an expression (`regex`).
+    """Build the automaton of a schema rewritten for the library (`schema`), or of an expression (`regex`).
 
     Returns:
-        [S, 256] where each byte leads, -1 nowhere, and [S] where a text may end; state 0 is the first.
+        [S, 256] the next state for each byte, -1 for none, and [S] whether a text may end; state 0 is the start.
 
     Raises:
-        AutomatonError: it has none, or it is too large.
+        AutomatonError: there is no automaton, or it is too large.
     """
     too_large = f"is too large: it takes more than {_MAX_CPU_S} s or {_MAX_BYTES >> 30} GiB to see what it allows"
     check_length(text)
@@ -82,7 +82,7 @@ def byte_automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.
     if done.returncode < 0 or b"MemoryError" in done.stderr or (not head and not done.returncode):
         raise AutomatonError(too_large)
     if done.returncode:
-        # Its own words are in the log of this process.
+        # The error output of the subprocess goes to the log of this process.
         sys.stderr.buffer.write(done.stderr)
         raise AutomatonError("cannot be read by the grammar library")
     said = json.loads(head)
@@ -114,7 +114,7 @@ def _automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.bool
         return _numbered(_index(text))
     schema = json.loads(text)
     for pattern in _patterns(schema):
-        # Without the group that it is in: it may close it.
+        # Checked without the surrounding group, which the pattern might close.
         next_state, _ = _numbered(_index(pattern[1:-1]))
         if (next_state[:, _FORBIDDEN_IN_STRINGS] != NOWHERE).any():
             raise AutomatonError(
@@ -129,25 +129,25 @@ def _automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.bool
 
 
 def _patterns(schema: Any) -> list[str]:
-    """The patterns of all strings of a schema in the library's words."""
+    """Return the patterns of all strings of a schema rewritten for the library."""
     if isinstance(schema, list):
         return [pattern for part in schema for pattern in _patterns(part)]
     if not isinstance(schema, dict) or "enum" in schema:
         return []
     if isinstance(schema.get("pattern"), str):
         return [schema["pattern"]]
-    # The names of properties are no keywords.
+    # Property names are not keywords.
     properties = schema.get("properties", {})
     others = [value for key, value in schema.items() if key != "properties"]
     return [pattern for part in (*properties.values(), *others) for pattern in _patterns(part)]
 
 
 def _index(expression: str) -> Any:
-    """The automaton of an expression between `_BEGIN` and `_END`."""
+    """Build the automaton of an expression framed by `_BEGIN` and `_END`."""
     from outlines_core import Index, Vocabulary
 
     _check_classes(expression)
-    # To outlines-core they are of all of Unicode.
+    # In outlines-core these classes match all of Unicode.
     expression = _ASCII.sub(lambda found: found[1] + _CLASSES[found[2]], expression)
     framed = f"\\x01\\x00{{{len(_BEGIN) - 1}}}(?:{expression})\\x0{_END}"
     try:
@@ -157,7 +157,7 @@ def _index(expression: str) -> Any:
 
 
 def _check_classes(expression: str) -> None:
-    """Raise AutomatonError for what only some libraries read as sets of characters."""
+    """Raise AutomatonError for character class syntax that libraries interpret differently."""
     place, begun = 0, -1
     while place < len(expression):
         pair = expression[place : place + 2]
@@ -176,7 +176,7 @@ def _check_classes(expression: str) -> None:
 
 
 def _numbered(index: Any) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
-    """What follows `_BEGIN`, up to `_END`: states counted from the first on, those from which no text ends left out."""
+    """Extract the automaton between `_BEGIN` and `_END`, without dead states, renumbered from the start state."""
     transitions, finals, first = index.get_transitions(), index.get_final_states(), index.get_initial_state()
     for byte in _BEGIN:
         first = transitions.get(first, {}).get(byte)
@@ -201,12 +201,12 @@ def _numbered(index: Any) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
 
 
 def _reached(transitions: dict[int, dict[int, int]], first: int) -> set[int]:
-    """The states that texts lead to from one."""
+    """Return the states that are reachable from `first`."""
     return _closure({first}, {state: set(reached.values()) for state, reached in transitions.items()})
 
 
 def _useful(transitions: dict[int, dict[int, int]], accepting: set[int]) -> set[int]:
-    """The states from which a text ends."""
+    """Return the states from which a text can end."""
     before: dict[int, set[int]] = {}
     for state, reached in transitions.items():
         for target in reached.values():

@@ -1,5 +1,4 @@
-"""The fields of a body that say what its text must be: OpenAI's `response_format`, vLLM's `structured_outputs`, and the
-names of single fields that vLLM had before and SGLang has."""
+"""Structured output fields of a body: OpenAI's `response_format`, and those of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _Name = Annotated[str, Field(max_length=256)]
 
 
 def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema. Raises ValueError where what recurses into it would not come back."""
+    """Return the schema. Raises ValueError if it is nested too deeply for recursive code."""
     level: list[Any] = [schema]
     for _ in range(2 * MAX_DEPTH):
         level = [
@@ -39,7 +38,7 @@ def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(schema: Any) -> Any:
-    """The schema; vLLM and SGLang take its text too."""
+    """Parse a schema that is given as text, which vLLM and SGLang accept too."""
     if not isinstance(schema, str):
         return schema
     try:
@@ -55,27 +54,27 @@ _Choices = Annotated[list[_Choice], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class JsonSchema(Body):
-    """A schema with a name, as `response_format` has it."""
+    """Named JSON schema of `response_format`."""
 
     place = "response_format.json_schema."
 
     name: _Name | None = None
     description: str | None = None
-    """This and the name are taken and not used."""
+    """Accepted and not used, like the name."""
     json_schema: Annotated[_Schema, Field(alias="schema")]
     strict: bool | None = None
-    """Every answer is strict."""
+    """Not used: every answer is strict."""
 
 
 class ResponseFormat(Body):
-    """OpenAI's."""
+    """OpenAI's `response_format`."""
 
     place = "response_format."
 
     type: _Kind
     json_schema: JsonSchema | None = None
     bare_schema: Annotated[_Schema | None, Field(alias="schema")] = None
-    """SGLang takes the schema without a name."""
+    """Schema without a name, as in SGLang."""
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
@@ -84,7 +83,7 @@ class ResponseFormat(Body):
 
     @property
     def structure(self) -> Structure | None:
-        """What the text must be; None for any text."""
+        """Structure of the text; None: unconstrained."""
         return _structure_of(self.type, self._schema, "response_format")
 
     @property
@@ -93,7 +92,7 @@ class ResponseFormat(Body):
 
 
 class TextFormat(Body):
-    """`text.format` of `/v1/responses`: the same in one object."""
+    """`text.format` of `/v1/responses`: `response_format` flattened to one object."""
 
     place = "text.format."
 
@@ -119,7 +118,7 @@ class TextOptions(Body):
 
     @property
     def structure(self) -> Structure | None:
-        """What the text must be; None for any text."""
+        """Structure of the text; None: unconstrained."""
         return None if self.format is None else _structure_of(self.format.type, self.format.json_schema, "text")
 
 
@@ -134,7 +133,7 @@ def _structure_of(kind: _Kind, schema: dict[str, Any] | None, field: str) -> Str
 
 
 class StructuredOutputs(Body):
-    """vLLM's: one of these."""
+    """vLLM's `structured_outputs`: exactly one of these fields."""
 
     neutral: ClassVar = {
         "disable_additional_properties": (False,),
@@ -149,11 +148,11 @@ class StructuredOutputs(Body):
     json_schema: Annotated[_Schema | None, Field(alias="json")] = None
     """A JSON schema."""
     json_object: bool = False
-    """Any object of JSON."""
+    """Any JSON object."""
     regex: _Regex | None = None
     """A regular expression that the whole text matches, without anchors or lookaround."""
     choice: _Choices | None = None
-    """Texts, of which it is one."""
+    """Allowed texts."""
 
     @model_validator(mode="after")
     def _is_one(self) -> StructuredOutputs:
@@ -164,7 +163,7 @@ class StructuredOutputs(Body):
 
     @property
     def structure(self) -> Structure:
-        """What the text must be."""
+        """Structure of the text."""
         field = "structured_outputs"
         if self.regex is not None:
             return Structure.of_regex(self.regex, field)
@@ -174,19 +173,19 @@ class StructuredOutputs(Body):
 
 
 class Structured(Body):
-    """What a request says of its text, in one field at most."""
+    """Structured output fields of a request; at most one is set."""
 
     response_format: ResponseFormat | None = None
-    """JSON that a schema allows, or any object of JSON; the text is one, whatever the schedule."""
+    """JSON that matches a schema, or any JSON object. Guaranteed under every schedule."""
     structured_outputs: StructuredOutputs | None = None
-    """vLLM's word for it, with regular expressions and choices too."""
+    """vLLM's equivalent, with regular expressions and choices too."""
     guided_json: _Schema | None = None
-    """As `structured_outputs.json`; this and the next three are vLLM's older names."""
+    """Same as `structured_outputs.json`. This and the next three are older vLLM names."""
     guided_json_object: bool = False
     guided_regex: _Regex | None = None
     guided_choice: _Choices | None = None
     schema_text: Annotated[_Schema | None, Field(alias="json_schema")] = None
-    """As `guided_json`; this and the next are SGLang's names."""
+    """Same as `guided_json`. This and the next are SGLang's names."""
     regex: _Regex | None = None
 
     @cached_property
@@ -203,5 +202,5 @@ class Structured(Body):
 
     @property
     def structure(self) -> Structure | None:
-        """What the text must be; None for any text."""
+        """Structure of the text; None: unconstrained."""
         return next(iter(self._structures), None)

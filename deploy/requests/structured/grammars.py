@@ -1,4 +1,4 @@
-"""The grammars of a tokenizer: made of a request's structure, and kept for the next that asks for the same."""
+"""Grammar cache: compiles structures to grammars of one tokenizer, and keeps the latest."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _MOST_KEPT = 32
 
 
 class Grammars:
-    """Makes and keeps grammars. Of several threads."""
+    """Compiler and LRU cache of grammars. Thread-safe."""
 
     def __init__(self, tokenizer: ChatTokenizer, vocab_size: int) -> None:
-        """Make them of the texts that a tokenizer spells, for a policy with so many ids."""
+        """Compile to the tokens of `tokenizer`, for a policy with `vocab_size` ids."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._kept = OrderedDict[tuple[str, str], Grammar | str]()
         self._lock = Lock()
 
     def of(self, structure: Structure) -> Grammar:
-        """The grammar of a structure. Raises FieldError of `grammar` where it cannot be served."""
+        """Return the grammar of a structure. Raises FieldError of `grammar` if the structure is not supported."""
         key = structure.kind, structure.text
         with self._lock:
             found = self._kept.get(key)
@@ -44,14 +44,14 @@ class Grammars:
         return found
 
     def has(self, structure: Structure) -> bool:
-        """Whether it takes no time to say."""
+        """Return whether the result of `of` is cached."""
         with self._lock:
             return (structure.kind, structure.text) in self._kept
 
     def _make(self, structure: Structure) -> Grammar | str:
-        """The grammar, or why there is none."""
+        """Compile the grammar, or return the reason why it is not supported."""
         try:
-            # Before references are followed, which take time.
+            # Checked before references are resolved, which takes time.
             check_length(structure.text)
             return self._trie.grammar(*byte_automaton(*in_words_of_the_library(structure)))
         except (SchemaError, AutomatonError, ValueError) as error:
@@ -63,7 +63,7 @@ class Grammars:
 
 
 def in_words_of_the_library(structure: Structure) -> tuple[str, str]:
-    """What `byte_automaton` takes. Raises SchemaError."""
+    """Return the arguments for `byte_automaton`. Raises SchemaError if the schema is not supported."""
     if structure.kind == "regex":
         return structure.kind, structure.text
     return structure.kind, json.dumps(library_schema(json.loads(structure.text)))

@@ -1,7 +1,7 @@
-"""JSON schemas: which keywords are served, and a schema in the words of the grammar library.
+"""JSON schema support: checks the keywords and rewrites a schema for the grammar library.
 
-The library reads a keyword that it does not know as nothing, and some together as one of them. An answer would then be
-JSON that the schema forbids: so every keyword is served, known to constrain nothing, or refused by its name.
+The library ignores unknown keywords, and of some combinations it applies only one. An answer could then violate the
+schema. So every keyword is supported, known to constrain nothing, or rejected by name.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_NODES = 1024
-"""Schemas within a schema, references followed."""
+"""Maximum number of subschemas, with references resolved."""
 MAX_DEPTH = 32
-"""Schemas within one another, references followed."""
+"""Maximum nesting of schemas, with references resolved."""
 MAX_VALUES = 4096
-"""Values of all `enum`, likewise."""
+"""Maximum values of all `enum` together, with references resolved."""
 MAX_LENGTH = 128
-"""A string's `maxLength` above it is taken for it, and so is an array's `maxItems`: shorter ones are allowed too."""
+"""Larger `maxLength` and `maxItems` are reduced to it: shorter values satisfy the schema too."""
 
 _ANNOTATIONS = frozenset(
     {
@@ -55,18 +55,18 @@ _FORMATS = {
     "date-time": f"{_DATE}T{_TIME}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
 }
-# At the end, and not escaped.
+# A final `$` that is not escaped.
 _LAST_ANCHOR = re.compile(r"((?:^|[^\\])(?:\\\\)*)\$\Z")
 _LARGEST = 2**63
 _NO_NAME = re.compile(r'["\\\x00-\x1f\x7f-\x9f\ud800-\udfff]')
 
 
 class SchemaError(ValueError):
-    """A schema that is not served, in a sentence without its full stop."""
+    """Error for an unsupported schema: a sentence without a full stop."""
 
 
 def library_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema as the grammar library reads it rightly. Raises SchemaError."""
+    """Rewrite a schema so that the grammar library interprets it correctly. Raises SchemaError if unsupported."""
     return _Reader(schema).read(schema, (), "")
 
 
@@ -75,7 +75,7 @@ class _Reader:
         self._root, self._num_nodes, self._depth, self._num_values = root, 0, 0, 0
 
     def read(self, schema: Any, refs: tuple[str, ...], place: str) -> dict[str, Any]:
-        """A schema inside the root; `refs` are the references that led here, `place` is where it stands."""
+        """Rewrite a subschema of the root; `refs` are the references that led here, `place` is its path."""
         self._num_nodes += 1
         self._depth += 1
         if self._depth > MAX_DEPTH:
@@ -134,7 +134,7 @@ class _Reader:
 
     def _of_type(self, given: Mapping[str, Any], refs: tuple[str, ...], place: str) -> dict[str, Any]:
         if "type" not in given:
-            # The keywords of a type that is not named leave every other type free.
+            # Without `type`, the keywords of one type leave all other types unconstrained.
             _expect_only(given, {"type"}, place, "; name a `type`" if given.keys() & _all_keywords() else "")
             return {}
         types = _types(given, place)
@@ -193,7 +193,7 @@ def _string(given: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _pattern(given: Mapping[str, Any], place: str) -> str:
-    """In a group: the library puts it between quotes as it is."""
+    """Return the pattern in a group, since the library puts it between quotes unchanged."""
     if "format" in given:
         if not isinstance(given["format"], str) or given["format"] not in _FORMATS:
             raise SchemaError(f"has the format {_shown(given['format'])}{_at(place)}; served are {', '.join(_FORMATS)}")
@@ -201,7 +201,7 @@ def _pattern(given: Mapping[str, Any], place: str) -> str:
     pattern = given["pattern"]
     if not isinstance(pattern, str):
         raise SchemaError(f"has the pattern {_shown(pattern)}{_at(place)}, which is no text")
-    # A pattern may match anywhere: what it matches as a whole is one of those texts.
+    # A pattern may match anywhere in a text. The texts that it matches as a whole are a subset of those.
     whole = _LAST_ANCHOR.sub(r"\1", pattern.removeprefix("^"))
     return f"({whole})"
 
@@ -236,10 +236,10 @@ def _is_of_type(value: Any, kind: str) -> bool:
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether the library writes it as it is: its whole numbers have 64 bits, and no number is infinite or none."""
+    """Return whether the library reproduces a value exactly: integers fit into 64 bits, floats are finite."""
     if isinstance(value, Mapping | list):
         return all(map(_is_exact, value.values() if isinstance(value, Mapping) else value))
-    # Compared as they are: a long whole number is no float.
+    # Compared without conversion: a large integer does not fit into a float.
     return not isinstance(value, int | float) or abs(value) < _LARGEST
 
 

@@ -1,4 +1,4 @@
-"""A structure: what a request's text must be, as its author says it."""
+"""Structure of a request's text: a JSON schema or a regular expression."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Structure:
-    """What the text of an answer must be. Hashable: equal ones share a grammar."""
+    """JSON schema or regular expression that the text of an answer must match."""
 
     kind: Literal["schema", "regex"]
     text: str
     """A JSON schema, or a regular expression that the whole text matches."""
     field: str
-    """Where the body has it."""
+    """Name of the body's field."""
 
     @classmethod
     def of_schema(cls, schema: Mapping[str, Any], field: str) -> Structure:
-        """JSON that a schema allows."""
+        """Create a structure from a JSON schema."""
         return cls(kind="schema", text=json.dumps(schema), field=field)
 
     @classmethod
     def of_regex(cls, regex: str, field: str) -> Structure:
-        """What a regular expression matches as a whole."""
+        """Create a structure from a regular expression that the whole text matches."""
         return cls(kind="regex", text=regex, field=field)
 
     @classmethod
     def of_choices(cls, choices: Sequence[str], field: str) -> Structure:
-        """One of some texts."""
+        """Create a structure that allows exactly the given texts."""
         return cls.of_regex("|".join(map(_literally, choices)), field)
 
 
-# What a regular expression reads as more than itself.
+# Characters with a special meaning in a regular expression.
 _SIGNS = frozenset(r"\.+*?()|[]{}^$#&-~")
 
 

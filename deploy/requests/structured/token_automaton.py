@@ -1,4 +1,4 @@
-"""From bytes to tokens: the grammar over a tokenizer's ids of an automaton over bytes.
+"""Token automaton: converts an automaton over bytes to a grammar over a tokenizer's ids.
 
 Shape letters: V vocabulary, S states, C classes of tokens.
 """
@@ -14,33 +14,33 @@ from numpy.typing import NDArray
 from rollout.grammar.grammar import NOWHERE, Grammar
 
 MAX_ENTRIES = 2**22
-"""States times classes: 8 MB, which travel with a request."""
+"""Maximum states times classes: 8 MB, which are sent with each request."""
 _STATES_AT_ONCE = 64
 _SEED = 20261126
 
 
 class _Level(NamedTuple):
-    """The beginnings of tokens that have one length, in bytes; of `tokens` and `places` as many as end there."""
+    """Trie level: the distinct token prefixes of one length in bytes. `tokens` and `places` are parallel."""
 
     parents: NDArray[np.int64]
-    """The beginning without its last byte, among those one shorter..."""
+    """Index of each prefix without its last byte, in the level before."""
     last_bytes: NDArray[np.int64]
-    """...and that byte."""
+    """Last byte of each prefix."""
     tokens: NDArray[np.int64]
-    """The ids that end here..."""
+    """Ids of the tokens that end at this level."""
     places: NDArray[np.int64]
-    """...and where."""
+    """Index of the prefix of each of these tokens, in this level."""
 
 
 class TokenTrie:
-    """The tokens of a vocabulary, beginnings shared."""
+    """Trie over the bytes of a vocabulary's tokens."""
 
     def __init__(self, token_bytes: Sequence[bytes | None], vocab_size: int) -> None:
-        """Keep the tokens.
+        """Build the trie.
 
         Args:
-            token_bytes: what each id spells; None spells nothing, as special tokens do.
-            vocab_size: V; ids without an entry spell nothing.
+            token_bytes: bytes of each id; None for ids without text, such as special tokens.
+            vocab_size: V; ids without an entry have no text.
         """
         self._vocab_size = vocab_size
         self._spelled = [*token_bytes, *[None] * (vocab_size - len(token_bytes))]
@@ -64,14 +64,14 @@ class TokenTrie:
             known, spelled = level, [one for one in spelled if len(one[1]) > length]
 
     def grammar(self, next_byte: NDArray[np.int16], accepting: NDArray[np.bool_]) -> Grammar:
-        """The grammar of an automaton over bytes, of texts of any length.
+        """Convert an automaton over bytes to a grammar without a length limit.
 
-        Raises ValueError where it is too large.
+        Raises ValueError if the grammar is too large.
         """
         num_states = len(accepting)
-        # One more row, for what leads nowhere: it is the last, which -1 means.
+        # One extra row for the dead state. It is the last, so that `NOWHERE` (-1) indexes it.
         table = np.concatenate([next_byte, np.full((1, 256), NOWHERE, dtype=np.int16)])
-        # A token's class is known by where it leads from every state, and that by a hash: 64 bits of a sum.
+        # Tokens with equal transitions from every state form a class, identified by a 64-bit hash of the transitions.
         keys_S = np.random.default_rng(_SEED).integers(1, 2**63, size=num_states, dtype=np.uint64)
         hash_V = np.zeros(self._vocab_size, dtype=np.uint64)
         for start in range(0, num_states, _STATES_AT_ONCE):
@@ -89,7 +89,7 @@ class TokenTrie:
         )
 
     def _walk(self, table: NDArray[np.int16], states: NDArray[np.int64]) -> NDArray[np.int16]:
-        """[V, states] where each token leads from some states."""
+        """Return [V, states]: the state that each token leads to from each of `states`."""
         reached_V = np.full((self._vocab_size, len(states)), NOWHERE, dtype=np.int16)
         here = states.astype(np.int16)[None]
         for level in self._levels:
@@ -99,7 +99,7 @@ class TokenTrie:
 
 
 def _walk_one(table: NDArray[np.int16], spelling: bytes | None) -> NDArray[np.int16]:
-    """[S] where one token leads from every state."""
+    """Return [S]: the state that one token leads to from every state."""
     num_states = len(table) - 1
     if not spelling:
         return np.full(num_states, NOWHERE, dtype=np.int16)
