@@ -10,7 +10,7 @@ class UserError(Exception):
 
 
 class RunFailedError(Exception):
-    """Failure of a run by no user error, in one sentence. `main` prints it and exits with status 1."""
+    """Failure of a run that is not a user error, in one sentence. `main` prints it and exits with status 1."""
 
 
 def reason(error: OSError) -> str:

@@ -124,8 +124,8 @@ def _write_policy_of(directory: Path, out: Path) -> None:
 def _whole_adapter(directory: Path) -> tuple[Adapter, Path]:
     """Combine the adapters of all stages up to a checkpoint; also return the checkpoint below them, without adapter.
 
-    Each stage trains its own adapter, on the final policy of the stage before. Raises ValueError if there is none, or it
-    is damaged.
+    Each stage trains its own adapter, on the final policy of the stage before. Raises ValueError if there is none, or
+    if one is damaged.
     """
     for adapted in checkpoint_chain(directory)[:-1]:
         if (adapted / MANIFEST).is_file():

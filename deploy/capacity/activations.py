@@ -1,8 +1,6 @@
 """Activation memory of the policy, counted from its shape: forward, backward and logits.
 
 Counted as on a GPU, whose RMSNorm kernel saves only its input, while a CPU also saves the normalized value.
-
-Letters: T tokens of a forward, D width, H inner width of the feed-forward, K width of keys, V vocabulary.
 """
 
 from __future__ import annotations

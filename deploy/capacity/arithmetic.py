@@ -3,7 +3,7 @@
 Every completion is assumed to fill its canvas, prompt included: an upper bound. FLOP are counted as in
 `learner/flops.py`; training is planned by the method's own estimator on a group of such completions.
 
-Shape letters: B completions, P prompt, L completion slots.
+Shape letters: B completions, L completion slots.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _words(plan: Plan) -> list[Text]:
 
 
 def _beside_rounds(plan: Plan) -> str:
-    """Describe the times of other phases than rounds."""
+    """Describe the times of phases other than rounds."""
     phases = {"a step of SFT": plan.sft_step_s, "an evaluation": plan.evaluation_s, "publishing": plan.publishing_s}
     found = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items() if seconds is not None)
     return f"Beside these, with the first split: {found}."

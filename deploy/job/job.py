@@ -61,7 +61,7 @@ def run(
         recipe: validated, and checked against the cluster.
         stages: which of them.
         start_from: a checkpoint directory that becomes policy version 0.
-        resume: go on from the newest checkpoint of the run directory.
+        resume: continue from the newest checkpoint of the run directory.
         serve: answer HTTP requests from the newest version while training; the service stays when the run ends.
         on_event: receives every event of the run log on a background thread, and the driver's own messages.
 

@@ -1,4 +1,4 @@
-"""Results of `d1 eval` on a run's checkpoints, at lengths and schedules that the run does not evaluate."""
+"""Results of `d1 eval` on a run's checkpoints, at lengths and schedules that the run itself skips."""
 
 from __future__ import annotations
 

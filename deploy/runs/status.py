@@ -1,4 +1,4 @@
-"""Status of a run, read from its directory: without Ray, and so from any machine that sees the directory."""
+"""Status of a run, read from its directory: without Ray, so from any machine that sees it."""
 
 from __future__ import annotations
 
