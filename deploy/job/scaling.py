@@ -55,7 +55,7 @@ class Scaler:
         self._started: list[Any] = []
 
     def carry_out(self, request: ScaleRequest) -> ScaleAnswer:
-        """Carry out a request, or refuse all of it."""
+        """Carry out a request, or refuse all of it if it does not fit. An error midway leaves earlier kinds scaled."""
         wanted = self.sizes | request.sizes
         if refusal := self._why_not(request, wanted):
             return ScaleAnswer(id=request.id, refusal=refusal)
