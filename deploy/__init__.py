@@ -1,1 +1,1 @@
-"""The edge: command line, recipes, jobs and the service."""
+"""User-facing layer of d1: command line, recipes, jobs and the service."""

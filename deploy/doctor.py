@@ -1,4 +1,4 @@
-"""Whether this machine is fit for d1: one check for each thing that has to be right."""
+"""`d1 doctor`: checks whether this machine is fit for d1."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ValkeyServer(free_port(), password="lives-for-one-ping").stop()
 
 
 class CheckOutcome(StrEnum):
-    """How a check came out."""
+    """Outcome of a check."""
 
     OK = "ok"
     NOTE = "note"
@@ -41,24 +41,24 @@ class CheckOutcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
-    """What."""
+    """What was checked."""
     found: str
-    """What is there."""
+    """What was found."""
     verdict: CheckOutcome = CheckOutcome.OK
-    """Whether it will do."""
+    """Whether that suffices."""
     fix: str = ""
-    """What would help; empty if nothing has to."""
+    """What would help; empty if no fix is needed."""
 
 
 def run_checks(runs_dir: Path) -> Iterator[Check]:
-    """All checks, each as it is done. None leaves anything behind, and one that raises has failed."""
+    """Run all checks, and yield each when it is done. They leave nothing behind; one that raises has failed."""
     for name, look in _looks(runs_dir).items():
         try:
             check = look(name)
-        except Exception as error:  # The other checks are still worth something.
+        except Exception as error:  # The other checks are still useful.
             found = f"{type(error).__name__}: {error}".partition("\n")[0]
             check = Check(
                 name=name,
@@ -71,7 +71,7 @@ def run_checks(runs_dir: Path) -> Iterator[Check]:
 
 
 def _looks(runs_dir: Path) -> dict[str, Callable[[str], Check | None]]:
-    """What makes each check, by its name; None of what there is nothing to say of."""
+    """Return the check functions by name; one that has nothing to report returns None."""
     return {
         "cores": _cores,
         "memory": _memory,
@@ -88,7 +88,7 @@ def _looks(runs_dir: Path) -> dict[str, Callable[[str], Check | None]]:
 
 
 def checks_table(checks: list[Check]) -> Table:
-    """A row for each check."""
+    """Build a table with a row per check."""
     from rich.table import Table
     from rich.text import Text
 
@@ -158,7 +158,7 @@ def _package(name: str) -> Check:
 
 
 def _said_of_d1(field: str) -> list[str]:
-    """What d1's package metadata says; nothing where d1 is only on the `PYTHONPATH`."""
+    """Read a field of d1's package metadata; empty if d1 is only on the `PYTHONPATH`."""
     from importlib.metadata import PackageNotFoundError, metadata
 
     try:
@@ -188,7 +188,7 @@ def _gpu(name: str) -> Check:
 
 
 def _embedded_registry(name: str) -> Check:
-    # In a process of its own: the server writes to the terminal that it is given.
+    # In a subprocess, because the server writes to its terminal.
     ended = subprocess.run(  # noqa: S603 - this Python, and a constant
         [sys.executable, "-c", _TRY_REGISTRY], capture_output=True, text=True, timeout=_REGISTRY_TIMEOUT_S, check=False
     )
@@ -199,7 +199,7 @@ def _embedded_registry(name: str) -> Check:
 
 
 def _redis(name: str) -> Check | None:
-    """The server that takes the embedded one's place, if the environment names one. Its URL may hold a password."""
+    """Check the server that replaces the embedded one, if the environment names one. Its URL may hold a password."""
     url = os.environ.get(name)
     if url is None:
         return None
@@ -209,7 +209,7 @@ def _redis(name: str) -> Check | None:
 
     try:
         redis.Redis.from_url(url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S).ping()
-    except Exception as error:  # Whatever it is, its message may hold the URL.
+    except Exception as error:  # Any message may contain the URL.
         found = f"no answer: {type(error).__name__}"
         return Check(name=name, found=found, verdict=CheckOutcome.FAILED, fix=URL_ADVICE)
     return Check(name=name, found="answers")

@@ -1,4 +1,4 @@
-"""What a user did wrong, and what went wrong in a run."""
+"""Exceptions and exit codes: user errors and failed runs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ EXIT_RUN_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 
 class UserError(Exception):
-    """One sentence: what is wrong, where, and what would be right. `main` prints it and exits with status 2."""
+    """User error in one sentence: what is wrong, where, and how to fix it. `main` prints it and exits with status 2."""
 
 
 class RunFailedError(Exception):
-    """A run that failed by itself, in one sentence. `main` prints it and exits with status 1."""
+    """Failure of a run that is not a user error, in one sentence. `main` prints it and exits with status 1."""
 
 
 def reason(error: OSError) -> str:
-    """What the system says, as a part of a sentence: `no such file or directory`."""
+    """Return the system's error message, as part of a sentence: `no such file or directory`."""
     return (error.strerror or str(error)).lower()

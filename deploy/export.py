@@ -1,4 +1,4 @@
-"""`d1 export`: a checkpoint without what only d1 reads, or the adapter that it was trained as."""
+"""`d1 export`: a checkpoint as a Hugging Face directory, or its LoRA adapter for peft."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from learner.model.storage.weights import StoredWeights
 def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> Path:
     """Write a Hugging Face directory that the original code of the policy's family loads.
 
-    Its weights are the checkpoint's, to the bit; adapters are merged into them, in float32.
+    Its weights are bit-identical to the checkpoint's; adapters are merged into them in float32.
 
     Args:
         reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.runs.references.find`.
-        out: where to; nothing may be there but an empty directory.
-        runs_dir: where the runs are.
+        out: destination; it must not exist, or be an empty directory.
+        runs_dir: the directory of runs.
 
     Returns:
-        The directory of the checkpoint that was taken.
+        The directory of the exported checkpoint.
 
     Raises:
         UserError: there is no checkpoint, it is damaged, or `out` cannot be written.
@@ -58,20 +58,20 @@ def export_adapter(
 ) -> tuple[Path, Path]:
     """Write the adapter alone, as a directory that peft loads onto the original code's model.
 
-    It is what all stages of the run have added to the policy that the run began with.
+    It combines what all stages of the run have added to the initial policy.
 
     Args:
-        reference: as of `export_policy`.
+        reference: as in `export_policy`.
         out: likewise.
         runs_dir: likewise.
         is_half: round its matrices to bfloat16.
 
     Returns:
-        The directories of the checkpoint that was taken and of the policy that the adapter stands on.
+        The directories of the exported checkpoint and of the policy below the adapter.
 
     Raises:
-        UserError: as of `export_policy`, and for a checkpoint that was trained whole, or an adapter that peft cannot
-            have.
+        UserError: as in `export_policy`, and for a checkpoint that was trained without LoRA, or an adapter that peft
+            cannot represent.
     """
     directory = _find(reference, runs_dir)
     try:
@@ -83,7 +83,7 @@ def export_adapter(
     except ValueError as error:
         raise UserError(str(error)) from error
     try:
-        # Where its weights are: peft loads the original model from there.
+        # The directory of its weights, from which peft loads the original model.
         original = weight_files(base)[0].parent.resolve()
         _write(out, lambda partial: write_peft_adapter(partial, adapter, family, str(original)))
     except ValueError as error:
@@ -106,9 +106,9 @@ def _find(reference: str, runs_dir: Path) -> Path:
 
 
 def _write_policy_of(directory: Path, out: Path) -> None:
-    """Copy a checkpoint's own files, or write weights that compute what it computes.
+    """Copy a checkpoint's own files, or write equivalent weights.
 
-    An adapter is merged. Weights that have other names than the original code's are written under its names.
+    An adapter is merged. Weights whose names differ from the original code's are written under its names.
     """
     is_adapted = has_adapter(directory)
     stored = None if is_adapted else StoredWeights(directory)
@@ -122,9 +122,10 @@ def _write_policy_of(directory: Path, out: Path) -> None:
 
 
 def _whole_adapter(directory: Path) -> tuple[Adapter, Path]:
-    """What the stages of a run have added up to a checkpoint, and the checkpoint that had no adapter yet.
+    """Combine the adapters of all stages up to a checkpoint; also return the checkpoint below them, without adapter.
 
-    Each stage trains an adapter of its own, on the policy that the one before it ended with. Raises ValueError.
+    Each stage trains its own adapter, on the final policy of the stage before. Raises ValueError if there is none, or
+    if one is damaged.
     """
     for adapted in checkpoint_chain(directory)[:-1]:
         if (adapted / MANIFEST).is_file():
@@ -137,7 +138,7 @@ def _whole_adapter(directory: Path) -> tuple[Adapter, Path]:
 
 
 def _write(out: Path, write: Callable[[Path], object]) -> None:
-    """Have a directory written beside its place, and put there. Raises UserError when it cannot be."""
+    """Let `write` fill a directory, and move it to `out` atomically. Raises UserError if that fails."""
     out = out.absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty directory; export to another place")

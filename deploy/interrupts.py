@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: waiting so that they are seen, and the one raised as the other is."""
+"""Handling of Ctrl-C and SIGTERM: interruptible waits, and SIGTERM raised as an exception too."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _LOOK_EVERY_S = 0.1
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: `docker stop`, Slurm, Kubernetes."""
+    """SIGTERM was received, as from `docker stop`, Slurm or Kubernetes."""
 
 
 def has_ended(fitted: Future[None], limit_s: float = math.inf) -> bool:
-    """Wait for the learner group, and say whether it has ended by then.
+    """Wait for the learner group, and return whether it has ended within `limit_s`.
 
-    In short sleeps: a signal that another thread was given is only seen when the main thread runs, and two that come at
-    once break a wait for a lock, which Python then releases without having it.
+    The wait is in short sleeps. A signal delivered to another thread is only handled when the main thread runs, and two
+    signals at once break a wait for a lock, which Python then releases without holding it.
     """
     deadline = time.monotonic() + limit_s
     while not fitted.done() and time.monotonic() < deadline:
@@ -30,7 +30,7 @@ def has_ended(fitted: Future[None], limit_s: float = math.inf) -> bool:
 
 
 def wait_for_interrupt() -> None:
-    """Stay until Ctrl-C or SIGTERM, which nothing else ends."""
+    """Wait until Ctrl-C or SIGTERM raises; nothing else ends the wait."""
     has_ended(Future())
 
 

@@ -1,4 +1,4 @@
-"""What this machine has. A container has what its cgroup allows, as Ray counts too."""
+"""Hardware of this machine: CPUs, memory, GPUs, ports and disk; cgroup limits count, as in Ray."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from deploy.errors import reason
 
 _CGROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, never written to
-"""Where Linux keeps memory that processes share."""
+"""Linux's file system for shared memory."""
 
 
 def num_cpus() -> int:
-    """Logical CPUs."""
+    """Return the number of logical CPUs."""
     count = os.cpu_count() or 1
     quota, _, period = _cgroup_value("cpu.max").partition(" ")
     return max(1, min(count, int(quota) // int(period))) if quota.isdigit() and period.isdigit() else count
 
 
 def memory_bytes() -> int:
-    """Main memory."""
+    """Return the bytes of main memory."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _cgroup_value("memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def shared_memory_bytes() -> int | None:
-    """Size of /dev/shm, where Ray keeps its objects; None where the system has no such thing."""
+    """Return the size of /dev/shm, where Ray keeps its objects; None if the system has none."""
     return shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else None
 
 
 def num_gpus() -> int:
-    """GPUs that torch can use."""
+    """Return the number of GPUs that torch can use."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def gpu_memory_bytes() -> int | None:
-    """Memory of the smallest GPU that torch can use; None where there is none."""
+    """Return the memory of the smallest GPU that torch can use; None if there is none."""
     import torch
 
     devices = range(torch.cuda.device_count())
@@ -49,7 +49,7 @@ def gpu_memory_bytes() -> int | None:
 
 
 def why_not_bindable(host: str, port: int, *, shares_port: bool = False) -> str | None:
-    """Why nothing can listen on an address; None when it is free, or shared by what listens (`shares_port`)."""
+    """Explain why an address cannot be bound; None if it is free, or with `shares_port` if its listener shares it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares_port)
@@ -61,12 +61,12 @@ def why_not_bindable(host: str, port: int, *, shares_port: bool = False) -> str 
 
 
 def free_bytes(path: Path) -> int:
-    """Room on the disk that a path is on, or will be."""
+    """Return the free bytes on the disk of a path, which need not exist yet."""
     return shutil.disk_usage(nearest_existing(path)).free
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path itself, or the closest of its parents, that exists; not always a directory."""
+    """Return the path itself or its closest parent that exists; not always a directory."""
     path = path.absolute()
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
 

@@ -1,6 +1,6 @@
-"""Everything that a process has started, to be ended with it: also what those it started have left behind.
+"""Killing of a process's descendants, including orphans whose own parents have died.
 
-Where its raylet was killed, Ray's workers and agents find that out after up to a minute, and hold memory until then.
+When a raylet is killed, Ray's workers and agents notice only after up to a minute, and hold memory until then.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
-# What was about to start another process when it was killed has done so, or has not.
+# A process may have started another one just before it was killed, so one sweep may not be enough.
 _MAX_SWEEPS = 5
 
 
 def adopt_orphans() -> None:
-    """From now on a process whose parent dies is this one's child, where this one is its forefather. Linux."""
+    """Become a child subreaper: the parent of every descendant whose own parent dies. Linux only."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
-    """From now on this process, one of a pool, ends where its parent does: killed, that ends nobody, and who waits for
-    its work would hold memory for ever."""
+    """Make this process, a worker of a pool, end when its parent dies.
+
+    A parent that is killed does not end its workers, which would wait for work and hold memory forever.
+    """
     threading.Thread(target=_wait_for_parent, name="d1-parent", daemon=True).start()
 
 
@@ -40,14 +42,14 @@ def _wait_for_parent() -> None:
 
 
 def kill_descendants(spared: Collection[int] = ()) -> None:
-    """SIGKILL all of them but those of `spared`."""
+    """SIGKILL all descendants of this process except `spared`."""
     _kill_all(lambda: descendants(os.getpid()).difference(spared))
 
 
 def kill_marked(variable: str, value: str) -> None:
-    """SIGKILL all processes that were started with this in their environment, by a parent that is gone.
+    """SIGKILL all processes that a dead parent started with this environment variable, and their descendants.
 
-    Redis writes over its own: it is known by its parent.
+    Redis overwrites its environment, so it is found as a descendant.
     """
     _kill_all(lambda: _below({pid for pid in _pids() if is_marked(pid, variable, value)}))
 
@@ -62,7 +64,7 @@ def _kill_all(find: Callable[[], set[int]]) -> None:
 
 
 def is_marked(pid: int, variable: str, value: str) -> bool:
-    """Whether a process was started with this in its environment; not known of one that has written over it."""
+    """Whether a process was started with this environment variable; False if it has overwritten its environment."""
     try:
         return f"{variable}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -70,12 +72,12 @@ def is_marked(pid: int, variable: str, value: str) -> bool:
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes below `pid` that run."""
+    """Return the running descendants of `pid`."""
     return _below({pid}) - {pid}
 
 
 def with_descendants(pids: Collection[int], parents: Mapping[int, int]) -> set[int]:
-    """`pids` and all below them, where `parents` has the parent of each process."""
+    """Return `pids` and all their descendants; `parents` maps each process to its parent."""
     found = set(pids)
     while new := {child for child, parent in parents.items() if parent in found} - found:
         found |= new

@@ -1,4 +1,4 @@
-"""Text for terminals: hostile text made harmless, numbers made short."""
+"""Formatting for terminals: escapes untrusted text, shortens numbers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _KEPT = "\n\t"
 
 
 def printable(text: str) -> str:
-    """The text with what could steer a terminal made visible: control characters, and overrides of its direction.
+    """Escape what could steer a terminal: control characters, and overrides of the text direction.
 
-    Model output and logs are other people's text: an escape sequence in them could retitle, clear or spoof a screen.
+    Model output and logs are untrusted text: an escape sequence in them could retitle, clear or spoof a screen.
     """
     return "".join(char if char in _KEPT or not _steers(char) else f"\\u{ord(char):04x}" for char in text)
 
@@ -24,7 +24,7 @@ def _steers(char: str) -> bool:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """The values as a line of bars from their least to their greatest; at most `width` of them, averaged."""
+    """Draw the values as a line of bars between their minimum and maximum, averaged to at most `width` bars."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -37,7 +37,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: `0.4 s`, `42 s`, `3 min 05 s`, `2 h 07 min`."""
+    """Format seconds for people: `0.4 s`, `42 s`, `3 min 05 s`, `2 h 07 min`."""
     whole = round(seconds)
     if seconds < 10:
         return f"{seconds:.1f} s"
@@ -49,7 +49,7 @@ def duration(seconds: float) -> str:
 
 
 def rough_duration(seconds: float) -> str:
-    """Seconds in the largest unit that fits: `42 s`, `3 min`, `2 h`, `5 d`."""
+    """Format seconds in the largest unit that fits: `42 s`, `3 min`, `2 h`, `5 d`."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds // size:.0f} {unit}"
@@ -57,21 +57,21 @@ def rough_duration(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 grader`, `2 graders`."""
+    """Format a number with its noun: `1 grader`, `2 graders`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def share(part: float, interval: Sequence[float]) -> str:
-    """A share from 0 to 1 with its interval, in percent: `16.2 (13.4 to 19.3)`."""
+    """Format a share from 0 to 1 with its interval, in percent: `16.2 (13.4 to 19.3)`."""
     low, high = interval
     return f"{100 * part:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
 def metric(value: float) -> str:
-    """A measured number with four digits."""
+    """Format a measured number with four significant digits."""
     return f"{value:.4g}"
 
 
 def gigabytes(num_bytes: float) -> str:
-    """A size for people."""
+    """Format a size in gigabytes: `1.5 GB`."""
     return f"{num_bytes / 1e9:.1f} GB"

@@ -1,4 +1,4 @@
-"""What this program is: how this user calls it, so that a command it prints runs as printed, and its version."""
+"""Name and version of this program, so that the commands it prints can be run as printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = "d1"
 
 
 def program() -> str:
-    """`d1` where the PATH finds this installation's, else the path of its script, from here where that is shorter."""
+    """Return `d1` if the PATH finds this installation, else the path of its script, relative if that is shorter."""
     called = Path(sys.argv[0])
     script = called if called.name == _NAME and called.is_file() else Path(sysconfig.get_path("scripts"), _NAME)
     found = shutil.which(_NAME)
@@ -27,7 +27,7 @@ def program() -> str:
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package; `unknown` of one without metadata, as d1 is on a bare `PYTHONPATH`."""
+    """Return the version of an installed package; `unknown` without metadata, as for d1 on a bare `PYTHONPATH`."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -35,5 +35,5 @@ def version_of(package: str) -> str:
 
 
 def command(*words: str) -> str:
-    """A whole command, quoted for a shell."""
+    """Format a whole command, quoted for a shell."""
     return f"{program()} {shlex.join(words)}"

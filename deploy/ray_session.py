@@ -1,4 +1,4 @@
-"""Ray, connected to or started, for as long as a block lasts."""
+"""Ray session for the duration of a block: connects to a cluster, or starts a local Ray."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deploy.errors import RunFailedError, UserError, reason
 from deploy.orphans import descendants, kill_descendants
 
 MOST_STARTS = 3
-"""How often a Ray of our own is tried to be started."""
+"""Maximum number of attempts to start a local Ray."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,21 +26,21 @@ class RaySession:
     """A connection to Ray."""
 
     is_ours: bool
-    """Whether the Ray was started here and ends with the block."""
+    """Whether Ray was started here and ends with the block."""
     dashboard_url: str
-    """Where its dashboard is, empty without one."""
+    """Host and port of its dashboard; empty without one."""
     logs_dir: Path
-    """Where its processes on this machine log."""
+    """Directory of the logs of its processes on this machine."""
 
 
 @contextmanager
 def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
-    """Connect to the cluster that RAY_ADDRESS names, or start a Ray on this machine.
+    """Connect to the cluster that RAY_ADDRESS names, or start Ray on this machine.
 
     Args:
         dashboard: whether a Ray that is started here has a dashboard.
 
-    Raises RunFailedError when it does not start or answer, UserError when its token cannot be kept.
+    Raises RunFailedError if Ray does not start or answer, UserError if its token cannot be written.
     """
     import ray
 
@@ -51,9 +51,9 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
     _keep_notes_in_logs()
     is_ours = "RAY_ADDRESS" not in os.environ
     if is_ours:
-        # Ray would run its workers at 15: beside any other work of the machine they would get next to nothing.
+        # Ray's default niceness of 15 starves its workers if the machine has any other load.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # It would start a worker for each CPU at once, none of which has WORKER_ENV: no actor of a run is in them.
+        # Ray would prestart a worker per CPU without WORKER_ENV, which no actor of a run can use.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         _stay_on_loopback()
         _make_token(Path.home() / ".ray" / "auth_token")
@@ -76,9 +76,9 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
 
 
 def registry_of_cluster() -> str:
-    """Where the registry of the connected cluster is, as of `registry_url`.
+    """Return the URL of the connected cluster's registry, as `registry_url` does.
 
-    Raises UserError where there can be none, RunFailedError where the embedded one does not start.
+    Raises UserError if it is misconfigured or unreachable, RunFailedError if the embedded one does not start.
     """
     from actors.registry import server
 
@@ -91,29 +91,29 @@ def registry_of_cluster() -> str:
 
 
 def _stay_on_loopback() -> None:
-    """Let a Ray that is started here listen on loopback alone, its metrics too, which need no token.
+    """Make a Ray that is started here listen only on loopback, including its metrics, which need no token.
 
-    It takes the address of the node's network card for its own, and then listens on all, unless it is told that there
-    is no cluster to be one of: then it is 127.0.0.1.
+    By default Ray takes the address of the node's network card and listens on all interfaces. With clusters disabled it
+    uses 127.0.0.1.
     """
     from ray._private import ray_constants
 
     alone = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     os.environ.setdefault(alone, "0")
-    # It read that when it was imported.
+    # Ray read the variable at import.
     ray_constants.ENABLE_RAY_CLUSTER = os.environ[alone] not in ("0", "false")
 
 
 def connected(connect: Callable[[], Any], num_tries: int) -> Any:
-    """What `connect` returns. Ray gives its processes 30 s to start, which a busy machine may need: it tries again.
+    """Return the result of `connect`, with retries: Ray gives its processes 30 s to start, too few on a busy machine.
 
-    Raises RunFailedError.
+    Raises RunFailedError if all attempts fail.
     """
     for attempt in range(1, num_tries + 1):
         before = descendants(os.getpid())
         try:
             return connect()
-        except Exception as error:  # Ray raises a plain one where a process of its own does not start.
+        except Exception as error:  # Ray raises a plain one if one of its processes does not start.
             _clean_up_after(before)
             if attempt == num_tries:
                 raise RunFailedError(_why_no_ray(error, is_ours="RAY_ADDRESS" not in os.environ)) from error
@@ -123,7 +123,7 @@ def connected(connect: Callable[[], Any], num_tries: int) -> Any:
 
 
 def _clean_up_after(before: Collection[int]) -> None:
-    """End what a start of Ray that failed has started, and reap it: Ray forgets its processes, some while they run."""
+    """Kill and reap the processes of a failed start of Ray, which forgets them, some while they still run."""
     import ray
 
     started = descendants(os.getpid()).difference(before)
@@ -131,23 +131,23 @@ def _clean_up_after(before: Collection[int]) -> None:
         ray.shutdown()
     kill_descendants(spared=before)
     for pid in started:
-        # Reaped by Ray, or another's child.
+        # Already reaped by Ray, or not our child.
         with suppress(ChildProcessError):
             os.waitpid(pid, 0)
 
 
 @contextmanager
 def letting_go() -> Iterator[None]:
-    """What Ray holds of its processes goes within the block, without a warning that they still run."""
+    """Suppress the warnings about running processes when Ray's process handles are deleted within the block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         yield
 
 
 def _make_token(path: Path) -> None:
-    """Make Ray's token, unless there is one: Ray itself would write a file that everybody reads.
+    """Create Ray's token unless there is one: Ray itself would write a world-readable file.
 
-    The file alone has the mode, not the umask: every process that Ray starts would have that, and all that they write.
+    The mode is set on the file, not by umask, which every process that Ray starts would inherit for all its files.
     """
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return
@@ -158,7 +158,7 @@ def _make_token(path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(whole, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32))
-        # Another process may have been faster, and Ray may run with its token.
+        # Another process may have been faster, and Ray may already use its token.
         with suppress(FileExistsError):
             os.link(whole, path)
     except OSError as error:
@@ -177,7 +177,7 @@ def _why_no_ray(error: Exception, *, is_ours: bool) -> str:
 
 
 def _keep_notes_in_logs() -> None:
-    """What Ray notes of a worker that died is in its logs: `log_to_driver` does not keep it off our standard output."""
+    """Keep Ray's notes on dead workers out of our stdout, which `log_to_driver` does not do: they are in its logs."""
     from ray._private import worker
 
     worker._worker_logs_enabled = False

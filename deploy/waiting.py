@@ -1,4 +1,4 @@
-"""What a person is told while something takes long: what it is, and for how long already."""
+"""Progress messages for slow operations: what is waited for, and for how long already."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 EVERY_S = 5.0
-"""Nobody is left longer than this without a word."""
+"""Interval of progress lines."""
 
 
 class Waiting:
-    """Says what is waited for: a spinner on a terminal, a line every 5 s anywhere else. One wait at a time."""
+    """Shows what is waited for: a spinner on a terminal, a line every 5 s elsewhere. One wait at a time."""
 
     def __init__(self, console: Console, prefix: str) -> None:
-        """Say it on `console`, each line after `prefix`."""
+        """Print to `console`, each line after `prefix`."""
         self._console, self._prefix = console, prefix
         self._lock = threading.Lock()
         self._what = ""
@@ -32,9 +32,9 @@ class Waiting:
 
         Args:
             what: such as `starting Ray`.
-            at_once: whether a line says so now. A terminal shows it now in any case.
-            first_after_s: when the first line comes, where that is later than after 5 s. Then a terminal has lines too:
-                something else moves on it.
+            at_once: whether to print a line now. The spinner of a terminal starts now in any case.
+            first_after_s: delay of the first line, if it is longer than 5 s. A terminal then gets lines, not a spinner,
+                because it has a progress bar.
         """
         self.end()
         self._what = what
@@ -49,13 +49,13 @@ class Waiting:
         threading.Thread(target=self._repeat, args=arguments, name="d1-waiting", daemon=True).start()
 
     def change(self, what: str) -> None:
-        """Say from now on that it is `what`; the seconds go on."""
+        """Change what is waited for; the elapsed time continues."""
         self._what = what
         if self._spinner is not None:
             self._spinner.update(self._spinner.task_ids[0], description=what)
 
     def end(self) -> None:
-        """What was waited for is there. Nothing is printed from here on; a second call does nothing."""
+        """End the wait. Nothing is printed after this; a second call does nothing."""
         with self._lock:
             if self._ended is not None:
                 self._ended.set()
@@ -77,7 +77,7 @@ class Waiting:
 
 @contextmanager
 def saying(what: str, *, at_once: bool = False) -> Iterator[Waiting]:
-    """Say on stderr what the block does; if not `at_once`, where it takes longer than 5 s or stderr is a terminal."""
+    """Report on stderr what the block does: now if `at_once` or on a terminal, else once it takes longer than 5 s."""
     from rich.console import Console
 
     waiting = Waiting(Console(stderr=True), "d1: ")
@@ -89,11 +89,11 @@ def saying(what: str, *, at_once: bool = False) -> Iterator[Waiting]:
 
 
 def _spinner(console: Console, what: str) -> Progress:
-    """A line that turns and counts seconds, and leaves nothing behind."""
+    """Create a spinner line that counts seconds, and disappears at the end."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    # Standard output may be a pipe while stderr is the terminal: neither's text goes through the other.
+    # Stdout may be a pipe while stderr is the terminal, so a spinner on stderr must not redirect stdout.
     spinner = Progress(*columns, console=console, transient=True, redirect_stdout=not console.stderr)
     spinner.add_task(what, total=None)
     return spinner

@@ -1,1 +1,1 @@
-"""Capacity planning: what a recipe takes of GPUs, in memory and seconds, before one is at hand. It is all derived."""
+"""Capacity planning: the GPU memory and time that a recipe needs, derived without a GPU at hand."""

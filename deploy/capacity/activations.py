@@ -1,8 +1,6 @@
-"""Activations of the policy, counted from its shape: what passes through a GPU beside what stays on it.
+"""Activation memory of the policy, counted from its shape: forward, backward and logits.
 
-Counted as a GPU runs it: its kernel for RMSNorm keeps what it is given, where a CPU also keeps what it divided.
-
-Letters: T tokens of a forward, D width, H inner width of the feed-forward, K width of keys, V vocabulary.
+Counted as on a GPU, whose RMSNorm kernel saves only its input, while a CPU also saves the normalized value.
 """
 
 from __future__ import annotations
@@ -16,18 +14,18 @@ _INT64 = 8
 
 
 def bytes_of(dtype: str) -> int:
-    """Bytes of a number."""
+    """Return the bytes of one number."""
     return 2 if dtype == "bfloat16" else FLOAT32
 
 
 def kept_bytes(shape: TransformerConfig, lora: LoraConfig, tokens: int, each: int, *, checkpointed: bool) -> float:
-    """What the blocks keep for a backward pass, and one block's backward pass beside it, at most.
+    """Count what the blocks save for a backward pass, plus the backward pass of one block: the peak.
 
-    With activation checkpointing it is the input of each block, and one block at a time in full.
+    With activation checkpointing that is the input of each block, and all of one block at a time.
     """
     layers = range(shape.num_layers)
     blocks = [tokens * saved_bytes_of_token(shape, lora, each, layer) for layer in layers]
-    # Gradients of the stream and of the feed-forward, which no block keeps.
+    # Gradients of the residual stream and of the feed-forward, which no block saves.
     in_flight = tokens * each * (2 * shape.d_model + max(_inner_numbers(shape, layer) for layer in layers))
     if checkpointed:
         return float(shape.num_layers * tokens * each * shape.d_model + max(blocks) + in_flight)
@@ -35,16 +33,18 @@ def kept_bytes(shape: TransformerConfig, lora: LoraConfig, tokens: int, each: in
 
 
 def saved_bytes_of_token(shape: TransformerConfig, lora: LoraConfig, each: int, layer: int = 0) -> int:
-    """What a block keeps of a token for its backward pass. Under LoRA it does not keep the input of a layer without an
-    adapter, and it keeps what lies between the two matrices of an adapter."""
+    """Count the bytes per token that a block saves for its backward pass.
+
+    Under LoRA it does not save the input of a layer without an adapter, but it saves the values between the two
+    matrices of an adapter.
+    """
     trained = _trained_layers(shape, lora, layer)
     between = lora.rank * len(trained)
     return each * (between + _of_attention(shape, trained)) + _bytes_of_feed_forward(shape, lora, trained, each, layer)
 
 
 def forward_bytes(shape: TransformerConfig, tokens: int, each: int) -> float:
-    """The most that a forward without gradient has at a time: of attention, rotated in float32, or of the
-    feed-forward."""
+    """Count the peak of a forward pass without gradient: attention, with rotation in float32, or feed-forward."""
     width, key_value = shape.attention_width, shape.num_kv_heads * shape.head_dim
     attention = each * (shape.d_model + 2 * width + 2 * key_value) + 3 * FLOAT32 * width
     inner = max(_inner_numbers(shape, layer) for layer in range(shape.num_layers))
@@ -53,8 +53,8 @@ def forward_bytes(shape: TransformerConfig, tokens: int, each: int) -> float:
 
 
 def logits_bytes(shape: TransformerConfig, tokens: int, each: int) -> float:
-    """Logits of the learner: a chunk of them in the policy's precision and in float32, and chunks that are kept."""
-    # Here and not above: it needs torch, and a recipe for CPUs is checked without.
+    """Count the learner's logits: a chunk in the policy's precision and in float32, and the chunks that are kept."""
+    # Imported here because it imports torch, which checking a recipe for CPUs does not need.
     from learner.model.scoring import MOST_KEPT_GPU, MOST_LOGITS_GPU
 
     logits = tokens * shape.vocab_size
@@ -62,14 +62,17 @@ def logits_bytes(shape: TransformerConfig, tokens: int, each: int) -> float:
 
 
 def _trained_layers(shape: TransformerConfig, lora: LoraConfig, layer: int) -> set[str]:
-    """The linear layers of a block that have a gradient."""
+    """Return the linear layers of a block that have a gradient."""
     there = set(shape.linear_layers(layer))
     return there & set(lora.targets) if lora.rank else there
 
 
 def _of_attention(shape: TransformerConfig, trained: set[str]) -> int:
-    """Numbers that attention keeps: the stream before it and after its norm, queries, keys and values, and what it
-    gives; queries and keys before their norm too, and behind a mask, what it gives in the order of the tokens."""
+    """Count the numbers that attention saves per token.
+
+    These are the residual stream before and after its norm, queries, keys, values and the output. With a norm on them,
+    queries and keys before it too. With a block-causal mask, also the output in token order.
+    """
     queries, key_value = shape.attention_width, shape.num_kv_heads * shape.head_dim
     of_norms = (queries + key_value) * shape.qk_norm
     in_order = queries * (shape.is_block_causal and "out_proj" in trained)
@@ -78,10 +81,11 @@ def _of_attention(shape: TransformerConfig, trained: set[str]) -> int:
 
 
 def _bytes_of_feed_forward(shape: TransformerConfig, lora: LoraConfig, trained: set[str], each: int, layer: int) -> int:
-    """The stream before it and after its norm, gate, up, the activated gate, and the product.
+    """Count the bytes that the feed-forward saves per token.
 
-    Of each expert that a token takes also what goes in and what comes out. Of the router: its input in float32, scores,
-    weights twice and their sum, and three indices.
+    These are the residual stream before and after its norm, gate, up, the activated gate, and the product. For each
+    expert of a token also its input and output. For the router its input in float32, scores, weights twice and their
+    sum, and three indices.
     """
     moe, takes_up, is_whole = shape.experts_of(layer), bool(trained & {"gate_proj", "up_proj"}), not lora.rank
     num_inner = 3 + ("down_proj" in trained)
@@ -95,8 +99,10 @@ def _bytes_of_feed_forward(shape: TransformerConfig, lora: LoraConfig, trained: 
 
 
 def _inner_numbers(shape: TransformerConfig, layer: int) -> int:
-    """Numbers that a feed-forward has of a token at a time: gate and up; of each expert what it takes, its gate and up,
-    one of them activated, their product, and what it gives."""
+    """Count the numbers that a feed-forward holds per token at a time: gate and up.
+
+    For each expert: its input, gate and up, the activated gate, their product, and its output.
+    """
     moe = shape.experts_of(layer)
     if moe is None:
         return 2 * shape.mlp_hidden_size

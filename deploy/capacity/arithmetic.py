@@ -1,9 +1,9 @@
-"""FLOP of a round, counted from the recipe alone: of denoising its completions, and of learning from them.
+"""FLOP of a round, counted from the recipe alone: denoising its completions, and training on them.
 
-Every completion is taken to fill its canvas, prompt and all: the most that a round can be. Counted as the learner
-counts (`learner/flops.py`); learning is planned by the method's own estimator on a group of such completions.
+Every completion is assumed to fill its canvas, prompt included: an upper bound. FLOP are counted as in
+`learner/flops.py`; training is planned by the method's own estimator on a group of such completions.
 
-Shape letters: B completions, P prompt, L completion slots.
+Shape letters: B completions, L completion slots.
 """
 
 from __future__ import annotations
@@ -29,39 +29,41 @@ from rollout.request import Cache, SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """Denoise steps of a completion that are alike."""
+    """Denoise steps of a completion that cost the same."""
 
     count: float
-    """How many, at most."""
+    """Their number, at most."""
     flops: float
-    """FLOP of each, of one completion."""
+    """FLOP of each step, per completion."""
     is_cached: bool
-    """Whether they run a few slots, and read keys and values of the others."""
+    """Whether they compute a few slots, and read the others from the KV cache."""
 
 
 def sampling_flops(recipe: RunConfig, shape: TransformerConfig) -> float:
-    """FLOP of denoising a round's completions; of several schedules the mean is taken."""
+    """Count the FLOP of denoising a round's completions, averaged over the schedules."""
     each = [steps.count * steps.flops for params in recipe.rollout.params for steps in steps_of(recipe, shape, params)]
     return recipe.learner.groups_per_round * recipe.learner.group_size * sum(each) / len(recipe.rollout.params)
 
 
 def steps_of(recipe: RunConfig, shape: TransformerConfig, params: SamplingParams) -> list[Steps]:
-    """The steps of a completion. A schedule that looks at probabilities commits one slot a step at worst, and is
-    counted so."""
+    """Return the denoise steps of a completion.
+
+    A schedule that depends on probabilities is counted at its worst: one committed slot per step.
+    """
     if shape.is_block_causal and recipe.rollout.engine.block_cache:
         return _block_causal_steps(recipe, shape, params)
     return _completion_steps(recipe, shape, params)
 
 
 def num_steps(params: SamplingParams) -> int:
-    """Denoise steps of a completion, at most."""
+    """Return the maximum number of denoise steps of a completion."""
     return sampler_facts(params).most_steps
 
 
 def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, counts_twice: bool = False) -> float:
-    """FLOP of a round's updates, with old and reference likelihoods: those of one group, times the groups.
+    """Count the FLOP of a round's updates, with old and reference likelihoods: those of one group, times the groups.
 
-    `counts_twice` says whether what activation checkpointing computes again counts as well.
+    `counts_twice`: whether to include what activation checkpointing recomputes.
     """
     learner, lora = recipe.learner, recipe.model.lora
     facts = sampler_facts(recipe.rollout.params[0], is_block_causal=shape.is_block_causal)
@@ -80,7 +82,7 @@ def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, counts_twice:
     total = sum(_update_flops(shape, lora, of_key[key], is_twice=is_twice) for key in keys)
     total += _without_gradient(learner, shape, lora, of_key, keys[0])
     if learner.objective.needs_teacher:
-        # Of the policy's shape, once for each completion.
+        # The teacher is taken to have the policy's shape. In each update it scores each completion once, without masks.
         texts = (completed_texts(terms(update), batch, shape.pad_token_id) for update in updates)
         total += sum(forward_flops(shape, WHOLE, CanvasSums.of(views)).total for views in texts)
     if learner.objective.weighs_rows:
@@ -90,7 +92,7 @@ def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, counts_twice:
 
 
 def sft_flops(recipe: RunConfig, shape: TransformerConfig, num_documents: int) -> float:
-    """FLOP of an update of SFT on so many documents that are as long as may be, half of what they train on masked."""
+    """Count the FLOP of an SFT update on documents of maximum length, with half of their trained tokens masked."""
     length = recipe.sft_tokens
     trained = length if recipe.sft.data is not None else recipe.rollout.sampling.gen_length
     asked = num_documents * trained // 2
@@ -105,7 +107,7 @@ def sft_flops(recipe: RunConfig, shape: TransformerConfig, num_documents: int) -
 
 
 def _update_flops(shape: TransformerConfig, lora: LoraConfig, canvases: CanvasSums, *, is_twice: bool) -> float:
-    """FLOP of a forward and a backward; the blocks' forward once more where it `is_twice`."""
+    """Count the FLOP of a forward and a backward pass; `is_twice` adds the recomputed forward pass of the blocks."""
     forward = forward_flops(shape, lora, canvases)
     return update_flops(shape, lora, canvases) + is_twice * (forward.body + forward.adapter)
 
@@ -113,7 +115,7 @@ def _update_flops(shape: TransformerConfig, lora: LoraConfig, canvases: CanvasSu
 def _without_gradient(
     learner: LearnerConfig, shape: TransformerConfig, lora: LoraConfig, of_key: dict[int, CanvasSums], first: int
 ) -> float:
-    """Old likelihoods, but those that the first step gives for free, and the reference's."""
+    """Count the FLOP of old likelihoods, except those that the first step gives for free, and of the reference's."""
     total, objective = 0.0, learner.objective
     if objective.needs_old:
         total += sum(forward_flops(shape, lora, canvases).total for key, canvases in of_key.items() if key != first)
@@ -142,7 +144,7 @@ def _completion_steps(recipe: RunConfig, shape: TransformerConfig, params: Sampl
 
 
 def _block_causal_steps(recipe: RunConfig, shape: TransformerConfig, params: SamplingParams) -> list[Steps]:
-    """The same where finished blocks are remembered: each is run once more, along with the first step of the next."""
+    """Return the steps with a KV cache of finished blocks: the first step of a block recomputes the previous block."""
     block, prompt_tokens, found = params.block_length, recipe.rollout.max_prompt_tokens, []
     canvas = Canvas(prompt_length=prompt_tokens, gen_length=params.gen_length, block_length=block, is_block_causal=True)
     begin, remembered = canvas.block_end(prompt_tokens) - block, 0
@@ -160,8 +162,10 @@ def _block_causal_steps(recipe: RunConfig, shape: TransformerConfig, params: Sam
 
 
 def _steps_for(params: SamplingParams, num_slots: int) -> int:
-    """Denoise steps of a block of which so many slots are masked: a step's share is that of a whole block. Steps that
-    token editing adds depend on the policy, and are not counted."""
+    """Return the denoise steps of a block with `num_slots` masked slots; each step commits the share of a full block.
+
+    Steps that token editing adds depend on the policy, and are not counted.
+    """
     if not (params.is_by_shares or params.steps_per_block):
         return num_slots
     share, num_larger = divmod(params.block_length, params.num_block_steps)
@@ -170,21 +174,23 @@ def _steps_for(params: SamplingParams, num_slots: int) -> int:
 
 
 def _step_flops(recipe: RunConfig, shape: TransformerConfig, run: int, seen: int, block: int) -> float:
-    """FLOP of a denoise step that runs so many slots, each of which sees so many, and predicts a block."""
+    """Count the FLOP of a denoise step that computes `run` slots, each attending to `seen`, and predicts a block."""
     sums = CanvasSums(tokens=run, pairs=run * seen, asked=block, asked_pairs=block * seen, scored=block)
     forward = forward_flops(shape, recipe.model.lora, sums)
     return forward.body + forward.head + num_adapters(recipe) * forward.adapter
 
 
 def full_group(recipe: RunConfig) -> RolloutBatch:
-    """A group whose completions fill their canvases, denoised from left to right in even shares. They differ in their
-    tokens: equal canvases would be counted once."""
+    """Build a group whose completions fill their canvases, denoised from left to right in even shares.
+
+    Their tokens differ, because equal canvases would be counted once.
+    """
     rows, prompt, params = recipe.learner.group_size, recipe.rollout.max_prompt_tokens, recipe.rollout.params[0]
     length = params.gen_length
     slots = torch.arange(length).expand(rows, -1)
     zeros_BL, zeros_B = torch.zeros(rows, length), torch.zeros(rows)
     return RolloutBatch(
-        # Any tokens but those that have a meaning.
+        # Any tokens that are not special.
         prompt_ids=torch.full((rows, prompt), 2),
         prompt_lengths=torch.full((rows,), prompt),
         completion_ids=2 + torch.arange(rows)[:, None].expand(-1, length),

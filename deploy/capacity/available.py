@@ -1,4 +1,4 @@
-"""What there is to run on: this machine, or the cluster at an address."""
+"""Available resources: of this machine, or of the cluster at an address."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deploy.capacity.gpus import smallest_memory
 from deploy.errors import UserError, reason
 from deploy.program import program
 
-# Ray's own defaults: of main memory, of what may be shared of it but no less than this, and in all.
+# Ray's own defaults for its object store: share of main memory, share of /dev/shm but at least this, and maximum.
 _OBJECT_STORE_SHARE, _SHARED_SHARE, _LEAST_SHARED, _MOST_STORE = 0.3, 0.95, 10**10, 200 * 10**9
 _CONNECT_TIMEOUT_S = 5.0
 _LAST_PORT = 65535
@@ -19,10 +19,10 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
-    """What there is to run on."""
+    """Resources available to a run."""
 
     where: str
-    """Whose they are, for sentences: `this machine`, `the cluster at 10.0.0.1:6379`."""
+    """Where they are, for messages: `this machine`, `the cluster at 10.0.0.1:6379`."""
     cpus: float
     """Logical CPUs."""
     gpus: int
@@ -30,19 +30,19 @@ class Resources:
     memory_bytes: int
     """Main memory."""
     object_store_bytes: int
-    """Ray's object store on the machine that has the largest: what one process puts there lies on one machine."""
+    """Ray's object store on the machine with the largest: what one process puts there is on one machine."""
     gpu_memory_bytes: int | None
-    """Memory of the smallest GPU; None where there is none, or nobody can say."""
+    """Memory of the smallest GPU; None if there is none, or it is unknown."""
     num_machines: int
-    """How many machines they are of."""
+    """Number of machines."""
     is_ours: bool
-    """Whether the run would start its own Ray on it."""
+    """Whether the run would start its own Ray there."""
 
 
 def cluster_resources(address: str | None) -> Resources:
-    """What the running cluster at `address` has, or this machine where there is none.
+    """Return the resources of the running cluster at `address`, or of this machine if it is None.
 
-    Raises UserError when nothing answers at the address.
+    Raises UserError if nothing answers at the address.
     """
     if address is None:
         return _this_machine()
@@ -61,7 +61,7 @@ def cluster_resources(address: str | None) -> Resources:
 
 
 def resources_of(address: str | None) -> Resources:
-    """What the connected cluster has, or with an autoscaler may come to have; this machine without an address."""
+    """Return the resources of the connected cluster, with all that its autoscaler may add; of this machine if None."""
     if address is None:
         return _this_machine()
     import ray
@@ -84,7 +84,7 @@ def resources_of(address: str | None) -> Resources:
 
 
 def _largest_store(to_come: float) -> int:
-    """The largest object store of a machine; of machines that are `to_come`, nobody knows how many share theirs."""
+    """Return the largest object store of a machine. `to_come` counts as one, since its machines are unknown."""
     import ray
 
     stores = (node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
@@ -92,7 +92,7 @@ def _largest_store(to_come: float) -> int:
 
 
 def _most_by_autoscaler() -> dict[str, float]:
-    """What the cluster has once its autoscaler has started all machines that it may; empty without one."""
+    """Return the cluster's resources once its autoscaler has started all machines that it may; empty without one."""
     from ray._private.state import state
 
     return {name: float(most) for name, most in (state.get_max_resources_from_cluster_config() or {}).items()}
@@ -114,7 +114,7 @@ def _this_machine() -> Resources:
 
 
 def _check_address(address: str) -> None:
-    """Raise UserError for an address that cannot work: Ray itself would take more than a minute to say so."""
+    """Raise UserError for an address that cannot work: Ray itself would take more than a minute to report it."""
     if "://" in address:
         raise UserError(
             f"RAY_ADDRESS is {address}, and a run connects to a cluster's HOST:PORT from one of its machines; "
@@ -122,7 +122,7 @@ def _check_address(address: str) -> None:
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > _LAST_PORT:
-        # A word like `auto`, or what Ray itself refuses at once.
+        # A word like `auto`, or an address that Ray itself rejects at once.
         return
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()

@@ -1,4 +1,4 @@
-"""What `--dry-run` prints."""
+"""Output of `--dry-run`: the resolved recipe, what it needs against what is available, and problems."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from deploy.recipe.recipe import Recipe
 
 
 def print_dry_run(recipe: Recipe, needs: Needs, available: Resources, problems: Sequence[str]) -> None:
-    """Print the resolved recipe, what it needs beside what there is, and the problems."""
+    """Print the resolved recipe, what it needs against what is available, and the problems."""
     console = Console()
     text = resolved_yaml(recipe)
     if console.is_terminal:
         console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
     else:
-        # Exactly the YAML: it can be piped into a file and used as a recipe, up to the table.
+        # Plain YAML: the output up to the table can be piped into a file and used as a recipe.
         console.print(Text(text), soft_wrap=True)
     table = Table("resource", "the recipe needs", f"{available.where} has")
     table.add_row("CPUs", f"{needs.cpus:g}", f"{available.cpus:g}")

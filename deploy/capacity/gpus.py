@@ -1,4 +1,4 @@
-"""GPUs as their data sheets state them, by the names that Ray has for them."""
+"""GPU specifications from data sheets, by Ray's `accelerator_type`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GpuKind:
     memory_bytes: int
     """Its memory."""
     flop_per_s: float
-    """Dense bfloat16 products."""
+    """Dense bfloat16 FLOP per second."""
 
 
 GPU_KINDS = {
@@ -30,14 +30,14 @@ GPU_KINDS = {
         GpuKind(name="B200", memory_bytes=180 * 10**9, flop_per_s=2250e12),
     )
 }
-"""The kinds that plans are made for."""
+"""The kinds that plans support."""
 DEFAULT_KIND = "H100"
-"""That of a plan that names none."""
+"""The kind of a plan that names none."""
 _RAY_PREFIX = "accelerator_type:"
 
 
 def smallest_memory(resources: Iterable[str]) -> int | None:
-    """Memory of the smallest kind of GPU among a cluster's resources, by their names; None where one is not known."""
+    """Return the memory of the smallest GPU kind among a cluster's resource names; None without GPUs or if unknown."""
     names = [name.removeprefix(_RAY_PREFIX) for name in resources if name.startswith(_RAY_PREFIX)]
     if not names or any(name not in GPU_KINDS for name in names):
         return None

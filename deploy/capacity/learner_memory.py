@@ -1,4 +1,4 @@
-"""Memory of a learner worker, counted from the recipe: what it holds in each stage, and what passes through."""
+"""Memory of a learner worker, derived from the recipe: weights, optimizer and activations by stage."""
 
 from __future__ import annotations
 
@@ -30,20 +30,26 @@ _FEWER_TRAINED = f"{_MORE_WORKERS} or LoRA (model.lora.rank)"
 
 
 def learner_memory(recipe: RunConfig, shape: TransformerConfig, num_workers: int) -> ProcessMemory:
-    """What one of so many learner workers takes, in the stage that takes most. A copy of the policy may have fewer."""
+    """Derive the GPU memory of one of `num_workers` learner workers, in the stage that takes most.
+
+    Fewer workers may share one copy of the policy (`sharding.workers_per_copy`).
+    """
     stages = [_in_stage(recipe, shape, num_workers, stage) for stage in _stages(recipe, num_workers)]
     return max(stages, key=lambda process: process.num_bytes)
 
 
 def main_memory_of_learner(recipe: RunConfig, shape: TransformerConfig) -> float:
-    """What all learner workers together have in main memory, of weights and moments: all of it on CPUs and with
-    `cpu_offload`; of GPUs that they share with samplers, what sleeps."""
+    """Derive the main memory of weights and optimizer moments, over all learner workers.
+
+    On CPUs and with `cpu_offload` these are all of them, and the gradient. With colocated samplers they are what is
+    offloaded; otherwise there are none.
+    """
     counts, num_workers = ParameterCounts.of(shape, recipe.model.lora), recipe.learner.num_workers
     sleeps = recipe.device == "cuda" and not recipe.sharding.cpu_offload
     if sleeps and not recipe.gpus.colocate:
         return 0.0
     num_sharing = _num_sharing(recipe, num_workers)
-    # Nobody sleeps between a backward pass and its step.
+    # Colocated learners are never offloaded between a backward pass and its step, so their gradient is not.
     state = FLOAT32 * (_MOMENTS + (not sleeps)) * counts.trained / num_sharing
     held = (_held(recipe, counts, num_sharing, stage) for stage in _stages(recipe, num_workers))
     return num_workers * (state + max(sum(part.num_bytes for part in parts) for parts in held))
@@ -54,21 +60,21 @@ class _Stage:
     """What differs from stage to stage."""
 
     who: str
-    """The learner in it."""
+    """Display name of the learner in this stage."""
     tokens: int
-    """Of a forward, at most."""
+    """Maximum number of tokens of a forward pass."""
     helps: str
-    """What makes these fewer."""
+    """The field that reduces them."""
     has_start: bool
-    """Whether SFT's adapter is beside the base."""
+    """Whether SFT's adapter is held in addition to the base."""
     has_reference: bool = False
-    """Whether a copy of the policy is held."""
+    """Whether a copy of the policy is held as the reference."""
     has_teacher: bool = False
-    """Whether a teacher is held, which is taken to be as large as the policy."""
+    """Whether a teacher is held, which is assumed to be as large as the policy."""
 
 
 def _stages(recipe: RunConfig, num_workers: int) -> Iterator[_Stage]:
-    """Those of the run: SFT, the rounds, and the control, which is SFT again."""
+    """Yield the stages of the run: SFT, the rounds, and the control, which is SFT again."""
     lora, learner, canvas = recipe.model.lora, recipe.learner, recipe.canvas_tokens
     has_sft = recipe.sft.num_steps > 0
     after_sft = has_sft and lora.rank > 0
@@ -91,7 +97,7 @@ def _stages(recipe: RunConfig, num_workers: int) -> Iterator[_Stage]:
 
 
 def _shorter(sft_tokens: int | None) -> str:
-    """What makes a canvas shorter."""
+    """Name the fields that make a canvas shorter."""
     canvas = "rollout.max_prompt_tokens or rollout.sampling.gen_length"
     return f"a smaller {'sft.max_tokens' if sft_tokens else canvas}"
 
@@ -102,8 +108,8 @@ def _in_stage(recipe: RunConfig, shape: TransformerConfig, num_workers: int, sta
     num_sharing = _num_sharing(recipe, num_workers)
     kept = kept_bytes(shape, lora, stage.tokens, each, checkpointed=sharding.activation_checkpointing)
     less_kept = "" if sharding.activation_checkpointing else "sharding.activation_checkpointing=true or "
-    # Blocks as they are gathered, or a layer of which 4 bits are made whole; of trained ones their gradient too, before
-    # it is summed over the workers.
+    # Gathered blocks, or with NF4 one dequantized layer. For trained blocks also their gradient, before it is reduced
+    # over the workers.
     at_a_time = counts.layer if lora.base_weights == "nf4" else _GATHERED_BLOCKS * counts.block
     blocks = at_a_time + _GATHERED_BLOCKS * counts.adapter_of_block + counts.root
     summed = (each + FLOAT32) * (counts.adapter_of_block if lora.rank else max(counts.block, counts.root))
@@ -135,22 +141,22 @@ def _in_stage(recipe: RunConfig, shape: TransformerConfig, num_workers: int, sta
 
 
 def _held(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, stage: _Stage) -> list[Part]:
-    """Weights, which stay for the whole stage."""
+    """Return the weights that are held for the whole stage."""
     each = bytes_of(recipe.sharding.compute_dtype)
     teacher = Part(name="the teacher", num_bytes=each * counts.policy / num_sharing, helps=_MORE_WORKERS)
     return _of_policy(recipe, counts, num_sharing, stage) + [teacher] * stage.has_teacher
 
 
 def _of_policy(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, stage: _Stage) -> list[Part]:
-    """Those of the policy, and of its reference."""
+    """Return the weights of the policy, and of its reference."""
     lora, each = recipe.model.lora, bytes_of(recipe.sharding.compute_dtype)
     if not lora.rank:
         helps, weights = _FEWER_TRAINED, counts.policy / num_sharing
         parts = [Part(name="weights in float32", num_bytes=FLOAT32 * weights, helps=helps)]
-        # Held as it computes.
+        # Held in the compute dtype.
         return parts + [Part(name="the reference", num_bytes=each * weights, helps=helps)] * stage.has_reference
     if lora.base_weights == "nf4":
-        # The blocks whole on every worker; the rest sharded.
+        # The blocks are replicated on every worker; the rest is sharded.
         quantized = _NF4_BYTES * counts.blocks + FLOAT32 * counts.root / num_sharing
         base = Part(name="weights, of blocks in 4 bits", num_bytes=quantized, helps="a smaller model")
     else:
@@ -159,11 +165,11 @@ def _of_policy(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, sta
         dtype, helps = "bfloat16" if in_half else "float32", f"{_MORE_WORKERS} or model.lora.base_weights=nf4"
         base = Part(name=f"weights in {dtype}", num_bytes=bytes_of(dtype) * counts.policy / num_sharing, helps=helps)
     adapter = Part(name="the adapter in float32", num_bytes=FLOAT32 * counts.adapter / num_sharing, helps=_MORE_WORKERS)
-    # Whole on every worker, as it computes.
+    # Replicated on every worker, in the compute dtype.
     start = Part(name="the adapter of SFT", num_bytes=each * counts.adapter, helps="a smaller model.lora.rank")
     return [base, adapter, *[start] * stage.has_start]
 
 
 def _num_sharing(recipe: RunConfig, num_workers: int) -> int:
-    """Workers that hold one copy of the policy between them."""
+    """Return the number of workers over which one copy of the policy is sharded."""
     return min(recipe.sharding.workers_per_copy or num_workers, num_workers)

@@ -1,4 +1,4 @@
-"""GPU memory of a process, counted from the recipe part by part; here that of samplers and of the service's engines."""
+"""GPU memory of samplers and of the service's engines, derived from the recipe part by part."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from learner.model.config import TransformerConfig
 from rollout.request import Cache
 
 CONTEXT_BYTES, NCCL_BYTES = 10**9, 10**9
-"""Assumed, and measured by nobody: CUDA's context with its libraries, and NCCL's buffers where several GPUs meet."""
+"""Assumed, not measured: CUDA's context with its libraries, and NCCL's buffers with several GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One thing that takes memory."""
+    """One part of the memory of a process."""
 
     name: str
-    """What it is."""
+    """Display name."""
     num_bytes: float
-    """How much it takes."""
+    """Its size."""
     helps: str
-    """What would make it smaller: fields of the recipe. Empty: nothing in it."""
+    """Fields of the recipe that would make it smaller; empty if there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessMemory:
-    """What one process takes of its GPU."""
+    """GPU memory of one process."""
 
     who: str
-    """`a sampler`."""
+    """Display name, such as `a sampler`."""
     kind: str
-    """The field of `gpus` that says its share of a GPU: `sampler`."""
+    """The field of `gpus` that sets its share of a GPU, such as `sampler`."""
     share: float
     """That share."""
     parts: tuple[Part, ...]
-    """What takes it, the largest first."""
+    """Its parts, the largest first."""
 
     @property
     def num_bytes(self) -> float:
-        """All of it."""
+        """Total memory."""
         return sum(part.num_bytes for part in self.parts)
 
 
 def largest(parts: tuple[Part, ...]) -> Part:
-    """The part that takes most of those that a field makes smaller."""
+    """Return the largest part that a field of the recipe can make smaller."""
     return max((part for part in parts if part.helps), key=lambda part: part.num_bytes)
 
 
 def sampler_memory(recipe: RunConfig, shape: TransformerConfig) -> ProcessMemory:
-    """What a sampler takes: one policy, and a forward of all its slots, or of its largest portion."""
+    """Derive the memory of a sampler: one policy, and a forward of its slots, or of its largest work unit if less."""
     parts = _sampling_parts(recipe, shape, 1, min(recipe.rollout.engine.num_slots, recipe.most_portion_requests))
     if recipe.gpus.colocate:
         parts.append(Part(name="CUDA and NCCL of a learner asleep", num_bytes=CONTEXT_BYTES + NCCL_BYTES, helps=""))
@@ -59,13 +59,13 @@ def sampler_memory(recipe: RunConfig, shape: TransformerConfig) -> ProcessMemory
 
 
 def engine_memory(recipe: RunConfig, shape: TransformerConfig, most_live: int) -> ProcessMemory:
-    """What an engine of the service takes that holds up to `most_live` versions, of which one computes at a time."""
+    """Derive the memory of a service engine with up to `most_live` versions, of which one computes at a time."""
     parts = _sampling_parts(recipe, shape, most_live, recipe.rollout.engine.num_slots)
     return ProcessMemory(who="an engine", kind="engine", share=recipe.gpus.engine, parts=largest_first(parts))
 
 
 def why_too_large(process: ProcessMemory, gpu_bytes: float, where: str) -> str | None:
-    """Why a process does not fit its share of a GPU, with what helps; None where it does."""
+    """Explain why a process does not fit its share of a GPU, with what helps; None if it fits."""
     available = process.share * gpu_bytes
     if process.num_bytes <= available:
         return None
@@ -87,7 +87,7 @@ def _sampling_parts(recipe: RunConfig, shape: TransformerConfig, num_versions: i
     tokens = rows * recipe.canvas_tokens
     weights = [Part(name="weights", num_bytes=each * counts.policy, helps=dtype_helps)]
     if lora.rank:
-        # Versions share their base, and what SFT added to it.
+        # Versions share their base, and SFT's adapter.
         adapters = each * (num_versions - 1 + num_adapters(recipe)) * counts.adapter
         weights.append(Part(name="adapters", num_bytes=adapters, helps="a smaller model.lora.rank"))
     elif num_versions > 1:
@@ -97,7 +97,7 @@ def _sampling_parts(recipe: RunConfig, shape: TransformerConfig, num_versions: i
         *weights,
         Part(name="activations", num_bytes=forward_bytes(shape, tokens, each), helps=slots_help),
         Part(
-            # In the policy's precision; shifted in float32, and their exponentials.
+            # In the policy's precision; in float32 shifted, and exponentiated.
             name="logits of the blocks",
             num_bytes=rows * params[0].block_length * shape.vocab_size * (each + 2 * FLOAT32),
             helps=f"{slots_help} or rollout.sampling.block_length",
@@ -113,17 +113,17 @@ def _sampling_parts(recipe: RunConfig, shape: TransformerConfig, num_versions: i
 
 
 def sampler_weight_bytes(recipe: RunConfig, counts: ParameterCounts) -> float:
-    """What one policy takes as a sampler holds it, with what adapters it has."""
+    """Return the bytes of one policy in a sampler, with its adapters."""
     return bytes_of(recipe.rollout.engine.dtype) * (counts.policy + num_adapters(recipe) * counts.adapter)
 
 
 def versions_at_a_time(recipe: RunConfig) -> int:
-    """Policy versions that are held for the samplers: those that the weight store keeps, and one that arrives."""
+    """Return the number of policy versions held for the samplers: those in the weight store, and one that arrives."""
     return recipe.learner.max_staleness + 3
 
 
 def published_bytes(recipe: RunConfig, counts: ParameterCounts) -> float:
-    """What a version takes as it travels: an adapter in float32; whole weights in the samplers' precision."""
+    """Return the bytes of a published version: an adapter in float32, or full weights in the samplers' precision."""
     if recipe.model.lora.rank:
         return FLOAT32 * counts.adapter
     return bytes_of(recipe.rollout.engine.dtype) * counts.policy

@@ -1,6 +1,6 @@
-"""A capacity plan: how a recipe's samplers and learner workers share so many GPUs best, and what stands in the way.
+"""Capacity plan: the best split of GPUs between samplers and learner workers, and what limits it.
 
-Seconds leave out grading, and the loading of checkpoints.
+Times exclude grading, and the loading of checkpoints.
 """
 
 from __future__ import annotations
@@ -23,69 +23,72 @@ from learner.model.config import TransformerConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """How many GPUs sample and how many learn. On one GPU, and colocated, the same ones do both."""
+    """Split of GPUs between sampling and learning. On one GPU, and colocated, the same GPUs do both."""
 
     num_samplers: int
     """Samplers, a GPU each."""
     num_workers: int
     """Learner workers, a GPU each."""
     num_gpus: int
-    """GPUs that have something to do."""
+    """GPUs in use."""
     sampling_s: float
     """Seconds to denoise a round's completions."""
     learning_s: float
-    """Seconds of its updates."""
+    """Seconds of a round's updates."""
     round_s: float
-    """Seconds of a round: one after the other, or the longer where samplers run ahead."""
+    """Seconds of a round: the sum of both, or their maximum if samplers run ahead."""
     limit: str | None
-    """Why it cannot be: the memory of whom, and the field that helps. None where it can."""
+    """Why it does not fit: which process lacks memory, and the field that helps. None if it fits."""
 
     @property
     def first_limit(self) -> str:
-        """What a round waits for most."""
+        """The bottleneck of a round."""
         return "sampling" if self.sampling_s >= self.learning_s else "learning"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A recipe on so many GPUs of a kind."""
+    """Capacity plan of a recipe on a number of GPUs of one kind."""
 
     num_gpus: int
-    """GPUs."""
+    """Number of GPUs."""
     kind: GpuKind
-    """Which."""
+    """Their kind."""
     sampling_flops: float
-    """Of a round."""
+    """FLOP of sampling per round."""
     learning_flops: float
-    """Of a round."""
+    """FLOP of learning per round."""
     is_short_of_groups: bool
-    """Whether more samplers would do no more, as a round has no more groups."""
+    """Whether more samplers would be idle, because a round has no more groups."""
     is_colocated: bool
     """Whether the recipe has samplers and learner workers take turns on the same GPUs."""
     splits: tuple[Split, ...]
-    """Every split, the fastest that fits first, then those that do not fit."""
+    """All splits: those that fit, fastest first, then those that do not."""
     if_colocated: Split | None
-    """The fastest that fits where they would; None where they do, or cannot, or none fits."""
+    """The fastest split that fits if colocated; None if the recipe is colocated, cannot be, or none fits."""
     processes: tuple[ProcessMemory, ...]
-    """What a sampler and a learner worker of the first split take."""
+    """Memory of a sampler and of a learner worker in the first split."""
     has_other_shares: bool
-    """Whether that is with other shares of a GPU than the recipe's."""
+    """Whether the plan has other shares of a GPU than the recipe."""
     sft_step_s: float | None
-    """Seconds of a step of SFT with the first split; None without SFT."""
+    """Seconds of an SFT step in the first split; None without SFT."""
     evaluation_s: float
-    """Seconds of an evaluation with the first split, at one schedule."""
+    """Seconds of an evaluation in the first split, at one schedule."""
     publishing_s: float | None
-    """Seconds to publish a version; None of whole weights, of which it is not known."""
+    """Seconds to publish a version; None for full weights, which were not measured."""
 
     @property
     def best(self) -> Split | None:
-        """The fastest split that fits; None where none does."""
+        """The fastest split that fits; None if none does."""
         return self.splits[0] if self.splits[0].limit is None else None
 
 
 def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
-    """Plan a recipe. Raises ValueError when its checkpoint's config cannot be had, UserError when so many GPUs cannot
-    hold a copy of the policy as the recipe shards it."""
+    """Plan a recipe.
+
+    Raises ValueError if its checkpoint's config is not available, UserError if these GPUs cannot hold a copy of the
+    policy as the recipe shards it.
+    """
     shape = policy_shape(recipe)
     shares, is_colocated = _shares(recipe, shape, num_gpus), recipe.gpus.colocate
     splits = _fastest_first(_splits(shares, shape, num_gpus, kind))
@@ -117,14 +120,14 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
 def _splits(recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: GpuKind) -> Iterator[Split]:
     where = f"one {kind.name}"
     learner = recipe.learner
-    # What cannot be shared out further: more workers would wait in every round.
+    # Indivisible units of learner work: more workers than units would be idle in every round.
     units = learner.groups_per_round * (1 if learner.objective.compares_groups else learner.group_size)
     learning_alone_s = learning_s(recipe, shape, kind)
     sampler = why_too_large(sampler_memory(recipe, shape), kind.memory_bytes, where)
     for num_samplers, num_workers in _pairs(recipe, num_gpus, units):
         too_large = why_too_large(learner_memory(recipe, shape, num_workers), kind.memory_bytes, where)
         is_ahead = learner.max_staleness > 0 and num_gpus > 1
-        # The busiest ends the round. Samplers that run ahead go on with the next one.
+        # The busiest sampler ends the round. Samplers that run ahead continue with the next round.
         of_busiest = 1 / num_samplers if is_ahead else _of_busiest_sampler(recipe, num_samplers)
         sampled_s = sampling_s(recipe, shape, kind, num_samplers) * of_busiest
         learned_s = learning_alone_s * _of_busiest(units, num_workers)
@@ -140,7 +143,7 @@ def _splits(recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: Gp
 
 
 def _pairs(recipe: RunConfig, num_gpus: int, units: int) -> Iterator[tuple[int, int]]:
-    """So many samplers with so many learner workers, who share out `units` at most, in whole copies of the policy."""
+    """Yield pairs of sampler and worker counts; workers form whole copies of the policy, and are at most `units`."""
     of_copy = recipe.sharding.workers_per_copy or 1
     if recipe.gpus.colocate:
         for number in range(1, 1 + min(num_gpus, units, _most_samplers(recipe))):
@@ -158,25 +161,27 @@ def _fastest_first(splits: Iterable[Split]) -> list[Split]:
 
 
 def _most_samplers(recipe: RunConfig) -> int:
-    """Samplers that can be at work at a time."""
+    """Return the number of samplers that can work at the same time."""
     return recipe.learner.groups_per_round * (recipe.learner.max_staleness + 1)
 
 
 def _of_busiest_sampler(recipe: RunConfig, num_samplers: int) -> float:
-    """The share of a round's groups that the busiest sampler has, in whole portions."""
+    """Return the busiest sampler's share of a round's groups, in whole work units."""
     groups, of_portion = recipe.learner.groups_per_round, recipe.portion_groups_for(num_samplers)
     num_portions = -(-groups // of_portion)
     return min(1.0, -(-num_portions // num_samplers) * of_portion / groups)
 
 
 def _of_busiest(num_units: int, num_processes: int) -> float:
-    """The share of some units that the busiest of some processes has."""
+    """Return the busiest process's share of `num_units`."""
     return -(-num_units // num_processes) / num_units
 
 
 def _shares(recipe: RunConfig, shape: TransformerConfig, num_gpus: int) -> RunConfig:
-    """The recipe with whole GPUs; on one, with the shares that it says, or else in proportion to what both take. Where
-    both take turns their shares are the recipe's."""
+    """Return the recipe with whole GPUs; a colocated recipe keeps its shares.
+
+    On a single GPU a recipe keeps its shares if they fit, else they are in proportion to the memory of both processes.
+    """
     shares = {"sampler": 1.0, "learner": 1.0}
     if recipe.gpus.colocate:
         return recipe

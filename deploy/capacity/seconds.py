@@ -1,7 +1,7 @@
-"""Seconds of a run's phases on GPUs: counted arithmetic over the share of the stated rate that one GPU reached.
+"""Seconds of a run's phases on GPUs: counted FLOP over the share of peak FLOP/s that one GPU reached.
 
-Shares and times of a layer are fitted to what LLaDA-8B's shape took on one H200 (docs/benchmarks.md, one GPU);
-`tests/deploy/capacity/test_measured.py` compares. Tokens a second of other kinds of GPU follow their stated rate.
+The shares and the times per layer are fitted to LLaDA-8B's shape on one H200 (docs/benchmarks.md, one GPU);
+`tests/deploy/capacity/test_measured.py` compares. Other kinds of GPU are scaled by their peak FLOP/s.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from rollout.request import SamplingParams
 _PUBLISHED_BYTES_PER_S = 1.342e9 / 1.42
 
 
-# Of the stated rate, by whether the network is compiled.
+# Share of the peak FLOP/s, by whether the network is compiled.
 _SAMPLING_SHARE, _LEARNING_SHARE = {False: 0.54, True: 0.63}, {False: 0.47, True: 0.54}
-# An eager step waits for the host, which takes so long for the launches of a layer. One by CUDA graphs does not, but
-# small kernels keep it from its rate: those that read a cache most of all.
+# An eager step waits for the host, which takes this long to launch the kernels of a layer. A step by CUDA graphs does
+# not, but its small kernels take extra time per layer, most of all those that read a KV cache.
 _LAUNCHES_OF_LAYER_S, _SMALL_OF_LAYER_S, _SMALL_OF_CACHED_LAYER_S = 0.6e-3, 0.1e-3, 0.3e-3
 
 
 def completion_s(
     recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, params: SamplingParams, num_rows: int
 ) -> float:
-    """Seconds of a completion that is denoised beside others, as many at a time."""
+    """Estimate the seconds per completion when `num_rows` are denoised at a time."""
     seconds, layers, is_compiled = 0.0, shape.num_layers, recipe.rollout.engine.compile
     rate = _SAMPLING_SHARE[is_compiled] * kind.flop_per_s
     for steps in steps_of(recipe, shape, params):
@@ -42,7 +42,7 @@ def completion_s(
 
 
 def sampling_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_samplers: int) -> float:
-    """Seconds of a round's completions on one GPU, in the portions that so many samplers are given."""
+    """Estimate the seconds of a round's completions on one GPU, in the work units of `num_samplers` samplers."""
     completions = recipe.learner.groups_per_round * recipe.learner.group_size
     portion = recipe.portion_groups_for(num_samplers) * recipe.learner.group_size
     num_rows = min(recipe.rollout.engine.num_slots, portion)
@@ -51,18 +51,18 @@ def sampling_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_s
 
 
 def learning_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind) -> float:
-    """Seconds of a round's updates on one GPU."""
+    """Estimate the seconds of a round's updates on one GPU."""
     return learning_flops(recipe, shape, counts_twice=True) / _learning_rate(recipe, kind)
 
 
 def sft_step_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_workers: int) -> float:
-    """Seconds of an optimizer step of SFT, of documents that are as long as may be."""
+    """Estimate the seconds of an optimizer step of SFT, on documents of maximum length."""
     of_worker = -(-recipe.sft.batch_size // num_workers)
     return sft_flops(recipe, shape, of_worker) / _learning_rate(recipe, kind)
 
 
 def evaluation_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_samplers: int) -> float:
-    """Seconds of an evaluation between the rounds, or the like: at the first of its schedules alone."""
+    """Estimate the seconds of an evaluation such as those between the rounds, at the first of its schedules only."""
     _, _, num_problems = recipe.evaluation.to_choose_by
     portion = min(recipe.rollout.batch_size, num_problems)
     num_portions = -(-num_problems // portion)
@@ -72,7 +72,7 @@ def evaluation_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num
 
 
 def publishing_s(recipe: RunConfig, shape: TransformerConfig) -> float | None:
-    """Seconds from the learner's GPU to the weight store; None of whole weights, which nobody has measured."""
+    """Estimate the seconds from the learner's GPU to the weight store; None for full weights, not measured."""
     lora = recipe.model.lora
     return published_bytes(recipe, ParameterCounts.of(shape, lora)) / _PUBLISHED_BYTES_PER_S if lora.rank else None
 

@@ -1,4 +1,4 @@
-"""The shape of a recipe's policy, before anything is made or loaded."""
+"""Shape and parameter counts of a recipe's policy, before anything is created or loaded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from learner.model.lora_config import LoraConfig
 
 
 def policy_shape(recipe: RunConfig) -> TransformerConfig:
-    """That of its checkpoint; or of a policy made from scratch, whose tokenizer has at most so many tokens.
+    """Return the shape of the recipe's checkpoint, or of a policy made from scratch, with `vocab_size` as upper bound.
 
-    Raises ValueError when the checkpoint's config cannot be had.
+    Raises ValueError if the checkpoint's config is not available.
     """
     model = recipe.model
     if model.checkpoint is not None:
@@ -23,14 +23,14 @@ def policy_shape(recipe: RunConfig) -> TransformerConfig:
 
 
 def num_adapters(recipe: RunConfig) -> int:
-    """Adapters beside the base where a policy samples: that of its stage, and before it SFT's; none without LoRA."""
+    """Count the adapters on the base of a sampling policy: its stage's, and SFT's if there is SFT; 0 without LoRA."""
     return 1 + (recipe.sft.num_steps > 0) if recipe.model.lora.rank else 0
 
 
 def begins_merged(recipe: RunConfig) -> bool:
-    """Whether a run starts from a checkpoint with an adapter: it is merged into float32 weights, which are written.
+    """Whether a run starts from a checkpoint with an adapter, which is merged into float32 weights and written.
 
-    Raises ValueError when the checkpoint's config cannot be had.
+    Raises ValueError if the checkpoint's config is not available.
     """
     checkpoint = recipe.model.checkpoint
     return checkpoint is not None and has_adapter(find_checkpoint(checkpoint, config_only=True))
@@ -38,36 +38,36 @@ def begins_merged(recipe: RunConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterCounts:
-    """Numbers of a policy's parameters, by where they are."""
+    """Parameter counts of a policy, by location."""
 
     block: int
-    """Of one block, the largest."""
+    """The largest block."""
     blocks: int
-    """Of all blocks."""
+    """All blocks."""
     root: int
-    """Of the embedding, the last norm and the head."""
+    """The embedding, the final norm and the head."""
     frozen: int
-    """Of those of the blocks, what is never trained: the biases of routers."""
+    """The part of the blocks that is never trained: the biases of routers."""
     adapter: int
-    """Of LoRA's matrices, over all blocks; 0 without."""
+    """LoRA's matrices over all blocks; 0 without LoRA."""
     adapter_of_block: int
-    """Of LoRA's matrices in one block, the most."""
+    """LoRA's matrices in one block, at most."""
     layer: int
-    """Of the largest linear layer of a block."""
+    """The largest linear layer of a block."""
 
     @property
     def policy(self) -> int:
-        """Of the policy without an adapter."""
+        """Number of parameters of the policy without an adapter."""
         return self.blocks + self.root
 
     @property
     def trained(self) -> int:
-        """Of what an optimizer moves."""
+        """Number of parameters that the optimizer updates."""
         return self.adapter or self.policy - self.frozen
 
     @classmethod
     def of(cls, shape: TransformerConfig, lora: LoraConfig) -> ParameterCounts:
-        """Those of a shape."""
+        """Count the parameters of a shape."""
         layers = range(shape.num_layers)
         frozen = [moe.num_experts * moe.has_bias if (moe := shape.experts_of(layer)) else 0 for layer in layers]
         blocks = [_trained_of_block(shape, layer) + frozen[layer] for layer in layers]

@@ -1,4 +1,4 @@
-"""A capacity plan for people: memory by process, seconds by split, the best of them and what limits it."""
+"""Text view of a capacity plan: memory by process, seconds by split, the best split and its limit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_SPLITS = 6
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """Print it."""
+    """Print a plan."""
     console.print(Group(*(_memory(process, plan) for process in plan.processes), _splits(plan)))
     for line in _words(plan):
-        # Whole, so that what is to be copied can be.
+        # Not wrapped, so that commands can be copied.
         console.print(line, soft_wrap=True)
 
 
@@ -73,7 +73,7 @@ def _words(plan: Plan) -> list[Text]:
 
 
 def _beside_rounds(plan: Plan) -> str:
-    """What else takes seconds."""
+    """Describe the times of phases other than rounds."""
     phases = {"a step of SFT": plan.sft_step_s, "an evaluation": plan.evaluation_s, "publishing": plan.publishing_s}
     found = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items() if seconds is not None)
     return f"Beside these, with the first split: {found}."

@@ -1,1 +1,1 @@
-"""A run as a job: started, followed, stopped, and cleaned up after."""
+"""A run as a job: preflight, start, monitoring, scaling, stop and cleanup."""

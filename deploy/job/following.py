@@ -1,4 +1,4 @@
-"""The driver's side of a run under way: it shows the events, watches the coordinator, and stops the run on a signal."""
+"""Driver side of a run under way: shows events, watches the coordinator, stops the run on a signal."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ _POLL_S = 0.5
 _STATUS_EVERY_S = 5.0
 _START_S = 600.0
 _LAST_LOOK_S = 10.0
-# Between two looks; they are less than a second apart.
+# A longer gap between two polls, usually under a second apart, means that this process was suspended.
 _STALLED_S = 5.0
 STOP_GRACE_S = 60.0
-"""Seconds that the learner has to write a checkpoint when the run is to stop, beside what its bytes take."""
+"""Seconds that the learner has to write a checkpoint when the run is to stop, plus the time for its bytes."""
 
 
 class RunFollower:
-    """Hands a run's events to whoever shows them, and says who waits for whom. What it calls may be slow or restart."""
+    """Passes a run's events to a callback, and reports stalls. The coordinator that it polls may be slow or restart."""
 
     def __init__(self, coordinator: Any, num_seen: int, on_event: Callable[[Event], None]) -> None:
-        """`on_event` is given every event after the first `num_seen`, from a thread."""
+        """Pass every event after the first `num_seen` to `on_event`, on the thread of `follow`."""
         self._coordinator, self._num_seen, self._on_event = coordinator, num_seen, on_event
         self._heard_at = self._said_at = self._asked_at = self._looked_at = time.monotonic()
         # Until it has answered for the first time, it may still be starting.
         self._patience_s = _START_S
 
     def follow(self, ended: threading.Event) -> None:
-        """Until the block has ended. Where the coordinator is gone for good, `fit` says why."""
+        """Follow until `ended` is set. If the coordinator has failed for good, `fit` reports why."""
         import ray
 
         pending: Any = None
         while True:
             is_last = ended.wait(_POLL_S)
-            # What was asked before the end does not have the last events.
+            # A request that was sent before the end lacks the last events.
             pending = None if is_last else pending
             pending = pending or self._coordinator.events_since.options(max_task_retries=0).remote(self._num_seen)
             self._looked_at, away_s = time.monotonic(), time.monotonic() - self._looked_at
             if away_s > _STALLED_S:
-                # It was this process that stood still: nobody could be heard.
+                # This process was suspended, so its own gap is no silence of the coordinator.
                 self._heard_at += away_s
             try:
                 events = ray.get(pending, timeout=_LAST_LOOK_S if is_last else _POLL_S)
             except ray.exceptions.GetTimeoutError:
                 self._note_silence()
             except ray.exceptions.RayError:
-                # It died, and Ray starts it again.
+                # It died, and Ray restarts it.
                 if self._patience_s == HUNG_S:
                     self._say("the coordinator died; Ray starts it again")
                 pending, self._patience_s = None, _START_S
@@ -90,7 +90,7 @@ class RunFollower:
         silent_s = now - self._heard_at
         if silent_s > self._patience_s:
             self._say(f"the coordinator was silent for {silent_s:.0f} s and is replaced")
-            # What takes its place has to come up first.
+            # Its replacement has to start first.
             self._heard_at, self._patience_s = now, _START_S
             ray.kill(self._coordinator, no_restart=False)
         elif self._patience_s == HUNG_S and silent_s > SILENT_S and now - self._said_at > SILENT_S:
@@ -103,7 +103,7 @@ class RunFollower:
 
 @contextmanager
 def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]) -> Iterator[None]:
-    """Follow a run, from a thread, until the block ends."""
+    """Follow a run, from a background thread, until the block ends."""
     ended = threading.Event()
     follower = RunFollower(coordinator, num_seen, on_event)
     thread = threading.Thread(target=follower.follow, args=(ended,), name="d1-events", daemon=True)
@@ -116,7 +116,7 @@ def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]
 
 
 def wait_for(fitted: Future[None]) -> None:
-    """Wait for the learner group. Raises what it raised."""
+    """Wait for the learner group. Re-raises its error."""
     if has_ended(fitted):
         fitted.result()
 
@@ -125,8 +125,10 @@ def wait_for(fitted: Future[None]) -> None:
 def stopping_in_order(
     fitted: Future[None], coordinator: Any, on_event: Callable[[Event], None], checkpoint_bytes: int = 0
 ) -> Iterator[None]:
-    """On Ctrl-C or SIGTERM in the block the learner writes a checkpoint first, of so many bytes; a second one does not
-    wait for it."""
+    """On Ctrl-C or SIGTERM in the block, let the learner write a checkpoint first; a second signal ends the wait.
+
+    `checkpoint_bytes` is the size of that checkpoint, with which the timeout grows.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -139,13 +141,13 @@ def stopping_in_order(
 
 
 def _is_up(coordinator: Any) -> bool:
-    """Whether there is a learner to stop; one that has not begun has nothing to lose."""
+    """Request a stop, and return whether there is a learner to wait for: before its start nothing can be lost."""
     import ray
 
     try:
         return bool(ray.get(coordinator.stop.remote(), timeout=STOP_GRACE_S))
     except ray.exceptions.RayError:
-        return True  # It may have heard of it all the same.
+        return True  # The request may have arrived all the same.
 
 
 def _wait(fitted: Future[None], on_event: Callable[[Event], None], within_s: float) -> None:

@@ -55,15 +55,15 @@ def run(
     serve: bool,
     on_event: Callable[[Event], None],
 ) -> None:
-    """Run the stages of a recipe on the cluster that RAY_ADDRESS names, or on a Ray of its own.
+    """Run the stages of a recipe on the cluster that RAY_ADDRESS names, or on a local Ray that it starts.
 
     Args:
         recipe: validated, and checked against the cluster.
         stages: which of them.
         start_from: a checkpoint directory that becomes policy version 0.
-        resume: go on from the newest checkpoint of the run directory.
+        resume: continue from the newest checkpoint of the run directory.
         serve: answer HTTP requests from the newest version while training; the service stays when the run ends.
-        on_event: is given every event of the run log, from a thread of its own.
+        on_event: receives every event of the run log on a background thread, and the driver's own messages.
 
     Raises:
         UserError: the recipe cannot work, or there is nothing to resume.
@@ -108,7 +108,7 @@ def _run_locked(
         native_words_in(spec.run_dir / DRIVER_LOG),
         watchdog(spec.run_dir, spec.name),
         ray_session(dashboard=True) as ray,
-        # Ray takes SIGTERM for itself when it starts.
+        # After Ray's start, which installs its own SIGTERM handler.
         terminated_by_sigterm(),
         watching(node_processes(), lambda name: _end_with_node(spec, f"{name} died", ray.logs_dir, on_event)),
     ):
@@ -140,10 +140,10 @@ def _run_on_ray(
     try:
         actors = start_actors(spec, recipe.grading.num_graders, url, secrets.token_hex(8))
     except ValueError as error:
-        # The actors of a run of the same name that is under way.
+        # A run of the same name is under way, with actors of the same names.
         raise UserError(str(error)) from error
     try:
-        # Before the pools are up: they and the learner group take as long to start, and need not wait in turn.
+        # Before the pools are up: they and the learner group take about as long to start, so they start in parallel.
         fitted = _in_thread(lambda: fit(spec, actors))
         pools = f"{counted(spec.rollout.num_samplers, 'sampler')} and {counted(recipe.grading.num_graders, 'grader')}"
         learners = counted(spec.learner.num_workers, "learner")
@@ -169,7 +169,7 @@ def _run_on_ray(
             _call(actors.coordinator.finish.remote())
         draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
     except (RayError, TrainingFailedError, LearnerFailedError, RunFailedError, TimeoutError) as error:
-        # A raylet that is sent SIGTERM ends its workers before itself: `watching` is to name what died first.
+        # A raylet that receives SIGTERM ends its workers before itself: let `watching` name the raylet as the cause.
         time.sleep(_NODE_ENDS_S)
         cause = _dead_actor(actors) or _cause(error)
         stop_actors(actors, keep_store=keep_store)
@@ -181,7 +181,7 @@ def _run_on_ray(
 
 
 def _dead_actor(actors: RunActors) -> str | None:
-    """Which of the actors that a run cannot do without is dead: what others say of that is in Ray's words."""
+    """Name the dead actor among those that a run depends on, if any: other errors report that only in Ray's words."""
     from ray.exceptions import ActorDiedError, RayError
 
     asked = {
@@ -199,9 +199,9 @@ def _dead_actor(actors: RunActors) -> str | None:
 
 
 def _failed(spec: RunSpec, cause: str, num_seen: int) -> str:
-    """The sentence for a run that failed; the run log says so too when this returns, or the sentence does not name it.
+    """Format the message for a failed run, and append the cause to the run log unless it is there.
 
-    The coordinator is gone: what it did not come to write the driver does.
+    The driver appends it because the coordinator is gone. If that fails, the message does not mention the log.
     """
     where = f"the failures are in {spec.run_dir / METRICS}; "
     failures = [str(event["what"]) for event in read_events(spec.run_dir)[num_seen:] if event["event"] == "failure"]
@@ -214,7 +214,7 @@ def _failed(spec: RunSpec, cause: str, num_seen: int) -> str:
 
 
 def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[[Event], None]) -> None:
-    """Say what died, and end this process before Ray's native code does."""
+    """Report what died, and end this process before Ray's native code does."""
     sentence = last_words(spec.run_dir, spec.name, what, f"its logs are in {logs_dir}")
     on_event({"event": "lost", "what": sentence})
     kill_descendants()
@@ -222,12 +222,12 @@ def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[
 
 
 def _waiting(what: str) -> Event:
-    """What the driver waits for: for a person who watches, and not for the run log."""
+    """Build an event that says what the driver waits for: for display only, not for the run log."""
     return {"event": "waiting", "what": what}
 
 
 def _cause(error: Exception) -> str:
-    """What failed first, in a line: Ray wraps it in the tracebacks of every process on the way."""
+    """Extract the root cause in one line: Ray wraps it in the tracebacks of every process on the way."""
     from actors.cluster import LearnerFailedError
 
     if isinstance(error, LearnerFailedError | RunFailedError):
@@ -255,7 +255,7 @@ def _record_start(recipe: Recipe, began_at: float) -> None:
 
 
 def _git_commit() -> str:
-    """The commit that d1 runs from, `+` marking local changes; `unknown` for an installed package."""
+    """Return the commit that d1 runs from, `+` marking local changes; `unknown` for an installed package."""
     here = Path(__file__).parent
     try:
         described = subprocess.run(
@@ -272,7 +272,7 @@ def _git_commit() -> str:
 
 
 def _in_thread(work: Callable[[], None]) -> Future[None]:
-    """Do `work` in a thread, so that Ctrl-C reaches us: in the main thread Ray Train takes the signal for itself."""
+    """Do `work` in a thread, so that Ctrl-C reaches us: in the main thread Ray Train handles the signal itself."""
     done: Future[None] = Future()
 
     def do() -> None:
@@ -294,7 +294,7 @@ def _call(reference: Any) -> Any:
 
 
 def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) -> str:
-    """Put the service up, saying what that waits for; what to tell the user about it."""
+    """Start the service, with progress to `say`; return the banner for the user."""
     from deploy.service.on_ray.launch import banner, deploy_source
 
     service, source = recipe.service, _source(recipe, registry)

@@ -1,4 +1,4 @@
-"""The servers that a recipe wants started for its judges."""
+"""vLLM servers that d1 starts for a recipe's LLM judges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rewards.terms.judge.server import VllmConfig, vllm_server
 
 
 def wanted_servers(reward: RewardConfig) -> dict[str, tuple[str, JudgeConfig, VllmConfig]]:
-    """The first term and its settings, by the address of each server that d1 is to start."""
+    """Return the first judge term and its settings, by the address of each server that d1 is to start."""
     wanted: dict[str, tuple[str, JudgeConfig, VllmConfig]] = {}
     for name, term in reward.terms.items():
         if isinstance(term, JudgeConfig) and term.vllm is not None:
@@ -24,9 +24,9 @@ def wanted_servers(reward: RewardConfig) -> dict[str, tuple[str, JudgeConfig, Vl
 
 @contextmanager
 def judge_servers(reward: RewardConfig, run_dir: Path, on_event: Callable[[Event], None]) -> Iterator[None]:
-    """Start them, and end them with the block. What each writes goes to `judge-TERM.log` in the run directory.
+    """Run these servers during the block. Each logs to `judge-TERM.log` in the run directory.
 
-    Raises UserError when one of them does not come up.
+    Raises UserError if one of them does not start.
     """
     with ExitStack() as servers:
         for address, (name, judge, vllm) in wanted_servers(reward).items():

@@ -1,4 +1,4 @@
-"""A run's checkpoints brought to another place while it runs, from a thread of the driver."""
+"""Background mirroring of a run's checkpoints, from a thread of the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actors.run_log import CHECKPOINTS, Event
 from deploy.runs.mirror import Mirror
 from learner.parallel.patience import patience_s
 
-# The least that the last copy is waited for; its bytes make that longer.
+# Minimum timeout of the last copy; it grows with the bytes to copy.
 _LAST_S = 600.0
 
 OnEvent = Callable[[Event], None]
@@ -21,13 +21,15 @@ OnEvent = Callable[[Event], None]
 def mirrored(
     mirror: Mirror | None, run_dir: Path, on_event: OnEvent, on_failure: Callable[[str], object]
 ) -> Iterator[OnEvent]:
-    """Within the block whoever is given the run's events has each checkpoint copied; its end waits for the last copy.
+    """Copy each checkpoint to the mirror in the background; leaving the block waits for the last copy.
+
+    The yielded callback must receive the run's events, and passes them on to `on_event`.
 
     Args:
-        mirror: where to; None: nowhere.
-        run_dir: what is copied.
-        on_event: is given the events too, and words about the last copy.
-        on_failure: is told of each copy that could not be made. The next one makes up for it.
+        mirror: destination; None: no copies.
+        run_dir: the run directory to copy.
+        on_event: receives the events, and messages about the last copy.
+        on_failure: receives a message for each failed copy. The next copy makes up for it.
     """
     if mirror is None:
         yield on_event
@@ -39,7 +41,7 @@ def mirrored(
         if event["event"] == "checkpoint":
             copier.wanted.set()
 
-    # The first policy.
+    # Copy the initial policy.
     copier.wanted.set()
     copier.start()
     try:
@@ -51,7 +53,7 @@ def mirrored(
 
 
 class _Copier(threading.Thread):
-    """Copies whenever it is wanted, and once more when it is to end."""
+    """Thread that copies on request, and once more before it ends."""
 
     def __init__(self, mirror: Mirror, run_dir: Path, on_failure: Callable[[str], object]) -> None:
         super().__init__(name="d1-mirror", daemon=True)
@@ -60,7 +62,7 @@ class _Copier(threading.Thread):
         self._must_end, self._failure = False, ""
 
     def run(self) -> None:
-        """Until it is to end."""
+        """Copy on each request, until `end`."""
         is_last = False
         while not is_last:
             self.wanted.wait()
@@ -69,12 +71,12 @@ class _Copier(threading.Thread):
             self._failure = ""
             try:
                 self._mirror.push(self._run_dir)
-            except Exception as error:  # of whichever library speaks to the other place
+            except Exception as error:  # of whichever fsspec backend
                 self._failure = f"the checkpoints are not copied to {self._mirror.url}: {_in_a_line(error)}"
                 self._on_failure(self._failure)
 
     def end(self) -> str:
-        """Wait for the last copy, as long as all bytes may take. Why it was not made, if it was not."""
+        """Wait for the last copy, as long as all bytes may take. Return why it failed; empty on success."""
         self._must_end = True
         self.wanted.set()
         files = [path for path in (self._run_dir / CHECKPOINTS).rglob("*") if path.is_file()]

@@ -1,9 +1,9 @@
-"""The processes of Ray that a driver cannot do without, and who notices first when one of them dies.
+"""Watch over the Ray processes that a driver depends on, its raylet and GCS: reports which dies first.
 
-When its raylet or its GCS is gone, Ray's native code in the driver ends the whole process, seconds later and without a
-word of what to do: no exception, no `finally`, no `atexit`. So a thread waits for the deaths themselves.
+When its raylet or its GCS is gone, Ray's native code in the driver ends the whole process, seconds later and without
+advice: no exception, `finally` or `atexit` runs. So a thread watches for the deaths themselves.
 
-A GCS that is sent SIGTERM closes its port at once and may never end: one whose port refuses is as good as dead.
+A GCS that receives SIGTERM closes its port at once and may never exit: one that refuses connections counts as dead.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _PROBE_EVERY_S = 1.0
 
 @dataclass(frozen=True)
 class NodeProcess:
-    """A process to watch: its id, and the host and port that it listens at as long as it works, where it has one."""
+    """A process to watch: its id, and, if it has one, the host and port where it listens while it works."""
 
     pid: int
     address: tuple[str, int] | None = None
 
 
 def node_processes() -> dict[str, NodeProcess]:
-    """What the connected driver lives by, by what a person calls it.
+    """Return the processes that the connected driver depends on, by display name.
 
-    That is the raylet of its node, and the GCS too where this process started them: another may have a GCS that comes
-    back. Empty where they cannot be known, in a container apart from them.
+    These are the raylet of its node, and the GCS if this process started it: the GCS of other clusters may restart.
+    Empty if they are unknown, as in a container with its own PID namespace.
     """
     from ray._private import ray_constants
     from ray._private.worker import _global_node as node
@@ -56,7 +56,7 @@ def node_processes() -> dict[str, NodeProcess]:
 
 
 def _peer(path: str) -> int:
-    """Who listens on a Unix socket; 0 where that is a process of another namespace."""
+    """Return the id of the process that listens on a Unix socket; 0 if it is in another PID namespace."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -65,7 +65,7 @@ def _peer(path: str) -> int:
 
 
 def _refuses(address: tuple[str, int]) -> bool:
-    """Whether nobody listens there: that a busy or stopped process is slow to answer is another matter."""
+    """Whether the address refuses connections. A busy or stopped process that is slow to answer does not."""
     try:
         socket.create_connection(address, timeout=_PROBE_EVERY_S).close()
     except ConnectionRefusedError:
@@ -77,7 +77,10 @@ def _refuses(address: tuple[str, int]) -> bool:
 
 @contextmanager
 def watching(processes: Mapping[str, NodeProcess], on_death: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, call `on_death` from a thread, once, with the name of the first that ends."""
+    """While the block runs, call `on_death` from a thread, once, with the name of the first process that dies.
+
+    For processes that are dead already, it is called at once in this thread.
+    """
     with ExitStack() as at_end:
         names: dict[int, str] = {}
         for name, process in processes.items():
@@ -97,7 +100,7 @@ def watching(processes: Mapping[str, NodeProcess], on_death: Callable[[str], Non
         probed = {name: process.address for name, process in processes.items() if process.address}
 
         def watch() -> None:
-            # A process's handle is readable once it has ended; the pipe's end, once the block has.
+            # A process's handle becomes readable when it ends, the pipe when the block ends.
             while not (ended := [handle for handle, _ in poll.poll(_PROBE_EVERY_S * 1000 if probed else None)]):
                 if name := next((name for name, address in probed.items() if _refuses(address)), None):
                     on_death(name)

@@ -1,4 +1,4 @@
-"""Whether a recipe can run here: what it needs against what there is, before anything starts."""
+"""Preflight checks of a recipe: what it needs against what is available, before anything starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rollout.field_error import FieldError
 from rollout.request import check_params
 
 MOST_LOOKED_AT = 20_000
-"""Problems of a split that are made before a run starts, to see that they can be."""
+"""Maximum number of problems of a split that are generated before a run, to check that they can be."""
 _PROBE_BYTES = 4096
 
 
@@ -42,9 +42,9 @@ def preflight(
     serve: bool = False,
     tell: Callable[[str], object] | None = None,
 ) -> list[str]:
-    """Why the recipe cannot run, in sentences that say what would help; empty when it can.
+    """Return why the recipe cannot run, in sentences that say what would help; empty if it can.
 
-    `tell` hears what stops no run: which rows of the data are left out.
+    `tell` receives remarks that prevent no run, such as which rows of the data are left out.
     """
     needs = needs_of(recipe, serve=serve, num_machines=available.num_machines)
     problems = [
@@ -56,7 +56,7 @@ def preflight(
         *_input_problems(recipe, tell),
     ]
     problems += _judge_problems(recipe, available)
-    # On a cluster the service may already be up for this run; Serve itself refuses a foreign one.
+    # On a cluster the service may already be up for this run; Ray Serve itself refuses a foreign one.
     if serve and available.is_ours:
         problems += _port_problems(recipe.service)
     return problems
@@ -103,7 +103,7 @@ def _resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> It
 
 
 def _fewer_published(recipe: Recipe) -> str:
-    """What makes the policy versions in the object store smaller, or fewer."""
+    """List settings that make the policy versions in the object store smaller, or fewer."""
     lora, engine = recipe.model.lora, recipe.rollout.engine
     ways = ["a smaller model.lora.rank" if lora.rank else "LoRA (model.lora.rank)"]
     ways += ["rollout.engine.dtype=bfloat16"] if engine.dtype == "float32" and not lora.rank else []
@@ -112,7 +112,7 @@ def _fewer_published(recipe: Recipe) -> str:
 
 
 def _gpu_memory_problems(recipe: Recipe, available: Resources, *, serve: bool) -> Iterator[str]:
-    """What does not fit its share of a GPU. A checkpoint whose config cannot be had is refused as such."""
+    """Report processes that exceed their share of a GPU. An unreadable checkpoint config is reported elsewhere."""
     if recipe.device == "cpu" or available.gpu_memory_bytes is None:
         return
     try:
@@ -129,7 +129,7 @@ def _gpu_memory_problems(recipe: Recipe, available: Resources, *, serve: bool) -
 
 def _disk_problems(recipe: Recipe, needs: Needs, *, resume: bool) -> Iterator[str]:
     free = machine.free_bytes(recipe.run_dir.parent)
-    # A run that goes on has most of its checkpoints already.
+    # A resumed run has most of its checkpoints already.
     if needs.disk_bytes > free and not resume:
         yield (
             f"the checkpoints of the recipe take up to {gigabytes(needs.disk_bytes)} and the disk of runs_dir "
@@ -139,7 +139,7 @@ def _disk_problems(recipe: Recipe, needs: Needs, *, resume: bool) -> Iterator[st
 
 
 def _pool_problems(recipe: Recipe) -> Iterator[str]:
-    """GPUs of samplers that would never have anything to do in the rounds. On a CPU such a sampler costs nothing."""
+    """Report samplers whose GPUs would always be idle in the rounds. On a CPU an idle sampler costs nothing."""
     rollout, learner = recipe.rollout, recipe.learner
     at_a_time = learner.max_staleness + 1
     portions = recipe.portions_per_round * at_a_time
@@ -177,7 +177,7 @@ def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:
 
 
 def why_not_writable(directory: Path) -> str | None:
-    """Why no file can be made there: tried, for a superuser's permissions say nothing, nor do anybody's of the room."""
+    """Try to write a file there, and return why it fails. Permission bits do not bind root, nor show free space."""
     try:
         with TemporaryFile(dir=directory) as file:
             file.write(bytes(_PROBE_BYTES))
@@ -193,7 +193,7 @@ def _task_problems(recipe: Recipe, tell: Callable[[str], object] | None) -> Iter
         yield f"task: {error}"
         return
     evaluation, num_eval = recipe.evaluation, recipe.sft.num_eval
-    # SFT's loss is looked at on those that may choose.
+    # SFT's loss is evaluated on the validation problems if there are any, else on the held-out ones.
     num_of_heldout = 0 if evaluation.num_validation else num_eval
     asked = {
         Split.TRAIN: ("num_train_problems", recipe.num_train_problems, recipe.sft.num_labels),
@@ -221,9 +221,9 @@ def _task_problems(recipe: Recipe, tell: Callable[[str], object] | None) -> Iter
 
 
 def _looked_at(task: Task, split: Split, count: int, seed: int) -> list[Problem]:
-    """The first of `count` problems of a split: they show that a task can be run, and millions take minutes to make.
+    """Return the first of `count` problems of a split: enough to check a task, while millions take minutes to generate.
 
-    Raises ValueError, in one sentence, where the split has fewer than `count`.
+    Raises ValueError, in one sentence, if the split has fewer than `count`.
     """
     if count > MOST_LOOKED_AT and count > (most := task.at_most(split)):
         raise ValueError(
@@ -253,8 +253,10 @@ def _judge_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
 
 
 def _refusals(recipe: Recipe, shape: TransformerConfig | None) -> Iterator[str]:
-    """Why a policy of this shape, None where nobody knows it, cannot sample so, or the learner not learn from it: for
-    each of the schedules that it is about."""
+    """Yield why a policy of this shape (None if unknown) cannot sample as configured, or the learner not train on it.
+
+    With several schedules each sentence names the one that it is about.
+    """
     is_block_causal = shape is not None and shape.is_block_causal
     if is_block_causal and recipe.sft.packing:
         yield "sft.packing is true, and each example of a block-causal policy has a row of its own: leave it out"

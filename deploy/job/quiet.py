@@ -1,4 +1,4 @@
-"""A place for what Ray says, on a screen that is for the run."""
+"""Redirection of Ray's output into a log file, so that the terminal shows only the run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _STDERR = 2
 
 @contextmanager
 def native_words_in(path: Path) -> Iterator[None]:
-    """While the block runs, append to `path` what native code writes to standard error and what is printed to stdout.
+    """While the block runs, append to `path` what native code writes to stderr and what is printed to stdout.
 
-    Ray's native code logs to the first; its listener for errors, which no setting stops, prints to the second. What
-    Python writes to `sys.stderr`, tracebacks among it, goes where it went. The run's own display must hold the
-    `sys.stdout` from before.
+    Ray's native code logs to stderr; its error listener, which no setting stops, prints to stdout. Python's own output
+    to `sys.stderr`, such as tracebacks, is not redirected. The run's display must hold the previous `sys.stdout`.
     """
     screen, out = sys.stderr, sys.stdout
     with path.open("a", encoding="utf-8", buffering=1) as log:
@@ -38,7 +37,7 @@ def native_words_in(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _stderr_at(terminal: int, screen: TextIO) -> Iterator[TextIO]:
-    """Python's standard error: what it is now if that does not go through the file descriptor, else another on it."""
+    """Yield Python's stderr: the current one if it does not write to fd 2, else a new one on `terminal`."""
     try:
         is_native = screen.fileno() == _STDERR
     except OSError:

@@ -1,7 +1,7 @@
-"""Elasticity: samplers, graders and engines that come and go while a run is under way, as `d1 scale` asks.
+"""Elastic scaling of a run under way: `d1 scale` adds and removes samplers, graders and engines.
 
-The driver owns the actors of a run, so it starts those that are to come. The coordinator takes them in, and lets go who
-is too many when its portion is done. Where there is no place for an actor yet, Ray's autoscaler sees what it asks for.
+The driver owns the actors of a run, so it starts new ones. The coordinator adds them to its pools, and retires surplus
+ones after their current work unit. If there is no room for an actor yet, Ray's autoscaler sees its resource request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CALL_TIMEOUT_S = 60.0
 
 
 class Scaler:
-    """How many actors of each kind a run has, and what it takes to have others."""
+    """Current numbers of actors of a run by kind, and the means to change them."""
 
     def __init__(
         self,
@@ -40,7 +40,10 @@ class Scaler:
         available: Callable[[], Resources],
         scale_engines: Callable[[int], None] | None,
     ) -> None:
-        """`available` says what there is to run on; `scale_engines` is None where the run has no service."""
+        """Start with the recipe's numbers. `available` returns the resources to run on.
+
+        `scale_engines` is None if the run has no service.
+        """
         self._recipe, self._spec, self._actors = recipe, spec, actors
         self._available, self._scale_engines = available, scale_engines
         self.sizes: dict[Kind, int] = {
@@ -52,7 +55,7 @@ class Scaler:
         self._started: list[Any] = []
 
     def carry_out(self, request: ScaleRequest) -> ScaleAnswer:
-        """Do what is asked, or nothing of it."""
+        """Carry out a request, or refuse all of it if it does not fit. An error midway leaves earlier kinds scaled."""
         wanted = self.sizes | request.sizes
         if refusal := self._why_not(request, wanted):
             return ScaleAnswer(id=request.id, refusal=refusal)
@@ -63,7 +66,7 @@ class Scaler:
         return ScaleAnswer(id=request.id, changes=changes, notes=tuple(self._notes(changes)))
 
     def end_started(self) -> None:
-        """End what was started here; who has left already is gone."""
+        """Kill the actors that were started here; for those already retired this does nothing."""
         import ray
 
         for actor in self._started:
@@ -82,7 +85,7 @@ class Scaler:
 
         from actors.cluster import start_grader, start_sampler
 
-        # A name is never used again: who had it may still be leaving.
+        # Names are never reused: the previous actor of a name may still be shutting down.
         indices = range(self._next_index[kind], self._next_index[kind] + max(0, size - self.sizes[kind]))
         self._next_index[kind] += len(indices)
         if kind == "samplers":
@@ -105,7 +108,7 @@ class Scaler:
         return _beyond(self._with(wanted), self._available(), serves=self._scale_engines is not None)
 
     def _with(self, sizes: dict[Kind, int]) -> Recipe:
-        """The recipe of so many actors, for what it needs."""
+        """Return the recipe with these numbers of actors, to compute what it needs."""
         recipe = self._recipe
         return recipe.model_copy(
             update={
@@ -127,7 +130,7 @@ class Scaler:
 
 
 def _beyond(recipe: Recipe, available: Resources, *, serves: bool) -> str:
-    """Why so many actors do not fit; empty where they do."""
+    """Explain which resource does not suffice for the recipe's actors; empty if they fit."""
     needs = needs_of(recipe, serve=serves)
     shortages = [
         (f"{needs.cpus:g} CPUs", f"{available.cpus:g}", needs.cpus > available.cpus + CPU_TOLERANCE),
@@ -153,7 +156,7 @@ def scaling(
     on_event: Callable[[Event], None],
     scale_engines: Callable[[int], None] | None,
 ) -> Iterator[None]:
-    """Carry out from a thread what `d1 scale` asks of the run, until the block ends; then end what that started."""
+    """Carry out `d1 scale` requests from a background thread until the block ends; then kill the actors added."""
     forget(spec.run_dir)
     scaler = Scaler(recipe, spec, actors, lambda: resources_of(os.environ.get("RAY_ADDRESS")), scale_engines)
     ended = threading.Event()
@@ -176,7 +179,7 @@ def scaling(
 def _answer(scaler: Scaler, request: ScaleRequest, spec: RunSpec, on_event: Callable[[Event], None]) -> None:
     try:
         said = scaler.carry_out(request)
-    except Exception as error:  # The run itself goes on, whatever Ray says to this.
+    except Exception as error:  # The run itself must continue, whatever Ray raises here.
         what = str(error).strip().splitlines() or [type(error).__name__]
         said = ScaleAnswer(id=request.id, refusal=f"the run could not be scaled: {what[-1]}")
     try:

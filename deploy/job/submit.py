@@ -1,4 +1,4 @@
-"""A run as a job of a Ray cluster. Submitting it twice does not run it twice."""
+"""Idempotent submission of a run as a Ray job: submitting it twice does not run it twice."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 from learner.model.hub import is_hub_id
 from learner.objectives import DistillationConfig
 
-# Ray's own excludes: what git ignores, and these where a tree is no checkout.
+# Ray itself excludes what git ignores; these are for a tree that is no git checkout.
 _EXCLUDES = ["/runs", "/.venv", "/.git"]
-# `ray job stop` sends SIGTERM, and SIGKILL three seconds later if nobody says otherwise: less than a checkpoint takes.
-# `d1 train` waits for that no longer than it may take, and ends.
+# `ray job stop` sends SIGTERM, and by default SIGKILL three seconds later: too soon for a checkpoint. `d1 train` limits
+# that wait itself, and ends.
 _ENVIRONMENT = {"RAY_JOB_STOP_WAIT_TIME_S": "3600"}
 _SUCCEEDED, _OVER = "SUCCEEDED", ("FAILED", "STOPPED")
 _POLL_S = 2.0
-# A head that starts again is back by then.
+# Long enough for a head node to restart.
 _AWAY_S = 300.0
 
 
@@ -37,28 +37,28 @@ class JobClient(Protocol):
         ...
 
     def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: dict[str, Any]) -> str:
-        """Submit a job; its id."""
+        """Submit a job; returns its id."""
         ...
 
     def get_job_info(self, job_id: str) -> Any:
-        """A job's `status`, `message` and `driver_exit_code`."""
+        """Return a job's `status`, `message` and `driver_exit_code`."""
         ...
 
     def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
-        """What a job writes, from its beginning, until it ends."""
+        """Stream a job's output, from its beginning until it ends."""
         ...
 
 
 def connect(address: str | None) -> JobClient:
-    """Ray's job client; it takes the token from RAY_AUTH_TOKEN or ~/.ray/auth_token.
+    """Connect Ray's job client, which takes the token from RAY_AUTH_TOKEN or ~/.ray/auth_token.
 
-    Raises UserError when no cluster answers, or it refuses the token.
+    Raises UserError if no cluster answers, or it rejects the token.
     """
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
     if address is not None:
-        # The client prefers RAY_ADDRESS to the address that it is given; this variable it prefers to both.
+        # The client prefers RAY_ADDRESS to its argument, and this variable to both.
         os.environ["RAY_API_SERVER_ADDRESS"] = address
     where = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "this machine"
     try:
@@ -83,10 +83,10 @@ def submit(
     serve: bool,
     say: Callable[[str], None],
 ) -> str:
-    """Submit the recipe's run unless it already runs or is done; the id of the job to follow.
+    """Submit the recipe's run unless it already runs or is done; return the id of the job to follow.
 
-    The job's id is the run's name. A job that failed or was stopped is followed by `name-r1`, `name-r2`, ..., each of
-    which resumes the run. Raises UserError when the cluster does not take the job.
+    The job's id is the run's name. After a job that failed or was stopped come `name-r1`, `name-r2`, ..., each of which
+    resumes the run. Raises UserError if the cluster rejects the job.
     """
     statuses = {job.submission_id: str(job.status) for job in client.list_jobs()}
     attempt, job_id = 0, recipe.name
@@ -112,7 +112,7 @@ def submit(
 
 
 def follow(client: JobClient, job_id: str, write: Callable[[str], None]) -> int:
-    """Write a job's log until it ends; its exit code. Raises RunFailedError when nobody says any more how it stands."""
+    """Write a job's log until it ends; return its exit code. Raises RunFailedError if the cluster stops answering."""
     import asyncio
 
     return asyncio.run(_follow(client, job_id, write))
@@ -127,7 +127,7 @@ async def _follow(client: JobClient, job_id: str, write: Callable[[str], None]) 
         async for text in client.tail_job_logs(job_id):
             write(printable(text))
     except (RuntimeError, OSError, ClientError) as error:
-        # The stream broke; the job need not have.
+        # The stream broke; the job may still run.
         write(f"\nthe log of {job_id} broke off ({printable(str(error))}); waiting for the job\n")
     while True:
         info = await _info(client, job_id)
@@ -141,7 +141,7 @@ async def _follow(client: JobClient, job_id: str, write: Callable[[str], None]) 
 
 
 async def _info(client: JobClient, job_id: str) -> Any:
-    """How a job stands; asked again for a while where nobody answers."""
+    """Query a job's state, with retries for `_AWAY_S` while the cluster does not answer."""
     import asyncio
 
     deadline = time.monotonic() + _AWAY_S
@@ -159,7 +159,7 @@ async def _info(client: JobClient, job_id: str) -> Any:
 
 
 def _relative(recipe_path: Path) -> str:
-    """The recipe's path as the job sees it: it starts in a copy of this directory."""
+    """Make the recipe's path relative to the working directory: the job starts in a copy of it."""
     try:
         return str(recipe_path.resolve().relative_to(Path.cwd()))
     except ValueError as error:
@@ -170,7 +170,7 @@ def _relative(recipe_path: Path) -> str:
 
 
 def _absolute_paths(recipe: Recipe) -> list[str]:
-    """Overrides for paths that mean something else in the job's copy of this directory, which Ray deletes."""
+    """Return overrides that make paths absolute: relative ones would be in the job's copy, which Ray deletes."""
     paths = {"runs_dir": recipe.runs_dir}
     if recipe.model.checkpoint is not None and not is_hub_id(recipe.model.checkpoint):
         paths["model.checkpoint"] = recipe.model.checkpoint
@@ -178,7 +178,7 @@ def _absolute_paths(recipe: Recipe) -> list[str]:
     if isinstance(objective, DistillationConfig) and objective.teacher is not None:
         paths["learner.objective.teacher"] = objective.teacher
     url = recipe.checkpoint_url
-    # What begins with ~ is in the home of whom the job runs as, as fsspec reads it.
+    # fsspec expands ~ to the home directory of the job's user.
     if url is not None and "://" not in url and not url.startswith("~"):
         paths["checkpoint_url"] = Path(url)
     return [f"{key}={path.resolve()}" for key, path in paths.items() if not path.is_absolute()]

@@ -1,7 +1,7 @@
-"""The watchdog: a small process beside a run's driver that says how to go on where the driver dies without a word.
+"""Watchdog process of a run's driver: if the driver is killed, it says how to resume and cleans up.
 
-Ray's native code ends a process whose raylet is going, and the kernel one that takes too much memory: no exception, no
-`finally` and no thread comes to run then. Whoever started the run would read nothing, and what it started would stay.
+Ray's native code ends a process whose raylet dies, and the kernel kills one that takes too much memory. No exception,
+`finally` or thread runs then. Without the watchdog the user would read nothing, and the driver's processes would stay.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 @contextmanager
 def watchdog(run_dir: Path, name: str) -> Iterator[None]:
-    """Have the death of this process in the block told on its standard error, and what it started there ended.
+    """If this process dies in the block, report that on its stderr and kill the processes that it started there.
 
     Args:
-        run_dir: the run's directory; its log gets the failure.
+        run_dir: the run's directory; the failure is appended to its log.
         name: the run's name.
     """
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     handle = os.pidfd_open(os.getpid())
     words = [sys.executable, "-m", __name__, str(handle), mark, str(run_dir), name]
-    # In a session of its own: Ctrl-C is for the driver. Started before the mark is set, which it does not have.
+    # In a separate session, so that Ctrl-C reaches only the driver. Started before the mark is set, so it has no mark.
     dog = subprocess.Popen(  # noqa: S603 - this module
         words, stdin=subprocess.DEVNULL, stderr=_stderr(), pass_fds=[handle], start_new_session=True
     )
     os.environ[_MARK] = mark
-    # Ray's processes write their titles over their environment, and the mark in it, unless this is set.
+    # Without this Ray's processes overwrite their environment, and the mark in it, with their titles.
     os.environ.setdefault("SPT_NOENV", "1")
     try:
         yield
@@ -54,7 +54,7 @@ def watchdog(run_dir: Path, name: str) -> Iterator[None]:
 
 
 def last_words(run_dir: Path, name: str, what: str, more: str) -> str:
-    """The sentence for a run whose driver ends on the spot, after `what`; the log of one under way has it too.
+    """Format the message for a run whose driver ends abruptly, after `what`; unless the run is done, log it too.
 
     Args:
         run_dir: the run's directory.
@@ -64,14 +64,14 @@ def last_words(run_dir: Path, name: str, what: str, more: str) -> str:
     """
     if is_done(read_events(run_dir)):
         return f"{what}, and the service with it; the run had ended well; {program()} serve {name} serves it again"
-    # The sentence is for who watches, whatever the disk has room for.
+    # The message must be shown even if the disk is full.
     with suppress(OSError):
         append_event(run_dir, "failure", what=what, attempt=1)
     return f"the run failed: {what}; {more}; --resume goes on from the newest checkpoint"
 
 
 def _stderr() -> IO[str] | None:
-    """Python's standard error, which need not be the native one; None, to inherit, where it is only in memory."""
+    """Return Python's stderr, which may differ from fd 2; None, to inherit fd 2, if it exists only in memory."""
     try:
         sys.stderr.fileno()
     except OSError:
@@ -80,9 +80,9 @@ def _stderr() -> IO[str] | None:
 
 
 def main() -> None:
-    """Wait for the driver to die, then speak and tidy up. A driver that ends by itself kills this process first."""
+    """Wait for the driver to die, then report and clean up. A driver that ends normally kills this process first."""
     handle, mark, run_dir, name = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
-    # What ends a whole service ends the driver, which may need this process after it.
+    # A signal that ends a whole service also ends the driver, and this process must outlive it.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     poll = select.poll()

@@ -1,4 +1,4 @@
-"""Recipes side by side: every field by its path, and those in which they differ."""
+"""Comparison of recipes: every field by its path, and whether the recipes differ in it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from typing import Any
 
 _ABSENT = ""
-# Of every run its own.
+# Left out, because they differ in every run.
 _OWN = ("name", "runs_dir")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """A field of the recipes."""
+    """One field of the compared recipes."""
 
     path: str
-    """As an override names it: `learner.lr`."""
+    """Dotted path, as in an override: `learner.lr`."""
     values: tuple[str, ...]
-    """In each recipe; empty where it has none."""
+    """Its value in each recipe; empty if a recipe lacks it."""
 
     @property
     def differs(self) -> bool:
-        """Whether the recipes do not agree on it."""
+        """Whether the recipes differ in it."""
         return len(set(self.values)) > 1
 
 
 def fields_of(recipes: Sequence[Mapping[str, Any]]) -> list[Field]:
-    """The fields that any of the recipes has, in their order."""
+    """Return all fields of the recipes, in order of first occurrence."""
     flat = [dict(_flat(recipe, "")) for recipe in recipes]
     paths = dict.fromkeys(path for values in flat for path in values if path not in _OWN)
     return [Field(path=path, values=tuple(values.get(path, _ABSENT) for values in flat)) for path in paths]

@@ -1,4 +1,4 @@
-"""What `d1 eval` found of a run's checkpoints: accuracy at lengths and schedules that the run itself does not ask."""
+"""Results of `d1 eval` on a run's checkpoints, at lengths and schedules that the run itself skips."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from rollout.request import SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """A cell of an evaluation: a checkpoint at a task, a length and a schedule."""
+    """A cell of an evaluation: a checkpoint on a task, at one length and schedule."""
 
     checkpoint: str
     """Its name in the run: `sft`, `rl-000300`."""
     asked: str
-    """What was asked of it, as a reader tells tables by: the task, and what is not as usual."""
+    """The task and all settings that are not the default: cells with equal values share a table."""
     gen_length: int
     """Slots of a completion."""
     schedule: str
-    """How it was denoised."""
+    """Name of the denoising schedule."""
     mean_forwards: float
-    """Forwards of a completion."""
+    """Mean forward passes per completion."""
     accuracy: float
-    """The share of right answers."""
+    """Share of correct answers."""
     interval: tuple[float, float]
-    """Of it, at 95 %."""
+    """95 % confidence interval of the accuracy."""
     is_adaptive: bool
     """Whether the schedule takes as many forwards as it needs."""
 
 
 def evaluated(run_dir: Path) -> list[Evaluated]:
-    """The whole cells of a run's checkpoints, in the directory where `d1 eval` keeps them if nothing else is said.
+    """Read the complete cells of a run's checkpoints from the default output directory of `d1 eval`.
 
-    Only of checkpoints that are still there with the weights that were asked: another run may have had the name.
+    Checkpoints count only with the weights that were evaluated: an earlier run may have had the same name.
     """
     found = [_evaluated(cell) for path in sorted((run_dir / CHECKPOINTS).glob("*")) for cell in _cells(run_dir, path)]
     return sorted(found, key=lambda one: (one.asked, one.gen_length, one.mean_forwards))
 
 
 def front(cells: Sequence[Evaluated]) -> Iterator[Evaluated]:
-    """Those that no other beats with as few forwards, by rising forwards: the Pareto front of accuracy and compute."""
+    """Yield the Pareto front of accuracy and compute, by ascending forwards: no other cell is as cheap and better."""
     best = -1.0
     for cell in sorted(cells, key=lambda one: (one.mean_forwards, -one.accuracy)):
         if cell.accuracy > best:
@@ -57,7 +57,7 @@ def front(cells: Sequence[Evaluated]) -> Iterator[Evaluated]:
 def _cells(run_dir: Path, checkpoint: Path) -> list[Recorded]:
     cells = [cell for cell in records_in(default_out_of(run_dir, checkpoint)).values() if cell.is_whole]
     with suppress(OSError, ValueError):
-        # What is not evaluated is not looked into.
+        # Checkpoints without evaluations need no fingerprint.
         now = fingerprint(checkpoint) if cells else None
         return [cell for cell in cells if cell.facts["checkpoint"]["fingerprint"] == now]
     return []

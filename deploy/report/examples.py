@@ -1,4 +1,4 @@
-"""Held-out problems answered before and after the rounds, token by token, and the order in which they were denoised."""
+"""Example completions of held-out problems before and after RL, with the denoise step of each token."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ class Token:
     """One slot of a completion."""
 
     text: str
-    """What it says; a dot for a token that says nothing, such as an end of text."""
+    """Its text; a dot for a special token, such as end of text."""
     step: int
     """The denoise step that committed it, from 1."""
     shade: int
-    """Of ten, from early to late."""
+    """Shade of that step, from 0 (early) to 9 (late)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """A completion."""
+    """A graded completion."""
 
     policy: str
-    """The checkpoint that wrote it."""
+    """Name of the checkpoint that generated it."""
     correct: bool
     """Whether it solves the problem."""
     num_steps: int
-    """Denoise steps that it took."""
+    """Number of denoise steps."""
     tokens: Sequence[Token]
     """Its slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """A problem and what the policies make of it."""
+    """A problem and its completions."""
 
     prompt: str
-    """As a person reads it."""
+    """The prompt as readable text."""
     completions: Sequence[Answered]
-    """Before, then after."""
+    """Before RL, then after it."""
 
 
 def examples(run_dir: Path, recipe: Recipe, count: int) -> list[Example]:
-    """The first held-out problems of a run, not chosen by how they end, at the first of its schedules.
+    """Complete the first held-out problems of a run, not selected by outcome, at the first of its schedules.
 
-    They are answered by its SFT checkpoint, or else the one that it began with, and by its newest whole one.
-    Raises ValueError or OSError where a checkpoint cannot be read.
+    The policies are its SFT checkpoint, or else its initial one, and its newest intact one.
+    Raises ValueError or OSError if a checkpoint cannot be read.
     """
     checkpoints = run_dir / CHECKPOINTS
     newest = newest_checkpoint(checkpoints, to_answer)

@@ -1,4 +1,4 @@
-"""The plots of a report, as SVG: one line a run, told apart by colour and by their names."""
+"""Plots of a report, as SVG: one line per run, labelled by colour and name."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Plot:
     """One plot."""
 
     title: str
-    """Above it."""
+    """Title above the plot."""
     note: str
-    """Below it: what is shown."""
+    """Caption below the plot."""
     svg: str
     """An `<svg>` element."""
 
 
 def plots(runs: Runs) -> Iterator[Plot]:
-    """Those that the runs have data for."""
+    """Yield the plots for which the runs have data."""
     evaluations = [item for history in runs.values() for item in history.evaluations]
     if evaluations:
         yield plot("Held-out accuracy", "Bars are 95 % intervals (Wilson); crosses are the control.", _accuracy, runs)
@@ -63,13 +63,13 @@ def plots(runs: Runs) -> Iterator[Plot]:
 
 
 def plot(title: str, note: str, draw: Callable[[Axes, _Shown], None], shown: _Shown) -> Plot:
-    """What `draw` makes of what is shown."""
+    """Render what `draw` draws of `shown` as SVG."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     out = io.StringIO()
-    # Text stays text: it can be read aloud and searched. Equal plots are equal files.
+    # Text stays text, for screen readers and search. A fixed hash salt makes equal plots bit-identical.
     with mpl.rc_context({**STYLE, "svg.fonttype": "none", "svg.hashsalt": title}):
         figure = Figure(figsize=_SIZE, layout="constrained")
         FigureCanvasSVG(figure)
@@ -78,11 +78,11 @@ def plot(title: str, note: str, draw: Callable[[Axes, _Shown], None], shown: _Sh
         if len(axes.get_legend_handles_labels()[0]) > 1:
             legend = axes.legend(loc="best")
             for line in legend.get_texts():
-                # A run's name is text, never mathematics.
+                # A run's name must not be parsed as mathtext.
                 line.set_parse_math(False)
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     text = out.getvalue()
-    # Groups have names that are the same in every plot, and nothing refers to them.
+    # The ids of groups are the same in every plot, so they would clash in one page. Nothing refers to them.
     svg = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :])
     return Plot(title=printable(title), note=note, svg=svg)
 
@@ -93,7 +93,7 @@ def _coloured(runs: Runs) -> Iterator[tuple[str, RunHistory, str]]:
 
 
 def _label(name: str) -> str:
-    """A name for a legend, which leaves out what begins with an underscore."""
+    """Format a name for a legend, which omits labels that begin with an underscore."""
     return f" {printable(name)}" if name.startswith("_") else printable(name)
 
 
@@ -127,7 +127,7 @@ def _by_compute(axes: Axes, runs: Runs) -> None:
 
 
 def _fixed(item: Evaluation) -> list[ScheduleScore]:
-    """Scores of schedules whose number of steps is given."""
+    """Return the scores of schedules with a fixed number of steps."""
     return [scored for name, scored in item.schedules.items() if name[0].isdigit()]
 
 
@@ -138,7 +138,7 @@ def _free(item: Evaluation) -> list[ScheduleScore]:
 def draw_with_bars(
     axes: Axes, points: Sequence[tuple[float, Interval]], *, color: str, fmt: str, label: str, **more: Any
 ) -> None:
-    """Shares in percent by what they cost, with their intervals; an empty label is none."""
+    """Plot shares in percent with their intervals, against `x` values; an empty label is left out of the legend."""
     if not points:
         return
     middles, bars = with_bars([score for _, score in points])

@@ -1,4 +1,4 @@
-"""Quality against compute: what more slots and more denoise steps bring, and what brings the same for less."""
+"""Plots of accuracy against compute (slots and forwards), with the Pareto front."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FRONT = "#BBBBBB"
 
 
 def quality_by_compute(cells: Mapping[str, Sequence[Evaluated]]) -> Iterator[Plot]:
-    """A plot for each run and each thing that was asked of it at several lengths or schedules."""
+    """Yield a plot for each run and task that was evaluated at several lengths or schedules."""
     for name, found in cells.items():
         for asked, some in groupby(found, key=lambda one: one.asked):
             shown = list(some)

@@ -1,4 +1,4 @@
-"""The report: what a reader wants to know of one or several runs, in one HTML file that needs no network."""
+"""HTML report of one or several runs: a single file that needs no network."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Table:
 def write_report(runs: Mapping[str, Run], examples: Mapping[str, Sequence[Example]], out: Path) -> None:
     """Write the report of runs, by name.
 
-    Raises UserError where a run has nothing to report yet, or the file cannot be written.
+    Raises UserError if a run has nothing to report yet, or the file cannot be written.
     """
     for name, run in runs.items():
         if not (run.history.evaluations or run.history.rounds):
@@ -80,7 +80,7 @@ def _printable(field: Field) -> Field:
 
 
 def _results(histories: Mapping[str, RunHistory]) -> Table:
-    """A row for each policy that was evaluated, and what it took."""
+    """Build a table with a row per evaluated policy: its accuracy and training time."""
     rows = []
     for name, history in histories.items():
         for label, policy in NAMES.items():
@@ -94,7 +94,7 @@ def _results(histories: Mapping[str, RunHistory]) -> Table:
 
 
 def _schedules(histories: Mapping[str, RunHistory]) -> Iterable[Table]:
-    """Accuracy at each schedule, where several were asked for."""
+    """Yield a table of accuracy by schedule, if several were evaluated."""
     found = [
         (f"{name}: {policy}", item)
         for name, history in histories.items()
@@ -108,7 +108,7 @@ def _schedules(histories: Mapping[str, RunHistory]) -> Iterable[Table]:
 
 
 def _evaluations(cells: Mapping[str, Sequence[Evaluated]]) -> Iterable[Table]:
-    """What `d1 eval` found of each run: a column for each of its policies."""
+    """Yield tables of the results of `d1 eval` on each run, with a column per policy."""
     for name, found in cells.items():
         for asked in dict.fromkeys(one.asked for one in found):
             by_place: dict[tuple[int, str], dict[str, str]] = {}
@@ -126,7 +126,7 @@ def _evaluations(cells: Mapping[str, Sequence[Evaluated]]) -> Iterable[Table]:
 
 
 def _by_stage(policy: str) -> tuple[bool, bool, str]:
-    """SFT, then the control, then the rounds, as they come."""
+    """Return a sort key: SFT, then the control, then the others by name."""
     return policy != "sft", policy != "control", policy
 
 

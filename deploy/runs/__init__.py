@@ -1,1 +1,1 @@
-"""Run directories: made, locked, listed, and shown to people."""
+"""Run directories: creation, locking, mirroring, listing and display."""

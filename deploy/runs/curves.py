@@ -1,4 +1,4 @@
-"""The curves of a run as one picture."""
+"""Training curves of a run as one PNG: reward, accuracy, loss, clipping, KL and seconds per round."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BLUE, _RED, _GREEN, _YELLOW, _CYAN, _PURPLE, _GREY = (
     "#888888",
 )
 PALETTE = (_BLUE, _RED, _GREEN, _YELLOW, _CYAN, _PURPLE, _GREY)
-"""Colours of lines, one after the other."""
+"""Line colours, in order of use."""
 _STAGES = {
     "untrained": (_GREY, "untrained"),
     "start": (_GREY, "start"),
@@ -53,11 +53,11 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
-"""Of all plots, as matplotlib's settings."""
+"""Matplotlib settings of all plots."""
 
 
 class Interval(Protocol):
-    """A share from 0 to 1 with what it may be."""
+    """A share from 0 to 1 with its confidence interval."""
 
     @property
     def accuracy(self) -> float:
@@ -65,11 +65,11 @@ class Interval(Protocol):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """At 95 %."""
+        """Its 95 % confidence interval."""
 
 
 def draw_curves(events: Iterable[Event], path: Path) -> None:
-    """Draw what there is: a panel without data is left out, and without any nothing is written."""
+    """Draw a panel for each curve that has data; if none has, write nothing."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -84,7 +84,7 @@ def draw_curves(events: Iterable[Event], path: Path) -> None:
         figure = Figure(figsize=(4.2 * columns, 2.9 * rows + 0.3), layout="constrained")
         FigureCanvasAgg(figure)
         title = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold"}
-        # A run's name is text, never mathematics.
+        # A run's name must not be parsed as mathtext.
         figure.suptitle(printable(history.name), parse_math=False, **title)
         for index, draw in enumerate(panels):
             draw(figure.add_subplot(rows, columns, index + 1), history)
@@ -102,39 +102,39 @@ def _panels(history: RunHistory) -> Iterable[_Panel]:
         yield _sft_loss
     if history.rounds:
         yield _shares
-        # Not every method has one.
+        # Not every method has a KL.
         if any("kl" in event for event in history.rounds.values()):
             yield _kl
         yield _seconds
 
 
 def draw_smooth(axes: Axes, xs: list[float], values: list[float], color: str, label: str) -> None:
-    """The values faintly, and their moving mean over a twentieth of them."""
+    """Draw the values faintly, and their moving mean over a twentieth of them."""
     axes.plot(xs, values, color=color, alpha=0.25, linewidth=0.8)
     axes.plot(xs, smooth(values), color=color, linewidth=1.8, marker="o" if len(xs) == 1 else None, label=label)
 
 
 def smooth(values: list[float]) -> list[float]:
-    """Their moving mean over a twentieth of them."""
+    """Return the moving mean of the values over a twentieth of them."""
     return moving_mean(values, max(1, len(values) // 20))
 
 
 def numbered(history: RunHistory) -> list[float]:
-    """The rounds, counted from 1."""
+    """Return the numbers of the rounds, counted from 1."""
     return [float(index + 1) for index in history.rounds]
 
 
 def with_bars(scores: Sequence[Interval]) -> tuple[list[float], list[list[float]]]:
-    """Accuracies in percent, and how far below and above each the bar of its interval goes."""
+    """Return accuracies in percent, and the lengths of their error bars below and above."""
     middles = [100 * score.accuracy for score in scores]
-    # The Wilson interval holds its middle but for rounding at 0 and 1.
+    # The Wilson interval contains the share, except for rounding errors at 0 and 1.
     lows = [max(0.0, 100 * (score.accuracy - score.interval[0])) for score in scores]
     highs = [max(0.0, 100 * (score.interval[1] - score.accuracy)) for score in scores]
     return middles, [lows, highs]
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a picture beside its place, then there: who reads it meanwhile never sees half of one."""
+    """Write a figure atomically, so that no reader sees half of one."""
     partial = path.with_name(f".{path.name}.partial")
     figure.savefig(partial, dpi=150, format="png")
     partial.replace(path)
@@ -165,7 +165,7 @@ def _accuracy(axes: Axes, history: RunHistory) -> None:
 
 
 def _schedules(axes: Axes, history: RunHistory) -> None:
-    """A line for each stage; rings are schedules that take as many steps as they need."""
+    """Draw a line for each stage; rings are adaptive schedules, which take as many steps as they need."""
     axes.set(title="Held-out accuracy by denoise steps", xlabel="denoise steps", ylabel="%", xscale="log")
     for label, (color, name) in _STAGES.items():
         item = history.final(label)
@@ -217,7 +217,7 @@ def _sft_loss(axes: Axes, history: RunHistory) -> None:
     axes.yaxis.set_minor_formatter("{x:g}")
     for phase, steps in history.steps.items():
         color, name = _STAGES[phase]
-        # The control goes on from where SFT ended.
+        # The control continues from the end of SFT.
         first = history.planned.get("sft", 0) if phase == "control" else 0
         draw_smooth(axes, [first + step["step"] for step in steps], [step["loss"] for step in steps], color, name)
         held_out = history.sft_losses.get(phase, [])

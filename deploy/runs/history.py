@@ -1,4 +1,4 @@
-"""A run's events, put in order: what the table, the curves and `d1 runs` read."""
+"""History of a run: its events, aggregated for tables, curves and `d1 runs`."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ from rollout.score import Score
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleScore:
-    """One evaluation at one schedule."""
+    """Result of one evaluation at one schedule."""
 
     score: Score
-    """How many held-out problems it solved."""
+    """Number of problems solved."""
     mean_steps: float
-    """Denoise steps of a completion."""
+    """Mean denoise steps per completion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """One evaluation on the held-out or, by its label, on the validation problems."""
+    """One evaluation, on the held-out problems or (label `validation`) on the validation set."""
 
     label: str
-    """After what: untrained, start, sft, round, rl or control. Or validation: what a checkpoint is chosen by."""
+    """The stage it follows: untrained, start, sft, round, rl or control. `validation` selects the best checkpoint."""
     round: int
     """Rounds trained before it."""
     time_s: float
     """Seconds since the run began."""
     drawn_s: float
-    """Where a curve has it, in seconds: there too, but of the control, which begins where RL began, by its training."""
+    """Position on the time axis of a curve, in seconds. It equals `time_s`, except for the control.
+
+    The control is placed at the start of RL plus its own training time."""
     score: Score
-    """How many it solved, at the first schedule."""
+    """Number of problems solved, at the first schedule."""
     schedules: Mapping[str, ScheduleScore] = field(default_factory=dict)
-    """The same at every schedule that was asked for, by name."""
+    """The result at every evaluated schedule, by name."""
 
     @property
     def line(self) -> Literal["policy", "control", "validation"]:
-        """The curve that it is a point of: `policy` are the held-out problems, solved by what the run is for."""
+        """The curve that it belongs to; `policy` is held-out accuracy of the trained policy, not of the control."""
         if self.label == "control":
             return "control"
         return "validation" if self.label == VALIDATION else "policy"
@@ -48,14 +50,14 @@ class Evaluation:
 
 @dataclass(kw_only=True, slots=True)
 class RunHistory:
-    """What a run has come to. What a resumed run repeated counts once, as it was the last time."""
+    """Aggregated events of a run. What a resumed run repeats counts once, with its latest values."""
 
     name: str = ""
     """The run's name."""
     began_at: float | None = None
-    """When it began, in seconds since 1970."""
+    """Start of the run, in Unix time."""
     phase: str | None = None
-    """The phase begun last."""
+    """The phase that began last."""
     rounds: dict[int, Event] = field(default_factory=dict)
     """The `round` events by round, ascending."""
     steps: dict[str, list[Event]] = field(default_factory=dict)
@@ -63,31 +65,31 @@ class RunHistory:
     sft_losses: dict[str, list[Event]] = field(default_factory=dict)
     """The `sft_eval` events of the phases `sft` and `control`, in order."""
     planned: dict[str, int] = field(default_factory=dict)
-    """Optimizer steps or rounds that a phase set out to do; 0 where a time limits it."""
+    """Optimizer steps or rounds planned for a phase; 0 if a time limit ends it."""
     evaluations: list[Evaluation] = field(default_factory=list)
     """In order."""
     phase_ends: dict[str, Event] = field(default_factory=dict)
     """The `phase_end` events by phase."""
     phase_begins: dict[str, float] = field(default_factory=dict)
-    """When a phase was first begun, in seconds since the run began."""
+    """When each phase first began, in seconds since the run began."""
     checkpoints: dict[str, Event] = field(default_factory=dict)
     """The `checkpoint` events by path."""
     num_failures: int = 0
-    """Faults that the run survived: a learner that dies is one, with what its other workers say and its restart."""
+    """Failures that the run survived. A dead learner counts once, with its workers' errors and its restart."""
     is_learner_down: bool = False
-    """Whether the learner group's newest fault is counted and it has trained nothing since."""
+    """Whether the learner group's newest failure is counted, and neither its restart nor a new phase has followed."""
     num_forgotten: int = 0
-    """How often rounds, steps or evaluations were taken back, because a resumed run did them again."""
+    """How often rounds, steps or evaluations were discarded because a resumed run repeats them."""
     seconds: float = 0.0
-    """How long the run took, or has taken so far."""
+    """Duration of the run so far."""
     last: Event | None = None
     """The newest event."""
 
     def add(self, event: Event) -> None:
-        """Take the next event.
+        """Add the next event.
 
         Raises:
-            KeyError, TypeError: it lacks what events of its kind have; nothing of it is taken.
+            KeyError, TypeError: it lacks a field of its kind; nothing of it is added.
         """
         seconds = float(event["time_s"])
         _add(self, event)
@@ -100,35 +102,35 @@ class RunHistory:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run came to its end and nothing was added since."""
+        """Whether the run is finished and no event has followed."""
         return self.last is not None and is_done([self.last])
 
     @property
     def heldout(self) -> list[Evaluation]:
-        """The held-out evaluations of the policy that the run is for: the control is another one."""
+        """The held-out evaluations of the trained policy, without those of the control."""
         return [item for item in self.evaluations if item.line == "policy"]
 
     @property
     def validation(self) -> list[Evaluation]:
-        """Those on validation problems."""
+        """The evaluations on the validation set."""
         return [item for item in self.evaluations if item.line == "validation"]
 
     @property
     def course(self) -> list[Evaluation]:
-        """How its accuracy went: on the validation problems, or in a run without any on the held-out ones."""
+        """Evaluations of the accuracy curve: on the validation set, or without one on the held-out problems."""
         return self.validation or self.heldout
 
     def series(self, key: str) -> list[float]:
-        """A number of every round, in order; NaN where a round has none (not every algorithm has a ratio or a KL)."""
+        """Return a metric of every round, in order; NaN if a round lacks it (not every algorithm has a ratio or KL)."""
         return [float(event.get(key, math.nan)) for event in self.rounds.values()]
 
     def final(self, label: str) -> Evaluation | None:
-        """The newest evaluation with a label."""
+        """Return the newest evaluation with a label."""
         return next((item for item in reversed(self.evaluations) if item.label == label), None)
 
 
 def read_history(events: Iterable[Event]) -> RunHistory:
-    """The history that events tell."""
+    """Build a history from events."""
     history = RunHistory()
     for event in events:
         history.add(event)
@@ -159,7 +161,7 @@ def _add(history: RunHistory, event: Event) -> None:
 
 
 def _add_failure(history: RunHistory, event: Event) -> None:
-    """A fault counts once, of all that its consequences are recorded as; what needed no other try is none."""
+    """Count a failure, but not its consequences that are logged as failures too, nor one that needed no retry."""
     what = str(event["what"])
     is_restart = what.startswith(RESTARTED)
     is_learner = is_restart or what.startswith(LEARNER_FAILED)
@@ -170,7 +172,7 @@ def _add_failure(history: RunHistory, event: Event) -> None:
 
 
 def _begin_phase(history: RunHistory, event: Event) -> None:
-    """What there was of it counts no more, but for the steps before that where a run that was stopped in it goes on."""
+    """Start a phase: discard what it recorded before, except the steps up to the one from which a run resumes it."""
     phase, step, planned = event["phase"], event.get("from_step", 0), event["num_steps"]
     history.phase, history.planned[phase] = phase, planned
     history.phase_begins.setdefault(phase, event["time_s"])
@@ -184,7 +186,7 @@ def _begin_phase(history: RunHistory, event: Event) -> None:
 
 
 def _add_round(history: RunHistory, event: Event) -> None:
-    """A run that was resumed from a checkpoint goes through the rounds after it again."""
+    """Add a round and discard later ones: a resumed run repeats the rounds after its checkpoint."""
     if not isinstance(index := event["round"], int):
         raise TypeError(f"no number of a round: {index!r}")
     if next(reversed(history.rounds), -1) >= index:
@@ -223,6 +225,6 @@ def _score(counts: Mapping[str, Any]) -> Score:
 
 
 def moving_mean(values: Sequence[float], width: int) -> list[float]:
-    """For each value the mean of the last `width` up to it."""
+    """Return for each value the mean of the last `width` values up to it."""
     windows = [values[max(0, index + 1 - width) : index + 1] for index in range(len(values))]
     return [sum(window) / len(window) for window in windows]

@@ -1,4 +1,4 @@
-"""The run directories: which there are and how they stand."""
+"""Listing of run directories: state, progress and accuracy of each run."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ LATEST = "latest"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run directory as it was when it was read."""
+    """Snapshot of a run directory."""
 
     directory: Path
     """Where it is."""
     recipe: dict[str, Any]
-    """The resolved recipe; plain data, so that a run of an older d1 can be listed too. Empty if it cannot be read."""
+    """The resolved recipe as plain data, so that runs of an older d1 can be listed too. Empty if unreadable."""
     history: RunHistory
     """What happened."""
     silent_s: float
     """Seconds since its last event."""
     is_held: bool
-    """Whether a process of this machine has the directory's lock."""
+    """Whether a process on this machine holds the directory's lock."""
 
     @property
     def name(self) -> str:
@@ -52,8 +52,9 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`finished`, or `running` where a process here has the lock; else a guess from the silence, with a question
-        mark: nobody can ask a run directory."""
+        """`finished`, or `running` if a process here holds the lock; else a guess with a question mark.
+
+        The guess is from the time since the last event: a lock held on another machine is not visible here."""
         if self.history.is_finished:
             return "finished"
         if self.is_held:
@@ -83,7 +84,7 @@ def read_run(directory: Path) -> Run:
 
 
 def newest_run(runs_dir: Path) -> Path:
-    """The run with the newest event. Raises UserError where there is none."""
+    """Return the run with the newest event. Raises UserError if there is none."""
     directories = _run_dirs(runs_dir)
     if not directories:
         raise UserError(f"there is no run in {runs_dir}; `make train` or `{program()} train RECIPE` makes one")
@@ -91,8 +92,8 @@ def newest_run(runs_dir: Path) -> Path:
 
 
 def newest_to_serve(runs_dir: Path) -> Path:
-    """The run with the newest event of those that have a checkpoint to answer from. Raises UserError without one."""
-    # It brings torch, for which `d1 runs` does not wait.
+    """Return the run with the newest event that has a checkpoint to serve. Raises UserError if there is none."""
+    # Imported here because it imports torch, which `d1 runs` need not wait for.
     from actors.checkpoints.selection import checkpoints_to_answer
 
     runs = sorted(_run_dirs(runs_dir), key=lambda path: (path / METRICS).stat().st_mtime, reverse=True)
@@ -106,12 +107,12 @@ def newest_to_serve(runs_dir: Path) -> Path:
 
 
 def list_runs(runs_dir: Path) -> list[Run]:
-    """The runs of a directory, the one with the newest event first."""
+    """Read the runs of a directory, the one with the newest event first."""
     return sorted((read_run(path) for path in _run_dirs(runs_dir)), key=lambda run: run.silent_s)
 
 
 def runs_table(runs: list[Run], width: int) -> Table:
-    """A row for each run, `width` columns at most: names are whole, and what does not fit beside them is left out."""
+    """Build a table with a row per run. Columns that do not fit in `width` are dropped; names are never cut."""
     from rich.table import Table
     from rich.text import Text
 
@@ -124,7 +125,7 @@ def runs_table(runs: list[Run], width: int) -> Table:
     for heading in sizes:
         is_name = heading == _NAME
         justify: Literal["left", "right"] = "right" if heading in _NUMBERS else "left"
-        # A name that is wider than the terminal by itself goes on in the next line.
+        # A name that is wider than the terminal wraps.
         table.add_column(heading, justify=justify, no_wrap=not is_name, overflow="fold" if is_name else "ellipsis")
     for row in rows:
         table.add_row(*(Text(row[heading]) for heading in sizes))
@@ -132,7 +133,7 @@ def runs_table(runs: list[Run], width: int) -> Table:
 
 
 def _cells(run: Run) -> dict[str, str]:
-    """What is said of a run, by heading."""
+    """Format the cells of a run, by heading."""
     history = run.history
     accuracies = [item.score.accuracy for item in history.heldout]
     return {
@@ -149,16 +150,16 @@ def _cells(run: Run) -> dict[str, str]:
 
 
 def run_names(runs_dir: Path) -> list[str]:
-    """What the runs of a directory can be called by."""
+    """Return the names of the runs in a directory, with the link `latest` if it exists."""
     return [path.name for path in _run_dirs(runs_dir)] + [LATEST] * (runs_dir / LATEST).is_dir()
 
 
 def point_latest_at(run_dir: Path) -> None:
-    """Make the link `latest` beside a run point to it. What is there and is no link stays as it is."""
+    """Point the link `latest`, next to a run, at that run. A file or directory of that name is left alone."""
     link = run_dir.with_name(LATEST)
     if run_dir.name == LATEST or (link.exists() and not link.is_symlink()):
         return
-    # Renamed into its place, it is never missing; a file system without links has none.
+    # Replaced atomically, so that the link is never missing. A file system without links gets none.
     fresh = run_dir.with_name(f".{LATEST}.{os.getpid()}")
     with suppress(OSError):
         fresh.unlink(missing_ok=True)
@@ -167,6 +168,6 @@ def point_latest_at(run_dir: Path) -> None:
 
 
 def _run_dirs(runs_dir: Path) -> list[Path]:
-    """Each run once: a link to another of the same directory is a second name for it."""
+    """List each run once: a link to another run of the same directory is an alias."""
     found = [path.parent for path in runs_dir.glob("*/" + METRICS) if not path.parent.name.startswith(".")]
     return [path for path in found if not (path.is_symlink() and path.resolve().parent == runs_dir.resolve())]

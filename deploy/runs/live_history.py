@@ -1,4 +1,4 @@
-"""A run's history while it grows: what is new of it since somebody looked."""
+"""Incremental history of a run under way: returns what is new since a client's cursor."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from actors.run_log import Event
 from deploy.runs.history import Evaluation, RunHistory
 
 MAX_ITEMS = 1000
-"""So many rounds, and so many steps of SFT, are told at once; the rest the next time."""
+"""Maximum number of rounds, and of SFT steps, returned at once; the rest follows on the next request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """What somebody has of a history."""
+    """Position of a client in a history."""
 
     began_at: int = 0
-    """When the run began, in seconds since 1970; 0 while it has not."""
+    """Start of the run, in Unix time; 0 while it has not begun."""
     num_forgotten: int = 0
-    """How often the run had forgotten something of it by then."""
+    """How often a resumed run had discarded parts of the history by then."""
     num_rounds: int = 0
     num_steps: int = 0
     num_evaluations: int = 0
@@ -30,20 +30,20 @@ class Cursor:
 
     @classmethod
     def parse(cls, text: str) -> Cursor:
-        """Of the text that `str` makes."""
+        """Parse the text that `str` returns."""
         return cls(*map(int, text.split(".")))
 
 
 BEGINNING = Cursor()
-"""Of who has nothing of it."""
+"""Cursor of a client that has nothing yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistoryPart:
-    """What is new of a history."""
+    """New part of a history."""
 
     is_whole: bool
-    """Whether it begins at the beginning: what was had of it before counts no more."""
+    """Whether it starts at the beginning: the client must discard what it had."""
     rounds: list[Event]
     """`round` events, ascending."""
     steps: list[Event]
@@ -51,32 +51,32 @@ class HistoryPart:
     evaluations: list[Evaluation]
     """In order."""
     end: Cursor
-    """What is had with it."""
+    """Cursor after this part."""
 
 
 class LiveHistory:
-    """A history to which events are added."""
+    """History that grows as events are added."""
 
     def __init__(self) -> None:
         self.history = RunHistory()
-        """What they have come to."""
+        """The aggregated events."""
         self.num_events = 0
-        """Those added."""
+        """Number of events added."""
         self.num_unreadable = 0
-        """Those of them that lack what their kind has, and count for nothing."""
+        """Number of those that lack a field of their kind, and are ignored."""
 
     def add(self, events: Iterable[Event]) -> None:
-        """The next events of the run."""
+        """Add the next events of the run."""
         for event in events:
             self.num_events += 1
             try:
                 self.history.add(event)
             except (KeyError, TypeError):
-                # A file with a flipped byte: what else it tells is worth seeing.
+                # The file may have a corrupt byte: its other events are still worth showing.
                 self.num_unreadable += 1
 
     def since(self, seen: Cursor) -> HistoryPart:
-        """What is new to somebody who has seen so much."""
+        """Return what is new to a client with the cursor `seen`."""
         history = self.history
         rounds, steps = list(history.rounds.values()), history.steps.get("sft", [])
         has = (len(rounds), len(steps), len(history.evaluations))

@@ -1,7 +1,7 @@
-"""Who writes a directory, a run's or an evaluation's: one process at a time.
+"""Exclusive lock of a run or evaluation directory: one writing process at a time.
 
-The lock is the operating system's (flock), so it ends with the process that has it, however that ends. The file says
-who that is, for the sentence that another is refused with; what it says after an end means nothing.
+It is an OS lock (flock), so it is released however its process ends. The lock file names the holder, for the message to
+a process that is refused. Its content alone does not mean that the lock is held.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from pathlib import Path
 from deploy.errors import UserError, reason
 
 LOCK = ".lock"
-# `d1 runs` holds the lock for an instant to see whether somebody has it.
+# `d1 runs` takes the lock for an instant to probe for a holder, so one refusal is not conclusive.
 _NUM_TRIES, _BETWEEN_TRIES_S = 20, 0.05
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """A process that has a run directory's lock."""
+    """A process that holds a run directory's lock."""
 
     host: str
-    """Its machine."""
+    """Its hostname."""
     pid: int
-    """Its id there."""
+    """Its process id on that host."""
     began_at: float
     """When it took the lock, in Unix time."""
 
     @property
     def is_here(self) -> bool:
-        """Whether it is of this machine."""
+        """Whether it runs on this machine."""
         return self.host == socket.gethostname()
 
 
 class RunLock:
-    """The lock of a directory, had from `take` to `close`."""
+    """Exclusive lock of a directory, held from `take` to `close`."""
 
     def __init__(self, file: int, *, is_exclusive: bool) -> None:
         """Use `take`."""
         self._file = file
         self.is_exclusive = is_exclusive
-        """Whether nobody else can have it; False on a file system without locks."""
+        """Whether no other process can hold it; False on a file system without locks."""
 
     @classmethod
     def take(cls, directory: Path, what: str = "run") -> RunLock:
-        """Take the lock of a directory, in which lies what `what` names.
+        """Take the lock of a directory; `what` names its content in error messages.
 
-        Raises UserError when another process has it, or it cannot be written to.
+        Raises UserError if another process holds it, or the directory is not writable.
         """
         for _ in range(_NUM_TRIES):
             try:
@@ -79,14 +79,14 @@ class RunLock:
         raise UserError(_refusal(directory, what))
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         os.close(self._file)
 
 
 def holder_of(directory: Path) -> Holder | None:
-    """Who on this machine has a run directory's lock now; None where nobody has, or where that cannot be known.
+    """Return the process on this machine that holds a run directory's lock; None if there is none, or it is unknown.
 
-    A lock of another machine need not have reached this one, nor its end.
+    A lock held on another machine may be invisible here, as may its release.
     """
     try:
         file = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
@@ -105,7 +105,7 @@ def holder_of(directory: Path) -> Holder | None:
 
 
 def last_holder_of(directory: Path) -> Holder | None:
-    """Who had a run directory's lock last, and may have it; None where nobody has signed it."""
+    """Return the last process that signed a run directory's lock, which may still hold it; None if it is unsigned."""
     try:
         return Holder(**json.loads((directory / LOCK).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -113,7 +113,7 @@ def last_holder_of(directory: Path) -> Holder | None:
 
 
 def _is_in_place(file: int, directory: Path) -> bool:
-    """Whether what was locked is still the directory's: who was before may have taken it away."""
+    """Whether the locked file is still the directory's lock file: the previous holder may have moved or removed it."""
     try:
         return os.path.samestat(os.fstat(file), (directory / LOCK).stat())
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def _sign(file: int) -> None:
         os.truncate(file, 0)
         os.pwrite(file, json.dumps(asdict(holder)).encode(), 0)
     except OSError as error:
-        # The lock holds without a name too, and a run that resumes may need no room.
+        # The lock works unsigned too, and a resumed run may need no disk space.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
 

@@ -1,6 +1,6 @@
-"""A copy of a run's directory elsewhere, at any URL that fsspec knows: its checkpoints, and what it says of itself.
+"""Mirror of a run directory at any fsspec URL: its checkpoints, logs and recipe.
 
-A checkpoint there is whole where its manifest is: that comes last, and goes first.
+A mirrored checkpoint is complete only if its manifest exists: the manifest is uploaded last and deleted first.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from deploy.recipe.recipe import Recipe
 from learner.model.checkpoint_files import MANIFEST
 from learner.model.storage.references import read_references
 
-# The recipe comes last: who finds it finds a run with a policy.
+# The recipe is uploaded last: if it exists, the mirrored run has a policy.
 _OF_THE_RUN = (METRICS, SAMPLES, SOLVE_RATES, ADMIN, RECIPE)
 
 
 class Mirror:
-    """The copy of one run. Any method may raise what its file system raises, an OSError or another."""
+    """Mirror of one run. Any method may raise errors of its file system, an OSError or another."""
 
     def __init__(self, url: str, run: str) -> None:
-        """Of the run of that name, in the directory `url`. Raises UserError for what is no URL that can be read."""
+        """Open the mirror of the named run in the directory `url`. Raises UserError if fsspec cannot use the URL."""
         import fsspec
 
         self.url = f"{url.rstrip('/')}/{run}"
-        """Where it is."""
+        """URL of the run's mirror."""
         try:
-            # What another machine has written is to be seen.
+            # No listings cache: writes by other machines must be visible.
             self._files: Any
             self._files, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise UserError(f"checkpoint_url {url} cannot be used: {error}") from error
 
     def has_run(self) -> bool:
-        """Whether there is a run."""
+        """Check whether the mirror has a run."""
         return bool(self._files.exists(f"{self._root}/{RECIPE}"))
 
     def push(self, run_dir: Path) -> None:
-        """Make it what a run directory is: what is new there comes, then what the run has deleted goes.
+        """Update the mirror from a run directory: upload what is new, then delete what the run has deleted.
 
-        A run always has a checkpoint: where none is, something else has deleted them, and the copy keeps its own.
+        A run always has a checkpoint. If none is left, something else deleted them, and the mirror keeps its own.
         """
         here = dict(_whole_checkpoints(run_dir))
         there = self._manifests()
         for name, manifest in here.items():
             if there.get(name) != manifest:
                 self._put_checkpoint(run_dir / CHECKPOINTS / name)
-        # What is there and damaged may be whole in the copy.
+        # A checkpoint that is damaged in the run directory may be intact in the mirror.
         for name in there if here else ():
             if not (run_dir / CHECKPOINTS / name).exists():
                 self._delete(name)
@@ -62,7 +62,7 @@ class Mirror:
                 self._put(run_dir / name, name)
 
     def pull(self, run_dir: Path) -> None:
-        """Make a run directory of it, which is there whole or not at all."""
+        """Download the run into `run_dir`, atomically."""
         partial = run_dir.with_name(f".{run_dir.name}.fetched")
         shutil.rmtree(partial, ignore_errors=True)
         names = [name for name in _OF_THE_RUN if self._files.exists(f"{self._root}/{name}")]
@@ -76,7 +76,7 @@ class Mirror:
         partial.rename(run_dir)
 
     def _manifests(self) -> dict[str, bytes | None]:
-        """The manifest of each checkpoint that is there; None of one that is not whole."""
+        """Return the manifest of each checkpoint in the mirror; None for an incomplete one."""
         try:
             listed = self._files.ls(f"{self._root}/{CHECKPOINTS}", detail=False)
         except FileNotFoundError:
@@ -91,12 +91,12 @@ class Mirror:
         where = f"{CHECKPOINTS}/{directory.name}"
         self._delete(directory.name)
         try:
-            # What a checkpoint refers to is on this machine: its copy has the files themselves.
+            # References point to files of this machine: the mirror gets the files themselves.
             files = {*directory.iterdir(), *(reference.path for reference in read_references(directory).values())}
             for path in sorted(files, key=lambda path: path.name == MANIFEST):
                 self._put(path, f"{where}/{path.name}")
         except FileNotFoundError:
-            # The run has deleted it meanwhile, or written it anew: the next push sees what there is.
+            # The run has deleted or rewritten it meanwhile: the next push sees the new state.
             self._delete(directory.name)
 
     def _put(self, path: Path, name: str) -> None:
@@ -112,20 +112,20 @@ class Mirror:
 
 
 def _whole_checkpoints(run_dir: Path) -> list[tuple[str, bytes]]:
-    """The checkpoints of a run directory with their manifests, what others stand on before these."""
+    """Return the checkpoints of a run directory with their manifests, each after those that it builds on."""
     found = []
     for directory in (run_dir / CHECKPOINTS).glob("[!.]*/"):
         try:
             found.append((read_position(directory).order, directory.name, (directory / MANIFEST).read_bytes()))
         except (ValueError, OSError):
-            continue  # It is damaged, or going.
+            continue  # It is damaged, or being deleted.
     return [(name, manifest) for _, name, manifest in sorted(found)]
 
 
 def mirror_for(recipe: Recipe, *, resume: bool) -> Mirror | None:
-    """Where the recipe wants a run copied to, if anywhere.
+    """Return the mirror that the recipe configures, if any.
 
-    Raises UserError where that cannot be used, or another run of the name is there.
+    Raises UserError if it cannot be used, or if it already has a run of that name and `resume` is False.
     """
     if recipe.checkpoint_url is None:
         return None
@@ -141,9 +141,9 @@ def mirror_for(recipe: Recipe, *, resume: bool) -> Mirror | None:
 
 
 def fetch_run(recipe: Recipe) -> None:
-    """Make the directory of a run that goes on of its copy, where it is not here and there is one.
+    """Restore the directory of a resumed run from its mirror, if it is missing here and the mirror has it.
 
-    Raises UserError where the copy cannot be read.
+    Raises UserError if the mirror cannot be read.
     """
     if recipe.run_dir.exists() or (mirror := mirror_for(recipe, resume=True)) is None:
         return
@@ -156,6 +156,6 @@ def fetch_run(recipe: Recipe) -> None:
 def _readable(url: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of whichever library speaks to the other place
+    except Exception as error:  # of whichever fsspec backend
         what = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"checkpoint_url {url} cannot be read: {what}") from error

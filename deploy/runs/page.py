@@ -1,7 +1,7 @@
 """`d1 runs show`: everything about one run that fits on a screen.
 
-Names, prompts and completions are other people's text. They are printed as `Text`, which knows no markup, with their
-control characters made visible.
+Names, prompts and completions are untrusted text. They are printed as `Text`, which interprets no markup, with control
+characters made visible.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _NUM_SAMPLES = 3
 _LONGEST_TEXT = 2000
-# What tells two runs apart at a glance.
+# The recipe fields in which runs most often differ.
 _ESSENTIALS = (
     "seed",
     "device",
@@ -72,7 +72,7 @@ def print_run(run: Run, console: Console) -> None:
 
 
 def last_samples(directory: Path) -> list[dict[str, Any]]:
-    """The newest completions of a run; a last line that a crash cut short is left out."""
+    """Read the newest completions of a run; a last line that a crash truncated is left out."""
     path = directory / SAMPLES
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it runs: a live bar on a terminal, sparse lines anywhere else."""
+"""Progress display of a run: a live bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 _LINE_EVERY_S = 5.0
 _LONGEST_FAILURE = 200
 _LONGEST_PROMPT, _LONGEST_COMPLETION = 60, 160
-# A step that takes so many times as long as the one before it is worth a line.
+# A step that takes this many times as long as the one before it is reported.
 _UNUSUAL = 2.0
-# They come at any time, and what was waited for is waited for still.
+# Events that can arrive at any time, and do not end a wait.
 _BESIDE_THE_WORK = ("run", "status", "failure", "pause", "pause_end", "scale", "loaded")
-# How the failures begin after which the learner group starts again.
+# Prefixes of the failures after which the learner group restarts.
 _OF_LEARNERS = ("a learner worker failed", "the learner group restarted")
 _BETWEEN_PHASES = {
     "evaluation": "preparing what comes next",
@@ -42,7 +42,7 @@ _LABELS = {
 
 
 class ProgressDisplay:
-    """Shows events as they come, from whichever thread. A context manager: leaving it gives the terminal back."""
+    """Displays events as they arrive, from any thread. A context manager: leaving it releases the terminal."""
 
     def __init__(self, console: Console) -> None:
         """Show on `console`: a live display where it is a terminal, lines where it is not."""
@@ -67,7 +67,7 @@ class ProgressDisplay:
             self._bar.stop()
 
     def wait_for_end(self) -> None:
-        """All is done but to end the run's processes: say so where that takes long, as on a busy machine."""
+        """Report that only the run's processes are still to end, if that takes long, as on a busy machine."""
         self._waiting.begin("ending the run's processes")
 
     def __call__(self, event: Event) -> None:
@@ -95,20 +95,20 @@ class ProgressDisplay:
             self._wait(what)
 
     def _hear_wait(self, event: Event) -> None:
-        """The driver waits for something, or for the next part of it."""
+        """Show what the driver waits for: a new wait, or (`goes_on`) the next part of the current one."""
         if event.get("goes_on"):
             self._waiting.change(printable(event["what"]))
         else:
             self._wait(printable(event["what"]), at_once=True)
 
     def _wait_for_step(self, event: Event) -> None:
-        """Say so where the next step takes much longer than this one: a process may have died, and be started again."""
+        """Report if the next step takes much longer than this one: a process may have died and be restarting."""
         usual_s, self._last_step_s = event["time_s"] - self._last_step_s, event["time_s"]
         what = f"round {event['round'] + 2}" if event["event"] == "round" else "the next step"
         self._waiting.begin(f"waiting for {what}", first_after_s=_UNUSUAL * usual_s)
 
     def _next(self, event: Event) -> str:
-        """What a run does after an event, where that is no step of a phase; the run log has a line when it is done."""
+        """Name what the run does after an event, unless it is a step of a phase; the run log records only its end."""
         if event["event"] == "failure" and str(event["what"]).startswith(_OF_LEARNERS):
             self._phase = None
             return "starting the learners again"
@@ -128,7 +128,7 @@ class ProgressDisplay:
             self._bar.begin(name, total or None)
 
     def _total(self, phase: Event) -> tuple[float, str]:
-        """What the phase has to do, and its unit."""
+        """Return the total work of a phase, and its unit."""
         if "limit_s" in phase:
             return max(1, round(phase["limit_s"])), "seconds"
         return phase["num_steps"], "rounds" if phase["phase"] == "rl" else "steps"
@@ -155,7 +155,7 @@ class ProgressDisplay:
 
 
 class _Bar:
-    """One bar at the foot of a terminal: the phase under way."""
+    """Progress bar of the current phase, at the bottom of a terminal."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import (
@@ -190,7 +190,7 @@ class _Bar:
         assert self._task is not None, "a phase has begun"
         self._progress.start()
         if self._is_first and done > 1:
-            # A resumed run: what was done before must not count into the speed that the time left comes from.
+            # A resumed run: steps done before must not count in the speed that predicts the remaining time.
             self._progress.reset(self._task, completed=int(done) - 1)
         self._is_first = False
         self._progress.update(self._task, completed=int(done), facts=facts)
@@ -200,7 +200,7 @@ class _Bar:
 
 
 def _examples(event: Event) -> str:
-    """What SFT has to train on."""
+    """Describe the training data of SFT."""
     overlong = f", {event['num_overlong']} too long" if event["num_overlong"] else ""
     held_out = f", {event['num_held_out']} held out" if event["num_held_out"] else ""
     padding = f"{100 * event['padding_share']:.0f} % padding, {100 * event['packed_padding_share']:.0f} % if packed"
@@ -215,7 +215,7 @@ def _evaluation(event: Event) -> str:
 
 
 def _loaded(event: Event) -> str:
-    """At which rate a checkpoint was read, twice."""
+    """Describe the throughput of reading a checkpoint twice: for its checksums, and to load it."""
     gigabytes = event["num_bytes"] / 1e9
     checked, loaded = (f"in {event[key]:.1f} s, {gigabytes / event[key]:.1f} GB/s" for key in ("check_s", "load_s"))
     return f"{event['path']}: {gigabytes:.1f} GB checked {checked}; loaded {loaded}"
@@ -243,7 +243,7 @@ def _facts(event: Event, validation_loss: float | None) -> str:
 
 
 def _time_left(event: Event, phase: Event) -> str:
-    """What the steps that are left take at the speed so far, evaluations and checkpoints included."""
+    """Estimate the time of the remaining steps from the speed so far, evaluations and checkpoints included."""
     done, left = event["step"] - phase.get("from_step", 0), phase["num_steps"] - event["step"]
     if done <= 0 or left <= 0:
         return ""
@@ -251,11 +251,11 @@ def _time_left(event: Event, phase: Event) -> str:
 
 
 def _samples(event: Event) -> str:
-    """A line for each prompt and its completion."""
+    """Format a line for each prompt and its completion."""
     lines = [f"completions after {event['step']} steps:"]
     for sample in event["samples"]:
         prompt, completion = _in_a_line(sample["prompt"]), _in_a_line(sample["completion"])
-        # The end of a prompt has the question.
+        # The question is at the end of a prompt.
         end = prompt if len(prompt) <= _LONGEST_PROMPT else f"...{prompt[-_LONGEST_PROMPT:]}"
         begin = completion if len(completion) <= _LONGEST_COMPLETION else f"{completion[:_LONGEST_COMPLETION]}..."
         lines.append(f"{'':12}{end} -> {begin or '(nothing)'}")
@@ -273,7 +273,7 @@ def _place(event: Event) -> str:
 
 
 def _stopped_at(event: Event) -> str:
-    """Where a run that is stopped stands."""
+    """Describe the position of a stopped run."""
     if event["step"] is not None:
         return f"after {counted(event['step'], 'step')} of {_PHASES[event['phase']]}, kept in a checkpoint"
     return f"after {counted(event['round'], 'round')}, kept in a checkpoint" if event["round"] else "at the beginning"
@@ -295,4 +295,4 @@ _SENTENCES: dict[str, Callable[[Event], str]] = {
     "pause_end": lambda event: f"the run goes on after {duration(event['seconds'])}",
     "done": lambda event: f"done in {duration(event['seconds'])}",
 }
-"""Events that are told in a line, whatever else they do."""
+"""Formatters of the events that print a line."""

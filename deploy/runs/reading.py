@@ -1,4 +1,4 @@
-"""What a run directory holds, for whoever is not the run: its recipe, and the checkpoint to answer from."""
+"""Access to a run directory from outside the run: its recipe, and its newest or best checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from learner.model.storage.throughput import Say
 
 
 def read_recipe(run_dir: Path) -> Recipe:
-    """The resolved recipe of a run. Raises UserError when the directory is no run."""
+    """Read the resolved recipe of a run. Raises UserError if the directory has none, or it is invalid."""
     path = run_dir / RECIPE
     if not path.is_file():
         raise UserError(f"{run_dir} is not a run: it has no {RECIPE}")
@@ -33,10 +33,9 @@ def read_recipe(run_dir: Path) -> Recipe:
 
 
 def newest_to_answer(run_dir: Path, say: Say | None = None) -> FoundCheckpoint:
-    """The newest whole checkpoint that a run's service answers from; what is damaged is said on stderr. `say` is told
-    at which rate it is read.
+    """Find the newest intact checkpoint that a service may use; damaged ones are reported on stderr.
 
-    Raises UserError when there is none.
+    `say` reports the throughput of reading it. Raises UserError if there is none.
     """
     try:
         found = newest_checkpoint(run_dir / CHECKPOINTS, to_answer, say)
@@ -50,7 +49,7 @@ def newest_to_answer(run_dir: Path, say: Say | None = None) -> FoundCheckpoint:
 
 
 def best_to_answer(run_dir: Path) -> Path:
-    """The checkpoint that solves most validation problems. Raises UserError when there is none."""
+    """Find the checkpoint that solves most validation problems. Raises UserError if there is none."""
     events = read_events(run_dir)
     if not has_validation(events):
         raise UserError(

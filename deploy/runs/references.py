@@ -1,4 +1,4 @@
-"""What a user names on the command line: a run by name or path, a checkpoint by path, or a model on the hub."""
+"""Resolution of command-line references: a run by name or path, a checkpoint by path, or a hub model."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ _LEAST_LIKENESS = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a reference names."""
+    """The run or checkpoint that a reference names."""
 
     directory: Path
-    """A run's directory or a checkpoint's, not through a link of its own."""
+    """Directory of the checkpoint, or of the run, with a link such as `latest` resolved."""
     is_run: bool
-    """Which of the two."""
+    """Whether it is a run, not a checkpoint."""
 
 
 def find(reference: str, runs_dir: Path) -> Found:
-    """The run or the checkpoint that a user names.
+    """Find the run or checkpoint that a user names.
 
     Args:
-        reference: a run's name in `runs_dir` or its path; a checkpoint's path, from here or from `runs_dir`, or
-            RUN/CHECKPOINT, where RUN/last is the newest and RUN/best solves most validation problems; or a hub id,
-            which is fetched if it is not on this machine yet.
-        runs_dir: where the runs are.
+        reference: a run's name in `runs_dir` or its path; a checkpoint's path, relative to the working directory or
+            to `runs_dir`, or RUN/CHECKPOINT, where RUN/last is the newest and RUN/best solves most validation
+            problems; or a hub id, which is downloaded if it is not on this machine yet.
+        runs_dir: the directory of runs.
 
     Raises:
-        UserError: there is none; the sentence names the nearest.
-        ValueError: the hub does not give it.
+        UserError: there is none; the message suggests the closest name.
+        ValueError: the hub does not provide it.
     """
     if (found := _find_here(reference, runs_dir)) is not None:
         return found
-    # Without a slash it is no hub id, and the hub's library takes long to load.
+    # A hub id has a slash, and the hub's library is slow to import.
     if "/" in reference and _parent_run(reference, runs_dir) is None and Path(reference).parent != runs_dir:
         from learner.model.hub import find_checkpoint, is_hub_id
 
@@ -57,9 +57,9 @@ def find(reference: str, runs_dir: Path) -> Found:
 
 
 def find_run(reference: str, runs_dir: Path) -> Path:
-    """The directory of a run, named as for `find`; that of a checkpoint's run if a checkpoint is named.
+    """Return the directory of a run, named as for `find`. A checkpoint names the run that it belongs to.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     found = _find_here(reference, runs_dir)
     if found is not None and (found.directory / METRICS).is_file():
@@ -73,8 +73,10 @@ def find_run(reference: str, runs_dir: Path) -> Path:
 
 
 def find_checkpoint_of(reference: str, runs_dir: Path, say: Say | None = None) -> Path:
-    """The directory of a checkpoint; of a run, its newest that is whole, and `say` is told at which rate that is read.
-    Raises as `find`."""
+    """Return the directory of a checkpoint; for a run, its newest intact one that can be served.
+
+    `say` reports the throughput of reading it. Raises as `find`.
+    """
     found = find(reference, runs_dir)
     if not found.is_run:
         return found.directory
@@ -84,9 +86,9 @@ def find_checkpoint_of(reference: str, runs_dir: Path, say: Say | None = None) -
 
 
 def newest_of(reference: Path) -> Path:
-    """What training starts from: a run's newest whole checkpoint where its directory is named, else what is named.
+    """Replace a run's directory by its newest intact checkpoint, to start training from; return other paths unchanged.
 
-    Raises UserError where the run has none.
+    Raises UserError if the run has none.
     """
     if not _is_run(reference):
         return reference
@@ -96,7 +98,7 @@ def newest_of(reference: Path) -> Path:
 
 
 def from_newest(recipe: Recipe) -> Recipe:
-    """The recipe, whose `model.checkpoint` may name a run's directory. Raises UserError as `newest_of`."""
+    """Resolve a run's directory in the recipe's `model.checkpoint`. Raises UserError as `newest_of`."""
     checkpoint = recipe.model.checkpoint
     if checkpoint is None or (newest := newest_of(checkpoint)) == checkpoint:
         return recipe
@@ -104,11 +106,11 @@ def from_newest(recipe: Recipe) -> Recipe:
 
 
 def _find_here(reference: str, runs_dir: Path) -> Found | None:
-    """As `find`, on this machine's disk; None where there is nothing."""
+    """Find a reference as `find`, but only on local disk; None if there is nothing."""
     try:
         return _find_in(runs_dir, reference)
     except OSError:
-        # No file system has such a name: too long, or not for us to look at.
+        # The name is too long for the file system, or the path is not accessible.
         return None
 
 
@@ -123,12 +125,12 @@ def _find_in(runs_dir: Path, reference: str) -> Found | None:
     for place in places:
         if place.name in (_BEST, _LAST) and not place.exists() and _is_run(place.parent):
             return Found(directory=_chosen(_unlinked(place.parent), place.name), is_run=False)
-    # What is wrong with it is said by who reads it.
+    # The code that reads it reports what is wrong with it.
     return Found(directory=places[1], is_run=False) if places[1].is_dir() else None
 
 
 def _chosen(run: Path, alias: str) -> Path:
-    """The checkpoint behind an alias. Raises UserError where there is none."""
+    """Return the checkpoint behind an alias. Raises UserError if there is none."""
     from deploy.runs.reading import best_to_answer, newest_to_answer
 
     return best_to_answer(run) if alias == _BEST else newest_to_answer(run).directory
@@ -140,17 +142,17 @@ def _is_run(directory: Path) -> bool:
 
 
 def _is_checkpoint(directory: Path) -> bool:
-    """Whether it looks like one, whole or a peft adapter."""
+    """Whether it looks like a checkpoint of full weights, or a peft adapter."""
     return any((directory / name).is_file() for name in (_CONFIG, _ADAPTER_CONFIG))
 
 
 def _unlinked(directory: Path) -> Path:
-    """`runs/latest` is a name for today; what it points to is the run's own."""
+    """Follow a link to the run's own directory: `runs/latest` will point to another run later."""
     return directory.parent / directory.readlink() if directory.is_symlink() else directory
 
 
 def _parent_run(reference: str, runs_dir: Path) -> Path | None:
-    """The run in which something is named: `RUN/sft`, `RUN/checkpoints/sft`."""
+    """Return the run that contains a reference, such as `RUN/sft` or `RUN/checkpoints/sft`."""
     for parent in Path(reference).parents:
         if parent.name and (found := _find_here(str(parent), runs_dir)) is not None and found.is_run:
             return found.directory

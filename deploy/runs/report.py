@@ -1,4 +1,4 @@
-"""The result of a run: held-out accuracy after each stage, with what each stage cost."""
+"""Result tables of a run: held-out accuracy after each stage, with the stage's time and work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SHORT = {"start": "start", "sft": "SFT", "rl": "RL", "control": "control"}
 NAMES = {"untrained": "untrained", "start": "start", "sft": "SFT", "rl": "RL", "control": "control: more SFT"}
-"""What policies are called, by the label of their evaluation."""
+"""Display names of policies, by the label of their evaluation."""
 _HEADINGS = ("policy", "held-out accuracy", "95 % interval", "n", "time", "work")
 
 
@@ -39,8 +39,7 @@ class _Row:
 
 
 def result_tables(events: Iterable[Event]) -> Iterator[Table]:
-    """What each stage came to and cost, a row for each that was evaluated; then its accuracy at each schedule, where
-    several were asked for."""
+    """Yield a table of the evaluated stages and their cost; then one of accuracy by schedule, if there are several."""
     events = list(events)
     history = read_history(events)
     yield _result_table(history, best_line(events))
@@ -49,7 +48,7 @@ def result_tables(events: Iterable[Event]) -> Iterator[Table]:
 
 
 def best_line(events: Sequence[Event]) -> str | None:
-    """Which version solves most validation problems, in a line; None of a run without any."""
+    """Describe the version that solves most validation problems in one line; None for a run without any."""
     version = validated_best(events)
     if version is None:
         return None
@@ -70,7 +69,7 @@ def _result_table(history: RunHistory, best: str | None) -> Table:
     lines = [f"{duration(history.seconds)} in all", *_validation_losses(history), *([best] if best else [])]
     table = Table(title=Text(printable(history.name)), caption="\n".join(lines))
     for heading in _HEADINGS:
-        # On 80 columns words may wrap, and a number not.
+        # On 80 columns words may wrap, but numbers must not.
         is_wordy = heading in ("policy", "held-out accuracy")
         table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=not is_wordy)
     for row in _rows(history):
@@ -79,7 +78,7 @@ def _result_table(history: RunHistory, best: str | None) -> Table:
 
 
 def _validation_losses(history: RunHistory) -> Iterator[str]:
-    """What the loss on held-out examples was before and after SFT, and the control, in lines."""
+    """Yield a line each for SFT and the control: the loss on held-out examples before and after."""
     for phase, found in history.sft_losses.items():
         if len(found) > 1:
             first, *_, last = found
@@ -87,7 +86,7 @@ def _validation_losses(history: RunHistory) -> Iterator[str]:
 
 
 def _schedule_table(history: RunHistory, names: Iterable[str]) -> Table:
-    """A row for each schedule, a column for each stage that was evaluated at it."""
+    """Build a table with a row per schedule and a column per stage that was evaluated at several."""
     from rich.table import Table
 
     table = Table(title="held-out accuracy by schedule, %")
@@ -103,7 +102,7 @@ def _schedule_table(history: RunHistory, names: Iterable[str]) -> Table:
 
 
 def _schedule_cell(item: Evaluation, name: str) -> str:
-    """The accuracy, with the steps that it took where the schedule's name does not say how many."""
+    """Format the accuracy, with the mean number of steps if the schedule's name does not give it."""
     found = item.schedules.get(name)
     if found is None:
         return ""
@@ -112,13 +111,13 @@ def _schedule_cell(item: Evaluation, name: str) -> str:
 
 
 def schedule_names(evaluations: Iterable[Evaluation]) -> list[str]:
-    """Those that were asked for. Steps first, ascending; then the others, as the recipe names them."""
+    """Return the evaluated schedules: fixed numbers of steps first, ascending; then the others, in recipe order."""
     names = dict.fromkeys(name for item in evaluations for name in item.schedules)
     return sorted(names, key=lambda name: int(name.split()[0]) if name[0].isdigit() else math.inf)
 
 
 def score_text(score: Score) -> str:
-    """`31.2 % (27.3 to 35.4), 156 of 500`."""
+    """Format a score: `31.2 % (27.3 to 35.4), 156 of 500`."""
     low, high = score.interval
     counts = f"{score.num_correct} of {score.num_problems}"
     return f"{100 * score.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f}), {counts}"

@@ -1,4 +1,4 @@
-"""Making a run directory: the resolved recipe and policy version 0, whole or not at all."""
+"""Atomic creation of a run directory: the resolved recipe and policy version 0."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _PHASES = {
     Stages.SFT: (Phase.SFT,),
     Stages.RL: (Phase.RL,),
 }
-# What a resumed run may have otherwise: how long and where it runs, and what is written about it.
+# Fields that a resumed run may change: how long and where it runs, and what is recorded of it.
 _MAY_CHANGE = (
     "runs_dir",
     "name",
@@ -72,19 +72,19 @@ _MAY_CHANGE = (
     "service.",
     "wandb_project",
 )
-# The same of a term of the reward: where and how patiently it is asked, not what.
+# The same for a reward term: where, how often and with which timeout it is queried, not for what.
 _WHERE_A_TERM_ASKS = re.compile(
     r"reward\.terms\.\w+\.(directory|url|token_env|batch_size|base_url|api_key_env|timeout_s|num_tries|max_concurrency"
     r"|max_response_bytes|requests_per_minute|cache_path|cache_redis_env|vllm.*)"
 )
 _NUM_TOKENIZER_TEXTS = 2000
 _FLOAT_BYTES = 4
-# Numbers of a tensor that are looked at at a time.
+# Elements of a tensor that are converted and checksummed at a time.
 _LOOKED_AT = 1 << 20
 
 
 def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
-    """The run that a recipe describes."""
+    """Build the specification of the run that a recipe describes."""
     phases = _PHASES[stages]
     if stages is Stages.ALL and recipe.control.enabled:
         phases = (*phases, Phase.CONTROL)
@@ -95,7 +95,7 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
 
 
 def _of_any_directory(recipe: Recipe) -> Recipe:
-    """The recipe with the paths of its data absolute, for who reads it in another directory."""
+    """Make the data paths of a recipe absolute, so that it can be read from another directory."""
     task = recipe.task.from_anywhere() if isinstance(recipe.task, Files) else recipe.task
     sft = recipe.sft.model_copy(update={"data": recipe.sft.data and from_anywhere(recipe.sft.data)})
     learner = recipe.learner
@@ -106,23 +106,24 @@ def _of_any_directory(recipe: Recipe) -> Recipe:
 
 
 def scratch_policy(run_dir: Path) -> Path:
-    """Where a policy is written that becomes version 0 of a run which is not there yet; it goes when that is."""
+    """Return where to write a policy that becomes version 0 of a future run; creating the run deletes it."""
     return run_dir.with_name(f".{run_dir.name}.policy")
 
 
 def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, say: Say | None = None) -> RunLock:
-    """Make the run directory, with policy version 0 made from scratch or that of a checkpoint, `start_from` or the
-    recipe's; returns its lock. `say` is told what takes long.
+    """Create the run directory with policy version 0, and return its lock. `say` reports slow steps.
 
-    Raises UserError when the recipe cannot work: a bad checkpoint, too few problems, a canvas that is too short; and
-    when another process makes or has made the run.
+    Version 0 is `start_from`, else the recipe's checkpoint, else made from scratch.
+
+    Raises UserError if the recipe cannot work (a bad checkpoint, too few problems, too short a canvas), or if another
+    process creates or has created the run.
     """
     partial = spec.run_dir.with_name(f".{spec.run_dir.name}.partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(str(error)) from error
-    # It moves with the directory: there is no moment at which the run is there and nobody has its lock.
+    # The lock moves with the directory, so that the run is never there unlocked.
     lock = RunLock.take(partial)
     try:
         _fill_run_dir(recipe, spec, start_from, partial, say)
@@ -134,15 +135,15 @@ def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, say: 
 
 
 def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partial: Path, say: Say | None) -> None:
-    """Write into `partial`, and give it its name."""
+    """Fill `partial`, then rename it to the run directory."""
     try:
-        # Of a try that was killed.
+        # Left by an attempt that was killed.
         for path in [path for path in partial.iterdir() if path.name != LOCK]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         (partial / RECIPE).write_text(resolved_yaml(_of_any_directory(recipe)))
         reference = start_from or recipe.model.checkpoint
         if reference is not None:
-            # Before its weights are fetched and hashed.
+            # Checked before its weights are downloaded and hashed.
             policy = _check_canvas(recipe, find_checkpoint(reference, config_only=True))
             _check_plan(spec, open_tokenizer(find_tokenizer(reference)), policy)
         _write_initial(recipe, partial / CHECKPOINTS / "initial", reference, say)
@@ -160,7 +161,7 @@ def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partia
 
 
 def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
-    """Raise UserError unless `recipe` goes on with the run that the directory began, and its weights are there."""
+    """Raise UserError unless `recipe` can resume the run in its directory, and the initial weights are unchanged."""
     if not spec.initial_checkpoint.is_dir():
         raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
     try:
@@ -172,7 +173,7 @@ def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
         for one in (load_recipe(spec.run_dir / RECIPE, []), recipe)
     )
     for key in {**now, **began}:
-        # The run's own checkpoint has moved with it.
+        # The run's own initial checkpoint moves with it.
         is_own = key == "model.checkpoint" and now[key] == str(spec.initial_checkpoint)
         may_change = key.startswith(_MAY_CHANGE) or _WHERE_A_TERM_ASKS.fullmatch(key) or is_own
         if began.get(key) != now.get(key) and not may_change:
@@ -183,7 +184,7 @@ def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
+    """Flatten nested values to dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in section.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -191,9 +192,9 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_problems: int) -> None:
-    """Raise UserError where `create_run_dir` would for what the recipe says, with nothing written but a scratch file.
+    """Raise UserError where `create_run_dir` would because of the recipe. Writes only temporary files.
 
-    Of a split no more than `max_problems` are looked at, of a model of the hub its config and its tokenizer.
+    At most `max_problems` of a split are checked, and only the config and tokenizer of a hub model.
     """
     asked = {name: min(getattr(spec.evaluation, name), max_problems) for name in ("num_problems", "num_validation")}
     evaluation = spec.evaluation.model_copy(update=asked)
@@ -211,13 +212,13 @@ def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_
                 tokenizer = open_tokenizer(find_tokenizer(reference))
             _check_plan(few, tokenizer, policy)
     except TooFewProblemsError:
-        return  # `preflight` says so, with the counts that the recipe has.
+        return  # `preflight` reports it, with the recipe's own counts.
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
 def _check_canvas(recipe: Recipe, source: Path) -> TransformerConfig:
-    """The shape of a checkpoint. Raises ValueError unless it takes the recipe's canvases."""
+    """Return the shape of a checkpoint. Raises ValueError if the recipe's canvases are too long for it."""
     config, rollout = load_config(source), recipe.rollout
     most = config.max_sequence_length
     num_slots = rollout.sampling.most_slots(is_block_causal=config.is_block_causal)
@@ -232,7 +233,7 @@ def _check_canvas(recipe: Recipe, source: Path) -> TransformerConfig:
 
 
 def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None, say: Say | None) -> None:
-    # These import torch, and those of `_digest` Ray: seconds, not to be spent where a recipe is only looked at.
+    # These import torch, and those of `_digest` Ray, which takes seconds that checking a recipe should not cost.
     from learner.model.checkpoint import load_merged, load_weights, save_checkpoint
     from learner.model.networks import make_model
     from learner.model.storage.weights import StoredWeights
@@ -256,7 +257,7 @@ def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None
                 directory, stored.config, stored, source, trainer_state=state, takes_files=is_scratch, say=say
             )
         else:
-            # As it is: in float32 one in bfloat16 would take twice the memory and the disk, and say the same.
+            # In its own precision: float32 would double the memory and disk of bfloat16 weights, without any gain.
             whole = dict(load_weights(source, stored.dtype, say=say).named_parameters())
             save_checkpoint(directory, stored.config, whole, source, trainer_state=state)
         return
@@ -272,16 +273,15 @@ def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None
 
 
 def _shape_of(recipe: Recipe, tokenizer: ChatTokenizer) -> TransformerConfig:
-    """The shape of a policy that begins from scratch."""
+    """Return the shape of a policy made from scratch."""
     ids = {"mask_token_id": tokenizer.token_id(MASK), "eos_token_id": tokenizer.token_id(EOS)}
     return recipe.model.shape(len(tokenizer), recipe.longest_canvas, **ids)
 
 
 def _stays(reference: str | Path, source: Path) -> bool:
-    """Whether the weight files of a checkpoint can be referred to where they are, for as long as the run is.
+    """Whether a checkpoint's weight files can be referenced in place for as long as the run exists.
 
-    Not where a run may delete them. What is fetched from the hub is on this
-    machine alone, and a cluster may have others.
+    They cannot if a run may delete them, or if they are from the hub and other machines of a cluster lack the download.
     """
     if is_passing(source):
         return False
@@ -293,7 +293,7 @@ def _at_the_start(digest: str) -> Position:
 
 
 def _digest(weights: Mapping[str, Tensor] | StoredWeights, say: Say | None) -> str:
-    """The digest of weights as the learner, which computes in float32, will publish them."""
+    """Compute the digest of weights as the learner, which computes in float32, will publish them."""
     import torch
 
     from actors.weights.checksums import Checked, checked, joined
@@ -341,7 +341,7 @@ def _check_plan(spec: RunSpec, tokenizer: ChatTokenizer, policy: TransformerConf
 
 
 def _check_teacher(spec: RunSpec, directory: Path | None, policy: TransformerConfig) -> None:
-    """Raise ValueError unless the policy can learn from its teacher, which is a checkpoint or the policy itself."""
+    """Raise ValueError unless the policy can be distilled from its teacher: a checkpoint, or the policy itself."""
     try:
         teacher = policy if directory is None else load_config(directory)
     except ValueError as error:

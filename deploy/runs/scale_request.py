@@ -1,6 +1,7 @@
-"""A request to change how many actors a run has, and its answer: files of the run directory, as `d1 status` reads.
+"""Scale requests (`d1 scale`) for the actors of a run, and their answers: files in the run directory.
 
-Whoever may write to the directory may ask. The run's driver looks for a request, carries it out and answers it.
+Write access to the directory is the only permission needed. The run's driver polls for a request, carries it out and
+answers it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from deploy.program import program
 Kind = Literal["samplers", "graders", "engines"]
 KINDS: tuple[Kind, ...] = ("samplers", "graders", "engines")
 MOST = 100_000
-"""Actors of a kind that may be asked for: more is a typing error."""
+"""Maximum number of actors of a kind that is accepted: more is a typing error."""
 _REQUEST, _ANSWER = ".scale.json", ".scaled.json"
 _POLL_S = 0.1
 _Size = Annotated[int, Field(ge=1, le=MOST)]
 
 
 class ScaleRequest(BaseModel):
-    """How many actors of some kinds a run shall have."""
+    """Requested numbers of actors of a run, by kind."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -37,24 +38,24 @@ class ScaleRequest(BaseModel):
 
 
 class ScaleAnswer(BaseModel):
-    """What became of a request."""
+    """Outcome of a scale request."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     id: str
-    """The request's."""
+    """Id of the request."""
     refusal: str = ""
-    """Why nothing was changed; empty where it was."""
+    """Why nothing was changed; empty if the request was carried out."""
     changes: dict[Kind, tuple[int, int]] = Field(default_factory=dict)
-    """For each kind that was asked for, how many there were, and how many there shall be."""
+    """For each requested kind, the numbers of actors before and after."""
     notes: tuple[str, ...] = ()
-    """What who asked should know, in sentences."""
+    """Remarks for the user, in sentences."""
 
 
 def ask(run_dir: Path, sizes: Mapping[Kind, int], within_s: float) -> ScaleAnswer:
-    """Ask a run for other sizes, and wait for the answer. Without one within so many seconds nothing is asked any more.
+    """Send a scale request to a run and wait for the answer. Without one in `within_s` seconds it is withdrawn.
 
-    Raises UserError when the directory cannot be written to, or the run does not answer.
+    Raises UserError if the directory is not writable, or the run does not answer.
     """
     request = ScaleRequest(id=secrets.token_hex(8), sizes=dict(sizes))
     try:
@@ -74,18 +75,18 @@ def ask(run_dir: Path, sizes: Mapping[Kind, int], within_s: float) -> ScaleAnswe
 
 
 def asked(run_dir: Path) -> ScaleRequest | None:
-    """What a run is asked; None where nobody asks, or what is there is no request."""
+    """Read the pending request of a run; None if there is none, or it is invalid."""
     return _read(run_dir / _REQUEST, ScaleRequest)
 
 
 def forget(run_dir: Path) -> None:
-    """Whatever a run was asked, it is not any more."""
+    """Delete the pending request of a run."""
     with suppress(OSError):
         (run_dir / _REQUEST).unlink(missing_ok=True)
 
 
 def answer(run_dir: Path, what: ScaleAnswer) -> None:
-    """Answer a request, which is done with. Raises OSError."""
+    """Write the answer to a request, and delete the request. Raises OSError if the answer cannot be written."""
     _write(run_dir / _ANSWER, what)
     forget(run_dir)
 

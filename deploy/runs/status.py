@@ -1,4 +1,4 @@
-"""How a run stands, as its directory tells it: without Ray, and so from every machine that sees the directory."""
+"""Status of a run, read from its directory: without Ray, so from any machine that sees it."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from deploy.runs.history import RunHistory, read_history
 from deploy.runs.lock import Holder, holder_of, last_holder_of
 
 SILENT_S = 15.0
-"""A run says something of itself every two seconds. After so many without a word something is wrong."""
+"""Seconds without an update after which something is wrong: a run writes its status every two seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSnapshot:
-    """A run at the moment when its directory was read."""
+    """Status of a run when its directory was read."""
 
     directory: Path
     """The run directory."""
     status: RunStatus | None
-    """What the run last said of itself; None where it has said nothing yet."""
+    """The status that the run last wrote; None if it has written none yet."""
     age_s: float
-    """Seconds since it said anything."""
+    """Seconds since that status, or without one since the last event."""
     holder: Holder | None
-    """The process of this machine that runs it; None where there is none."""
+    """The process on this machine that runs it; None if there is none."""
     has_ended: bool
-    """Whether it is certain that nothing runs it: it is done, or who ran it here is no more."""
+    """Whether it has certainly ended: it is finished, or the process on this machine that ran it last is gone."""
     history: RunHistory
     """Its events."""
     failures: tuple[Event, ...]
     """The `failure` events, in order."""
     idle: Mapping[str, float]
-    """For each actor the share of the time of the newest rounds that it did not work, 0 to 1."""
+    """Idle share of each actor's time in the newest rounds, 0 to 1."""
     num_rounds: int
-    """Those rounds."""
+    """Number of those rounds."""
 
     @property
     def is_running(self) -> bool:
-        """Whether a process runs it; where that cannot be known, whether it has just said something."""
+        """Whether a process runs it; if that is unknown, whether it was updated within `SILENT_S`."""
         return not self.has_ended and (self.holder is not None or self.age_s < SILENT_S)
 
 
 def read_standing(directory: Path) -> RunSnapshot:
-    """Read how a run stands."""
+    """Read the status of a run."""
     holder, last = holder_of(directory), last_holder_of(directory)
     status = RunStatus.read(directory)
     events = read_events(directory)

@@ -1,4 +1,4 @@
-"""How a run stands, for a person: rows of at most 80 columns; and for a program: JSON."""
+"""Views of a run's status: rows of at most 80 columns for people, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rows = Iterator[tuple[str, str]]
 
 
 def status_view(standing: RunSnapshot) -> Group:
-    """A headline, and rows of what is known."""
+    """Build a headline, and rows of what is known."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -40,7 +40,7 @@ def status_view(standing: RunSnapshot) -> Group:
 
 
 def json_of(standing: RunSnapshot) -> str:
-    """The same for programs: `status` has the fields of `RunStatus`, or is null."""
+    """Format the same as JSON: `status` has the fields of `RunStatus`, or is null."""
     return json.dumps(
         {
             "run": standing.directory.name,
@@ -54,7 +54,7 @@ def json_of(standing: RunSnapshot) -> str:
 
 
 def _state(standing: RunSnapshot) -> str:
-    """Whether it runs, and since when it has been silent."""
+    """Describe whether it runs, and how long it has been silent."""
     heard = f"last heard of {duration(standing.age_s)} ago"
     holder, is_finished = standing.holder, standing.history.is_finished
     if holder is not None:
@@ -68,7 +68,7 @@ def _state(standing: RunSnapshot) -> str:
         return f"finished, {duration(standing.age_s)} ago"
     if standing.has_ended:
         return f"stopped, {heard}"
-    # Its process is another machine's.
+    # Its process, if any, is on another machine.
     return f"running; {heard}" if standing.is_running else f"stopped or unreachable: {heard}"
 
 
@@ -117,7 +117,7 @@ def _under_way(status: RunStatus) -> Rows:
 
 
 def _pool(name: str, actors: list[ActorStatus]) -> Rows:
-    """How many are at what, and who has been at it longest, those who are away first."""
+    """Count the actors by state, then list unreachable and busy ones, longest first."""
     by_state = {state: [actor for actor in actors if actor.state is state] for state in ActorState}
     yield name, ", ".join(f"{len(found)} {state}" for state, found in by_state.items())
     for state in (ActorState.AWAY, ActorState.BUSY):
@@ -143,7 +143,7 @@ def _in_rows(parts: list[str]) -> Iterator[str]:
 
 
 def _failures(standing: RunSnapshot) -> Rows:
-    """The newest, as the run log has them: notes of what cost no other try are among them."""
+    """List the newest failures of the run log, including those that needed no retry."""
     if standing.failures:
         number = standing.history.num_failures
         yield "failures", f"{counted(number, 'failure')} survived; the newest entries of the run log:"
