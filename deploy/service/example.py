@@ -1,6 +1,4 @@
-"""What a newcomer could ask a policy, for the curl line that is printed and for the page: problems of its own task, or
-what its model card shows.
-"""
+"""Example prompts for the curl line and the page: held-out problems of the run's task, or those of the model card."""
 
 from __future__ import annotations
 
@@ -18,11 +16,10 @@ from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError
 from deploy.recipe.yaml_text import parse_yaml
 from deploy.runs.reading import read_recipe
-from deploy.service.api.replies import RunProblems
 from rewards import Split, make_task
 from rewards.problem import Message, chat
 
-# The shortest of so many is shown: a problem of some tasks fills a page.
+# The curl line shows the shortest of these: a problem of some tasks fills a page.
 _NUM_PROBLEMS = 8
 _OF_ANY_POLICY = "What is 2 + 3?"
 _CARD = "README.md"
@@ -31,8 +28,8 @@ _MOST_CHARS = 4000
 
 
 def example_request(directory: Path) -> tuple[str, str]:
-    """The path of the service, and a body as a shell takes it, for a run's policy or a checkpoint's."""
-    # ASCII: a task's text could steer a terminal.
+    """Return the path of an example request and its shell-quoted JSON body, for a run or a checkpoint."""
+    # ASCII only: a task's text could contain terminal escape sequences.
     return "/v1/chat/completions", shlex.quote(json.dumps(_body(directory)))
 
 
@@ -47,29 +44,30 @@ class _Example(BaseModel):
 
 
 class _Card(BaseModel):
-    """What is read of a model card; it has more."""
+    """The part of a model card's metadata that has example prompts."""
 
     widget: list[_Example] = []
 
 
 class Examples:
-    """What the policy of a run or of a checkpoint could be asked on the page. Threads may call it at the same time."""
+    """Example prompts of a run or a checkpoint, read once. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.problems = cache(self._read)
-        """Its task, if it has one, and prompts of a single turn. The first time this reads the task's data."""
+        self.single_turns = cache(self._read)
+        """The name of the run's task, None without a run, and the single-turn prompts."""
 
-    def _read(self) -> RunProblems:
+    def _read(self) -> tuple[str | None, list[str]]:
         task, conversations = _examples(self._directory)
         turns = [turns[0] for turns in conversations if len(turns) == 1]
-        return RunProblems(task=task, prompts=[turn.content for turn in turns if turn.role == "user"])
+        return task, [turn.content for turn in turns if turn.role == "user"]
 
 
 def _examples(directory: Path) -> tuple[str | None, list[tuple[Message, ...]]]:
-    """The task of a run, or of a checkpoint's, and some of its held-out problems; without a run what the model card
-    shows. None where there is neither, or a dataset is not on this machine: a service that answers does not end for
-    that."""
+    """Return the name of the run's task and some held-out problems; without a run, the model card's examples.
+
+    Returns no examples if neither exists or the dataset is not on this machine: the service works without them.
+    """
     directory = directory.resolve()
     run_dir = directory.parent.parent if directory.parent.name == CHECKPOINTS else directory
     name = None
@@ -85,8 +83,10 @@ def _examples(directory: Path) -> tuple[str | None, list[tuple[Message, ...]]]:
 
 
 def _of_card(path: Path) -> list[tuple[Message, ...]]:
-    """The examples of a model card, where the hub has them too: `widget` in the YAML at its head, each with `messages`
-    or a `text`. Raises OSError and ValueError where there is no such card."""
+    """Return the examples under `widget` in a model card's YAML metadata, each with `messages` or a `text`.
+
+    Raises OSError or ValueError if there is no valid card.
+    """
     head = _HEAD.match(path.read_text(encoding="utf-8"))
     card = _Card.model_validate(parse_yaml(head[1]) if head else {})
     found = []

@@ -113,7 +113,7 @@ class Source:
         return ServicePlanner(codec, defaults, self.name, served_names=names)
 
     def examples(self) -> Examples:
-        """What its policy could be asked."""
+        """Return example prompts for the policy."""
         return Examples(self.path)
 
     def versions(self, device: str | torch.device, num_threads: int = 1) -> Versions:

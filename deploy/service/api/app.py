@@ -68,7 +68,7 @@ class Service:
     run: RunView | None
     """The run whose policy it is; None of a checkpoint by itself."""
     examples: Examples
-    """What its policy could be asked."""
+    """Example prompts for the policy."""
     registry: RegistryReader | None
     """Where the run's versions are announced; None of a checkpoint by itself."""
     max_open: int = 256
@@ -341,10 +341,11 @@ def _add_run(app: FastAPI, service: Service, watch: EngineWatch) -> None:
     async def summary() -> replies.Run:
         return await asyncio.to_thread(run().summary)
 
-    # Of a checkpoint too: its model card may have some.
+    # Also without a run: a checkpoint's model card may have examples.
     @app.get("/v1/run/problems", **described(replies.RunProblems))
     async def problems() -> replies.RunProblems:
-        return await asyncio.to_thread(service.examples.problems)
+        task, prompts = await asyncio.to_thread(service.examples.single_turns)
+        return replies.RunProblems(task=task, prompts=prompts)
 
     @app.get("/v1/run/events", **described(replies.RunEvents, 400, 404))
     async def events(after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> replies.RunEvents:

@@ -305,7 +305,7 @@ class Run(Body):
 
 
 class RunProblems(Body):
-    """Some held-out problems of its task, or examples of a checkpoint's model card, that are a single turn."""
+    """Single-turn example prompts: held-out problems of the run's task, or a checkpoint's model card examples."""
 
     task: str | None
     prompts: list[str]

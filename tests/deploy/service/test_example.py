@@ -100,8 +100,7 @@ widget:
 
 def test_a_checkpoint_is_asked_what_its_model_card_shows(tmp_path):
     (tmp_path / "README.md").write_text(CARD)
-    shown = Examples(tmp_path).problems()
-    assert (shown.task, shown.prompts) == (None, ["Write a story about a fox.", "Why?"])
+    assert Examples(tmp_path).single_turns() == (None, ["Write a story about a fox.", "Why?"])
     (turn, *_) = json.loads(shlex.split(example_request(tmp_path)[1])[0])["messages"]
     assert turn["content"] == "a"
 
@@ -109,5 +108,5 @@ def test_a_checkpoint_is_asked_what_its_model_card_shows(tmp_path):
 @pytest.mark.parametrize("card", ["", "# A model", "---\nwidget: [1]\n---\n", "---\n{\n---\n", "---\n- a\n---\n"])
 def test_a_model_card_without_examples_has_none(card, tmp_path):
     (tmp_path / "README.md").write_text(card)
-    assert Examples(tmp_path).problems().prompts == []
+    assert Examples(tmp_path).single_turns() == (None, [])
     assert "2 + 3" in example_request(tmp_path)[1]
