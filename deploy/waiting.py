@@ -16,7 +16,7 @@ EVERY_S = 5.0
 """Interval of progress lines."""
 
 
-class Waiting:
+class WaitDisplay:
     """Shows what is waited for: a spinner on a terminal, a line every 5 s elsewhere. One wait at a time."""
 
     def __init__(self, console: Console, prefix: str) -> None:
@@ -76,11 +76,11 @@ class Waiting:
 
 
 @contextmanager
-def saying(what: str, *, at_once: bool = False) -> Iterator[Waiting]:
+def wait_display(what: str, *, at_once: bool = False) -> Iterator[WaitDisplay]:
     """Report on stderr what the block does: now if `at_once` or on a terminal, else once it takes longer than 5 s."""
     from rich.console import Console
 
-    waiting = Waiting(Console(stderr=True), "d1: ")
+    waiting = WaitDisplay(Console(stderr=True), "d1: ")
     waiting.begin(what, at_once=at_once)
     try:
         yield waiting

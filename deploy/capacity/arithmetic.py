@@ -60,7 +60,7 @@ def num_steps(params: SamplingParams) -> int:
     return sampler_facts(params).most_steps
 
 
-def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, counts_twice: bool = False) -> float:
+def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, with_recompute: bool = False) -> float:
     """Count the FLOP of a round's updates, with old and reference likelihoods: those of one group, times the groups.
 
     `counts_twice`: whether to include what activation checkpointing recomputes.
@@ -78,8 +78,8 @@ def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, counts_twice:
     updates = [InnerUpdate(index, learner.inner_updates) for index in range(learner.inner_updates)]
     keys = [learner.estimator.mask_key(update) for update in updates]
     of_key = {key: canvases(update) for key, update in reversed(list(zip(keys, updates, strict=True)))}
-    is_twice = counts_twice and recipe.sharding.activation_checkpointing
-    total = sum(_update_flops(shape, lora, of_key[key], is_twice=is_twice) for key in keys)
+    recomputes = with_recompute and recipe.sharding.activation_checkpointing
+    total = sum(_update_flops(shape, lora, of_key[key], recomputes=recomputes) for key in keys)
     total += _without_gradient(learner, shape, lora, of_key, keys[0])
     if learner.objective.needs_teacher:
         # The teacher is taken to have the policy's shape. In each update it scores each completion once, without masks.
@@ -103,13 +103,13 @@ def sft_flops(recipe: RunConfig, shape: TransformerConfig, num_documents: int) -
         asked_pairs=asked * length,
         scored=asked,
     )
-    return _update_flops(shape, recipe.model.lora, sums, is_twice=recipe.sharding.activation_checkpointing)
+    return _update_flops(shape, recipe.model.lora, sums, recomputes=recipe.sharding.activation_checkpointing)
 
 
-def _update_flops(shape: TransformerConfig, lora: LoraConfig, canvases: CanvasSums, *, is_twice: bool) -> float:
+def _update_flops(shape: TransformerConfig, lora: LoraConfig, canvases: CanvasSums, *, recomputes: bool) -> float:
     """Count the FLOP of a forward and a backward pass; `is_twice` adds the recomputed forward pass of the blocks."""
     forward = forward_flops(shape, lora, canvases)
-    return update_flops(shape, lora, canvases) + is_twice * (forward.body + forward.adapter)
+    return update_flops(shape, lora, canvases) + recomputes * (forward.body + forward.adapter)
 
 
 def _without_gradient(
@@ -147,17 +147,17 @@ def _block_causal_steps(recipe: RunConfig, shape: TransformerConfig, params: Sam
     """Return the steps with a KV cache of finished blocks: the first step of a block recomputes the previous block."""
     block, prompt_tokens, found = params.block_length, recipe.rollout.max_prompt_tokens, []
     canvas = Canvas(prompt_length=prompt_tokens, gen_length=params.gen_length, block_length=block, is_block_causal=True)
-    begin, remembered = canvas.block_end(prompt_tokens) - block, 0
+    begin, num_cached = canvas.block_end(prompt_tokens) - block, 0
     while begin < canvas.end:
         seen = begin + block
         steps = _steps_for(params, seen - max(begin, prompt_tokens))
         first, later = (
-            _step_flops(recipe, shape, seen - remembered, seen, block),
+            _step_flops(recipe, shape, seen - num_cached, seen, block),
             # A policy that predicts the next slot also runs the one before the block.
             _step_flops(recipe, shape, block + shape.predicts_next * (begin > 0), seen, block),
         )
         found += [Steps(count=1, flops=first, is_cached=True), Steps(count=steps - 1, flops=later, is_cached=True)]
-        remembered, begin = begin, seen
+        num_cached, begin = begin, seen
     return found
 
 

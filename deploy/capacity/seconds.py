@@ -52,7 +52,7 @@ def sampling_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_s
 
 def learning_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind) -> float:
     """Estimate the seconds of a round's updates on one GPU."""
-    return learning_flops(recipe, shape, counts_twice=True) / _learning_rate(recipe, kind)
+    return learning_flops(recipe, shape, with_recompute=True) / _learning_rate(recipe, kind)
 
 
 def sft_step_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_workers: int) -> float:

@@ -67,16 +67,16 @@ def scale(
     it.
     """
     from deploy.runs.references import find_run
-    from deploy.runs.scale_request import ask
-    from deploy.runs.status import read_standing
-    from deploy.waiting import saying
+    from deploy.runs.scale_request import send_request
+    from deploy.runs.status import read_snapshot
+    from deploy.waiting import wait_display
 
     wanted = _sizes(sizes)
     run_dir = find_run(name, runs_dir)
-    if not read_standing(run_dir).is_running:
+    if not read_snapshot(run_dir).is_running:
         raise UserError(f"the run {run_dir.name} is not under way, and only then it can be scaled")
-    with saying(f"waiting for {run_dir.name} to answer"):
-        answer = ask(run_dir, wanted, _ANSWERED_WITHIN_S)
+    with wait_display(f"waiting for {run_dir.name} to answer"):
+        answer = send_request(run_dir, wanted, _ANSWERED_WITHIN_S)
     if answer.refusal:
         raise UserError(answer.refusal)
     for kind, (before, after) in answer.changes.items():
@@ -86,7 +86,7 @@ def scale(
 
 
 def _sizes(words: list[str]) -> dict[Kind, int]:
-    from deploy.runs.scale_request import KINDS, MOST
+    from deploy.runs.scale_request import KINDS, MAX_ACTORS
 
     sizes: dict[Kind, int] = {}
     for word in words:
@@ -95,8 +95,8 @@ def _sizes(words: list[str]) -> dict[Kind, int]:
             raise UserError(f"{word}: a run has {', '.join(KINDS)}; write samplers=4")
         if kind in sizes:
             raise UserError(f"{word}: {kind} is there twice; say once how many there shall be")
-        if not re.fullmatch(r"[0-9]{1,9}", number) or not 1 <= int(number) <= MOST:
-            raise UserError(f"{word}: {number or 'nothing'} is no number of {kind}: 1 at least, {MOST} at most")
+        if not re.fullmatch(r"[0-9]{1,9}", number) or not 1 <= int(number) <= MAX_ACTORS:
+            raise UserError(f"{word}: {number or 'nothing'} is no number of {kind}: 1 at least, {MAX_ACTORS} at most")
         sizes[kind] = int(number)
     return sizes
 
@@ -104,21 +104,21 @@ def _sizes(words: list[str]) -> dict[Kind, int]:
 def _print(run_dir: Path, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from deploy.runs.status import read_standing
+    from deploy.runs.status import read_snapshot
     from deploy.runs.status_view import json_of, status_view
 
-    standing = read_standing(run_dir)
+    snapshot = read_snapshot(run_dir)
     if as_json:
-        typer.echo(json_of(standing))
+        typer.echo(json_of(snapshot))
     else:
-        Console(highlight=False).print(status_view(standing))
+        Console(highlight=False).print(status_view(snapshot))
 
 
 def _watch(run_dir: Path) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from deploy.runs.status import read_standing
+    from deploy.runs.status import read_snapshot
     from deploy.runs.status_view import status_view
 
     if not sys.stdout.isatty():
@@ -126,7 +126,7 @@ def _watch(run_dir: Path) -> None:
     with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="visible") as live:
         try:
             while True:
-                live.update(status_view(read_standing(run_dir)), refresh=True)
+                live.update(status_view(read_snapshot(run_dir)), refresh=True)
                 time.sleep(_EVERY_S)
         except KeyboardInterrupt:
             return

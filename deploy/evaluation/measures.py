@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deploy.evaluation.record import Recorded
+from deploy.evaluation.record import CellRecord
 from deploy.evaluation.worker import Answer
 from rewards import Outcome
 from rollout.score import Score
@@ -20,7 +20,7 @@ _PASS_AT = (2, 4, 8, 16, 32, 64, 128, 256)
 _Floats = NDArray[np.float64]
 
 
-def measures(cell: Recorded) -> dict[str, Any]:
+def compute_metrics(cell: CellRecord) -> dict[str, Any]:
     """Compute the metrics of a cell, as JSON. Shares are 0 to 1; an interval is `[low, high]`.
 
     Accuracy from one sample per problem has a Wilson interval. Accuracy from several samples, the share of items and

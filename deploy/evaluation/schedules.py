@@ -13,12 +13,12 @@ from deploy.errors import UserError
 from deploy.recipe.recipe import Recipe
 from deploy.requests.defaults import Defaults
 from deploy.requests.parameters import Values, sampler_names, to_params, to_renoising_params
-from deploy.requests.refusals import refusal_of
+from deploy.requests.refusals import request_error_of
 from deploy.requests.renoising import RenoisingDefaults
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import MODEL_TYPE, RenoisingConfig
 from rewards.first_d1 import evaluation as first_d1
-from rewards.problem import Rules
+from rewards.problem import GradingRules
 from rollout.field_error import FieldError
 from rollout.renoising.request import RenoisingParams
 from rollout.request import PARAMETER_OF, SamplingParams
@@ -33,7 +33,7 @@ _NAMES = sampler_names({"block_length": "--block-length", "temperature": "--temp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampled:
+class SampleSettings:
     """Samples per problem, with temperature and seed."""
 
     num_samples: int = 1
@@ -45,7 +45,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class EvaluationOptions:
     """Evaluation options of the command line; None if not given."""
 
     tasks: tuple[str, ...] | None = None
@@ -53,10 +53,10 @@ class Asked:
     schedules: tuple[str, ...] | None = None
     block_length: int | None = None
     num_problems: int | None = None
-    protocol: Rules = "fixed"
+    protocol: GradingRules = "fixed"
     fields: tuple[str, ...] = ()
     """Overrides of task fields: `TASK.KEY=VALUE`."""
-    sampled: Sampled = Sampled()
+    sampled: SampleSettings = SampleSettings()
 
 
 def temperature_of(params: Params) -> float | None:
@@ -70,69 +70,69 @@ def params_of(facts: Mapping[str, Any]) -> Params:
     return (RenoisingParams if "max_denoise_steps" in given else SamplingParams).model_validate(given)
 
 
-def params_for(asked: Asked, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> Sequence[Params]:
+def params_for(options: EvaluationOptions, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> Sequence[Params]:
     """Return the sampling parameters for each length and schedule. Raises UserError as `cells.cells_of`."""
     if isinstance(policy, RenoisingConfig):
-        return _renoising_params(asked, policy)
-    if asked.sampled.num_samples > 1 and not asked.sampled.temperature:
+        return _renoising_params(options, policy)
+    if options.sampled.num_samples > 1 and not options.sampled.temperature:
         raise UserError(
-            f"--samples {asked.sampled.num_samples} of the likeliest tokens are all alike; say --temperature, as in 0.8"
+            f"--samples {options.sampled.num_samples} of the likeliest tokens are all alike; say --temperature, as in 0.8"
         )
-    return _d1_params(asked) if asked.protocol == "d1" else _params(asked, run, policy)
+    return _d1_params(options) if options.protocol == "d1" else _params(options, run, policy)
 
 
-def _d1_params(asked: Asked) -> list[SamplingParams]:
-    if asked.schedules is not None or asked.block_length is not None:
+def _d1_params(options: EvaluationOptions) -> list[SamplingParams]:
+    if options.schedules is not None or options.block_length is not None:
         raise UserError(
             "--protocol d1 denoises as the first d1 does: blocks of 32, half as many steps as slots; "
             "leave out --schedules and --block-length"
         )
-    if asked.sampled.temperature:
+    if options.sampled.temperature:
         raise UserError("--protocol d1 takes the likeliest token; leave out --samples and --temperature")
     block = first_d1.BLOCK_LENGTH
-    if strays := [length for length in asked.lengths or () if length % block]:
+    if strays := [length for length in options.lengths or () if length % block]:
         raise UserError(f"--protocol d1 denoises in blocks of {block}; --lengths {strays[0]} is no multiple of {block}")
     # The first d1 fills the whole canvas: there are no stop ids.
     fixed = {"block_length": block, "temperature": 0.0, "stop_ids": ()}
     return [
         _checked({"gen_length": length, "steps": length // 2, **fixed}, f"--lengths {length}")
-        for length in asked.lengths or first_d1.LENGTHS
+        for length in options.lengths or first_d1.LENGTHS
     ]
 
 
-def _params(asked: Asked, run: Recipe | None, policy: TransformerConfig) -> list[SamplingParams]:
+def _params(options: EvaluationOptions, run: Recipe | None, policy: TransformerConfig) -> list[SamplingParams]:
     """Return the parameters for each length and schedule, by default those of the run's evaluation."""
-    drawn = {"temperature": asked.sampled.temperature}
-    if run is not None and (asked.lengths or asked.schedules or asked.block_length) is None:
-        return [_drawn(params, drawn) for params in run.evaluated_params]
+    drawn = {"temperature": options.sampled.temperature}
+    if run is not None and (options.lengths or options.schedules or options.block_length) is None:
+        return [_with_temperature(params, drawn) for params in run.evaluated_params]
     if run is None:
         defaults = Defaults.of_policy(policy.max_sequence_length, policy.block_length)
     else:
         defaults = Defaults.of_run(run.evaluated_params[0])
-    block = {} if asked.block_length is None else {"block_length": asked.block_length}
+    block = {} if options.block_length is None else {"block_length": options.block_length}
     is_one_block = not block and run is not None and run.evaluated_params[0].num_blocks == 1
     found = []
-    for length in asked.lengths or (defaults.complete([block], 0)["gen_length"],):
+    for length in options.lengths or (defaults.complete([block], 0)["gen_length"],):
         shape = {"gen_length": length, **({"block_length": length} if is_one_block else block)}
         block_length = defaults.complete([shape], 0)["block_length"]
-        for text in asked.schedules or (_HALF,):
+        for text in options.schedules or (_HALF,):
             values = defaults.complete([shape, _schedule(text, length, block_length), drawn], 0)
             found.append(_checked(values, f"--lengths {length} --schedules {text}"))
     return found
 
 
-def _renoising_params(asked: Asked, policy: RenoisingConfig) -> list[RenoisingParams]:
+def _renoising_params(options: EvaluationOptions, policy: RenoisingConfig) -> list[RenoisingParams]:
     """Return the parameters for each length and schedule, by default the checkpoint's own."""
-    if asked.protocol == "d1":
+    if options.protocol == "d1":
         raise UserError(f"--protocol d1 fills masked slots, and {MODEL_TYPE} policies have none; leave it out")
-    if asked.sampled.temperature:
+    if options.sampled.temperature:
         raise UserError(
-            f"--temperature {asked.sampled.temperature:g} is not for {MODEL_TYPE} policies, whose draws have one of "
+            f"--temperature {options.sampled.temperature:g} is not for {MODEL_TYPE} policies, whose draws have one of "
             "their own for each step; leave it out"
         )
-    block = {} if asked.block_length is None else {"block_length": asked.block_length}
-    lengths: list[Values] = [{"gen_length": length} for length in asked.lengths or ()] or [{}]
-    schedules = [_renoising_schedule(text) for text in asked.schedules or ()] or [{}]
+    block = {} if options.block_length is None else {"block_length": options.block_length}
+    lengths: list[Values] = [{"gen_length": length} for length in options.lengths or ()] or [{}]
+    schedules = [_renoising_schedule(text) for text in options.schedules or ()] or [{}]
     defaults = RenoisingDefaults(config=policy)
     try:
         layers = [[block, length, schedule] for length in lengths for schedule in schedules]
@@ -140,7 +140,7 @@ def _renoising_params(asked: Asked, policy: RenoisingConfig) -> list[RenoisingPa
     except FieldError as error:
         raise UserError(error.named(_OPTION_OF)) from error
     except ValidationError as error:
-        raise UserError(f"--schedules: {refusal_of(error, RenoisingParams, sampler_names({}))}") from error
+        raise UserError(f"--schedules: {request_error_of(error, RenoisingParams, sampler_names({}))}") from error
 
 
 def _renoising_schedule(text: str) -> Values:
@@ -170,7 +170,7 @@ def _schedule(text: str, gen_length: int, block_length: int) -> Values:
     )
 
 
-def _drawn(params: SamplingParams, drawn: Mapping[str, float]) -> SamplingParams:
+def _with_temperature(params: SamplingParams, drawn: Mapping[str, float]) -> SamplingParams:
     """Return a run's parameters with another temperature.
 
     Validated, because a record with invalid parameters could not be read again.
@@ -178,11 +178,11 @@ def _drawn(params: SamplingParams, drawn: Mapping[str, float]) -> SamplingParams
     try:
         return SamplingParams.model_validate({**params.model_dump(), **drawn})
     except ValidationError as error:
-        raise UserError(str(refusal_of(error, SamplingParams, _NAMES))) from error
+        raise UserError(str(request_error_of(error, SamplingParams, _NAMES))) from error
 
 
 def _checked(values: Values, place: str) -> SamplingParams:
     try:
         return to_params(values)
     except ValidationError as error:
-        raise UserError(f"{place}: {refusal_of(error, SamplingParams, _NAMES)}") from error
+        raise UserError(f"{place}: {request_error_of(error, SamplingParams, _NAMES)}") from error

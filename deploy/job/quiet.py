@@ -13,7 +13,7 @@ _STDERR = 2
 
 
 @contextmanager
-def native_words_in(path: Path) -> Iterator[None]:
+def redirect_native_output(path: Path) -> Iterator[None]:
     """While the block runs, append to `path` what native code writes to stderr and what is printed to stdout.
 
     Ray's native code logs to stderr; its error listener, which no setting stops, prints to stdout. Python's own output

@@ -27,7 +27,7 @@ _EXPECTATIONS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refusal:
+class FieldProblem:
     """Problem with one key."""
 
     key: str
@@ -36,7 +36,7 @@ class Refusal:
     """What is wrong and what would be right, without the place where it was written."""
 
 
-def first_refusal(error: ValidationError, schema: Schema, whole: str = "recipe") -> tuple[Refusal, int]:
+def first_problem(error: ValidationError, schema: Schema, whole: str = "recipe") -> tuple[FieldProblem, int]:
     """Return the first problem and the number of further ones. Unknown keys come first: they explain missing ones.
 
     Args:
@@ -45,7 +45,7 @@ def first_refusal(error: ValidationError, schema: Schema, whole: str = "recipe")
         whole: name of the input in messages.
     """
     details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
-    return _refusal(details[0], schema, whole), len(details) - 1
+    return _problem(details[0], schema, whole), len(details) - 1
 
 
 def shortened(text: str) -> str:
@@ -53,13 +53,13 @@ def shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
-def _refusal(detail: ErrorDetails, schema: Schema, whole: str) -> Refusal:
+def _problem(detail: ErrorDetails, schema: Schema, whole: str) -> FieldProblem:
     key, node = _locate(detail["loc"], schema)
     if detail["type"] in ("union_tag_invalid", "union_tag_not_found"):
         tag, names = node["discriminator"]["propertyName"], ", ".join(node["discriminator"]["mapping"])
         given = _shown(detail["input"][tag]) if tag in detail["input"] else "missing"
-        return Refusal(key=f"{key}.{tag}", sentence=f"{key}.{tag} is {given}; it should be one of {names}")
-    return Refusal(key=key, sentence=_sentence(detail, key, node, schema, whole))
+        return FieldProblem(key=f"{key}.{tag}", sentence=f"{key}.{tag} is {given}; it should be one of {names}")
+    return FieldProblem(key=key, sentence=_sentence(detail, key, node, schema, whole))
 
 
 def _sentence(detail: ErrorDetails, key: str, node: Schema, schema: Schema, whole: str) -> str:

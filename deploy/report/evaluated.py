@@ -9,18 +9,18 @@ from pathlib import Path
 
 from actors.run_log import CHECKPOINTS
 from deploy.evaluation.evaluate import default_out_of
-from deploy.evaluation.measures import measures
-from deploy.evaluation.record import Recorded, fingerprint, records_in
+from deploy.evaluation.measures import compute_metrics
+from deploy.evaluation.record import CellRecord, fingerprint, records_in
 from rollout.request import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluated:
+class EvalCell:
     """A cell of an evaluation: a checkpoint on a task, at one length and schedule."""
 
     checkpoint: str
     """Its name in the run: `sft`, `rl-000300`."""
-    asked: str
+    setting: str
     """The task and all settings that are not the default: cells with equal values share a table."""
     gen_length: int
     """Slots of a completion."""
@@ -36,16 +36,16 @@ class Evaluated:
     """Whether the schedule takes as many forwards as it needs."""
 
 
-def evaluated(run_dir: Path) -> list[Evaluated]:
+def read_eval_cells(run_dir: Path) -> list[EvalCell]:
     """Read the complete cells of a run's checkpoints from the default output directory of `d1 eval`.
 
     Checkpoints count only with the weights that were evaluated: an earlier run may have had the same name.
     """
-    found = [_evaluated(cell) for path in sorted((run_dir / CHECKPOINTS).glob("*")) for cell in _cells(run_dir, path)]
-    return sorted(found, key=lambda one: (one.asked, one.gen_length, one.mean_forwards))
+    found = [_eval_cell(cell) for path in sorted((run_dir / CHECKPOINTS).glob("*")) for cell in _cells(run_dir, path)]
+    return sorted(found, key=lambda one: (one.setting, one.gen_length, one.mean_forwards))
 
 
-def front(cells: Sequence[Evaluated]) -> Iterator[Evaluated]:
+def pareto_front(cells: Sequence[EvalCell]) -> Iterator[EvalCell]:
     """Yield the Pareto front of accuracy and compute, by ascending forwards: no other cell is as cheap and better."""
     best = -1.0
     for cell in sorted(cells, key=lambda one: (one.mean_forwards, -one.accuracy)):
@@ -54,8 +54,8 @@ def front(cells: Sequence[Evaluated]) -> Iterator[Evaluated]:
             yield cell
 
 
-def _cells(run_dir: Path, checkpoint: Path) -> list[Recorded]:
-    cells = [cell for cell in records_in(default_out_of(run_dir, checkpoint)).values() if cell.is_whole]
+def _cells(run_dir: Path, checkpoint: Path) -> list[CellRecord]:
+    cells = [cell for cell in records_in(default_out_of(run_dir, checkpoint)).values() if cell.is_complete]
     with suppress(OSError, ValueError):
         # Checkpoints without evaluations need no fingerprint.
         now = fingerprint(checkpoint) if cells else None
@@ -63,18 +63,18 @@ def _cells(run_dir: Path, checkpoint: Path) -> list[Recorded]:
     return []
 
 
-def _evaluated(cell: Recorded) -> Evaluated:
-    facts, params, found = cell.facts, SamplingParams.model_validate(cell.facts["params"]), measures(cell)
-    asked = [facts["task"]["name"]]
+def _eval_cell(cell: CellRecord) -> EvalCell:
+    facts, params, found = cell.facts, SamplingParams.model_validate(cell.facts["params"]), compute_metrics(cell)
+    setting = [facts["task"]["name"]]
     if facts["protocol"] != "fixed":
-        asked.append(f"protocol {facts['protocol']}")
+        setting.append(f"protocol {facts['protocol']}")
     if params.temperature:
-        asked.append(f"{facts['num_samples']} samples at temperature {params.temperature:g}")
+        setting.append(f"{facts['num_samples']} samples at temperature {params.temperature:g}")
     if facts["dtype"] != "float32":
-        asked.append(facts["dtype"])
-    return Evaluated(
+        setting.append(facts["dtype"])
+    return EvalCell(
         checkpoint=Path(facts["checkpoint"]["path"]).name,
-        asked=", ".join(asked),
+        setting=", ".join(setting),
         gen_length=params.gen_length,
         schedule=params.schedule_name,
         mean_forwards=found["mean_forwards"],

@@ -18,7 +18,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
+class StoppedText:
     """Text of some tokens up to its end, with the finish reason."""
 
     text: str
@@ -28,7 +28,7 @@ class Ending:
     """Finish reason; None while the text continues."""
 
 
-def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequence[int], *, is_whole: bool) -> Ending:
+def stop_text(plan: RequestPlan, ids: NDArray[Any], decode: Decode, policy_stop_ids: Sequence[int], *, is_complete: bool) -> StoppedText:
     """Return the text of the tokens so far, cut at its end.
 
     Args:
@@ -38,7 +38,7 @@ def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequen
         ends: stop ids of the policy, used if the plan has none.
         is_whole: whether the tokens are complete: no more will follow.
     """
-    stop_ids = list(ends if plan.stop_ids is None else plan.stop_ids)
+    stop_ids = list(policy_stop_ids if plan.stop_ids is None else plan.stop_ids)
     is_infill = plan.num_gap_slots is not None
     places = [] if is_infill else np.isin(ids, stop_ids).nonzero()[0].tolist()
     first_end = places[0] + 1 if places else len(ids) + 1
@@ -49,14 +49,14 @@ def ending_of(plan: RequestPlan, ids: NDArray[Any], decode: Decode, ends: Sequen
     text = decode(kept[:-1] if is_ended and not plan.includes_stop else kept)
     if found := [(place, place + len(stop)) for stop in plan.stops if (place := text.find(stop)) >= 0]:
         end = min(found)[plan.includes_stop]
-        return Ending(text=text[:end], num_tokens=_num_with(kept, end, decode), reason="stop")
-    if not is_whole and length not in (plan.most_tokens, first_end):
-        return Ending(text=text, num_tokens=length, reason=None)
+        return StoppedText(text=text[:end], num_tokens=_num_with(kept, end, decode), reason="stop")
+    if not is_complete and length not in (plan.most_tokens, first_end):
+        return StoppedText(text=text, num_tokens=length, reason=None)
     if is_infill:
-        return Ending(text=text, num_tokens=length, reason="stop")
+        return StoppedText(text=text, num_tokens=length, reason="stop")
     # A text constrained by a grammar is complete at its end.
     at_the_end: Literal["stop", "length"] = "length" if plan.grammar is None else "stop"
-    return Ending(text=text, num_tokens=length, reason="eos" if is_ended else at_the_end)
+    return StoppedText(text=text, num_tokens=length, reason="eos" if is_ended else at_the_end)
 
 
 def _num_with(ids: list[int], num_characters: int, decode: Decode) -> int:

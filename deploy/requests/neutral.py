@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-Neutral = dict[str, tuple[Any, ...] | None]
+IgnoredValues = dict[str, tuple[Any, ...] | None]
 """Accepted values of each field; None: any value."""
 
 
-def _any(names: str) -> Neutral:
+def _any(names: str) -> IgnoredValues:
     return dict.fromkeys(names.split())
 
 
-def _only(names: str, *values: Any) -> Neutral:
+def _only(names: str, *values: Any) -> IgnoredValues:
     return dict.fromkeys(names.split(), values)
 
 
-OF_REQUESTS: Neutral = {
+OF_REQUESTS: IgnoredValues = {
     # Hints for caches, queues, billing, tracing and routing.
     **_any(
         "cache_salt custom_labels data_parallel_rank disagg_prefill_dp_rank extra_key metadata prediction priority "
@@ -60,7 +60,7 @@ OF_REQUESTS: Neutral = {
 }
 """Neutral values of completion, chat and responses requests."""
 
-OF_RESPONSES: Neutral = {
+OF_RESPONSES: IgnoredValues = {
     **{name: values for name, values in OF_REQUESTS.items() if name != "metadata"},
     **_only("background enable_response_messages", False),
     **_only("context_management previous_input_messages", []),
@@ -69,10 +69,10 @@ OF_RESPONSES: Neutral = {
 }
 """Values of `/v1/responses`, which has `metadata`. `truncation: auto` means `truncate_prompt_tokens: -1`."""
 
-OF_TOKENIZING: Neutral = OF_REQUESTS | _only("return_token_strs", False)
+OF_TOKENIZING: IgnoredValues = OF_REQUESTS | _only("return_token_strs", False)
 """Neutral values of `/tokenize`."""
 
-OF_TURNS: Neutral = {
+OF_TURNS: IgnoredValues = {
     # Fields of an answer that clients store with its text and send back.
     **_any("cache_control id provider_specific_fields reasoning_details thinking_blocks"),
     **_only("annotations tool_calls", []),
@@ -80,14 +80,14 @@ OF_TURNS: Neutral = {
 }
 """Neutral values of a chat turn."""
 
-OF_ITEMS: Neutral = _any("id phase status")
+OF_ITEMS: IgnoredValues = _any("id phase status")
 """Neutral values of an item of `/v1/responses`. The items of an answer have these fields."""
 
-OF_PARTS: Neutral = _any("cache_control") | _only("annotations logprobs", [])
+OF_PARTS: IgnoredValues = _any("cache_control") | _only("annotations logprobs", [])
 """Neutral values of a part of a turn."""
 
 
-def asks_nothing(value: Any, neutral: tuple[Any, ...] | None) -> bool:
+def is_neutral(value: Any, neutral: tuple[Any, ...] | None) -> bool:
     """Return whether a non-null value is neutral, so that its field can be ignored."""
     # In Python False == 0, but `logprobs: 0` requests log-probabilities.
     return neutral is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import BaseModel, ValidationError
 
-from deploy.recipe.refusals import first_refusal
+from deploy.recipe.refusals import first_problem
 from rollout.field_error import FieldError
 
 
@@ -22,7 +22,7 @@ class RequestError(Exception):
         self.code, self.param = code, param
 
 
-def refusal_of(
+def request_error_of(
     error: FieldError | ValidationError, model: type[BaseModel], names: Mapping[str, str] | None = None
 ) -> RequestError:
     """Convert a validation error to a RequestError. Fields have their name in `names`, else their own."""
@@ -31,17 +31,17 @@ def refusal_of(
         return RequestError(error.named(names), param=names.get(error.fields[0]))
     cause = error.errors()[0].get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
-        return refusal_of(cause, model, names)
-    refusal, _ = first_refusal(error, _schema_of(model), "request")
-    field = refusal.key.partition(".")[0].partition("[")[0]
-    return RequestError(names.get(field, field) + refusal.sentence.removeprefix(field), param=names.get(field))
+        return request_error_of(cause, model, names)
+    problem, _ = first_problem(error, _schema_of(model), "request")
+    field = problem.key.partition(".")[0].partition("[")[0]
+    return RequestError(names.get(field, field) + problem.sentence.removeprefix(field), param=names.get(field))
 
 
 TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError)
 """Errors for a conversation or a variable that the chat template rejects, and for a tokenizer without a template."""
 
 
-def template_refusal(error: Exception) -> str:
+def template_error_text(error: Exception) -> str:
     """Return the error message of a chat template, without the advice that some templates append."""
     return str(error).partition("\n")[0].partition("! ")[0]
 

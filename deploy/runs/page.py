@@ -58,7 +58,7 @@ def print_run(run: Run, console: Console) -> None:
 
     history = run.history
     retries = f", {history.num_failures} failures survived" if history.num_failures else ""
-    title = f"{printable(run.name)}: {run.state}, last event {duration(run.silent_s)} ago{retries}"
+    title = f"{printable(run.name)}: {run.state}, last event {duration(run.seconds_since_event)} ago{retries}"
     console.print(Text(title, style="bold"))
     console.print(_grid(_essentials(run.recipe)))
     if history.evaluations:

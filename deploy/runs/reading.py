@@ -13,7 +13,7 @@ from actors.run_log import CHECKPOINTS, RECIPE, read_events
 from deploy.errors import UserError
 from deploy.printing import printable
 from deploy.recipe.recipe import Recipe
-from deploy.recipe.refusals import first_refusal
+from deploy.recipe.refusals import first_problem
 from deploy.recipe.yaml_text import parse_yaml
 from learner.model.storage.throughput import Say
 
@@ -26,13 +26,13 @@ def read_recipe(run_dir: Path) -> Recipe:
     try:
         return Recipe.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
     except ValidationError as error:
-        refusal, _ = first_refusal(error, Recipe.model_json_schema())
-        raise UserError(f"{path} is not a recipe of this d1: {refusal.sentence}") from error
+        problem, _ = first_problem(error, Recipe.model_json_schema())
+        raise UserError(f"{path} is not a recipe of this d1: {problem.sentence}") from error
     except ValueError as error:
         raise UserError(f"{path} is not a recipe of this d1: {error}") from error
 
 
-def newest_to_answer(run_dir: Path, say: Say | None = None) -> FoundCheckpoint:
+def newest_servable(run_dir: Path, say: Say | None = None) -> FoundCheckpoint:
     """Find the newest intact checkpoint that a service may use; damaged ones are reported on stderr.
 
     `say` reports the throughput of reading it. Raises UserError if there is none.
@@ -48,7 +48,7 @@ def newest_to_answer(run_dir: Path, say: Say | None = None) -> FoundCheckpoint:
     return found
 
 
-def best_to_answer(run_dir: Path) -> Path:
+def best_servable(run_dir: Path) -> Path:
     """Find the checkpoint that solves most validation problems. Raises UserError if there is none."""
     events = read_events(run_dir)
     if not has_validation(events):

@@ -46,7 +46,7 @@ class RunSnapshot:
         return not self.has_ended and (self.holder is not None or self.age_s < SILENT_S)
 
 
-def read_standing(directory: Path) -> RunSnapshot:
+def read_snapshot(directory: Path) -> RunSnapshot:
     """Read the status of a run."""
     holder, last = holder_of(directory), last_holder_of(directory)
     status = RunStatus.read(directory)

@@ -15,8 +15,8 @@ def rng_for(key: str) -> Random:
     return Random(key)  # noqa: S311 (problems are no secrets; seeding by str goes through SHA-512, not through `hash`)
 
 
-def draw_distinct(
-    draw: Callable[[Random], Problem | None], *, task: str, split: Split, count: int, seed: int
+def sample_distinct(
+    sample: Callable[[Random], Problem | None], *, task: str, split: Split, count: int, seed: int
 ) -> list[Problem]:
     """Return the first `count` problems with different ids from `draw`, which returns None to reject a sample.
 
@@ -27,7 +27,7 @@ def draw_distinct(
     problems: dict[str, Problem] = {}
     misses = 0
     while len(problems) < count:
-        problem = draw(rng)
+        problem = sample(rng)
         if problem is not None and problem.problem_id not in problems:
             problems[problem.problem_id] = problem
             misses = 0

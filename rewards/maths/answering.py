@@ -6,8 +6,8 @@ import re
 
 from rewards.first_d1.maths import equivalent
 from rewards.maths.markup import unwrapped
-from rewards.maths.spelling import respelled
-from rewards.maths.verifier import MathVerifier, Verdict
+from rewards.maths.spelling import normalized_latex
+from rewards.maths.verifier import MathVerifier, AnswerVerdict
 from rewards.maths.written import read_pair
 from rewards.reading.answers import final_answer
 from rewards.reading.quantities import final_quantity, read_quantity
@@ -41,27 +41,27 @@ def final_term(text: str) -> str | None:
     return quantity if quantity.endswith(answer) or read_quantity(quantity) is not None else answer
 
 
-def answers(verifier: MathVerifier, *, question: str, gold: str, answer: str) -> Verdict:
+def judge_answer(verifier: MathVerifier, *, question: str, gold: str, answer: str) -> AnswerVerdict:
     """Judge whether an answer is correct: equivalent to the gold answer, and not just a repetition of the question.
 
     Also rejects another number base, a set instead of an ordered list, and labels that differ. Never raises.
     """
     right, given = read_pair(gold, answer)
     if _bases(right.expression, given.expression) > 1:
-        return Verdict(detail="the number is in another base")
+        return AnswerVerdict(detail="the number is in another base")
     if {right.container, given.container} == {"(", "{"}:
-        return Verdict(detail="one is a set and the other has an order")
+        return AnswerVerdict(detail="one is a set and the other has an order")
     if _are_different_labels(right.symbolic, given.symbolic):
-        return Verdict(detail="the times, dates, ratios or names differ")
+        return AnswerVerdict(detail="the times, dates, ratios or names differ")
     verdict = verifier.verify(gold, answer)
     if verdict.right and not equivalent(gold, answer) and _repeats(question, answer, given.expression):
-        return Verdict(detail="the answer repeats the question")
+        return AnswerVerdict(detail="the answer repeats the question")
     return verdict
 
 
 def _bases(gold: str, answer: str) -> int:
     """Count the different bases that two numbers state: Math-Verify ignores them."""
-    found = (_NUMBER_BASE.search(respelled(text)) for text in (gold, answer))
+    found = (_NUMBER_BASE.search(normalized_latex(text)) for text in (gold, answer))
     return len({base.group(1) for base in found if base})
 
 
@@ -91,5 +91,5 @@ def _parts(label: str) -> list[int]:
 
 def _repeats(question: str, answer: str, expression: str) -> bool:
     r"""Return whether an answer repeats the question with the work still to do: `\\sqrt{180}`, to be simplified."""
-    asked, said = (respelled(text).replace(" ", "") for text in (question, unwrapped(answer)))
+    asked, said = (normalized_latex(text).replace(" ", "") for text in (question, unwrapped(answer)))
     return said in asked and _OPERATION.search(expression) is not None

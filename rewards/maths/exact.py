@@ -40,7 +40,7 @@ HUNDREDTH = UnevaluatedExpr(Rational(1, 100))
 """The factor by which Math-Verify represents a percent sign."""
 
 
-class TooLargeError(Exception):
+class NumberTooLargeError(Exception):
     """A number has too many digits to be evaluated."""
 
 
@@ -83,7 +83,7 @@ def bits(number: Rational) -> int:
 def check(num_bits: Any) -> None:
     """Raise TooLargeError for more than `MAX_BITS`."""
     if num_bits > MAX_BITS:
-        raise TooLargeError
+        raise NumberTooLargeError
 
 
 def _interval(tree: Interval) -> Any:

@@ -29,7 +29,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _BEGINS_A_TAIL = frozenset({"text", "degree", "percent", "word"})
-_GAP_BEHIND = re.compile(r"(?:\s|~|\\(?:[,;:! ]|q?quad(?![a-zA-Z])|cdot(?![a-zA-Z])))+$")
+_GAP_AFTER = re.compile(r"(?:\s|~|\\(?:[,;:! ]|q?quad(?![a-zA-Z])|cdot(?![a-zA-Z])))+$")
 _ENDS_A_NUMBER = re.compile(r"(?:[0-9)}\]!]|\\(?:pi|infty))$")
 _ENDS_OPEN = re.compile(
     r"(?:[-+*/^_=<>,;:({\[&|]|\\(?:cdot|times|div|pm|le|ge|ne|in|cup|cap|frac|sqrt|to|mid|sin|cos|tan|log|ln))$"
@@ -44,7 +44,7 @@ _LETTER = re.compile(r"[a-zA-Z]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
+class ParsedAnswer:
     """A parsed answer."""
 
     expression: str
@@ -64,16 +64,16 @@ class Written:
         return f"{self.expression} {self.letters}".strip()
 
 
-def read_pair(gold: str, answer: str) -> tuple[Written, Written]:
+def read_pair(gold: str, answer: str) -> tuple[ParsedAnswer, ParsedAnswer]:
     """Parse a gold answer and an answer. A letter after a number is read as a symbol if the other answer has symbols.
 
     Never raises. A text longer than `MAX_CHARS` is not split.
     """
     right, given = _read(gold), _read(answer)
-    return _settled(right, given, is_gold=True), _settled(given, right, is_gold=False)
+    return _resolve_letters(right, given, is_gold=True), _resolve_letters(given, right, is_gold=False)
 
 
-def _settled(one: Written, other: Written, *, is_gold: bool) -> Written:
+def _resolve_letters(one: ParsedAnswer, other: ParsedAnswer, *, is_gold: bool) -> ParsedAnswer:
     """Resolve whether the letters of one of a pair are symbols, a scale or a unit."""
     if not one.letters:
         return one
@@ -83,13 +83,13 @@ def _settled(one: Written, other: Written, *, is_gold: bool) -> Written:
             return replace(one, expression=one.symbolic, letters="")
         return replace(one, expression=_scaled(one.expression, SUFFIXES[one.letters]), letters="")
     if is_symbol or (is_gold and one.unit != other.unit):
-        return Written(expression=one.symbolic)
+        return ParsedAnswer(expression=one.symbolic)
     return replace(one, letters="")
 
 
-def _read(text: str) -> Written:
+def _read(text: str) -> ParsedAnswer:
     if len(text) > MAX_CHARS:
-        return Written(expression=stripped(without_delimiters(text)))
+        return ParsedAnswer(expression=stripped(without_delimiters(text)))
     text = without_markup(text)
     bracket = _BRACKET.fullmatch(text)
     left, inner, right = bracket.groups() if bracket else ("", text, "")
@@ -115,18 +115,18 @@ def _elements(text: str) -> list[str]:
     return [*elements, text[start:].strip()]
 
 
-def _listed(text: str, elements: list[str], left: str, right: str) -> Written:
+def _listed(text: str, elements: list[str], left: str, right: str) -> ParsedAnswer:
     """Parse a list, whose elements may share one unit."""
     values = [_measured(element) for element in elements]
     units = {value.unit for value in values if value.unit}
     has_units = any(value.expression != element for value, element in zip(values, elements, strict=True))
     if not has_units or len(units) > 1 or any(value.percent or value.letters for value in values):
-        return Written(expression=text)
+        return ParsedAnswer(expression=text)
     inner = ", ".join(value.expression for value in values)
-    return Written(expression=f"{left}{inner}{right}", unit=units.pop() if units else frozenset())
+    return ParsedAnswer(expression=f"{left}{inner}{right}", unit=units.pop() if units else frozenset())
 
 
-def _measured(text: str) -> Written:
+def _measured(text: str) -> ParsedAnswer:
     """Parse one value: its expression, the currency before it and the words after it."""
     currency = _CURRENCY.match(text)
     if currency:
@@ -134,13 +134,13 @@ def _measured(text: str) -> Written:
     money: Unit = frozenset({("dollar", 1)}) if _MONEY.search(text) else frozenset()
     if money:
         text = _RATE.sub(r" per \1", _MONEY.sub("", text))
-    written = _without_tail(stripped(text))
-    return replace(written, unit=written.unit | money)
+    parsed = _without_tail(stripped(text))
+    return replace(parsed, unit=parsed.unit | money)
 
 
-def _without_tail(text: str) -> Written:
+def _without_tail(text: str) -> ParsedAnswer:
     """Parse a value and the words after it, if they are a unit, a scale or a percent sign."""
-    unread = Written(expression=text)
+    unread = ParsedAnswer(expression=text)
     text = _UNIT_FRACTION.sub(r"\1/\2", _IN_BRACKETS.sub(r" \1", text))
     tokens = list(_TOKEN.finditer(text))
     first = len(tokens)
@@ -149,21 +149,21 @@ def _without_tail(text: str) -> Written:
     while first < len(tokens) and tokens[first].lastgroup not in _BEGINS_A_TAIL:
         first += 1
     tail = tokens[first:]
-    expression = _GAP_BEHIND.sub("", text[: tail[0].start()]) if tail else ""
+    expression = _GAP_AFTER.sub("", text[: tail[0].start()]) if tail else ""
     if not expression or _ENDS_OPEN.search(expression) or expression.count("(") != expression.count(")"):
         return unread
     is_glued = expression == text[: tail[0].start()]
-    words, percent = _said(tail)
+    words, percent = _tail_words(tail)
     is_text = tail[0].lastgroup != "word"
     if is_glued and words in SUFFIXES and not is_text:
-        return Written(expression=expression, letters=words)
+        return ParsedAnswer(expression=expression, letters=words)
     scale, words = _scale(words)
     unit = read_unit(words, is_text=is_text) if words else frozenset()
     is_number = _ENDS_A_NUMBER.search(expression) is not None
     is_counted = words and not unit and not is_text
     if unit is None or (scale > 1 and not is_number) or (is_counted and (is_glued or not is_number)):
         return unread
-    return Written(
+    return ParsedAnswer(
         expression=_scaled(expression, scale) if scale > 1 else expression,
         unit=unit,
         percent=percent,
@@ -171,7 +171,7 @@ def _without_tail(text: str) -> Written:
     )
 
 
-def _said(tail: list[re.Match[str]]) -> tuple[str, bool]:
+def _tail_words(tail: list[re.Match[str]]) -> tuple[str, bool]:
     """Return the words of a tail, with powers as `^2` and degrees as `°`, and whether they contain a percent sign."""
     words = ""
     for token in tail:

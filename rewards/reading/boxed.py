@@ -17,7 +17,7 @@ class Box:
     """The text before it."""
     content: str
     """Its content, stripped."""
-    behind: str
+    after: str
     """The text after it."""
 
 
@@ -37,7 +37,7 @@ def last_box(text: str) -> Box | None:
         closing = _closing(text, box.end() - 1, end)
         if closing is not None:
             content = text[box.end() : closing].strip()
-            return Box(before=text[: box.start()], content=content, behind=text[closing + 1 :])
+            return Box(before=text[: box.start()], content=content, after=text[closing + 1 :])
         # A brace after this unclosed box would close it first: earlier boxes are searched only up to here.
         end = box.start()
     return None
@@ -47,9 +47,9 @@ def answer_box(text: str) -> Box | None:
     r"""Return the same as `last_box`; two boxes joined by a word or comma, `\boxed{3} or \boxed{4}`, give `3 or 4`."""
     box = last_box(text)
     earlier = None if box is None else last_box(box.before)
-    if box is None or earlier is None or not _BETWEEN_ANSWERS.fullmatch(earlier.behind):
+    if box is None or earlier is None or not _BETWEEN_ANSWERS.fullmatch(earlier.after):
         return box
-    return Box(before=earlier.before, content=f"{earlier.content} or {box.content}", behind=box.behind)
+    return Box(before=earlier.before, content=f"{earlier.content} or {box.content}", after=box.after)
 
 
 def _closing(text: str, opening: int, end: int) -> int | None:

@@ -21,7 +21,7 @@ _SIGNS = str.maketrans(
     | dict.fromkeys("\uff1d\u2192\u21d2\u2261", "=")
     | {"\u2796": "-", "\uff08": "(", "\uff09": ")", "\r": "\n"}
 )
-_RESPELLINGS = [
+_REPLACEMENTS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
         (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|quad|qquad)(?![a-zA-Z])|\\{1,2}[,;:! ()\[\]]|[$~&]", " "),
@@ -52,7 +52,7 @@ _BRACKETS = str.maketrans("[]{}", "()()")
 _CROSS = re.compile(r"(?<=[0-9)])\s*[xX]\s*(?=[0-9(])")
 _COLON = re.compile(r"(?<=[0-9)])(\s?):\1(?=[0-9(])")
 _FACTOR_BEFORE_BRACKET = re.compile(r"(?<=[0-9])[ \t]*(?=[(\[])")
-_FACTOR_BEHIND_BRACKET = re.compile(r"(?<=[)\]])[ \t]*(?=[0-9(\[])")
+_FACTOR_AFTER_BRACKET = re.compile(r"(?<=[)\]])[ \t]*(?=[0-9(\[])")
 
 _BETWEEN_STATEMENTS = re.compile(r"[;\n]|[,:]\s|(?<=[0-9)])\.\s")
 _OPERATION = re.compile(r"[0-9)]\s*[-+*/]\s*[0-9(]")
@@ -71,7 +71,7 @@ def final_equation(text: str) -> str | None:
     if box is None or not box.content:
         return final_answer(text)
     line = box.before.rpartition("\n")[2].rstrip("$ \\([") if _NUMBER.fullmatch(box.content) else ""
-    right = re.match(r"[\s$]*=[\s$]*-?[0-9.]+", box.behind)
+    right = re.match(r"[\s$]*=[\s$]*-?[0-9.]+", box.after)
     return f"{line} {box.content}{right[0] if right else ''}".strip()
 
 
@@ -102,14 +102,14 @@ def _sides(statement: str) -> tuple[EvaluatedExpression, ...]:
 def _plain(text: str) -> str:
     """Return the text in plain characters: digits, + - * / and parentheses."""
     text = text.translate(_SIGNS)
-    for pattern, plain in _RESPELLINGS:
+    for pattern, plain in _REPLACEMENTS:
         text = pattern.sub(plain, text)
     # Must come before fractions are rewritten: `2\frac{1}{2}` is a mixed number, not a product.
     text = _FACTOR_BEFORE_BRACKET.sub("*", text)
     # From the inside out: each pass rewrites at least one fraction, since the innermost contain no other.
     while (turned := _FRACTION.sub(r"((\1)/(\2))", text)) != text:
         text = turned
-    text = _FACTOR_BEHIND_BRACKET.sub("*", text).translate(_BRACKETS)
+    text = _FACTOR_AFTER_BRACKET.sub("*", text).translate(_BRACKETS)
     return _COLON.sub("/", _CROSS.sub("*", text))
 
 
@@ -126,9 +126,9 @@ def _without_words(side: str) -> str:
     ends = [found.start() for found in _ENDS.finditer(side)]
     if not ends:
         return side
-    before, behind = side[: ends[0]], side[ends[-1] + 1 :]
-    if _CHANGES.search(before) or _CHANGES.search(behind) or before[-1:].isalpha() or behind[:1].isalpha():
+    before, after = side[: ends[0]], side[ends[-1] + 1 :]
+    if _CHANGES.search(before) or _CHANGES.search(after) or before[-1:].isalpha() or after[:1].isalpha():
         return side
     start = ends[0] if _AROUND.fullmatch(before) and before[-1:] != "." else 0
-    end = ends[-1] + 1 if _AROUND.fullmatch(behind) else len(side)
+    end = ends[-1] + 1 if _AROUND.fullmatch(after) else len(side)
     return side[start:end]

@@ -17,7 +17,7 @@ _BETWEEN_STEPS = re.compile(r"[;\n]")
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class BinaryOperation:
     """Two expressions joined by an operator."""
 
     value: int
@@ -30,7 +30,7 @@ class Join:
     """The expression after the operator."""
 
 
-Expression = int | Join
+Expression = int | BinaryOperation
 """A number, or a `Join`."""
 
 
@@ -47,7 +47,7 @@ def random_expression(rng: Random, numbers: Sequence[int], operators: Sequence[O
         value = _apply(value_of(left), operator, value_of(right))
         if value is None:
             return None
-        terms.append(Join(value, left, operator, right))
+        terms.append(BinaryOperation(value, left, operator, right))
     return terms[0]
 
 
@@ -76,7 +76,7 @@ def steps_of(expression: Expression) -> list[str]:
     return [*steps_of(expression.left), *steps_of(expression.right), step]
 
 
-def num_right_steps(text: str, numbers: Sequence[int]) -> int:
+def count_correct_steps(text: str, numbers: Sequence[int]) -> int:
     """Count the correct steps at the start of a text, written as by `steps_of`.
 
     A step is correct if it is true and its two operands are still available. Available are `numbers`, minus those
@@ -112,7 +112,7 @@ def _apply(left: int, operator: Operator, right: int) -> int | None:
 
 def _operand(expression: Expression, min_precedence: int) -> str:
     """Return an operand's text, in parentheses if it binds less tightly than `min_precedence`."""
-    needs_parentheses = isinstance(expression, Join) and _PRECEDENCE[expression.operator] < min_precedence
+    needs_parentheses = isinstance(expression, BinaryOperation) and _PRECEDENCE[expression.operator] < min_precedence
     return f"({text_of(expression)})" if needs_parentheses else text_of(expression)
 
 

@@ -36,7 +36,7 @@ _UNIT = (
     r"|units?"
 )
 # Applied in order: later patterns see the result of earlier ones.
-_RESPELLINGS = [
+_REPLACEMENTS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
         # Tags, complete or truncated at the end; emphasis; boxes that are empty or unclosed.
@@ -90,15 +90,15 @@ def plain_number(text: str) -> str:
     Every currency becomes `$`. Anything without a plain spelling stays as it is.
     """
     text = text.translate(_CHARACTERS)
-    text = _VULGAR.sub(_respelled_fraction, text)
+    text = _VULGAR.sub(_plain_fraction, text)
     text = _POWER_OF_TEN.sub(lambda found: f"10^{_plain_digits(found[1])}", text)
     text = _THOUSANDS.sub(lambda found: found[1].replace(found["gap"], ","), text)
-    for pattern, plain in _RESPELLINGS:
+    for pattern, plain in _REPLACEMENTS:
         text = pattern.sub(plain, text)
     return text
 
 
-def _respelled_fraction(found: re.Match[str]) -> str:
+def _plain_fraction(found: re.Match[str]) -> str:
     fraction = _plain_digits(found[2])
     return f"{found[1]} {fraction} " if found[1] else f"{fraction} "
 

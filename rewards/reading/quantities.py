@@ -14,7 +14,7 @@ from rewards.reading.scales import SCALE_WORD, scaled
 MAX_QUANTITY_CHARS = 400
 """Longer texts are not read, which bounds the time and the numbers. GSM8K's longest answer has 11 characters."""
 
-NOTHING_READ = "no number could be read in the answer"
+NO_NUMBER_FOUND = "no number could be read in the answer"
 """The detail of a grade whose answer could not be read as a number."""
 
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+"
@@ -39,7 +39,7 @@ _ALTERNATIVE = re.compile(r"\b(?:or|nor|not|neither|cannot|never|except)\b|n't\b
 _BEFORE = re.compile(r"(?:^|[\s(\[{\"'\u201c\u2018:#])$")
 _SUBTRACTED_FROM = re.compile(r"(?:\b[b-zB-Z]|[)\]}])\s+$")
 _BEFORE_SPACED_SIGN = re.compile(r"(?:^|[(\[{:])\s*$")
-_BEHIND = re.compile(
+_AFTER = re.compile(
     r"[)\]}\"'\u201d$]*[.,:;?]?[)\]}\"'\u201d]*(?:\s|$)|-(?=[^\W\d_]{2})|\s*/\s*(?=[^\W\d_]{2})|[^\W\d_]{2}"
     r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]|[gshlLWVACFNJ\u03a9\u2126](?![^\W\d_])"
 )
@@ -80,7 +80,7 @@ _SIGN_BEFORE_BOX = re.compile(
 # A box may contain only a part of a number or of a formula.
 _PART_BEFORE_BOX = re.compile(r"(?:\b0\.|[0-9]\s*/\s*|\\(?:[dt]?frac|sqrt)\s*\{(?:[^{}]*\}\s*\{)?)$")
 _POWER = r"(?:\u00d7|\\times|\\cdot|x|\*)\s*10\s*(?:\^|\*\*|[\u00b2-\u00b9\u2070-\u2079])(?:\{?-?[0-9]*\}?)"
-_BEHIND_BOX = re.compile(
+_AFTER_BOX = re.compile(
     rf"(?:[\s~$]|\\[,;! )]|{WORDS})*"
     rf"(?:{SCALE_WORD}|hal(?:f|ves)|(?:third|fourth|fifth|sixth|eighth|tenth)s?|and a half"
     rf"|[\u00bc-\u00be\u2150-\u215e]|{_POWER})\}}?"
@@ -105,12 +105,12 @@ def read_quantity(text: str) -> Fraction | None:
     found = None if side is None else _NUMBER.search(side)
     if side is None or found is None:
         return None
-    before, behind = side[: found.start()], side[found.end() :]
+    before, after = side[: found.start()], side[found.end() :]
     value = _value(found)
-    if value is None or _DIGIT.search(before + behind) or not _may_stand_before(before, found):
+    if value is None or _DIGIT.search(before + after) or not _may_stand_before(before, found):
         return None
-    value, rest = scaled(value, behind, is_money=bool(found["money"]))
-    return value if _may_stand_behind(rest, before, found) and _is_passed_over(before, rest) else None
+    value, rest = scaled(value, after, is_money=bool(found["money"]))
+    return value if _may_stand_after(rest, before, found) and _is_passed_over(before, rest) else None
 
 
 def final_quantity(text: str) -> str | None:
@@ -122,8 +122,8 @@ def final_quantity(text: str) -> str | None:
         return final_answer(text)
     near = box.before[-_NEAR:]
     before = _SIGN_BEFORE_BOX.search(near) or _PART_BEFORE_BOX.search(near)
-    behind = _BEHIND_BOX.match(box.behind[:_NEAR])
-    return f"{before[0] if before else ''}{box.content}{behind[0].replace('$', '') if behind else ''}"
+    after = _AFTER_BOX.match(box.after[:_NEAR])
+    return f"{before[0] if before else ''}{box.content}{after[0].replace('$', '') if after else ''}"
 
 
 def _last_side(text: str) -> str | None:
@@ -156,9 +156,9 @@ def _may_stand_before(before: str, number: re.Match[str]) -> bool:
     return _BEFORE.search(before) is not None and not _BOUND.search(before)
 
 
-def _may_stand_behind(rest: str, before: str, number: re.Match[str]) -> bool:
+def _may_stand_after(rest: str, before: str, number: re.Match[str]) -> bool:
     """Return whether a number, with its scale, can end before `rest`."""
-    if not _BEHIND.match(rest) or _CHANGES_AT_ONCE.match(rest):
+    if not _AFTER.match(rest) or _CHANGES_AT_ONCE.match(rest):
         return False
     if _VARIABLE.match(rest) and not _UNIT.match(rest):
         return False

@@ -45,16 +45,16 @@ _LETTER = re.compile(r"(?:k|K|M|MM|B)(?![a-zA-Z0-9])|\s+k(?![a-zA-Z0-9])")
 _LETTER_OF_MONEY = re.compile(r"\s*(?:mm|MM|[kKmMbBtT])(?![a-zA-Z0-9])")
 
 
-def scaled(value: Fraction, behind: str, *, is_money: bool) -> tuple[Fraction, str]:
+def scaled(value: Fraction, after: str, *, is_money: bool) -> tuple[Fraction, str]:
     """Return a number multiplied by the scale directly after it, and the text after both.
 
     `3` and ` million dollars` give 3,000,000 and ` dollars`. For amounts of money `m`, `b` and `t` are scales too.
     """
-    if half := _HALF.match(behind):
-        value, behind = value + Fraction(1, 2), behind[half.end() :]
-    letter = (_LETTER_OF_MONEY if is_money else _LETTER).match(behind)
+    if half := _HALF.match(after):
+        value, after = value + Fraction(1, 2), after[half.end() :]
+    letter = (_LETTER_OF_MONEY if is_money else _LETTER).match(after)
     if letter:
-        value, behind = value * _LETTERS[letter[0].strip()], behind[letter.end() :]
-    while word := _WORD.match(behind):
-        value, behind = value * _WORDS[word[1].lower()], behind[word.end() :]
-    return value, behind
+        value, after = value * _LETTERS[letter[0].strip()], after[letter.end() :]
+    while word := _WORD.match(after):
+        value, after = value * _WORDS[word[1].lower()], after[word.end() :]
+    return value, after

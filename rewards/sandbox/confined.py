@@ -23,7 +23,7 @@ _END_S = 10.0
 _SLOTS = itertools.count()
 
 
-class Confined:
+class SandboxedProcess:
     """A sandboxed Python process that runs one role of `rewards.sandbox.inside`. Use it as a context manager."""
 
     def __init__(self, config: SandboxConfig, role: str, fds: tuple[int, ...], stdout: int, stdin: int) -> None:
@@ -60,7 +60,7 @@ class Confined:
             # gVisor's bundle is kept until the end. The seccomp filter has been inherited.
             self._files = stack.pop_all()
 
-    def __enter__(self) -> Confined:
+    def __enter__(self) -> SandboxedProcess:
         return self
 
     def __exit__(self, *_: object) -> None:

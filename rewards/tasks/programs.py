@@ -13,7 +13,7 @@ from typing import Self
 from pydantic import model_validator
 
 from rewards.data.dataset import DataConfig, DataTask
-from rewards.data.prompts import D1_FORMAT, demonstration, user_turn
+from rewards.data.prompts import D1_FORMAT, format_completion, user_turn
 from rewards.problem import Grade, Outcome, Problem, Split
 from rewards.reading.answers import last_tagged
 from rewards.reading.code_blocks import code_blocks
@@ -43,12 +43,12 @@ class ProgramsConfig(DataConfig):
         return self
 
     @property
-    def longest_grade_s(self) -> float:
+    def max_grading_s(self) -> float:
         """The limit on a program with its tests."""
-        return self.sandbox.longest_s
+        return self.sandbox.max_s
 
 
-class ProgramTask(DataTask):
+class CodeTask(DataTask):
     """Base of the code tasks, graded by tests in a sandbox."""
 
     def __init__(self, config: ProgramsConfig) -> None:
@@ -107,9 +107,9 @@ def instruction(task: str) -> str:
     return f"{D1_FORMAT}\n{_INSTRUCTION}\n\n{task}"
 
 
-def label(program: str) -> str:
+def code_demonstration(program: str) -> str:
     """Return a demonstration that contains this program."""
-    return demonstration("d1", reasoning="", answer=f"```python\n{program.strip()}\n```")
+    return format_completion("d1", reasoning="", answer=f"```python\n{program.strip()}\n```")
 
 
 def metadata_of(suite: Suite) -> dict[str, str]:
@@ -118,19 +118,19 @@ def metadata_of(suite: Suite) -> dict[str, str]:
         "tests": json.dumps(suite.tests),
         "setup": suite.setup,
         "entry_point": suite.entry_point or "",
-        "below": "yes" if suite.below else "",
+        "below": "yes" if suite.appended else "",
         "redefines": " ".join(suite.redefines),
         "plain_only": "yes" if suite.plain_only else "",
     }
 
 
-def posed(problem_id: str, task: str, solution: str, suite: Suite) -> Problem:
+def make_problem(problem_id: str, task: str, solution: str, suite: Suite) -> Problem:
     """Return a problem whose reference is `solution`. The tests see the builtins that `solution` redefines."""
     return Problem(
         problem_id=problem_id,
         messages=user_turn(instruction(task)),
         answer=solution,
-        demonstration=label(solution),
+        reference_completion=code_demonstration(solution),
         metadata=metadata_of(replace(suite, redefines=_redefined_in(solution))),
     )
 
@@ -147,7 +147,7 @@ def suite_of(problem: Problem) -> Suite:
         tests=tuple(json.loads(given["tests"])),
         setup=given["setup"],
         entry_point=given["entry_point"] or None,
-        below=bool(given["below"]),
+        appended=bool(given["below"]),
         redefines=tuple(given["redefines"].split()),
         plain_only=bool(given["plain_only"]),
     )

@@ -9,8 +9,8 @@ import threading
 import pytest
 from rich.console import Console
 
-from deploy import waiting
-from deploy.waiting import Waiting, saying
+from deploy import wait_display
+from deploy.waiting import WaitDisplay, wait_display
 
 
 class _File(io.StringIO):
@@ -27,12 +27,12 @@ class _File(io.StringIO):
         return super().write(text)
 
 
-def _waiting(file: _File, *, is_terminal: bool = False) -> Waiting:
-    return Waiting(Console(file=file, force_terminal=is_terminal, width=80), "d1: ")
+def _waiting(file: _File, *, is_terminal: bool = False) -> WaitDisplay:
+    return WaitDisplay(Console(file=file, force_terminal=is_terminal, width=80), "d1: ")
 
 
 def test_a_log_has_line_after_line_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "EVERY_S", 0.01)
+    monkeypatch.setattr(wait_display, "EVERY_S", 0.01)
     file = _File(3)
     wait = _waiting(file)
     wait.begin("starting [Ray]")
@@ -48,16 +48,16 @@ def test_a_log_has_line_after_line_until_it_is_over(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_quick_is_not_mentioned_but_where_it_should_be(capsys: pytest.CaptureFixture[str]) -> None:
-    with saying("loading"):
+    with wait_display("loading"):
         pass
     assert capsys.readouterr().err == ""
-    with saying("loading", at_once=True):
+    with wait_display("loading", at_once=True):
         pass
     assert capsys.readouterr() == ("", "d1: loading\n")
 
 
 def test_it_can_become_something_else_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "EVERY_S", 0.01)
+    monkeypatch.setattr(wait_display, "EVERY_S", 0.01)
     file = _File(1, "port")
     wait = _waiting(file)
     wait.begin("starting the service", at_once=True)
@@ -81,6 +81,6 @@ def test_a_terminal_has_a_spinner_at_once_that_leaves_nothing_behind() -> None:
 
 
 def test_a_failure_ends_it() -> None:
-    with pytest.raises(ValueError, match="no"), saying("loading"):
+    with pytest.raises(ValueError, match="no"), wait_display("loading"):
         raise ValueError("no")
     assert not [thread for thread in threading.enumerate() if thread.name == "d1-waiting" and not thread.daemon]

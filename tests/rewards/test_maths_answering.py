@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rewards import Outcome
-from rewards.maths import MathVerifier, answers, final_term
+from rewards.maths import MathVerifier, judge_answer, final_term
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ _KINDS: dict[str, list[tuple[str, str, bool]]] = {
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_what_a_computer_algebra_confuses_is_kept_apart(maths: MathVerifier, kind: str) -> None:
-    verdicts = {pair: answers(maths, question="What?", gold=pair[0], answer=pair[1]) for pair in _KINDS[kind]}
+    verdicts = {pair: judge_answer(maths, question="What?", gold=pair[0], answer=pair[1]) for pair in _KINDS[kind]}
     assert [pair for pair, verdict in verdicts.items() if verdict.right != pair[2]] == []
     assert {verdict.outcome for verdict in verdicts.values()} == {Outcome.GRADED}
 

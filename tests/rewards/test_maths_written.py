@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rewards import Outcome
-from rewards.maths import MathVerifier, answers
+from rewards.maths import MathVerifier, judge_answer
 from rewards.maths.written import read_pair
 
 
@@ -238,7 +238,7 @@ def test_markup_and_units_do_not_hide_what_repeats_the_question(
     maths: MathVerifier, gold: str, answer: str, right: bool
 ) -> None:
     question = r"What of 18 in^2, \$3 million, 52_9 and \sqrt{180} is meant?"
-    assert answers(maths, question=question, gold=gold, answer=answer).right == right
+    assert judge_answer(maths, question=question, gold=gold, answer=answer).right == right
 
 
 _PIECES = (*"*`_~^/$(){}.,=-1a \u00bd", "0.", "11", "**a", "1,000", r"\text{", r"\frac{", "cm ", "is ", "and ", r"\%")

@@ -13,9 +13,9 @@ import pytest
 
 from deploy.errors import UserError
 from deploy.evaluation.compare import compare, find_evaluation, mcnemar, sentence
-from deploy.evaluation.measures import measures
-from deploy.evaluation.record import Record, Recorded, fingerprint, read_record, take_lock
-from deploy.evaluation.worker import Answer, Answered
+from deploy.evaluation.measures import compute_metrics
+from deploy.evaluation.record import RecordWriter, CellRecord, fingerprint, read_record, take_lock
+from deploy.evaluation.worker import Answer, AnsweredBatch
 from rollout.score import Score
 
 PARAMS = {"gen_length": 8, "block_length": 8, "num_denoise_steps": 4, "temperature": 0}
@@ -41,15 +41,15 @@ def _answer(problem: int, correct: bool, sample: int = 0, items: tuple[int, int]
     )
 
 
-def _cell(rows: Sequence[Sequence[bool]], **facts: object) -> Recorded:
+def _cell(rows: Sequence[Sequence[bool]], **facts: object) -> CellRecord:
     """A row for each problem, with its samples."""
     answers = tuple(_answer(at, right, number) for at, row in enumerate(rows) for number, right in enumerate(row))
     given = {**FACTS, "num_samples": len(rows[0]), "num_answers": len(answers), **facts}
-    return Recorded(facts=given, batches={0: Answered(index=0, answers=answers, seconds=3.0)})
+    return CellRecord(facts=given, batches={0: AnsweredBatch(index=0, answers=answers, seconds=3.0)})
 
 
 def test_one_sample_a_problem() -> None:
-    found = measures(_cell([[True]] * 30 + [[False]] * 70))
+    found = compute_metrics(_cell([[True]] * 30 + [[False]] * 70))
     assert (found["num_correct"], found["accuracy"]) == (30, 0.3)
     assert found["accuracy_interval"] == list(Score(num_correct=30, num_problems=100).interval)
     assert (found["truncated"], found["mean_tokens"], found["tokens_per_forward"]) == (0.7, 4, 2)
@@ -59,7 +59,7 @@ def test_one_sample_a_problem() -> None:
 
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples() -> None:
     rows = [[True, False, False, False], [False] * 4, [True, True, False, True], [True] * 4]
-    found = measures(_cell(rows))
+    found = compute_metrics(_cell(rows))
     assert found["accuracy"] == mean(mean(row) for row in rows)
     for k in (2, 4):
         assert found[f"pass@{k}"] == pytest.approx(mean(mean(map(any, combinations(row, k))) for row in rows))
@@ -69,7 +69,7 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples() -> None:
 def test_the_bootstrap_covers_what_it_should() -> None:
     """Against the normal interval of a mean over problems, which holds where they are many."""
     rows = [[at % 10 < 3, at % 10 < 5] for at in range(1000)]
-    low, high = measures(_cell(rows))["accuracy_interval"]
+    low, high = compute_metrics(_cell(rows))["accuracy_interval"]
     middle = 0.4
     variance = mean((mean(row) - middle) ** 2 for row in rows)
     half = 1.96 * (variance / 1000) ** 0.5
@@ -78,17 +78,17 @@ def test_the_bootstrap_covers_what_it_should() -> None:
 
 def test_nothing_and_everything_have_an_interval_too() -> None:
     for right, share in ((False, 0), (True, 1)):
-        found = measures(_cell([[right] * 4] * 20))
+        found = compute_metrics(_cell([[right] * 4] * 20))
         expected = list(Score(num_correct=20 * share, num_problems=20).interval)
         assert found["accuracy_interval"] == found["pass@4_interval"] == expected
         answers = tuple(_answer(at, right, items=(4 * share, 4)) for at in range(20))
-        cells = measures(Recorded(facts={}, batches={0: Answered(index=0, answers=answers, seconds=1.0)}))
+        cells = compute_metrics(CellRecord(facts={}, batches={0: AnsweredBatch(index=0, answers=answers, seconds=1.0)}))
         assert (cells["items"], cells["items_interval"]) == (share, expected)
 
 
 def test_items_count_by_item_and_hang_together_in_a_problem() -> None:
     answers = tuple(_answer(at, False, items=(at % 5, 4)) for at in range(500))
-    found = measures(Recorded(facts={}, batches={0: Answered(index=0, answers=answers, seconds=1.0)}))
+    found = compute_metrics(CellRecord(facts={}, batches={0: AnsweredBatch(index=0, answers=answers, seconds=1.0)}))
     assert found["items"] == 0.5
     low, high = found["items_interval"]
     # A problem's share has a variance of 1/8 here: twice what independent cells would have.
@@ -110,7 +110,7 @@ def test_a_comparison_is_paired() -> None:
     second = _cell([[at < 48] for at in range(100)])
     (found,) = compare({"sums.8": first}, {"sums.8": second}, ("a", "b"), None)
     assert (found.accuracies, found.only) == ((0.4, 0.48), (0, 8))
-    assert found.is_real
+    assert found.is_significant
     assert sentence(found, ("a", "b")).startswith(
         "sums, 8 slots, 4 steps: b solves more than a, by 8.0 points (3.0 to "
     )
@@ -120,7 +120,7 @@ def test_a_comparison_is_paired() -> None:
     )
     shuffled = _cell([[(at * 37) % 100 < 48] for at in range(100)])
     (other,) = compare({"sums.8": first}, {"sums.8": shuffled}, ("a", "b"), None)
-    assert not other.is_real
+    assert not other.is_significant
     assert "no difference can be told; b is ahead of a by 8.0 points (-" in sentence(other, ("a", "b"))
 
 
@@ -130,13 +130,13 @@ def test_who_is_better_at_more_problems_and_yet_behind_is_not_said_to_be_worse()
     first, second = _cell([some] * 12 + [every] * 2), _cell([more] * 12 + [none] * 2)
     (found,) = compare({"sums.8": first}, {"sums.8": second}, ("a", "b"), None)
     assert (found.only, found.p < 0.05, found.difference < 0) == ((2, 12), True, True)
-    assert not found.is_real
+    assert not found.is_significant
     assert "no difference can be told; a is ahead of b by " in sentence(found, ("a", "b"))
 
 
 def test_one_problem_proves_nothing_and_equals_are_equal() -> None:
     (one,) = compare({"sums.8": _cell([[False, False]])}, {"sums.8": _cell([[True, False]])}, ("a", "b"), None)
-    assert (one.p, one.is_real) == (1, False)
+    assert (one.p, one.is_significant) == (1, False)
     same = {"sums.8": _cell([[True], [False]])}
     (equal,) = compare(same, same, ("a", "b"), None)
     assert sentence(equal, ("a", "b")) == "sums, 8 slots, 4 steps: no difference can be told; both solve as many"
@@ -169,7 +169,7 @@ def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="has no checkpoint"):
         find_evaluation(str(tmp_path), tmp_path)
-    Record(tmp_path / "sums.8.jsonl", FACTS, [2])
+    RecordWriter(tmp_path / "sums.8.jsonl", FACTS, [2])
     with pytest.raises(UserError, match=r"is not complete: sums.8 has 0 of 2 answers"):
         find_evaluation(str(tmp_path), tmp_path)
 
@@ -185,12 +185,12 @@ def test_a_folder_is_one_evaluations(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_is_there_twice_counts_once(tmp_path: Path) -> None:
-    record = Record(tmp_path / "sums.8.jsonl", FACTS, [2])
-    batch = Answered(index=0, answers=(_answer(0, True), _answer(1, False)), seconds=1.0)
+    record = RecordWriter(tmp_path / "sums.8.jsonl", FACTS, [2])
+    batch = AnsweredBatch(index=0, answers=(_answer(0, True), _answer(1, False)), seconds=1.0)
     record.add(batch)
     record.add(batch)
     assert list(read_record(tmp_path / "sums.8.jsonl").batches.values()) == [batch]
-    assert Record(tmp_path / "sums.8.jsonl", FACTS, [2]).done == {0: batch}
+    assert RecordWriter(tmp_path / "sums.8.jsonl", FACTS, [2]).done == {0: batch}
 
 
 def test_a_record_that_is_none_and_a_checkpoint_that_has_changed(tmp_path: Path) -> None:
@@ -199,10 +199,10 @@ def test_a_record_that_is_none_and_a_checkpoint_that_has_changed(tmp_path: Path)
     with pytest.raises(UserError, match="is no record of an evaluation"):
         read_record(path)
     path.unlink()
-    record = Record(path, FACTS, [2])
-    assert not read_record(path).is_whole
-    record.add(Answered(index=0, answers=(_answer(0, True), _answer(1, False)), seconds=1.0))
-    assert read_record(path).is_whole
+    record = RecordWriter(path, FACTS, [2])
+    assert not read_record(path).is_complete
+    record.add(AnsweredBatch(index=0, answers=(_answer(0, True), _answer(1, False)), seconds=1.0))
+    assert read_record(path).is_complete
     assert json.loads(path.read_text().splitlines()[0])["asked"] == {**FACTS, "num_answers": 2}
     directory = tmp_path / "checkpoint"
     directory.mkdir()

@@ -26,7 +26,7 @@ from deploy.recipe.overrides import load_recipe
 from learner.model.config import TransformerConfig
 from learner.model.families import llada2
 from learner.model.families.llada import write_config
-from rewards.data.draw import draw_distinct
+from rewards.data.draw import sample_distinct
 
 ROOMY = {"object_store_bytes": 10**11, "gpu_memory_bytes": None, "num_machines": 1}
 PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, **ROOMY, is_ours=True)
@@ -274,7 +274,7 @@ def test_so_many_problems_that_they_cannot_exist_are_refused_without_making_them
 ) -> None:
     def draw(draw_one: object, *, count: int, **arguments: object) -> object:
         assert count == 1, "an example or the held-out problem"
-        return draw_distinct(draw_one, count=count, **arguments)
+        return sample_distinct(draw_one, count=count, **arguments)
 
     for task in ("countdown", "sudoku"):
         monkeypatch.setattr(f"rewards.tasks.{task}.draw_distinct", draw)
@@ -287,12 +287,12 @@ def test_so_many_problems_that_they_cannot_exist_are_refused_without_making_them
 def test_of_problems_that_exist_a_few_are_made_and_the_memory_of_all_counts(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.job.preflight.MOST_LOOKED_AT", 50)
+    monkeypatch.setattr("deploy.job.preflight.MAX_CHECKED_PROBLEMS", 50)
     made: list[int] = []
 
     def draw(draw_one: object, *, count: int, **arguments: object) -> object:
         made.append(count)
-        return draw_distinct(draw_one, count=count, **arguments)
+        return sample_distinct(draw_one, count=count, **arguments)
 
     monkeypatch.setattr("rewards.tasks.countdown.draw_distinct", draw)
     available = replace(PLENTY, memory_bytes=32 * 10**9)

@@ -45,11 +45,11 @@ def test_native_words_go_into_the_file_and_pythons_to_the_screen(tmp_path: Path)
 def test_in_a_test_that_captures_output_it_captures_still(tmp_path: Path) -> None:
     from io import StringIO
 
-    from deploy.job.quiet import native_words_in
+    from deploy.job.quiet import redirect_native_output
 
     before, sys.stderr = sys.stderr, StringIO()
     try:
-        with native_words_in(tmp_path / "driver.log"):
+        with redirect_native_output(tmp_path / "driver.log"):
             sys.stderr.write("said")
         assert sys.stderr.getvalue() == "said"
     finally:

@@ -21,7 +21,7 @@ from deploy.job.scaling import scaling
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import make_spec
-from deploy.runs.scale_request import ScaleAnswer, answer, asked
+from deploy.runs.scale_request import ScaleAnswer, write_answer, read_request
 
 ROOM = Resources(
     where="the cluster at 10.0.0.1:6379",
@@ -162,11 +162,11 @@ def test_a_run_that_is_not_under_way_or_does_not_answer_is_not_asked_any_more(
 ) -> None:
     monkeypatch.setattr(deploy.cli.under_way, "_ANSWERED_WITHIN_S", 0.2)
     run_dir = make_run("tiny", events[:20])
-    answer(run_dir, ScaleAnswer(id="of another"))
+    write_answer(run_dir, ScaleAnswer(id="of another"))
     d1("scale", "tiny", "samplers=2").assert_refused(
         "did not answer within 0 s, and is not asked any more", "status tiny"
     )
-    assert asked(run_dir) is None
+    assert read_request(run_dir) is None
     make_run("old", events)
     d1("scale", "old", "samplers=2").assert_refused("the run old is not under way, and only then it can be scaled")
 
@@ -175,5 +175,5 @@ def test_a_request_from_before_the_run_was_started_is_not_carried_out(under_way:
     Path("runs/tiny/.scale.json").write_text('{"id": "x", "sizes": {"samplers": 3}}')
     with under_way() as run_dir:
         time.sleep(0.1)
-        assert asked(run_dir) is None
+        assert read_request(run_dir) is None
     assert ray.scaled == []

@@ -9,8 +9,8 @@ import pytest
 from rewards.reading.arithmetic import Operator, evaluate
 from rewards.reading.expressions import (
     Expression,
-    Join,
-    num_right_steps,
+    BinaryOperation,
+    count_correct_steps,
     random_expression,
     steps_of,
     text_of,
@@ -18,11 +18,11 @@ from rewards.reading.expressions import (
 )
 
 
-def _join(left: Expression, operator: Operator, right: Expression) -> Join:
+def _join(left: Expression, operator: Operator, right: Expression) -> BinaryOperation:
     value = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}[operator](
         value_of(left), value_of(right)
     )
-    return Join(value, left, operator, right)
+    return BinaryOperation(value, left, operator, right)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_steps_are_in_the_order_of_evaluation_and_show_signs() -> None:
     ],
 )
 def test_right_steps_are_true_and_use_what_is_left(text: str, num_right: int) -> None:
-    assert num_right_steps(text, [2, 3, 4]) == num_right
+    assert count_correct_steps(text, [2, 3, 4]) == num_right
 
 
 def test_texts_evaluate_to_their_value_with_each_number_used_once() -> None:
@@ -90,7 +90,7 @@ def test_texts_evaluate_to_their_value_with_each_number_used_once() -> None:
         assert sorted(evaluation.numbers) == sorted(numbers)
         assert len(steps_of(expression)) == len(numbers) - 1
         assert steps_of(expression)[-1].endswith(f" = {value_of(expression)}")
-        assert num_right_steps(";".join(steps_of(expression)), numbers) == len(numbers) - 1
+        assert count_correct_steps(";".join(steps_of(expression)), numbers) == len(numbers) - 1
     assert num_made > 1_000
 
 

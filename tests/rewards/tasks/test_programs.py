@@ -128,7 +128,7 @@ def test_the_format_is_a_closed_block_in_a_closed_answer(text: str, has: bool) -
 @pytest.mark.parametrize("task", _TASKS, ids=lambda task: task.name)
 def test_the_example_earns_the_full_reward_and_a_wrong_one_does_not(task: Any) -> None:
     problem = task.example()
-    right = task.grade(problem, problem.demonstration)
+    right = task.grade(problem, problem.reference_completion)
     assert (right.reward, right.correct, right.parts) == (1.0, True, {"tests": 0.9, "format": 0.1})
     half = task.grade(problem, "<answer>\n```python\ndef add(a, b):\n    return 7\n```\n</answer>")
     assert (half.correct, half.outcome, half.parts) == (False, Outcome.GRADED, {"tests": 0.45, "format": 0.1})
@@ -142,7 +142,7 @@ def test_the_example_earns_the_full_reward_and_a_wrong_one_does_not(task: Any) -
 @pytest.mark.parametrize("task", _D1, ids=lambda task: task.name)
 def test_the_first_d1s_reward_adds_half_for_the_format(task: Any) -> None:
     problem = task.example()
-    assert task.grade(problem, problem.demonstration).parts == {"tests": 1.0, "format": 0.5}
+    assert task.grade(problem, problem.reference_completion).parts == {"tests": 1.0, "format": 0.5}
     assert task.grade(problem, "```python\ndef add(a, b):\n    return a + b\n```").reward == 1.0
 
 
@@ -186,13 +186,13 @@ def test_humaneval_takes_a_whole_function_its_body_or_what_continues_the_prompt(
 def test_a_sandbox_that_fails_later_is_an_error_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     task = HumanEval(HumanEvalConfig())
     problem = task.example()
-    assert task.grade(problem, problem.demonstration).correct
+    assert task.grade(problem, problem.reference_completion).correct
 
     def fail(*_: object) -> None:
         raise OSError("no more processes")
 
     monkeypatch.setattr(Sandbox, "judge", fail)
-    grade = task.grade(problem, problem.demonstration)
+    grade = task.grade(problem, problem.reference_completion)
     assert (grade.outcome, grade.correct) == (Outcome.ERROR, False)
     assert "no more processes" in grade.detail
 
@@ -205,7 +205,7 @@ def test_a_missing_sandbox_is_said_before_anything_starts(monkeypatch: pytest.Mo
     for make in (HumanEvalConfig, KodcodeConfig, MbppConfig):
         task = make_task(make(train_data=Path("/nowhere.jsonl")))
         assert task.example()
-        for ask in (lambda t: t.problems(Split.TRAIN, 1, seed=0), lambda t: t.posed("", {})):
+        for ask in (lambda t: t.problems(Split.TRAIN, 1, seed=0), lambda t: t.from_ground_truth("", {})):
             with pytest.raises(ValueError, match="there is no sandbox"):
                 ask(task)
 
@@ -215,7 +215,7 @@ def test_what_stands_before_an_assert_of_something_else_stays_before_the_next_te
         "def check(candidate):\n    expected = 2\n    assert expected > 0\n    assert candidate(1) == expected\n"
         "    assert candidate(2) == 3\n"
     )
-    problem = _TASKS[0].posed('def f(x):\n    """More."""\n', {"test": check, "entry_point": "f"})
+    problem = _TASKS[0].from_ground_truth('def f(x):\n    """More."""\n', {"test": check, "entry_point": "f"})
     assert _TASKS[0].grade(problem, "```python\ndef f(x): return x + 1\n```").correct
 
 
@@ -238,19 +238,19 @@ def test_mbpp_has_classes_setups_and_challenges(tmp_path: Path) -> None:
     for name, row in (("pairs", _MBPP), ("tree", _TREE)):
         (tmp_path / name).mkdir()
         task, problem = _one(MbppConfig, tmp_path / name, row)
-        grade = task.grade(problem, problem.demonstration)
+        grade = task.grade(problem, problem.reference_completion)
         assert (grade.reward, grade.correct, grade.detail) == (1.0, True, "")
         assert row["test_list"][0] in problem.messages[0].content
         assert row["test_list"][1] not in problem.messages[0].content
-        wrong = problem.demonstration.replace("max(", "min(")
+        wrong = problem.reference_completion.replace("max(", "min(")
         assert not task.grade(problem, wrong).correct
 
 
 def test_a_builtin_is_the_programs_where_the_reference_defines_it(tmp_path: Path) -> None:
     row = {"text": "Sum.", "code": "def sum(a, b):\n    return a + b", "test_list": ["assert sum(10, 15) == 25"]}
     task, problem = _one(MbppConfig, tmp_path, row)
-    assert task.grade(problem, problem.demonstration).correct
-    assert not task.grade(problem, problem.demonstration.replace("+", "-")).correct
+    assert task.grade(problem, problem.reference_completion).correct
+    assert not task.grade(problem, problem.reference_completion.replace("+", "-")).correct
 
 
 def test_mbpp_may_ask_the_same_twice_with_other_tests(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_mbpp_may_ask_the_same_twice_with_other_tests(tmp_path: Path) -> None:
     other = {**row, "test_list": [*row["test_list"], "assert twice(2) == 4"]}
     path = _write(tmp_path / "all.jsonl", row, other)
     task = Mbpp(MbppConfig(train_data=path))
-    assert sorted((task.at_most(Split.TRAIN), task.at_most(Split.HELDOUT))) == [0, 2]
+    assert sorted((task.max_size(Split.TRAIN), task.max_size(Split.HELDOUT))) == [0, 2]
 
 
 def test_mbpp_sanitized_is_read(tmp_path: Path) -> None:
@@ -269,13 +269,13 @@ def test_mbpp_sanitized_is_read(tmp_path: Path) -> None:
         "test_list": ["assert math.isclose(half(3), 1.5)"],
     }
     task, problem = _one(MbppConfig, tmp_path, row)
-    assert task.grade(problem, problem.demonstration).correct
+    assert task.grade(problem, problem.reference_completion).correct
 
 
 def test_kodcode_counts_test_functions(tmp_path: Path) -> None:
     task, problem = _one(KodcodeConfig, tmp_path, _KODCODE)
-    assert task.grade(problem, problem.demonstration).reward == 1.0
-    grade = task.grade(problem, problem.demonstration.replace("n < 0", "False"))
+    assert task.grade(problem, problem.reference_completion).reward == 1.0
+    grade = task.grade(problem, problem.reference_completion.replace("n < 0", "False"))
     assert grade.parts["tests"] == pytest.approx(0.6)
     assert grade.detail == "run_test(test_negative): FailedError: <class 'ValueError'> was not raised"
     assert "It should define: Ordered" in problem.messages[0].content
@@ -288,7 +288,7 @@ def test_fixtures_and_methods_of_other_classes_are_no_tests_of_kodcode() -> None
         "class TestOne:\n    def test_one(self, test_data): assert one() == test_data\n"
         "class Helper:\n    def test_help(self): return 1\n"
     )
-    problem = _TASKS[1].posed("One.", truth)
+    problem = _TASKS[1].from_ground_truth("One.", truth)
     assert json.loads(problem.metadata["tests"]) == ["run_test(TestOne().test_one)"]
     assert _TASKS[1].grade(problem, "```python\ndef one():\n    return 1\n```").correct
 
@@ -306,7 +306,7 @@ def test_fixtures_and_methods_of_other_classes_are_no_tests_of_kodcode() -> None
     ],
 )
 def test_published_generations_are_posed(task: Any, question: str, truth: object) -> None:
-    problem = task.posed(question, truth)
+    problem = task.from_ground_truth(question, truth)
     assert task.grade(problem, "```python\ndef one():\n    return 1\n```").correct
     assert not task.grade(problem, "```python\ndef one():\n    return 2\n```").correct
 
@@ -327,7 +327,7 @@ def test_published_generations_are_posed(task: Any, question: str, truth: object
 )
 def test_a_truth_that_is_none_is_refused_in_one_sentence(task: Any, truth: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as refusal:
-        task.posed("Do it.", truth)
+        task.from_ground_truth("Do it.", truth)
     assert "\n" not in str(refusal.value)
 
 
@@ -356,7 +356,7 @@ def test_reference_solutions_of_humaneval_pass_and_mutated_ones_fail(every: int)
     task, problems = _humaneval()
     assert len(problems) == 164
     problems = problems[::every]
-    right = _graded(task, [(problem, problem.demonstration) for problem in problems])
+    right = _graded(task, [(problem, problem.reference_completion) for problem in problems])
     assert [p.metadata["entry_point"] for p, g in zip(problems, right, strict=True) if g.reward != 1.0] == []
 
     def mutant(problem: Problem) -> str:

@@ -29,7 +29,7 @@ def _all_problems(config: SumsConfig) -> dict[str, Problem]:
 def test_answers_are_running_sums(modulus: int, prompt: str, answer: str) -> None:
     problem = _all_problems(SumsConfig(modulus=modulus))[prompt]
     assert problem.answer == answer
-    assert problem.demonstration == f"<answer>{answer}</answer>"
+    assert problem.reference_completion == f"<answer>{answer}</answer>"
 
 
 def test_both_splits_together_have_every_problem_once() -> None:
