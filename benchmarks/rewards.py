@@ -25,7 +25,7 @@ from rich.table import Table
 
 from rewards import Countdown, CountdownConfig, HumanEval, HumanEvalConfig, Problem, Split, Sudoku, SudokuConfig, Task
 from rewards.sandbox import Sandbox, SandboxConfig
-from rewards.tasks.programs import program_in
+from rewards.tasks.code_task import program_in
 
 _HUMANEVAL = Path(__file__).parents[2] / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
 

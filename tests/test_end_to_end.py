@@ -29,7 +29,7 @@ from deploy.chaos.faults import Target
 from deploy.chaos.targets import MARK, Family
 from deploy.evaluation.evaluate import ComputeSettings, find_subject, prepare
 from deploy.evaluation.pool import PoolSettings
-from deploy.evaluation.schedules import EvaluationOptions, SampleSettings
+from deploy.evaluation.options import EvaluationOptions, SampleSettings
 from deploy.evaluation.worker import Worker, WorkerConfig
 from learner.model.checkpoint import load_policy
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from deploy.adapt.generation import ModelResponse, Sampling, batches_of, encode_prompts, open_generator
 from deploy.errors import UserError
-from deploy.evaluation.measures import compute_metrics
+from deploy.evaluation.metrics import compute_metrics
 from deploy.evaluation.problems import heldout
 from deploy.evaluation.record import RecordWriter, take_lock
 from deploy.evaluation.worker import AnsweredBatch, answer_of

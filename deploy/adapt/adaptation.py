@@ -16,7 +16,7 @@ from deploy.runs.run_directory import scratch_policy
 from learner.model.checkpoint_files import load_config
 from learner.model.storage.throughput import Say
 from rewards.data.demonstrations import read_demonstrations
-from rewards.tasks.table import task_names
+from rewards.tasks.registry import task_names
 
 if TYPE_CHECKING:
     from learner.model.autoregressive.mask_token import MaskToken

@@ -12,7 +12,7 @@ from rewards.data.encoding import decode_text
 from rewards.data.prompts import user_turn
 from rewards.data.rows import Row
 from rewards.data.sources import rows_of
-from rewards.tasks.table import task_names
+from rewards.tasks.registry import task_names
 
 Conversation = tuple[Message, ...]
 """A prompt: turns, of which the last is not the assistant's."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from actors.resources import GpuSection
 from actors.run_config import RunConfig
-from deploy.capacity.arithmetic import learning_flops, sampling_flops
+from deploy.capacity.flops import learning_flops, sampling_flops
 from deploy.capacity.gpus import GpuKind
 from deploy.capacity.learner_memory import learner_memory
 from deploy.capacity.memory import ProcessMemory, sampler_memory, why_too_large

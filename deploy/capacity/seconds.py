@@ -7,7 +7,7 @@ The shares and the times per layer are fitted to LLaDA-8B's shape on one H200 (d
 from __future__ import annotations
 
 from actors.run_config import RunConfig
-from deploy.capacity.arithmetic import learning_flops, sft_flops, steps_of
+from deploy.capacity.flops import learning_flops, sft_flops, steps_of
 from deploy.capacity.gpus import GpuKind
 from deploy.capacity.memory import published_bytes
 from deploy.capacity.shape import ParameterCounts

@@ -15,7 +15,7 @@ import typer
 from deploy.cli.options import RunsDir, numbers_of, words_of
 from deploy.errors import EXIT_INTERRUPTED, UserError
 from deploy.printing import printable
-from deploy.waiting import wait_display
+from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
     from deploy.evaluation.evaluate import ComputeSettings, PreparedCell, Subject
@@ -84,7 +84,7 @@ def evaluate(
         from deploy.evaluation.evaluate import ComputeSettings, default_out, find_subject, prepare
         from deploy.evaluation.pool import PoolSettings
         from deploy.evaluation.record import take_lock
-        from deploy.evaluation.schedules import EvaluationOptions, SampleSettings
+        from deploy.evaluation.options import EvaluationOptions, SampleSettings
 
     options = EvaluationOptions(
         tasks=words_of(tasks),

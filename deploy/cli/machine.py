@@ -9,7 +9,7 @@ import typer
 
 from deploy.cli.options import RunsDir
 from deploy.errors import UserError, reason
-from deploy.waiting import wait_display
+from deploy.wait_display import wait_display
 
 
 def doctor(runs_dir: RunsDir = Path("runs")) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from deploy.cli.options import Overrides, RecipePath
 from deploy.errors import UserError
-from deploy.waiting import wait_display
+from deploy.wait_display import wait_display
 
 _MOST_GPUS = 4096
 

@@ -10,7 +10,7 @@ import typer
 
 from deploy.cli.options import RunsDir
 from deploy.errors import UserError, reason
-from deploy.waiting import wait_display
+from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def report(
 def _examples(runs: Mapping[str, Run], count: int) -> dict[str, Sequence[ReportExample]]:
     with wait_display("answering held-out problems before and after the rounds"):
         from deploy.report.examples import make_examples
-        from deploy.runs.reading import read_recipe
+        from deploy.runs.checkpoints import read_recipe
 
         try:
             return {

@@ -10,7 +10,7 @@ import typer
 from deploy.cli.options import RunName, RunsDir
 from deploy.errors import UserError
 from deploy.program import program
-from deploy.waiting import wait_display
+from deploy.wait_display import wait_display
 
 _RUNS_DIR = Path("runs")
 
@@ -40,7 +40,7 @@ def show(name: RunName, runs_dir: RunsDir = _RUNS_DIR) -> None:
     from rich.console import Console
 
     from deploy.runs.listing import read_run
-    from deploy.runs.page import print_run
+    from deploy.runs.show import print_run
     from deploy.runs.references import find_run
 
     print_run(read_run(find_run(name, runs_dir)), Console())

@@ -14,7 +14,7 @@ import typer
 
 from deploy.cli.options import RunsDir
 from deploy.errors import EXIT_INTERRUPTED, RunFailedError, UserError, reason
-from deploy.waiting import wait_display
+from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
     from deploy.sampling.policy import ReadyPolicy

@@ -10,7 +10,7 @@ import typer
 from deploy.cli.options import Overrides, RecipePath, Serve
 from deploy.errors import EXIT_INTERRUPTED
 from deploy.program import command
-from deploy.waiting import wait_display
+from deploy.wait_display import wait_display
 
 
 def submit(

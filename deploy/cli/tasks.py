@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from deploy.errors import UserError, reason
-from deploy.waiting import wait_display
+from deploy.wait_display import wait_display
 
 _Fields = Annotated[
     list[str] | None,
@@ -87,7 +87,7 @@ def tasks(
 
         from deploy.grading.tasks import describe_task
         from deploy.grading.tasks_view import task_view, tasks_table
-        from rewards.tasks.table import task_names
+        from rewards.tasks.registry import task_names
 
         names = task_names() if task is None else (task,)
         found = [describe_task(name, fields or []) for name in names]

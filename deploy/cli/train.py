@@ -16,7 +16,7 @@ from deploy.cli.options import DryRun, Overrides, RecipePath, Resume, ResumeOrSt
 from deploy.errors import EXIT_INTERRUPTED, UserError, reason
 from deploy.printing import printable
 from deploy.program import command, program
-from deploy.waiting import wait_display
+from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
     from actors.run_log import Event
@@ -316,7 +316,7 @@ def _run(recipe: Recipe, options: _TrainOptions) -> None:
         from deploy.interrupts import Terminated
         from deploy.job import job
         from deploy.runs.progress import ProgressDisplay
-        from deploy.runs.report import result_tables
+        from deploy.runs.result_tables import result_tables
 
     # Bind this terminal now: `sys.stdout` may later be redirected to a log.
     console = Console(file=sys.stdout)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.errors import UserError
-from deploy.evaluation.schedules import EvaluationOptions, Params, SampleSettings, params_for, temperature_of
+from deploy.evaluation.options import EvaluationOptions, Params, SampleSettings, params_for, temperature_of
 from deploy.grading.tasks import task_config
 from deploy.recipe.recipe import Recipe
 from learner.model.config import TransformerConfig

@@ -12,9 +12,9 @@ import numpy as np
 
 from deploy.errors import UserError
 from deploy.evaluation.evaluate import default_out, find_subject
-from deploy.evaluation.measures import bootstrap
+from deploy.evaluation.metrics import bootstrap
 from deploy.evaluation.record import CellRecord, records_in
-from deploy.evaluation.schedules import params_of, temperature_of
+from deploy.evaluation.options import params_of, temperature_of
 from deploy.program import program
 
 # Facts that may differ between comparable evaluations. The problems are compared by their ids.

@@ -12,14 +12,14 @@ from actors.checkpoints.selection import find_position
 from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError, reason
 from deploy.evaluation.cells import Cell, cells_of
-from deploy.evaluation.measures import compute_metrics
+from deploy.evaluation.metrics import compute_metrics
 from deploy.evaluation.pool import PoolSettings, answer_batches
 from deploy.evaluation.problems import EvaluationBatch, batches_of, problems_of
 from deploy.evaluation.record import RecordWriter, fingerprint
-from deploy.evaluation.schedules import EvaluationOptions
+from deploy.evaluation.options import EvaluationOptions
 from deploy.evaluation.worker import AnsweredBatch, WorkerConfig
 from deploy.recipe.recipe import Recipe
-from deploy.runs.reading import read_recipe
+from deploy.runs.checkpoints import read_recipe
 from deploy.runs.references import find_checkpoint_of
 from deploy.sampling.policy import read_tokenizer
 from learner.model.checkpoint_files import load_config

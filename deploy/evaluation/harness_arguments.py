@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from deploy.errors import UserError
-from deploy.recipe.refusals import first_problem
+from deploy.recipe.validation_errors import first_problem
 
 _OF_THE_HARNESS = frozenset({"batch_size", "max_batch_size", "trust_remote_code"})
 """Arguments that the harness adds, ignored: `slots` replaces its batch sizes, and no remote code is executed."""

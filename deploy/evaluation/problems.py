@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from actors.portioning import evaluated_together
 from deploy.errors import UserError
 from deploy.evaluation.cells import Cell
-from deploy.evaluation.schedules import Params
+from deploy.evaluation.options import Params
 from deploy.grading.tasks import open_task
 from learner.keys import fold, key_of
 from learner.model.config import TransformerConfig

@@ -14,7 +14,7 @@ from deploy.evaluation.compare import CellComparison, tenths
 from deploy.evaluation.evaluate import PreparedCell
 from deploy.evaluation.worker import AnsweredBatch
 from deploy.printing import counted, duration, printable, share
-from deploy.waiting import EVERY_S
+from deploy.wait_display import EVERY_S
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deploy.errors import UserError
 from deploy.recipe.overrides import parse_override, set_key
-from deploy.recipe.refusals import first_problem
+from deploy.recipe.validation_errors import first_problem
 from rewards import Split, Task, TaskConfig, make_task
 from rewards.data.dataset import DataConfig, DataSources
-from rewards.tasks.table import task_names
+from rewards.tasks.registry import task_names
 
 CUSTOM_TASK = "jsonl"
 """Task without built-in problems: its fields name the data files."""

@@ -24,7 +24,7 @@ from deploy.job.following import following, checkpoint_on_stop, wait_for
 from deploy.job.judges import judge_servers
 from deploy.job.mirroring import mirrored
 from deploy.job.node_watch import node_processes, watching
-from deploy.job.quiet import redirect_native_output
+from deploy.job.ray_output import redirect_native_output
 from deploy.job.scaling import scaling
 from deploy.job.watchdog import failure_message, watchdog
 from deploy.orphans import adopt_orphans, kill_descendants

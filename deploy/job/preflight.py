@@ -24,7 +24,7 @@ from deploy.recipe.recipe import Recipe, ServiceSection
 from learner.model.config import TransformerConfig
 from rewards import Problem, Split, Task, make_task
 from rewards.data.demonstrations import read_demonstrations
-from rewards.data.draw import TooFewProblemsError
+from rewards.data.sampling import TooFewProblemsError
 from rewards.terms.shaping import SpeedConfig
 from rollout.field_error import FieldError
 from rollout.request import check_params

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from deploy.errors import UserError, reason
 from deploy.recipe.recipe import Recipe
-from deploy.recipe.refusals import first_problem, shortened
+from deploy.recipe.validation_errors import first_problem, shortened
 from deploy.recipe.yaml_text import parse_yaml
 from learner.algorithms import DEFAULT, METHOD
 from rewards.data.encoding import decode_text

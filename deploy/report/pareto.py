@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, groupby
 from typing import TYPE_CHECKING
 
-from deploy.report.evaluated import EvalCell, pareto_front
+from deploy.report.eval_results import EvalCell, pareto_front
 from deploy.report.figures import Plot, draw_with_bars, plot
 from deploy.runs.curves import PALETTE
 

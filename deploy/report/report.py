@@ -10,13 +10,13 @@ from typing import Any
 from deploy.errors import UserError, reason
 from deploy.printing import duration, printable, share
 from deploy.report.differences import Field, fields_of
-from deploy.report.evaluated import EvalCell, read_eval_cells
+from deploy.report.eval_results import EvalCell, read_eval_cells
 from deploy.report.examples import ReportExample
 from deploy.report.figures import plots
 from deploy.report.pareto import quality_by_compute
 from deploy.runs.history import RunHistory, ScheduleScore
 from deploy.runs.listing import Run
-from deploy.runs.report import NAMES, schedule_names, score_text
+from deploy.runs.result_tables import NAMES, schedule_names, score_text
 
 _TEMPLATE = "report.html.j2"
 

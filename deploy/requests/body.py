@@ -8,9 +8,9 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 
 from deploy.requests.base import MAX_INT32, RequestBody, is_id, valid_text
 from deploy.requests.diffusion import Constraints, Diffusion
-from deploy.requests.neutral import OF_REQUESTS, OF_TOKENIZING
+from deploy.requests.ignored_fields import OF_REQUESTS, OF_TOKENIZING
 from deploy.requests.parameters import ALL_KEYS, Values
-from deploy.requests.refusals import RequestError
+from deploy.requests.errors import RequestError
 from deploy.requests.structured.fields import Structured
 from deploy.requests.turns import MAX_CHARACTERS, Conversation, TemplateOptions, check_texts
 from learner.keys import fold

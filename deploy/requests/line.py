@@ -13,9 +13,9 @@ from pydantic_core import PydanticCustomError
 
 from deploy.requests.body import FIELD_PATHS, CompletionBody, ChatRequest, CompletionRequest, is_prompt
 from deploy.requests.diffusion import SamplerKeys
-from deploy.requests.neutral import OF_REQUESTS
+from deploy.requests.ignored_fields import OF_REQUESTS
 from deploy.requests.parameters import SAMPLING_KEYS, Values
-from deploy.requests.refusals import RequestError, request_error_of
+from deploy.requests.errors import RequestError, request_error_of
 from deploy.requests.turns import ChatMessage
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from deploy.recipe.refusals import shortened
-from deploy.requests.any_request import AnyConfig, AnyRequest, block_length_of, check_any_request
+from deploy.recipe.validation_errors import shortened
+from deploy.requests.families import AnyConfig, AnyRequest, block_length_of, check_any_request
 from deploy.requests.body import MAX_CHOICES, CompletionBody, ChatRequest, CompletionRequest
 from deploy.requests.defaults import Defaults
 from deploy.requests.parameters import RENOISING_KEYS, Values, sampler_names, to_params, to_renoising_params
-from deploy.requests.refusals import RequestError, request_error_of
+from deploy.requests.errors import RequestError, request_error_of
 from deploy.requests.renoising import RenoisingDefaults, check_keys
 from deploy.requests.responses import ResponsesRequest
 from deploy.requests.structured.structure import Structure

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from actors.run_log import VALIDATION, Event
 from deploy.printing import counted, duration, metric, printable, rough_duration
-from deploy.runs.report import score_text
-from deploy.waiting import WaitDisplay
+from deploy.runs.result_tables import score_text
+from deploy.wait_display import WaitDisplay
 from rollout.score import Score
 
 if TYPE_CHECKING:

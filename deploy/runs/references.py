@@ -80,7 +80,7 @@ def find_checkpoint_of(reference: str, runs_dir: Path, say: Say | None = None) -
     found = find(reference, runs_dir)
     if not found.is_run:
         return found.directory
-    from deploy.runs.reading import newest_servable
+    from deploy.runs.checkpoints import newest_servable
 
     return newest_servable(found.directory, say).directory
 
@@ -92,7 +92,7 @@ def resolve_start(reference: Path) -> Path:
     """
     if not _is_run(reference):
         return reference
-    from deploy.runs.reading import newest_servable
+    from deploy.runs.checkpoints import newest_servable
 
     return newest_servable(_unlinked(reference)).directory
 
@@ -131,7 +131,7 @@ def _find_in(runs_dir: Path, reference: str) -> Reference | None:
 
 def _alias_target(run: Path, alias: str) -> Path:
     """Return the checkpoint behind an alias. Raises UserError if there is none."""
-    from deploy.runs.reading import best_servable, newest_servable
+    from deploy.runs.checkpoints import best_servable, newest_servable
 
     return best_servable(run) if alias == _BEST else newest_servable(run).directory
 

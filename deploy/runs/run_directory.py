@@ -35,7 +35,7 @@ from learner.objectives.distillation import teacher_refusal
 from rewards import Split, make_task
 from rewards.data.dataset import DataSources
 from rewards.data.demonstrations import read_demonstrations
-from rewards.data.draw import TooFewProblemsError
+from rewards.data.sampling import TooFewProblemsError
 from rewards.data.sources import absolute_source
 
 if TYPE_CHECKING:

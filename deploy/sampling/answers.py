@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deploy.printing import counted
-from deploy.requests.ending import StoppedText, stop_text
+from deploy.requests.stopping import StoppedText, stop_text
 from deploy.sampling.policy import ReadyPolicy
 from deploy.sampling.prepare import PlannedCompletion
 from rollout.request import Completion, Writes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.requests.base import is_valid_text
-from deploy.requests.refusals import TEMPLATE_ERRORS, template_error_text
+from deploy.requests.errors import TEMPLATE_ERRORS, template_error_text
 from deploy.requests.structured.structure import Structure
 from deploy.sampling.policy import ReadyPolicy
 from learner.model.config import TransformerConfig

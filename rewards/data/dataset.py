@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
-from rewards.data.draw import TooFewProblemsError, rng_for
+from rewards.data.sampling import TooFewProblemsError, rng_for
 from rewards.data.rows import Row
 from rewards.data.sources import HubSplit, absolute_source, rows_of
 from rewards.data.split import SplitConfig, train_or_validation, split_of

@@ -11,7 +11,7 @@ from threading import Lock
 from rewards.maths.process import KillableWorker, WorkerStartError, WorkerEndedError
 from rewards.maths.spelling import same_spelling
 from rewards.maths.units import are_different
-from rewards.maths.written import read_pair
+from rewards.maths.answer_parser import read_pair
 from rewards.problem import Outcome
 
 _REPLACING_S = 5.0

@@ -33,7 +33,7 @@ from typing import Any
 from rewards.problem import Outcome
 from rewards.sandbox import bubblewrap, gvisor
 from rewards.sandbox.config import SandboxConfig
-from rewards.sandbox.confined import SandboxedProcess, deadline, memory_file
+from rewards.sandbox.process import SandboxedProcess, deadline, memory_file
 from rewards.sandbox.inside import wire
 from rewards.sandbox.suite import Suite, SuiteVerdict
 

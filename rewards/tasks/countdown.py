@@ -14,16 +14,16 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from rewards.data.dataset import FileProblems, DataSources, shuffled_prefix
-from rewards.data.draw import sample_distinct, rng_for
+from rewards.data.sampling import sample_distinct, rng_for
 from rewards.data.prompts import D1_FORMAT, PromptStyle, format_completion, user_turn
 from rewards.data.rows import Row, preview
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.python_arithmetic import evaluate_python_arithmetic
 from rewards.problem import Grade, Message, Problem, GradingRules, Split
-from rewards.reading.answers import last_answer
-from rewards.reading.arithmetic import EvaluatedExpression, Operator
-from rewards.reading.equations import final_equation, read_statements
-from rewards.reading.expressions import (
+from rewards.parsing.answers import last_answer
+from rewards.parsing.arithmetic import EvaluatedExpression, Operator
+from rewards.parsing.equations import final_equation, read_statements
+from rewards.parsing.expressions import (
     Expression,
     count_correct_steps,
     random_expression,

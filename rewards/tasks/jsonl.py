@@ -17,8 +17,8 @@ from rewards.data.rows import Row, json_in, preview
 from rewards.data.sources import HubSplit
 from rewards.maths import Limits, MathVerifier, AnswerVerdict, judge_answer, final_term
 from rewards.problem import Grade, Message, Problem, Split
-from rewards.reading.answers import final_answer
-from rewards.reading.quantities import NO_NUMBER_FOUND, final_quantity, read_quantity
+from rewards.parsing.answers import final_answer
+from rewards.parsing.quantities import NO_NUMBER_FOUND, final_quantity, read_quantity
 
 GraderName = Literal["exact", "choice", "number", "math", "none"]
 """How an answer is compared with the reference."""

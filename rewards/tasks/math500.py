@@ -13,8 +13,8 @@ from rewards.first_d1.maths import equivalent, math_answer
 from rewards.first_d1.training_rewards import math_parts
 from rewards.maths import Limits, MathVerifier, AnswerVerdict, judge_answer, final_term, same_spelling
 from rewards.problem import Grade, Problem, Split
-from rewards.reading.answers import last_answer
-from rewards.reading.boxed import last_boxed
+from rewards.parsing.answers import last_answer
+from rewards.parsing.boxed import last_boxed
 
 _HUB = {
     Split.TRAIN: HubSplit(repo="ankner/math-500", split="train", num_rows=7500),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from deploy.requests.base import RequestBody, valid_text
-from deploy.requests.refusals import RequestError
+from deploy.requests.errors import RequestError
 from deploy.requests.structured.byte_automaton import MAX_TEXT
 from deploy.requests.structured.schema import MAX_DEPTH
 from deploy.requests.structured.structure import Structure

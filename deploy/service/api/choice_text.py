@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deploy.requests.any_request import AnyRequest
-from deploy.requests.ending import BROKEN, stop_text
+from deploy.requests.families import AnyRequest
+from deploy.requests.stopping import BROKEN, stop_text
 from deploy.requests.planner import RequestPlan
 from deploy.service.api.replies import ChatLogprobs, Slot, StepMap, TextLogprobs, TokenLogprob
 from deploy.service.api.text_codec import MASKED, TextCodec

@@ -31,7 +31,7 @@ from deploy.service.gateway.api_keys import (
 )
 from deploy.service.gateway.callers import is_loopback
 from deploy.service.source import Source
-from deploy.waiting import wait_display
+from deploy.wait_display import wait_display
 from learner.model.checkpoint_files import checkpoint_chain, most_weight_bytes, stated_length, weight_files
 from learner.parallel.patience import patience_s
 
@@ -51,7 +51,7 @@ def serve_run(run_dir: Path, host: str | None, port: int | None, admin_port: int
     until Ctrl-C or SIGTERM; then it finishes what is under way. Raises UserError when there is nothing to serve, the
     address cannot be used or there can be no registry; RunFailedError when it does not come up.
     """
-    from deploy.runs.reading import newest_servable, read_recipe
+    from deploy.runs.checkpoints import newest_servable, read_recipe
 
     run_dir = run_dir.resolve()
     service = read_recipe(run_dir).service

@@ -24,7 +24,7 @@ from actors.plan import RunPlan
 from deploy.evaluation.problems import EvaluationBatch
 from deploy.evaluation.worker import AnsweredBatch, Worker, WorkerConfig
 from deploy.recipe.recipe import Stages
-from deploy.runs.reading import read_recipe
+from deploy.runs.checkpoints import read_recipe
 from deploy.runs.run_directory import make_spec
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import EOS, ChatTokenizer

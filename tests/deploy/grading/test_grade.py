@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deploy.grading.tasks import describe_task
-from rewards.tasks.table import task_names
+from rewards.tasks.registry import task_names
 
 _QUESTION = "Numbers: [2, 3, 4]\nTarget: 5"
 _GENERATIONS = [

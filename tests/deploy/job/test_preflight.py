@@ -26,7 +26,7 @@ from deploy.recipe.overrides import load_recipe
 from learner.model.config import TransformerConfig
 from learner.model.families import llada2
 from learner.model.families.llada import write_config
-from rewards.data.draw import sample_distinct
+from rewards.data.sampling import sample_distinct
 
 ROOMY = {"object_store_bytes": 10**11, "gpu_memory_bytes": None, "num_machines": 1}
 PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, **ROOMY, is_ours=True)

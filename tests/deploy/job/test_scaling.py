@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import deploy.cli.under_way
+import deploy.cli.status
 import deploy.job.scaling
 from actors import cluster
 from actors.cluster import RunActors
@@ -160,7 +160,7 @@ def test_what_ray_says_to_it_is_an_answer_and_the_next_is_carried_out(
 def test_a_run_that_is_not_under_way_or_does_not_answer_is_not_asked_any_more(
     make_run: Callable, events: list[Event], d1: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deploy.cli.under_way, "_ANSWERED_WITHIN_S", 0.2)
+    monkeypatch.setattr(deploy.cli.status, "_ANSWERED_WITHIN_S", 0.2)
     run_dir = make_run("tiny", events[:20])
     write_answer(run_dir, ScaleAnswer(id="of another"))
     d1("scale", "tiny", "samplers=2").assert_refused(

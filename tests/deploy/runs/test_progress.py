@@ -14,7 +14,7 @@ from rich.console import Console
 from deploy import wait_display
 from deploy.runs import progress
 from deploy.runs.progress import ProgressDisplay
-from deploy.waiting import WaitDisplay
+from deploy.wait_display import WaitDisplay
 
 Events = list[dict[str, Any]]
 

@@ -132,7 +132,7 @@ def test_ctrl_c_prints_what_was_done(
 def test_a_reader_that_goes_is_no_traceback(checkpoints: Path, workdir: Path) -> None:
     (workdir / "r").write_text(f"{json.dumps({'prompt_ids': [5], **SHORT})}\n" * 200)
     # Without what a busy machine has said of long imports.
-    quiet = "import deploy.waiting; deploy.waiting.EVERY_S = 600; from deploy.cli import main; main()"
+    quiet = "import deploy.wait_display; deploy.wait_display.EVERY_S = 600; from deploy.cli import main; main()"
     command = [sys.executable, "-c", quiet, "sample", str(checkpoints / "with")]
     root = Path(__file__).parents[3]
     with subprocess.Popen(

@@ -21,7 +21,7 @@ from actors.registry.server import free_port as find_free_port
 from benchmarks.service.deployment import forget_serve
 from deploy.ray_session import MAX_STARTS, connect_with_retries
 from deploy.requests.defaults import Defaults
-from deploy.runs.reading import read_recipe
+from deploy.runs.checkpoints import read_recipe
 from deploy.service.api.app import Service, create_app, guarded
 from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.run_view import RunView

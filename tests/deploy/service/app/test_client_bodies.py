@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.requests.body import ChatRequest, CompletionRequest
-from deploy.requests.refusals import RequestError
+from deploy.requests.errors import RequestError
 from deploy.requests.responses import ResponsesRequest
 from rollout.request import LEAST_TEMPERATURE
 from tests.deploy.service.app.asking import ASK, CHAT, assert_error, events_of

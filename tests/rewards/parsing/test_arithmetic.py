@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewards.reading.arithmetic import MAX_EXPRESSION_CHARS, evaluate
+from rewards.parsing.arithmetic import MAX_EXPRESSION_CHARS, evaluate
 
 _NUMBERS = st.integers(0, 10_000).map(str)
 _EXPRESSIONS = st.recursive(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.reading.code_blocks import code_blocks
+from rewards.parsing.code_blocks import code_blocks
 
 _CODE = "def f(x):\n    if x:\n        return x\n"
 _BLOCK = f"```python\n{_CODE}```"

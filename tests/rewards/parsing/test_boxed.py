@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards.first_d1 import parsers as d1_parsers
-from rewards.reading.boxed import last_boxed
+from rewards.parsing.boxed import last_boxed
 
 _PIECES = ["\\boxed", "\\fbox", "{", "}", " ", "$", "1", "\\{", "\\}"]
 _LATEX = st.lists(st.sampled_from(_PIECES), max_size=30).map("".join)

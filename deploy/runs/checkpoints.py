@@ -13,7 +13,7 @@ from actors.run_log import CHECKPOINTS, RECIPE, read_events
 from deploy.errors import UserError
 from deploy.printing import printable
 from deploy.recipe.recipe import Recipe
-from deploy.recipe.refusals import first_problem
+from deploy.recipe.validation_errors import first_problem
 from deploy.recipe.yaml_text import parse_yaml
 from learner.model.storage.throughput import Say
 

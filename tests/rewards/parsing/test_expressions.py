@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from rewards.reading.arithmetic import Operator, evaluate
-from rewards.reading.expressions import (
+from rewards.parsing.arithmetic import Operator, evaluate
+from rewards.parsing.expressions import (
     Expression,
     BinaryOperation,
     count_correct_steps,

@@ -69,7 +69,7 @@ def scale(
     from deploy.runs.references import find_run
     from deploy.runs.scale_request import send_request
     from deploy.runs.status import read_snapshot
-    from deploy.waiting import wait_display
+    from deploy.wait_display import wait_display
 
     wanted = _sizes(sizes)
     run_dir = find_run(name, runs_dir)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from actors.run_log import SAMPLES, read_events
 from deploy.printing import duration, metric, printable, sparkline
 from deploy.runs.listing import Run
-from deploy.runs.report import result_tables
+from deploy.runs.result_tables import result_tables
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rewards.reading.boxed import last_boxed
+from rewards.parsing.boxed import last_boxed
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _NOT_A_DIGIT = re.compile(r"[^0-9]+")

@@ -6,10 +6,10 @@ import re
 import unicodedata
 from fractions import Fraction
 
-from rewards.reading.answers import final_answer, last_answer
-from rewards.reading.boxed import answer_box
-from rewards.reading.notation import WORDS, plain_number
-from rewards.reading.scales import SCALE_WORD, scaled
+from rewards.parsing.answers import final_answer, last_answer
+from rewards.parsing.boxed import answer_box
+from rewards.parsing.normalization import WORDS, plain_number
+from rewards.parsing.scales import SCALE_WORD, scaled
 
 MAX_QUANTITY_CHARS = 400
 """Longer texts are not read, which bounds the time and the numbers. GSM8K's longest answer has 11 characters."""

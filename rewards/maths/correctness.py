@@ -8,9 +8,9 @@ from rewards.first_d1.maths import equivalent
 from rewards.maths.markup import unwrapped
 from rewards.maths.spelling import normalized_latex
 from rewards.maths.verifier import MathVerifier, AnswerVerdict
-from rewards.maths.written import read_pair
-from rewards.reading.answers import final_answer
-from rewards.reading.quantities import final_quantity, read_quantity
+from rewards.maths.answer_parser import read_pair
+from rewards.parsing.answers import final_answer
+from rewards.parsing.quantities import final_quantity, read_quantity
 
 _NUMBER_BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?$")
 _LABEL = re.compile(

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import BaseModel, ValidationError
 
-from deploy.recipe.refusals import first_problem
+from deploy.recipe.validation_errors import first_problem
 from rollout.field_error import FieldError
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.reading.quantities import MAX_QUANTITY_CHARS, final_quantity, read_quantity
+from rewards.parsing.quantities import MAX_QUANTITY_CHARS, final_quantity, read_quantity
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.runs.report import result_tables
+from deploy.runs.result_tables import result_tables
 
 Events = list[dict[str, Any]]
 

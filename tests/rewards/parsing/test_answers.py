@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rewards.reading.answers import ascii_digits, last_answer
+from rewards.parsing.answers import ascii_digits, last_answer
 
 _PIECES = st.sampled_from(["<answer>", "</answer>", "<answer", ">", "x", " ", "\n", "7", "<reasoning>"])
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from rewards.reading.arithmetic import Operator
+from rewards.parsing.arithmetic import Operator
 
 _PRECEDENCE: dict[Operator, int] = {"+": 1, "-": 1, "*": 2, "/": 2}
 _OPERAND = r"(\d{1,9}|\(-\d{1,9}\))"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from rewards.reading.answers import final_answer, last_answer
-from rewards.reading.arithmetic import EvaluatedExpression, evaluate
-from rewards.reading.boxed import answer_box
-from rewards.reading.notation import PLAIN_CHARACTERS
+from rewards.parsing.answers import final_answer, last_answer
+from rewards.parsing.arithmetic import EvaluatedExpression, evaluate
+from rewards.parsing.boxed import answer_box
+from rewards.parsing.normalization import PLAIN_CHARACTERS
 
 MAX_EQUATION_CHARS = 1000
 """Longer answers are not read, which bounds the time."""

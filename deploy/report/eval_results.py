@@ -9,7 +9,7 @@ from pathlib import Path
 
 from actors.run_log import CHECKPOINTS
 from deploy.evaluation.evaluate import default_out_of
-from deploy.evaluation.measures import compute_metrics
+from deploy.evaluation.metrics import compute_metrics
 from deploy.evaluation.record import CellRecord, fingerprint, records_in
 from rollout.request import SamplingParams
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.reading.equations import MAX_EQUATION_CHARS, final_equation, read_statements
+from rewards.parsing.equations import MAX_EQUATION_CHARS, final_equation, read_statements
 
 
 def _values(text: str) -> list[Fraction] | None:

@@ -9,7 +9,7 @@ import pytest
 
 from rewards import Outcome
 from rewards.maths import MathVerifier, judge_answer
-from rewards.maths.written import read_pair
+from rewards.maths.answer_parser import read_pair
 
 
 @pytest.fixture(scope="module")

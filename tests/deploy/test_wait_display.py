@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from deploy import wait_display
-from deploy.waiting import WaitDisplay, wait_display
+from deploy.wait_display import WaitDisplay, wait_display
 
 
 class _File(io.StringIO):

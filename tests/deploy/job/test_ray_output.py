@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 CODE = """
 import os, sys
 from pathlib import Path
-from deploy.job.quiet import native_words_in
+from deploy.job.ray_output import native_words_in
 
 screen = sys.stdout
 with native_words_in(Path(sys.argv[1])):
@@ -45,7 +45,7 @@ def test_native_words_go_into_the_file_and_pythons_to_the_screen(tmp_path: Path)
 def test_in_a_test_that_captures_output_it_captures_still(tmp_path: Path) -> None:
     from io import StringIO
 
-    from deploy.job.quiet import redirect_native_output
+    from deploy.job.ray_output import redirect_native_output
 
     before, sys.stderr = sys.stderr, StringIO()
     try:
