@@ -333,8 +333,8 @@ class RunConfig(BaseModel):
             return f".buffer_tokens {term.buffer_tokens} exceeds rollout.sampling.gen_length {gen_length}"
         if isinstance(term, RemoteTermConfig) and term.total_timeout_s > limit_s:
             return (
-                f" may wait {term.total_timeout_s:g} s for a server that does not answer, and a grader is restarted after "
-                f"grading.timeout_s {limit_s:g}; take a larger one, or a smaller timeout_s or num_tries"
+                f" may wait {term.total_timeout_s:g} s for a server that does not answer, and a grader is restarted "
+                f"after grading.timeout_s {limit_s:g}; take a larger one, or a smaller timeout_s or num_tries"
             )
         rate = term.requests_per_minute if isinstance(term, JudgeConfig) else None
         if rate is not None and count * 60 / rate > limit_s:

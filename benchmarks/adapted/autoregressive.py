@@ -40,7 +40,7 @@ def scored(
         max_new_tokens: most tokens of an answer.
         batch_size: problems that are answered at a time.
 
-    Raises UserError as `Record` and ValueError as `encoded`.
+    Raises UserError as `RecordWriter` and ValueError as `encode_prompts`.
     """
     tokenizer, made = source.tokenizer(), open_task(task)
     problems = heldout(made, count or None)

@@ -71,7 +71,9 @@ class Generator(Protocol):
         ...
 
 
-def encode_prompts(source: Source, tokenizer: Any, prompts: Sequence[Conversation], max_new_tokens: int) -> list[EncodedPrompt]:
+def encode_prompts(
+    source: Source, tokenizer: Any, prompts: Sequence[Conversation], max_new_tokens: int
+) -> list[EncodedPrompt]:
     """Encode the prompts that leave room for a response, sorted by length within pieces of 1,024.
 
     Sorting within pieces keeps every first part a fair sample of all. Raises ValueError if the model has no chat
@@ -159,7 +161,9 @@ class TransformersGenerator:
         for row, prompt in enumerate(prompts):
             ids_BP[row, width - len(prompt) :] = torch.tensor(prompt)
             mask_BP[row, width - len(prompt) :] = 1
-        drawn = [SeededSampling(torch.tensor(seeds, device=device), width, self._temperature)] if self._temperature else []
+        drawn = (
+            [SeededSampling(torch.tensor(seeds, device=device), width, self._temperature)] if self._temperature else []
+        )
         found = self._model.generate(
             input_ids=ids_BP.to(device), attention_mask=mask_BP.to(device), do_sample=False, logits_processor=drawn
         )

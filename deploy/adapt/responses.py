@@ -55,7 +55,9 @@ def write_responses(
             except ValueError as error:
                 raise UserError(str(error)) from error
         if not file.progress.num_kept:
-            raise UserError(f"no response is left to train on: {file.progress}; a larger sft.max_tokens gives them room")
+            raise UserError(
+                f"no response is left to train on: {file.progress}; a larger sft.max_tokens gives them room"
+            )
         return file.progress
 
 
@@ -98,7 +100,9 @@ def _kept(tokenizer: Any, response: ModelResponse) -> str:
     return text[: ends[-1]] if ends else ""
 
 
-def _counted(progress: ResponseProgress, responses: Sequence[ModelResponse], texts: Sequence[str], seconds: float) -> ResponseProgress:
+def _counted(
+    progress: ResponseProgress, responses: Sequence[ModelResponse], texts: Sequence[str], seconds: float
+) -> ResponseProgress:
     """Return a file's progress after a batch with these responses and remaining texts."""
     kept = Counter(one.is_ended for one, text in zip(responses, texts, strict=True) if text.strip())
     given = Counter(one.is_ended for one in responses)

@@ -63,7 +63,7 @@ def num_steps(params: SamplingParams) -> int:
 def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, with_recompute: bool = False) -> float:
     """Count the FLOP of a round's updates, with old and reference likelihoods: those of one group, times the groups.
 
-    `counts_twice`: whether to include what activation checkpointing recomputes.
+    `with_recompute`: whether to include what activation checkpointing recomputes.
     """
     learner, lora = recipe.learner, recipe.model.lora
     facts = sampler_facts(recipe.rollout.params[0], is_block_causal=shape.is_block_causal)
@@ -107,7 +107,7 @@ def sft_flops(recipe: RunConfig, shape: TransformerConfig, num_documents: int) -
 
 
 def _update_flops(shape: TransformerConfig, lora: LoraConfig, canvases: CanvasSums, *, recomputes: bool) -> float:
-    """Count the FLOP of a forward and a backward pass; `is_twice` adds the recomputed forward pass of the blocks."""
+    """Count the FLOP of a forward and a backward pass; `recomputes` adds the recomputed forward pass of the blocks."""
     forward = forward_flops(shape, lora, canvases)
     return update_flops(shape, lora, canvases) + recomputes * (forward.body + forward.adapter)
 

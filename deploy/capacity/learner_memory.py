@@ -163,8 +163,12 @@ def _of_policy(recipe: RunConfig, counts: ParameterCounts, workers_per_copy: int
         is_stored_in_half = recipe.model.checkpoint is not None and not begins_merged(recipe)
         in_half = recipe.may_hold_base_in_half and is_stored_in_half
         dtype, helps = "bfloat16" if in_half else "float32", f"{_MORE_WORKERS} or model.lora.base_weights=nf4"
-        base = Part(name=f"weights in {dtype}", num_bytes=bytes_of(dtype) * counts.policy / workers_per_copy, helps=helps)
-    adapter = Part(name="the adapter in float32", num_bytes=FLOAT32 * counts.adapter / workers_per_copy, helps=_MORE_WORKERS)
+        base = Part(
+            name=f"weights in {dtype}", num_bytes=bytes_of(dtype) * counts.policy / workers_per_copy, helps=helps
+        )
+    adapter = Part(
+        name="the adapter in float32", num_bytes=FLOAT32 * counts.adapter / workers_per_copy, helps=_MORE_WORKERS
+    )
     # Replicated on every worker, in the compute dtype.
     start = Part(name="the adapter of SFT", num_bytes=each * counts.adapter, helps="a smaller model.lora.rank")
     return [base, adapter, *[start] * stage.has_sft_adapter]

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.capacity.memory import ProcessMemory
-from deploy.capacity.plan import Plan, GpuSplit
+from deploy.capacity.plan import GpuSplit, Plan
 from deploy.printing import counted, duration
 
 _MOST_SPLITS = 6
@@ -23,7 +23,9 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def _memory(process: ProcessMemory, plan: Plan) -> RenderableType:
     of = "" if process.share == 1 else f"{process.share:g} of "
-    table = Table(title=f"{process.label[:1].upper()}{process.label[1:]} on {of}one {plan.kind.name}", title_justify="left")
+    table = Table(
+        title=f"{process.label[:1].upper()}{process.label[1:]} on {of}one {plan.kind.name}", title_justify="left"
+    )
     table.add_column("what")
     table.add_column("GB", justify="right")
     table.add_column("less with")

@@ -15,10 +15,10 @@ from deploy.cli import (
     report,
     runs,
     sample,
+    status,
     submit,
     tasks,
     train,
-    status,
 )
 from deploy.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, RunFailedError, UserError
 from deploy.printing import printable

@@ -82,9 +82,9 @@ def evaluate(
     """Evaluate a checkpoint on held-out problems, at each length and schedule; resumes where it was stopped."""
     with wait_display("loading torch"):
         from deploy.evaluation.evaluate import ComputeSettings, default_out, find_subject, prepare
+        from deploy.evaluation.options import EvaluationOptions, SampleSettings
         from deploy.evaluation.pool import PoolSettings
         from deploy.evaluation.record import take_lock
-        from deploy.evaluation.options import EvaluationOptions, SampleSettings
 
     options = EvaluationOptions(
         tasks=words_of(tasks),

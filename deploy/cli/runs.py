@@ -40,8 +40,8 @@ def show(name: RunName, runs_dir: RunsDir = _RUNS_DIR) -> None:
     from rich.console import Console
 
     from deploy.runs.listing import read_run
-    from deploy.runs.show import print_run
     from deploy.runs.references import find_run
+    from deploy.runs.show import print_run
 
     print_run(read_run(find_run(name, runs_dir)), Console())
 

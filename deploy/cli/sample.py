@@ -18,7 +18,7 @@ from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
     from deploy.sampling.policy import ReadyPolicy
-    from deploy.sampling.prepare import PlannedCompletion, Options
+    from deploy.sampling.prepare import Options, PlannedCompletion
     from deploy.sampling.renoising import ReadyRenoising
 
 _EXIT_BAD_REQUESTS = 2

@@ -273,7 +273,9 @@ def _carry_out(recipe: Recipe, options: _TrainOptions, dry_run: bool) -> None:
         available = cluster_resources(os.environ.get("RAY_ADDRESS"))
         counted_as = recipe if options.start_from is None else _starting_from(recipe, options.start_from)
         warnings: list[str] = []
-        problems = preflight(counted_as, available, resume=options.resume, serve=options.serve, on_warning=warnings.append)
+        problems = preflight(
+            counted_as, available, resume=options.resume, serve=options.serve, on_warning=warnings.append
+        )
     for warning in warnings:
         sys.stderr.write(f"d1: {printable(warning)}\n")
     if dry_run:

@@ -63,7 +63,7 @@ def cells_of(options: EvaluationOptions, run: Recipe | None, policy: Transformer
     """Build a cell for each task, length and schedule, in that order.
 
     Args:
-        asked: command line options.
+        options: command line options.
         run: recipe of the checkpoint's run, which supplies the defaults; None if it belongs to no run.
         policy: model config of the evaluated policy.
 

@@ -13,8 +13,8 @@ import numpy as np
 from deploy.errors import UserError
 from deploy.evaluation.evaluate import default_out, find_subject
 from deploy.evaluation.metrics import bootstrap
-from deploy.evaluation.record import CellRecord, records_in
 from deploy.evaluation.options import params_of, temperature_of
+from deploy.evaluation.record import CellRecord, records_in
 from deploy.program import program
 
 # Facts that may differ between comparable evaluations. The problems are compared by their ids.

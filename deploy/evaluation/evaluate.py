@@ -13,10 +13,10 @@ from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError, reason
 from deploy.evaluation.cells import Cell, cells_of
 from deploy.evaluation.metrics import compute_metrics
+from deploy.evaluation.options import EvaluationOptions
 from deploy.evaluation.pool import PoolSettings, answer_batches
 from deploy.evaluation.problems import EvaluationBatch, batches_of, problems_of
 from deploy.evaluation.record import RecordWriter, fingerprint
-from deploy.evaluation.options import EvaluationOptions
 from deploy.evaluation.worker import AnsweredBatch, WorkerConfig
 from deploy.recipe.recipe import Recipe
 from deploy.runs.checkpoints import read_recipe
@@ -123,9 +123,13 @@ def _name_of(run_dir: Path, checkpoint: Path) -> str:
 
 
 def prepare(
-    subject: Subject, options: EvaluationOptions, compute: ComputeSettings, out: Path, on_warning: Callable[[str], object]
+    subject: Subject,
+    options: EvaluationOptions,
+    compute: ComputeSettings,
+    out: Path,
+    on_warning: Callable[[str], object],
 ) -> list[PreparedCell]:
-    """Prepare the cells with their existing records; `tell` receives remarks on the data.
+    """Prepare the cells with their existing records; `on_warning` receives remarks on the data.
 
     Raises UserError, before any sampling, if the options or the data are invalid.
     """
@@ -150,23 +154,26 @@ def _shape_of(directory: Path) -> TransformerConfig | RenoisingConfig:
     return read_renoising_config(directory) if is_renoising(directory) else load_config(directory)
 
 
-def _prepared_cell(subject: Subject, cell: Cell, batches: Sequence[EvaluationBatch], compute: ComputeSettings, out: Path) -> PreparedCell:
+def _prepared_cell(
+    subject: Subject, cell: Cell, batches: Sequence[EvaluationBatch], compute: ComputeSettings, out: Path
+) -> PreparedCell:
     sizes = [len(batch.requests) for batch in batches]
     facts = {"checkpoint": subject.facts, **cell.facts(), "dtype": compute.dtype, "batch_size": sizes[0]}
     return PreparedCell(cell=cell, batches=batches, record=RecordWriter(out / f"{cell.name}.jsonl", facts, sizes))
 
 
 def run_missing(
-    subject: Subject, prepared: Sequence[PreparedCell], compute: ComputeSettings, after_each: Callable[[PreparedCell, AnsweredBatch], object]
+    subject: Subject,
+    prepared: Sequence[PreparedCell],
+    compute: ComputeSettings,
+    after_each: Callable[[PreparedCell, AnsweredBatch], object],
 ) -> None:
-    """Answer the missing batches. Raises as `pool.answers`, and UserError if the record cannot be written."""
+    """Answer the missing batches. Raises as `pool.answer_batches`, and UserError if the record cannot be written."""
     # Batches are renumbered across cells, so that the index in a worker's answer is unique.
     waiting = [(one, batch) for one in prepared for batch in one.missing]
     if not waiting:
         return
-    config = WorkerConfig(
-        checkpoint=subject.directory, engine=compute.engine(subject.run), device="cpu", num_threads=1
-    )
+    config = WorkerConfig(checkpoint=subject.directory, engine=compute.engine(subject.run), device="cpu", num_threads=1)
     numbered = [replace(batch, index=number) for number, (_, batch) in enumerate(waiting)]
     for done in answer_batches(config, compute.pool, numbered):
         one, batch = waiting[done.index]

@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from deploy.errors import UserError
 from deploy.evaluation.harness_arguments import HarnessArguments
-from deploy.requests.stopping import stop_text
+from deploy.requests.errors import RequestError
 from deploy.requests.line import read_line
 from deploy.requests.planner import RequestPlan
-from deploy.requests.errors import RequestError
+from deploy.requests.stopping import stop_text
 from deploy.sampling.policy import open_policy
 from deploy.sampling.prepare import Options
 from learner.keys import fold, key_of

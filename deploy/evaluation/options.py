@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from deploy.errors import UserError
 from deploy.recipe.recipe import Recipe
 from deploy.requests.defaults import Defaults
-from deploy.requests.parameters import Values, sampler_names, to_params, to_renoising_params
 from deploy.requests.errors import request_error_of
+from deploy.requests.parameters import Values, sampler_names, to_params, to_renoising_params
 from deploy.requests.renoising import RenoisingDefaults
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import MODEL_TYPE, RenoisingConfig
@@ -70,13 +70,16 @@ def params_of(facts: Mapping[str, Any]) -> Params:
     return (RenoisingParams if "max_denoise_steps" in given else SamplingParams).model_validate(given)
 
 
-def params_for(options: EvaluationOptions, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> Sequence[Params]:
+def params_for(
+    options: EvaluationOptions, run: Recipe | None, policy: TransformerConfig | RenoisingConfig
+) -> Sequence[Params]:
     """Return the sampling parameters for each length and schedule. Raises UserError as `cells.cells_of`."""
     if isinstance(policy, RenoisingConfig):
         return _renoising_params(options, policy)
     if options.sampled.num_samples > 1 and not options.sampled.temperature:
         raise UserError(
-            f"--samples {options.sampled.num_samples} of the likeliest tokens are all alike; say --temperature, as in 0.8"
+            f"--samples {options.sampled.num_samples} of the likeliest tokens are all alike; say --temperature, as in "
+            "0.8"
         )
     return _d1_params(options) if options.protocol == "d1" else _params(options, run, policy)
 

@@ -41,7 +41,9 @@ class PoolSettings:
     """Device of the workers."""
 
 
-def answer_batches(config: WorkerConfig, settings: PoolSettings, batches: Sequence[EvaluationBatch]) -> Iterator[AnsweredBatch]:
+def answer_batches(
+    config: WorkerConfig, settings: PoolSettings, batches: Sequence[EvaluationBatch]
+) -> Iterator[AnsweredBatch]:
     """Yield answers to batches as they are completed. The workers end with the iterator.
 
     Raises:
@@ -60,11 +62,16 @@ def answer_batches(config: WorkerConfig, settings: PoolSettings, batches: Sequen
         raise UserError(f"{config.checkpoint} cannot be evaluated: {what}") from error
 
 
-def _on_this_machine(config: WorkerConfig, settings: PoolSettings, batches: Sequence[EvaluationBatch]) -> Iterator[AnsweredBatch]:
+def _on_this_machine(
+    config: WorkerConfig, settings: PoolSettings, batches: Sequence[EvaluationBatch]
+) -> Iterator[AnsweredBatch]:
     context = multiprocessing.get_context("spawn")
     # One pool per worker: a shared pool starts its workers one by one, and if one dies meanwhile, the thread that
     # should report it crashes (its dictionary "changed size during iteration").
-    pools = [ProcessPoolExecutor(1, context, _init_worker, (one,)) for one in worker_configs(config, settings)[: len(batches)]]
+    pools = [
+        ProcessPoolExecutor(1, context, _init_worker, (one,))
+        for one in worker_configs(config, settings)[: len(batches)]
+    ]
     left = iter(batches)
     try:
         with _interrupt_held_back():
@@ -119,7 +126,9 @@ def _answer(batch: EvaluationBatch) -> AnsweredBatch:
     return _workers[0].answer(batch)
 
 
-def _on_cluster(config: WorkerConfig, settings: PoolSettings, batches: Sequence[EvaluationBatch]) -> Iterator[AnsweredBatch]:
+def _on_cluster(
+    config: WorkerConfig, settings: PoolSettings, batches: Sequence[EvaluationBatch]
+) -> Iterator[AnsweredBatch]:
     """Answer on Ray actors. An actor that dies with its node is restarted elsewhere, and its batch is repeated."""
     import ray
     from ray.exceptions import RayActorError

@@ -49,7 +49,7 @@ class EvaluationBatch:
 
 
 def problems_of(cell: Cell, on_warning: Callable[[str], object]) -> list[Problem]:
-    """Return the held-out problems of a cell; `tell` receives remarks on the data.
+    """Return the held-out problems of a cell; `on_warning` receives remarks on the data.
 
     Raises UserError if there are too few, or the data is not available.
     """
@@ -158,7 +158,9 @@ def _of_d1(cell: Cell, task: Task) -> list[Problem]:
     if size is None:
         return first_d1.evaluated_problems(cell.task.name, heldout(task, None))
     found = task.problems(Split.HELDOUT, size, seed=0)
-    return first_d1.evaluated_problems(cell.task.name, file_order(found, task=cell.task.name, split=Split.HELDOUT, seed=0))
+    return first_d1.evaluated_problems(
+        cell.task.name, file_order(found, task=cell.task.name, split=Split.HELDOUT, seed=0)
+    )
 
 
 def _prompt(cell: Cell, problem: Problem, tokenizer: ChatTokenizer) -> tuple[int, ...]:

@@ -121,7 +121,9 @@ def _problem_of(task: Task, question: str, truth: object) -> Problem:
         return task.from_ground_truth(question, truth)
     except ValueError:
         with suppress(ValueError, RecursionError):
-            return task.from_ground_truth(question, json.loads(truth) if isinstance(truth, str) else answer_text(truth, ""))
+            return task.from_ground_truth(
+                question, json.loads(truth) if isinstance(truth, str) else answer_text(truth, "")
+            )
         raise
 
 

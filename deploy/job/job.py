@@ -20,7 +20,7 @@ from actors.spec import Phase, RunSpec
 from deploy.capacity.needs import checkpoint_bytes
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
-from deploy.job.following import following, checkpoint_on_stop, wait_for
+from deploy.job.following import checkpoint_on_stop, following, wait_for
 from deploy.job.judges import judge_servers
 from deploy.job.mirroring import mirrored
 from deploy.job.node_watch import node_processes, watching

@@ -20,7 +20,7 @@ from deploy.errors import reason
 from deploy.printing import counted, gigabytes
 from deploy.program import program
 from deploy.recipe.recipe import Recipe
-from deploy.runs.scale_request import KINDS, Kind, ScaleAnswer, ScaleRequest, write_answer, read_request, withdraw
+from deploy.runs.scale_request import KINDS, Kind, ScaleAnswer, ScaleRequest, read_request, withdraw, write_answer
 
 if TYPE_CHECKING:
     from actors.cluster import RunActors

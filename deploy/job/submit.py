@@ -141,7 +141,7 @@ async def _follow(client: JobClient, job_id: str, write: Callable[[str], None]) 
 
 
 async def _info(client: JobClient, job_id: str) -> Any:
-    """Query a job's state, with retries for `_AWAY_S` while the cluster does not answer."""
+    """Query a job's state, with retries for `_HEAD_RESTART_TIMEOUT_S` while the cluster does not answer."""
     import asyncio
 
     deadline = time.monotonic() + _HEAD_RESTART_TIMEOUT_S
@@ -152,8 +152,8 @@ async def _info(client: JobClient, job_id: str) -> Any:
             if time.monotonic() > deadline:
                 first_line = str(error).partition("\n")[0]
                 raise RunFailedError(
-                    f"nobody has said for {_HEAD_RESTART_TIMEOUT_S:.0f} s how job {job_id} stands: {first_line}; it may go on, and the "
-                    "same command follows it again"
+                    f"nobody has said for {_HEAD_RESTART_TIMEOUT_S:.0f} s how job {job_id} stands: {first_line}; it may "
+                    "go on, and the same command follows it again"
                 ) from error
         await asyncio.sleep(_POLL_S)
 

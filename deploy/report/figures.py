@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.printing import printable
-from deploy.runs.curves import PALETTE, STYLE, Interval, draw_smooth, round_numbers, smooth, error_bars
+from deploy.runs.curves import PALETTE, STYLE, Interval, draw_smooth, error_bars, round_numbers, smooth
 from deploy.runs.history import Evaluation, RunHistory, ScheduleScore
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from deploy.requests.ignored_fields import IgnoredValues, is_neutral
 from deploy.requests.errors import RequestError
+from deploy.requests.ignored_fields import IgnoredValues, is_neutral
 
 MAX_INT32 = 2**31 - 1
 MAX_FIELDS = 256

@@ -8,9 +8,9 @@ from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_v
 
 from deploy.requests.base import MAX_INT32, RequestBody, is_id, valid_text
 from deploy.requests.diffusion import Constraints, Diffusion
+from deploy.requests.errors import RequestError
 from deploy.requests.ignored_fields import OF_REQUESTS, OF_TOKENIZING
 from deploy.requests.parameters import ALL_KEYS, Values
-from deploy.requests.errors import RequestError
 from deploy.requests.structured.fields import Structured
 from deploy.requests.turns import MAX_CHARACTERS, Conversation, TemplateOptions, check_texts
 from learner.keys import fold
@@ -207,7 +207,11 @@ class CompletionBody(Structured):
 
 
 def _field_paths() -> dict[str, str]:
-    models: dict[str, type[RequestBody]] = {"": CompletionBody, "diffusion.": Diffusion, "diffusion.constraints.": Constraints}
+    models: dict[str, type[RequestBody]] = {
+        "": CompletionBody,
+        "diffusion.": Diffusion,
+        "diffusion.constraints.": Constraints,
+    }
     paths = {name: f"{place}{name}" for place, model in models.items() for name in model.model_fields}
     paths |= {"schedule": paths["remasking"], "fixed_tokens": paths["fixed"]}
     paths["stop_ids"] = paths["stop_token_ids"]
@@ -264,12 +268,12 @@ class CompletionRequest(CompletionBody):
 
     @property
     def num_prompts(self) -> int:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return len(self.prompts)
 
     @property
     def returns_logprobs(self) -> bool:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return self.logprobs is not None
 
 
@@ -293,12 +297,12 @@ class ChatRequest(CompletionBody, TemplateOptions):
 
     @property
     def most_tokens(self) -> int | None:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def returns_logprobs(self) -> bool:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return self.logprobs
 
 

@@ -70,7 +70,9 @@ class Defaults:
                 f"{{{strays[0]}}} is for policies without a mask token, and this one fills masked slots: leave it out"
             )
         if "gen_length" not in given and self.max_canvas_tokens is not None:
-            values["gen_length"] = _fitting_length(values, "block_length" in given, self.max_canvas_tokens - num_prompt_tokens)
+            values["gen_length"] = _fitting_length(
+                values, "block_length" in given, self.max_canvas_tokens - num_prompt_tokens
+            )
         if "block_length" not in given:
             values["block_length"] = self._block_of(values["gen_length"])
         shape = ("gen_length", "block_length")

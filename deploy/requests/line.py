@@ -11,11 +11,11 @@ from typing import Any
 from pydantic import ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from deploy.requests.body import FIELD_PATHS, CompletionBody, ChatRequest, CompletionRequest, is_prompt
+from deploy.requests.body import FIELD_PATHS, ChatRequest, CompletionBody, CompletionRequest, is_prompt
 from deploy.requests.diffusion import SamplerKeys
+from deploy.requests.errors import RequestError, request_error_of
 from deploy.requests.ignored_fields import OF_REQUESTS
 from deploy.requests.parameters import SAMPLING_KEYS, Values
-from deploy.requests.errors import RequestError, request_error_of
 from deploy.requests.turns import ChatMessage
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")
@@ -33,17 +33,17 @@ class RequestLine(SamplerKeys, CompletionBody):
 
     @property
     def parameter_layers(self) -> list[Values]:
-        """See `Ask`. The sampler's own keys override the body's."""
+        """See `CompletionBody`. The sampler's own keys override the body's."""
         return [*super().layers, self.sampler_values]
 
     @property
     def fixed(self) -> dict[str, int]:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return super().fixed | (self.fixed_tokens or {})
 
     @property
     def names(self) -> dict[str, str]:
-        """See `Ask`. Each given field has the name under which it was given."""
+        """See `CompletionBody`. Each given field has the name under which it was given."""
         body = {key: FIELD_PATHS.get(key, key) for key in super().layers[0]}
         own = {key: key for key in SamplerKeys.model_fields if getattr(self, key) is not None}
         if super().fixed:
@@ -51,7 +51,7 @@ class RequestLine(SamplerKeys, CompletionBody):
         return {"prompt_ids": self.prompt_field} | body | own | self.grammar_name
 
     def seeds(self, key: int) -> list[int]:
-        """Return the seeds, see `Ask`. A single completion uses the seed itself."""
+        """Return the seeds, see `CompletionBody`. A single completion uses the seed itself."""
         return [key] if self.num_prompts * self.num_choices == 1 else super().seeds(key)
 
 
@@ -81,7 +81,7 @@ class LineMessage(ChatMessage):
 
     @property
     def turn(self) -> dict[str, str]:
-        """See `Message`. The role is passed on unchanged."""
+        """See `ChatMessage`. The role is passed on unchanged."""
         return super().turn | {"role": self.role}
 
 

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from deploy.recipe.validation_errors import shortened
-from deploy.requests.families import AnyConfig, AnyRequest, block_length_of, check_any_request
-from deploy.requests.body import MAX_CHOICES, CompletionBody, ChatRequest, CompletionRequest
+from deploy.requests.body import MAX_CHOICES, ChatRequest, CompletionBody, CompletionRequest
 from deploy.requests.defaults import Defaults
-from deploy.requests.parameters import RENOISING_KEYS, Values, sampler_names, to_params, to_renoising_params
 from deploy.requests.errors import RequestError, request_error_of
+from deploy.requests.families import AnyConfig, AnyRequest, block_length_of, check_any_request
+from deploy.requests.parameters import RENOISING_KEYS, Values, sampler_names, to_params, to_renoising_params
 from deploy.requests.renoising import RenoisingDefaults, check_keys
 from deploy.requests.responses import ResponsesRequest
 from deploy.requests.structured.structure import Structure
@@ -212,7 +212,11 @@ class Planner:
     def _prompts(self, body: CompletionBody) -> list[list[int]]:
         if isinstance(body, ChatRequest):
             adds_special = body.add_special_tokens
-            return [self._codec.encode_chat(body.turns, "messages", template=body.template_variables, adds_special=adds_special)]
+            return [
+                self._codec.encode_chat(
+                    body.turns, "messages", template=body.template_variables, adds_special=adds_special
+                )
+            ]
         if isinstance(body, ResponsesRequest):
             return [self._codec.encode_chat(body.turns, "input", template=body.template_variables, adds_special=False)]
         assert isinstance(body, CompletionRequest), "there are three kinds"

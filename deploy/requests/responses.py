@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from deploy.requests.base import MAX_INT32, valid_text
 from deploy.requests.body import CompletionBody
-from deploy.requests.ignored_fields import OF_ITEMS, OF_RESPONSES
 from deploy.requests.errors import RequestError
+from deploy.requests.ignored_fields import OF_ITEMS, OF_RESPONSES
 from deploy.requests.structured.fields import TextOptions
 from deploy.requests.structured.structure import Structure
 from deploy.requests.turns import (
@@ -116,7 +116,7 @@ class ResponsesRequest(CompletionBody, TemplateOptions):
 
     @property
     def most_tokens(self) -> int | None:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return self.max_output_tokens or self.max_tokens
 
 

@@ -28,15 +28,17 @@ class StoppedText:
     """Finish reason; None while the text continues."""
 
 
-def stop_text(plan: RequestPlan, ids: NDArray[Any], decode: Decode, policy_stop_ids: Sequence[int], *, is_complete: bool) -> StoppedText:
+def stop_text(
+    plan: RequestPlan, ids: NDArray[Any], decode: Decode, policy_stop_ids: Sequence[int], *, is_complete: bool
+) -> StoppedText:
     """Return the text of the tokens so far, cut at its end.
 
     Args:
         plan: the planned request.
         ids: tokens of the finished blocks, from the first block on.
         decode: decodes tokens to text, without special tokens.
-        ends: stop ids of the policy, used if the plan has none.
-        is_whole: whether the tokens are complete: no more will follow.
+        policy_stop_ids: stop ids of the policy, used if the plan has none.
+        is_complete: whether the tokens are complete: no more will follow.
     """
     stop_ids = list(policy_stop_ids if plan.stop_ids is None else plan.stop_ids)
     is_infill = plan.num_gap_slots is not None

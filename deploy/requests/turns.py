@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from deploy.requests.base import MAX_INT32, RequestBody, is_valid_text, valid_text
-from deploy.requests.ignored_fields import OF_PARTS, OF_TURNS
 from deploy.requests.errors import RequestError
+from deploy.requests.ignored_fields import OF_PARTS, OF_TURNS
 
 MAX_CHARACTERS = 2**18
 """Maximum characters of all prompts or messages of a request. Tokenizing them takes half a second of a core. A body has

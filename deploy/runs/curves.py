@@ -151,9 +151,7 @@ def _reward(axes: Axes, history: RunHistory) -> None:
 def _accuracy(axes: Axes, history: RunHistory) -> None:
     axes.set(title="Held-out accuracy, 95 % interval", xlabel="minutes since the start", ylabel="%")
     curve = history.accuracy_curve
-    axes.plot(
-        [item.drawn_s / 60 for item in curve], [_percent(item.score) for item in curve], color=_GREY, linewidth=1
-    )
+    axes.plot([item.drawn_s / 60 for item in curve], [_percent(item.score) for item in curve], color=_GREY, linewidth=1)
     for label, (color, name) in _STAGES.items():
         items = [item for item in history.evaluations if item.label == label]
         if items:

@@ -98,7 +98,7 @@ def resolve_start(reference: Path) -> Path:
 
 
 def with_resolved_checkpoint(recipe: Recipe) -> Recipe:
-    """Resolve a run's directory in the recipe's `model.checkpoint`. Raises UserError as `newest_of`."""
+    """Resolve a run's directory in the recipe's `model.checkpoint`. Raises UserError as `resolve_start`."""
     checkpoint = recipe.model.checkpoint
     if checkpoint is None or (newest := resolve_start(checkpoint)) == checkpoint:
         return recipe

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from actors.coordination.status import ActorState, ActorStatus, RunStatus
+from actors.coordination.status import SILENT_S, ActorState, ActorStatus, RunStatus
 from deploy.printing import counted, duration, printable
 from deploy.runs.history import RunHistory
-from deploy.runs.status import SILENT_S, RunSnapshot
+from deploy.runs.status import RunSnapshot
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.printing import counted, duration, printable
-from deploy.sampling.answers import answer, stopped_text, error_answer, work_summary
+from deploy.sampling.answers import answer, error_answer, stopped_text, work_summary
 from deploy.sampling.output import show
 from deploy.sampling.policy import ReadyPolicy
 from deploy.sampling.prepare import PlannedCompletion
@@ -59,7 +59,9 @@ def sample_items(policy: ReadyPolicy, items: Sequence[PlannedCompletion], colour
     return is_complete
 
 
-def _generate(policy: ReadyPolicy, good: Sequence[tuple[PlannedCompletion, Request]], answers: _OrderedPrinter, bar: _RequestBar) -> None:
+def _generate(
+    policy: ReadyPolicy, good: Sequence[tuple[PlannedCompletion, Request]], answers: _OrderedPrinter, bar: _RequestBar
+) -> None:
     def done(index: int, completion: Completion) -> None:
         bar.add(completion)
         answers.add(good[index][0], completion)

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from deploy.errors import UserError, reason
+from deploy.requests.errors import RequestError, request_error_of
 from deploy.requests.line import parse_object, read_line
 from deploy.requests.parameters import SAMPLING_KEYS, sampler_names, to_params
 from deploy.requests.planner import Planner, RequestPlan
-from deploy.requests.errors import RequestError, request_error_of
 from deploy.sampling.codec import PromptCodec
 from deploy.sampling.policy import ReadyPolicy
 from rewards.data.encoding import decode_text

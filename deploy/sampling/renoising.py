@@ -16,9 +16,9 @@ from torch import Tensor
 from deploy.errors import UserError
 from deploy.printing import printable
 from deploy.requests.base import is_valid_text
+from deploy.requests.errors import TEMPLATE_ERRORS, RequestError, request_error_of, template_error_text
 from deploy.requests.line import LineMessage, parse_object
 from deploy.requests.parameters import sampler_names, to_renoising_params
-from deploy.requests.errors import TEMPLATE_ERRORS, RequestError, request_error_of, template_error_text
 from deploy.requests.renoising import RenoisingDefaults, check_keys
 from deploy.sampling.answers import shortest_floats, work_summary
 from deploy.sampling.policy import Device, as_user_errors, read_tokenizer

@@ -69,7 +69,7 @@ class Checkpoints:
 
 
 def latest_checkpoint(run_dir: Path) -> PolicyVersion:
-    """What `newest_to_answer` finds, with its held-out score if it has one. Raises UserError as that does."""
+    """What `newest_servable` finds, with its held-out score if it has one. Raises UserError as that does."""
     found = newest_servable(run_dir)
     return _version_of(found.position, found.directory, read_events(run_dir))
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
-from rewards.data.sampling import TooFewProblemsError, rng_for
 from rewards.data.rows import Row
+from rewards.data.sampling import TooFewProblemsError, rng_for
 from rewards.data.sources import HubSplit, absolute_source, rows_of
-from rewards.data.split import SplitConfig, train_or_validation, split_of
-from rewards.problem import Problem, GradingRules, Split
+from rewards.data.split import SplitConfig, split_of, train_or_validation
+from rewards.problem import GradingRules, Problem, Split
 
 
 class DataSources(SplitConfig):
@@ -49,10 +49,12 @@ class DataConfig(DataSources):
 class FileProblems:
     """Problems from files, for a task that generates the splits without a file."""
 
-    def __init__(self, files: DataSources, make_problem: Callable[[Row], Problem], solution_of: Callable[[Problem], str]) -> None:
+    def __init__(
+        self, files: DataSources, make_problem: Callable[[Row], Problem], solution_of: Callable[[Problem], str]
+    ) -> None:
         """Store the files; each is read on first use.
 
-        `pose` is the same as for `Dataset`; `solution_of` returns the key by which the task's splits are made.
+        `make_problem` is the same as for `Dataset`; `solution_of` returns the key by which the task's splits are made.
         """
         self._files, self._make_problem, self._solution_of = files, make_problem, solution_of
         self._all = cache(self._read)
@@ -61,7 +63,7 @@ class FileProblems:
         """Sentences on what was left out of the files read so far."""
 
     def of(self, split: Split) -> tuple[Problem, ...] | None:
-        """Return all problems of a split's file; None if it has none. Raises ValueError as `posed_rows`."""
+        """Return all problems of a split's file; None if it has none. Raises ValueError as `load_problems`."""
         found = self._all(split is Split.HELDOUT)
         if found is None or split is Split.HELDOUT:
             return found
@@ -95,9 +97,9 @@ class Dataset:
     def __init__(
         self, task: str, config: DataConfig, hub: Mapping[Split, HubSplit], make_problem: Callable[[Row], Problem]
     ) -> None:
-        """Store the sources. `pose` makes a problem of a row, or raises ValueError with its place.
+        """Store the sources. `make_problem` makes a problem of a row, or raises ValueError with its place.
 
-        A problem's id is derived from its task, its question and its tests: `pose` should use `problem_id`.
+        A problem's id is derived from its task, its question and its tests: `make_problem` should use `problem_id`.
         """
         self._task, self._config, self._make_problem = task, config, make_problem
         given = {Split.TRAIN: config.train_data, Split.HELDOUT: config.heldout_data}
@@ -190,7 +192,7 @@ class DataTask:
         return self._dataset.size(split)
 
     def max_size(self, split: Split) -> int:
-        """Return the same as `Dataset.at_most`."""
+        """Return the same as `Dataset.max_size`."""
         return self._dataset.max_size(split)
 
     def warnings(self) -> list[str]:
@@ -206,7 +208,9 @@ class DataTask:
         raise NotImplementedError
 
 
-def load_problems(source: Path | HubSplit, make_problem: Callable[[Row], Problem], warnings: list[str]) -> tuple[Problem, ...]:
+def load_problems(
+    source: Path | HubSplit, make_problem: Callable[[Row], Problem], warnings: list[str]
+) -> tuple[Problem, ...]:
     """Return the problems of a source's rows. Of equal ones the first is kept; a remark reports the others.
 
     Raises ValueError if the source cannot be read or a row is not a problem.
@@ -277,7 +281,7 @@ def shuffled_prefix(found: Sequence[Problem], *, task: str, split: Split, count:
 
 
 def file_order(problems: Sequence[Problem], *, task: str, split: Split, seed: int) -> list[Problem]:
-    """Restore the file order of all problems of a split from that of a seed: the inverse of `chosen`."""
+    """Restore the file order of all problems of a split from that of a seed: the inverse of `shuffled_prefix`."""
     order = list(range(len(problems)))
     rng_for(f"{task}/{split}/{seed}").shuffle(order)
     return [problem for _, problem in sorted(zip(order, problems, strict=True), key=lambda pair: pair[0])]

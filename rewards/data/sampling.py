@@ -18,7 +18,7 @@ def rng_for(key: str) -> Random:
 def sample_distinct(
     sample: Callable[[Random], Problem | None], *, task: str, split: Split, count: int, seed: int
 ) -> list[Problem]:
-    """Return the first `count` problems with different ids from `draw`, which returns None to reject a sample.
+    """Return the first `count` problems with different ids from `sample`, which returns None to reject a sample.
 
     A smaller count gives a prefix of what a larger one gives. Raises ValueError if 100,000 samples in a row bring
     nothing new: the split is then exhausted, except perhaps for a few very rare problems.

@@ -153,7 +153,7 @@ class _LatexParser(_Latex2Sympy):
         return Rational(digits) * Rational(10) ** int(exponent or 0)
 
     def convert_interval(self, expr: Any) -> Any:
-        # The parent compares its ends. Evaluating them first raises TooLargeError if that would take too long.
+        # The parent compares its ends. Evaluating them first raises NumberTooLargeError if that would take too long.
         for end in expr.expr():
             evaluated(self.convert_expr(end))
         return super().convert_interval(expr)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from rewards.first_d1.maths import equivalent
+from rewards.maths.answer_parser import read_pair
 from rewards.maths.markup import unwrapped
 from rewards.maths.spelling import normalized_latex
-from rewards.maths.verifier import MathVerifier, AnswerVerdict
-from rewards.maths.answer_parser import read_pair
+from rewards.maths.verifier import AnswerVerdict, MathVerifier
 from rewards.parsing.answers import final_answer
 from rewards.parsing.quantities import final_quantity, read_quantity
 

@@ -46,7 +46,7 @@ class KillableWorker:
     def request(self, request: bytes) -> bytes:
         """Send a request line and return the worker's reply line; both end in a line end.
 
-        Raises TimeoutError after `wall_s`, WorkerEndedError, and NotStartedError. After an error the next request
+        Raises TimeoutError after `timeout_s`, WorkerEndedError, and WorkerStartError. After an error the next request
         starts a new worker.
         """
         worker = self._processes.worker or self._fork()

@@ -22,7 +22,7 @@ def same_spelling(a: str, b: str) -> bool:
 
 
 def normalized_latex(text: str) -> str:
-    """Return the normalized spelling that `spelled_alike` compares."""
+    """Return the normalized spelling that `same_spelling` compares."""
     text = _TIGHT.sub("", _DISPLAY_FRACTION.sub(r"\\frac", text))
     text = _SILENT_SPACE.sub("", " ".join(_SPACING.sub(" ", text).split())).rstrip(" .")
     return _TIGHT_COMMA.sub(",", text)

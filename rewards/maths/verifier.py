@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from rewards.maths.process import KillableWorker, WorkerStartError, WorkerEndedError
+from rewards.maths.answer_parser import read_pair
+from rewards.maths.process import KillableWorker, WorkerEndedError, WorkerStartError
 from rewards.maths.spelling import same_spelling
 from rewards.maths.units import are_different
-from rewards.maths.answer_parser import read_pair
 from rewards.problem import Outcome
 
 _REPLACING_S = 5.0
@@ -62,7 +62,10 @@ class MathVerifier:
         self._limits = limits = limits or Limits()
         arguments = [str(limits.cpu_s), str(limits.memory_bytes), str(limits.answers_per_worker)]
         self._worker = KillableWorker(
-            Path(__file__).with_name("zygote.py"), arguments, start_timeout_s=limits.start_timeout_s, timeout_s=limits.timeout_s
+            Path(__file__).with_name("zygote.py"),
+            arguments,
+            start_timeout_s=limits.start_timeout_s,
+            timeout_s=limits.timeout_s,
         )
         self._turn = Lock()
 
@@ -97,7 +100,9 @@ class MathVerifier:
         try:
             reply = json.loads(self._worker.request(request))
         except TimeoutError:
-            return AnswerVerdict(outcome=Outcome.TIMEOUT, detail=f"the comparison took more than {self._limits.timeout_s:g} s")
+            return AnswerVerdict(
+                outcome=Outcome.TIMEOUT, detail=f"the comparison took more than {self._limits.timeout_s:g} s"
+            )
         except WorkerEndedError as error:
             return self._ended(*error.args)
         except WorkerStartError as error:

@@ -31,7 +31,7 @@ class BinaryOperation:
 
 
 Expression = int | BinaryOperation
-"""A number, or a `Join`."""
+"""A number, or a `BinaryOperation`."""
 
 
 def random_expression(rng: Random, numbers: Sequence[int], operators: Sequence[Operator]) -> Expression | None:

@@ -4,4 +4,4 @@ from rewards.sandbox.config import SandboxConfig
 from rewards.sandbox.sandbox import ExitReason, RunResult, Sandbox
 from rewards.sandbox.suite import Suite, SuiteVerdict
 
-__all__ = ["ProgramEnding", "Ran", "Sandbox", "SandboxConfig", "Suite", "SuiteVerdict"]
+__all__ = ["ExitReason", "RunResult", "Sandbox", "SandboxConfig", "Suite", "SuiteVerdict"]

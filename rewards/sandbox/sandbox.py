@@ -33,8 +33,8 @@ from typing import Any
 from rewards.problem import Outcome
 from rewards.sandbox import bubblewrap, gvisor
 from rewards.sandbox.config import SandboxConfig
-from rewards.sandbox.process import SandboxedProcess, deadline, memory_file
 from rewards.sandbox.inside import wire
+from rewards.sandbox.process import SandboxedProcess, deadline, memory_file
 from rewards.sandbox.suite import Suite, SuiteVerdict
 
 _GRACE_S = 3.0
@@ -91,8 +91,8 @@ class Sandbox:
         probe = _run(config.model_copy(update={"wall_s": _PROBE_S}), "print('up')", b"")
         if probe.stdout != b"up\n":
             raise ValueError(
-                f"the sandbox {config.kind} does not start here ({probe.last_error_line or probe.exit_reason}): it needs user "
-                "namespaces, or root with the right to mount; sandbox.kind: none runs code without one"
+                f"the sandbox {config.kind} does not start here ({probe.last_error_line or probe.exit_reason}): it needs "
+                "user namespaces, or root with the right to mount; sandbox.kind: none runs code without one"
             )
 
     def run(self, program: str, stdin: bytes = b"") -> RunResult:
@@ -113,7 +113,9 @@ class Sandbox:
                 self._config, "candidate", (program_fd, theirs.fileno()), subprocess.DEVNULL, subprocess.DEVNULL
             )
             with contextlib.closing(candidate), candidate:
-                judge = SandboxedProcess(self._config, "judge", (suite_fd, ours.fileno()), subprocess.PIPE, subprocess.DEVNULL)
+                judge = SandboxedProcess(
+                    self._config, "judge", (suite_fd, ours.fileno()), subprocess.PIPE, subprocess.DEVNULL
+                )
                 with contextlib.closing(judge), judge:
                     # Only these two processes hold the ends, so each notices when the other ends.
                     ours.close()

@@ -14,9 +14,9 @@ from pydantic import model_validator
 
 from rewards.data.dataset import DataConfig, DataTask
 from rewards.data.prompts import D1_FORMAT, format_completion, user_turn
-from rewards.problem import Grade, Outcome, Problem, Split
 from rewards.parsing.answers import last_tagged
 from rewards.parsing.code_blocks import code_blocks
+from rewards.problem import Grade, Outcome, Problem, Split
 from rewards.sandbox import Sandbox, SandboxConfig, Suite, SuiteVerdict
 
 LONGEST_PROGRAM = 100_000

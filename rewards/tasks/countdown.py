@@ -13,13 +13,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rewards.data.dataset import FileProblems, DataSources, shuffled_prefix
-from rewards.data.sampling import sample_distinct, rng_for
+from rewards.data.dataset import DataSources, FileProblems, shuffled_prefix
 from rewards.data.prompts import D1_FORMAT, PromptStyle, format_completion, user_turn
 from rewards.data.rows import Row, preview
+from rewards.data.sampling import rng_for, sample_distinct
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.python_arithmetic import evaluate_python_arithmetic
-from rewards.problem import Grade, Message, Problem, GradingRules, Split
 from rewards.parsing.answers import last_answer
 from rewards.parsing.arithmetic import EvaluatedExpression, Operator
 from rewards.parsing.equations import final_equation, read_statements
@@ -31,6 +30,7 @@ from rewards.parsing.expressions import (
     text_of,
     value_of,
 )
+from rewards.problem import Grade, GradingRules, Message, Problem, Split
 
 _ALL_OPERATORS: tuple[Operator, ...] = ("+", "-", "*", "/")
 

@@ -12,9 +12,9 @@ from rewards.data.rows import Row, preview
 from rewards.data.sources import HubSplit
 from rewards.first_d1.maths import gsm8k_number, gsm8k_truth
 from rewards.first_d1.training_rewards import gsm8k_parts
-from rewards.problem import Grade, Problem, Split
 from rewards.parsing.answers import last_answer
 from rewards.parsing.quantities import NO_NUMBER_FOUND, final_quantity, read_quantity
+from rewards.problem import Grade, Problem, Split
 
 _HUB = {
     Split.TRAIN: HubSplit(repo="openai/gsm8k", config="main", split="train", num_rows=7473),

@@ -13,7 +13,7 @@ from rewards.data.rows import Row, preview
 from rewards.data.sources import HubSplit
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.code_task import ProgramsConfig, CodeTask, instruction, code_demonstration, metadata_of, program_in
+from rewards.tasks.code_task import CodeTask, ProgramsConfig, code_demonstration, instruction, metadata_of, program_in
 
 _HUB = {Split.TRAIN: HubSplit(repo="openai/openai_humaneval", split="test")}
 _EXAMPLE = {

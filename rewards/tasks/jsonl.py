@@ -9,16 +9,16 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from rewards.data.columns import Columns, answer_text, question_of_row, answer_of_row
+from rewards.data.columns import Columns, answer_of_row, answer_text, question_of_row
 from rewards.data.conversation import parse_conversation
 from rewards.data.dataset import DataConfig, DataTask, problem_id
 from rewards.data.prompts import D1_FORMAT, format_completion
 from rewards.data.rows import Row, json_in, preview
 from rewards.data.sources import HubSplit
-from rewards.maths import Limits, MathVerifier, AnswerVerdict, judge_answer, final_term
-from rewards.problem import Grade, Message, Problem, Split
+from rewards.maths import AnswerVerdict, Limits, MathVerifier, final_term, judge_answer
 from rewards.parsing.answers import final_answer
 from rewards.parsing.quantities import NO_NUMBER_FOUND, final_quantity, read_quantity
+from rewards.problem import Grade, Message, Problem, Split
 
 GraderName = Literal["exact", "choice", "number", "math", "none"]
 """How an answer is compared with the reference."""
@@ -168,7 +168,9 @@ def _is_same_choice(answer: str, right: str) -> bool:
 
 def _as_number(answer: str, right: str) -> AnswerVerdict:
     number = read_quantity(answer)
-    return AnswerVerdict(detail=NO_NUMBER_FOUND) if number is None else AnswerVerdict(right=number == read_quantity(right))
+    return (
+        AnswerVerdict(detail=NO_NUMBER_FOUND) if number is None else AnswerVerdict(right=number == read_quantity(right))
+    )
 
 
 _FINAL: Mapping[GraderName, Callable[[str], str | None]] = {"number": final_quantity, "math": final_term}

@@ -10,7 +10,7 @@ from rewards.data.rows import Row, preview
 from rewards.data.sources import HubSplit
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.code_task import ProgramsConfig, CodeTask, make_problem, program_in
+from rewards.tasks.code_task import CodeTask, ProgramsConfig, make_problem, program_in
 
 # The first d1's training set (its paper, section 4).
 _HUB = {Split.TRAIN: HubSplit(repo="KodCode/KodCode-Light-RL-10K", split="train")}
@@ -57,7 +57,9 @@ class Kodcode(CodeTask):
         ValueError."""
         self._check()
         fields = truth if isinstance(truth, dict) else {"test": truth}
-        return self._make_problem(Row(place="the ground truth", fields={"solution": "pass", **fields, "question": question}))
+        return self._make_problem(
+            Row(place="the ground truth", fields={"solution": "pass", **fields, "question": question})
+        )
 
     def _make_problem(self, row: Row) -> Problem:
         text, test = row.text("question"), row.text("test")

@@ -11,10 +11,10 @@ from rewards.data.sources import HubSplit
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.maths import equivalent, math_answer
 from rewards.first_d1.training_rewards import math_parts
-from rewards.maths import Limits, MathVerifier, AnswerVerdict, judge_answer, final_term, same_spelling
-from rewards.problem import Grade, Problem, Split
+from rewards.maths import AnswerVerdict, Limits, MathVerifier, final_term, judge_answer, same_spelling
 from rewards.parsing.answers import last_answer
 from rewards.parsing.boxed import last_boxed
+from rewards.problem import Grade, Problem, Split
 
 _HUB = {
     Split.TRAIN: HubSplit(repo="ankner/math-500", split="train", num_rows=7500),
@@ -122,7 +122,8 @@ def _answers(row: Row, solution: str) -> tuple[str, str]:
         answer = last_boxed(solution) or (published.strip() if published != solution else "")
     if not same_spelling(answer, answer):
         raise ValueError(
-            f"{row.place}: no answer in solution, {preview(solution)}; it should be in a \\boxed{{}}, or in column answer"
+            f"{row.place}: no answer in solution, {preview(solution)}; it should be in a \\boxed{{}}, or in column "
+            "answer"
         )
     if len(answer) > _MAX_GOLD_CHARS:
         raise ValueError(f"{row.place}: the answer has {len(answer)} characters; {_MAX_GOLD_CHARS} can be compared")

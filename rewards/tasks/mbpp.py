@@ -10,7 +10,7 @@ from rewards.data.rows import Row, preview
 from rewards.data.sources import HubSplit
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.code_task import ProgramsConfig, CodeTask, make_problem, program_in
+from rewards.tasks.code_task import CodeTask, ProgramsConfig, make_problem, program_in
 
 # Three of its 374 training rows repeat a question of the test split and are left out.
 _HUB = {

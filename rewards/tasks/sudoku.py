@@ -12,13 +12,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rewards.data.dataset import FileProblems, DataSources, shuffled_prefix
-from rewards.data.sampling import TooFewProblemsError, sample_distinct
+from rewards.data.dataset import DataSources, FileProblems, shuffled_prefix
 from rewards.data.prompts import D1_SUDOKU, PromptStyle, format_completion, user_turn
 from rewards.data.rows import Row, preview
+from rewards.data.sampling import TooFewProblemsError, sample_distinct
 from rewards.first_d1 import parsers as d1_parsers
-from rewards.problem import Grade, Problem, GradingRules, Split
 from rewards.parsing.answers import ascii_digits, final_answer, last_answer
+from rewards.problem import Grade, GradingRules, Problem, Split
 
 NUM_CELLS = 16
 EMPTY = "0"

@@ -8,12 +8,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from rewards.data.sampling import TooFewProblemsError, rng_for
 from rewards.data.prompts import format_completion, user_turn
 from rewards.data.rows import preview
+from rewards.data.sampling import TooFewProblemsError, rng_for
 from rewards.data.split import SplitConfig, split_of
-from rewards.problem import Grade, Problem, Split
 from rewards.parsing.answers import ascii_digits, last_answer
+from rewards.problem import Grade, Problem, Split
 
 
 class SumsConfig(SplitConfig):

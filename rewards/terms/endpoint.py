@@ -89,14 +89,15 @@ class Endpoint:
     before_try: Callable[[], None]
     """Called before every try, to limit the rate and to count."""
 
-    def post_json(self, question: Mapping[str, Any]) -> bytes:
+    def post_json(self, value: Mapping[str, Any]) -> bytes:
         """Post a JSON object and return the body of the response.
 
         Raises:
-            RefusedError: this request has no usable answer (status 400, 413 or 422, or a response that is too large).
+            RequestRejectedError: this request has no usable answer (status 400, 413 or 422, or a response that is too
+                large).
             RewardUnavailableError: no try succeeded, or the endpoint would refuse any request.
         """
-        body = json.dumps(question).encode()
+        body = json.dumps(value).encode()
         for attempt in range(1, self.num_tries + 1):
             try:
                 return self._try(body)
@@ -128,27 +129,27 @@ class Endpoint:
         return response.body
 
 
-def map_concurrently(ask: Callable[[Q], R], questions: Iterable[Q], max_concurrency: int) -> list[R]:
-    """Return `ask`'s result for each question, in order, with at most `max_concurrency` at a time.
+def map_concurrently(function: Callable[[Q], R], items: Iterable[Q], max_concurrency: int) -> list[R]:
+    """Return `function`'s result for each item, in order, with at most `max_concurrency` at a time.
 
-    Raises the first RewardUnavailableError and skips the questions that have not started. Otherwise an endpoint that
-    never answers would cost the full timeout for each question, and graders have a time limit.
+    Raises the first RewardUnavailableError and skips the items that have not started. Otherwise an endpoint that
+    never answers would cost the full timeout for each item, and graders have a time limit.
     """
     # The message and not the error, which keeps its frames alive, and with them the connection.
     found: list[str] = []
 
-    def unless_nobody_answers(question: Q) -> R:
-        # A thread whose question failed takes the next one before the pool can be cancelled.
+    def unless_unavailable(item: Q) -> R:
+        # A thread whose item failed takes the next one before the pool can be cancelled.
         if found:
             raise RewardUnavailableError(found[0])
         try:
-            return ask(question)
+            return function(item)
         except RewardUnavailableError as error:
             found.append(str(error))
             raise
 
     with ThreadPoolExecutor(max_concurrency) as pool:
-        return list(pool.map(unless_nobody_answers, questions))
+        return list(pool.map(unless_unavailable, items))
 
 
 def checked_url(url: str) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from rewards.sample import Sample
-from rewards.terms.endpoint import RemoteTermConfig, Endpoint, RequestRejectedError, map_concurrently, checked_url
+from rewards.terms.endpoint import Endpoint, RemoteTermConfig, RequestRejectedError, checked_url, map_concurrently
 from rewards.terms.term import EnvironmentName, NoValue, Value, as_value, secret_of
 
 

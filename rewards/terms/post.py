@@ -31,7 +31,7 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float,
     """Send `body` to `url` and read the response, all within about `timeout_s` seconds.
 
     Raises OSError (including TimeoutError) or http.client.HTTPException if the server cannot be reached or the
-    connection breaks, and TooLargeError if the response has more than `max_bytes`.
+    connection breaks, and ResponseTooLargeError if the response has more than `max_bytes`.
     """
     parts = urlsplit(url)
     deadline = time.monotonic() + timeout_s

@@ -54,7 +54,9 @@ def test_what_the_model_says_is_graded_up_to_its_end_of_turn(
 ) -> None:
     [problem] = make_task(TASK).problems(Split.HELDOUT, 1, seed=0)
     ids = source.tokenizer()(problem.reference_completion)["input_ids"]
-    monkeypatch.setattr(TransformersGenerator, "generate", lambda *_: [ModelResponse(token_ids=tuple(ids), is_ended=True)])
+    monkeypatch.setattr(
+        TransformersGenerator, "generate", lambda *_: [ModelResponse(token_ids=tuple(ids), is_ended=True)]
+    )
     found = autoregressive.scored(source, TASK, tmp_path, count=1, max_new_tokens=64, batch_size=1)
     assert (found["num_correct"], found["mean_tokens"], found["truncated"]) == (1, len(ids) + 1, 0)
 

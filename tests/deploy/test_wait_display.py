@@ -9,7 +9,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from deploy import wait_display
+from deploy import wait_display as module
 from deploy.wait_display import WaitDisplay, wait_display
 
 
@@ -32,7 +32,7 @@ def _waiting(file: _File, *, is_terminal: bool = False) -> WaitDisplay:
 
 
 def test_a_log_has_line_after_line_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_display, "EVERY_S", 0.01)
+    monkeypatch.setattr(module, "EVERY_S", 0.01)
     file = _File(3)
     wait = _waiting(file)
     wait.begin("starting [Ray]")
@@ -57,7 +57,7 @@ def test_what_is_quick_is_not_mentioned_but_where_it_should_be(capsys: pytest.Ca
 
 
 def test_it_can_become_something_else_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wait_display, "EVERY_S", 0.01)
+    monkeypatch.setattr(module, "EVERY_S", 0.01)
     file = _File(1, "port")
     wait = _waiting(file)
     wait.begin("starting the service", at_once=True)

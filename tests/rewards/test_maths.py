@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards import Outcome
-from rewards.maths import Limits, MathVerifier, process, normalized_latex, same_spelling, verifier
+from rewards.maths import Limits, MathVerifier, normalized_latex, process, same_spelling, verifier
 
 _ROOT = Path(__file__).parents[2]
 _DATA = _ROOT.parent / "shared" / "data" / "llada-generations" / "math500_256.jsonl"
@@ -43,7 +43,7 @@ def maths() -> Iterator[MathVerifier]:
 @pytest.fixture(scope="module")
 def strict() -> Iterator[MathVerifier]:
     """Little time, and no limit on the length: everything is read."""
-    maths = MathVerifier(Limits(cpu_s=0.4, wall_s=_WALL_S, max_chars=10_000_000, memory_bytes=400 << 20))
+    maths = MathVerifier(Limits(cpu_s=0.4, timeout_s=_WALL_S, max_chars=10_000_000, memory_bytes=400 << 20))
     assert maths.verify(*_HALF).right
     yield maths
     maths.close()
@@ -98,7 +98,7 @@ def others() -> frozenset[int]:
 @pytest.fixture
 def alone(others: frozenset[int]) -> Iterator[MathVerifier]:
     """A verifier that leaves nothing behind."""
-    maths = MathVerifier(Limits(cpu_s=0.4, wall_s=60.0))
+    maths = MathVerifier(Limits(cpu_s=0.4, timeout_s=60.0))
     yield maths
     maths.close()
     assert set(_descendants()) <= others
@@ -305,7 +305,7 @@ def test_an_interrupted_request_does_not_answer_the_next(maths: MathVerifier, mo
 _PARENT = """
 import sys
 from rewards.maths import Limits, MathVerifier
-maths = MathVerifier(Limits(cpu_s=60, wall_s=60))
+maths = MathVerifier(Limits(cpu_s=60, timeout_s=60))
 maths.verify("5", "10/2")
 print("ready", flush=True)
 maths.verify("5", sys.argv[1])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rewards import Outcome
-from rewards.maths import MathVerifier, judge_answer, final_term
+from rewards.maths import MathVerifier, final_term, judge_answer
 
 
 @pytest.fixture(scope="module")

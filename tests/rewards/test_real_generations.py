@@ -54,7 +54,7 @@ def test_sudoku_rewards_equal_a_slow_reference() -> None:
     for item in _generations("sudoku"):
         puzzle, solution = re.findall(r"\d{16}", item["question"])[0], item["ground_truth"]
         problem = Problem(
-            problem_id=puzzle, messages=(), answer=solution, demonstration="", metadata={"puzzle": puzzle}
+            problem_id=puzzle, messages=(), answer=solution, reference_completion="", metadata={"puzzle": puzzle}
         )
         cells = "".join(c for c in _d1_answer(item["generation"]) or "" if c.isdigit()).ljust(16, "0")[:16]
         empty = [cell for cell in range(16) if puzzle[cell] == "0"]

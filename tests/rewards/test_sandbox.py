@@ -220,7 +220,10 @@ def test_rights_cannot_be_had_back(sandbox: Sandbox, call: str) -> None:
 
 
 def test_no_command_of_the_system_is_there(sandbox: Sandbox) -> None:
-    assert "FileNotFoundError" in sandbox.run("import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])").last_error_line
+    assert (
+        "FileNotFoundError"
+        in sandbox.run("import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])").last_error_line
+    )
 
 
 def test_the_order_of_sets_is_the_same_in_every_run(sandbox: Sandbox) -> None:

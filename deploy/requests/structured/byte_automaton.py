@@ -143,7 +143,7 @@ def _patterns(schema: Any) -> list[str]:
 
 
 def _index(expression: str) -> Any:
-    """Build the automaton of an expression framed by `_BEGIN` and `_END`."""
+    """Build the automaton of an expression framed by `_PREFIX` and `_SUFFIX`."""
     from outlines_core import Index, Vocabulary
 
     _check_classes(expression)
@@ -176,7 +176,7 @@ def _check_classes(expression: str) -> None:
 
 
 def _numbered(index: Any) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
-    """Extract the automaton between `_BEGIN` and `_END`, without dead states, renumbered from the start state."""
+    """Extract the automaton between `_PREFIX` and `_SUFFIX`, without dead states, renumbered from the start state."""
     transitions, finals, first = index.get_transitions(), index.get_final_states(), index.get_initial_state()
     for byte in _PREFIX:
         first = transitions.get(first, {}).get(byte)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from actors.registry.records import POLICY, PolicyVersion
 from deploy.page.routes import page_router
 from deploy.program import version_of
-from deploy.requests.body import CompletionBody, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deploy.requests.body import ChatRequest, CompletionBody, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.requests.planner import RequestPlan
 from deploy.requests.responses import ResponsesRequest
 from deploy.runs.live_history import BEGINNING, Cursor

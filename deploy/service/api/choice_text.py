@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from deploy.requests.families import AnyRequest
-from deploy.requests.stopping import BROKEN, stop_text
 from deploy.requests.planner import RequestPlan
+from deploy.requests.stopping import BROKEN, stop_text
 from deploy.service.api.replies import ChatLogprobs, Slot, StepMap, TextLogprobs, TokenLogprob
 from deploy.service.api.text_codec import MASKED, TextCodec
 from deploy.service.contract import BlocksDone, Done

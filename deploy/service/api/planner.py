@@ -10,9 +10,9 @@ from structlog.contextvars import get_contextvars
 
 from actors.registry.records import BASE, BEST, POLICY
 from deploy.requests import planner
-from deploy.requests.families import AnyRequest, num_slots_of
 from deploy.requests.body import CompletionBody
 from deploy.requests.defaults import Defaults
+from deploy.requests.families import AnyRequest, num_slots_of
 from deploy.requests.planner import RequestPlan
 from deploy.requests.renoising import RenoisingDefaults
 from deploy.service.api.text_codec import TextCodec

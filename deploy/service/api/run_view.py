@@ -22,9 +22,9 @@ from deploy.service.api.replies import (
     DrawnEvaluation,
     DrawnRound,
     DrawnStep,
-    RunReply,
     RunEvents,
     RunHistoryReply,
+    RunReply,
     Samples,
 )
 from deploy.service.checkpoints import Checkpoints

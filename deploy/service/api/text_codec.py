@@ -9,9 +9,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from deploy.requests.errors import TEMPLATE_ERRORS, template_error_text
 from deploy.requests.families import AnyConfig
 from deploy.requests.stopping import BROKEN
-from deploy.requests.errors import TEMPLATE_ERRORS, template_error_text
 from deploy.requests.structured.grammars import Grammars
 from deploy.requests.structured.structure import Structure
 from deploy.service.errors import ServiceError

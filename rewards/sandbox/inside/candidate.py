@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 
 from rewards.sandbox.inside import limits, wire
-from rewards.sandbox.inside.peer import PeerGone, Peer
+from rewards.sandbox.inside.peer import Peer, PeerGone
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 
 from rewards.sandbox.inside import limits, operations, pytest_shim, wire
-from rewards.sandbox.inside.peer import PeerGone, Peer
+from rewards.sandbox.inside.peer import Peer, PeerGone
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _fill(
     given = [name for name in bound if name not in taken]
     # The names of `from solution import *`.
     module.__dict__["__all__"] = [name for name in given if not name.startswith("_")]
-    if suite["below"]:
+    if suite["appended"]:
         namespace.update({name: vars(module)[name] for name in given})
 
 
@@ -122,7 +122,7 @@ def _lacks_something(error: BaseException, suite: dict[str, Any]) -> bool:
     """Return whether the tests fail because the program does not define something."""
     module = sys.modules.get("solution")
     if isinstance(error, NameError):
-        return bool(suite["below"])
+        return bool(suite["appended"])
     return (isinstance(error, ImportError) and error.name == "solution") or (
         isinstance(error, AttributeError) and error.obj is module
     )

@@ -37,7 +37,7 @@ class Peer:
     """This side's end of the RPC channel."""
 
     def __init__(self, fd: int, is_allowed: Callable[[str, tuple[Any, ...]], bool]) -> None:
-        """Communicate over the socket `fd`. `allows` decides which operations the other side may perform here."""
+        """Communicate over the socket `fd`. `is_allowed` decides which operations the other side may perform here."""
         self._fd, self._is_allowed = fd, is_allowed
         self._mine: list[Any] = []
         self._numbers: dict[int, int] = {}
@@ -50,7 +50,7 @@ class Peer:
         """Whether any request was sent: only then can the other side be the cause of a failure."""
 
     def send(self, message: Any) -> None:
-        """Send a message. Raises ValueError if it cannot be encoded, and `Gone`."""
+        """Send a message. Raises ValueError if it cannot be encoded, and `PeerGone`."""
         data = wire.encode(message, self._refer)
         try:
             wire.send(self._fd, data)
@@ -59,7 +59,7 @@ class Peer:
             raise PeerGone from None
 
     def receive(self) -> tuple[Any, ...]:
-        """Return the next message. Raises `Gone`."""
+        """Return the next message. Raises `PeerGone`."""
         data = wire.receive(self._fd)
         try:
             message = None if data is None else wire.decode(data, self._resolve)
@@ -74,7 +74,7 @@ class Peer:
 
     def call(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         """Perform an operation on the other side and return its result. Raises what it raises there, TypeError, or
-        `Gone`."""
+        `PeerGone`."""
         self.has_called = True
         given = _mutable_by_place(args, kwargs)
         try:
@@ -98,7 +98,7 @@ class Peer:
                     raise PeerGone
 
     def serve_forever(self) -> None:
-        """Perform the operations that the other side requests until it is gone. Raises `Gone`."""
+        """Perform the operations that the other side requests until it is gone. Raises `PeerGone`."""
         while True:
             match self.receive():
                 case ("do", str(name), tuple(args), dict(kwargs)):

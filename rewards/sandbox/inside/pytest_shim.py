@@ -135,7 +135,7 @@ _NEEDS = (
 
 
 def refuse(tests: str) -> None:
-    """Raise `Unsupported` for tests that use unsupported features which would not fail by themselves."""
+    """Raise `UnsupportedTestError` for tests that use unsupported features which would not fail by themselves."""
     for need in _NEEDS:
         if need in tests:
             raise UnsupportedTestError(f"the tests have `{need}`, which is not supported here")

@@ -12,7 +12,7 @@ from rewards.terms.endpoint import Endpoint, RequestRejectedError, map_concurren
 from rewards.terms.judge.cache import open_cache
 from rewards.terms.judge.config import JudgeConfig
 from rewards.terms.judge.limits import Costs, RateLimit
-from rewards.terms.judge.prompt import Message, retry_messages, judge_messages
+from rewards.terms.judge.prompt import Message, judge_messages, retry_messages
 from rewards.terms.term import NoValue, Value, secret_of
 
 _DEFAULTS = {"temperature": 0, "max_tokens": 64}
@@ -47,7 +47,9 @@ class Judge:
         asked = [self._messages(sample) for sample in samples]
         keys = [self._key(messages) for messages in asked]
         different = dict(zip(keys, asked, strict=True))
-        verdicts = map_concurrently(lambda asked: self._verdict(*asked), different.items(), self._config.max_concurrency)
+        verdicts = map_concurrently(
+            lambda asked: self._verdict(*asked), different.items(), self._config.max_concurrency
+        )
         by_key = dict(zip(different, verdicts, strict=True))
         self._costs.add(num_cached=len(keys) - len(different))
         return [by_key[key] for key in keys]
@@ -96,7 +98,7 @@ class Judge:
         return NoValue(detail=f"the judge {self._config.model} gave no verdict when asked twice, but {shown}")
 
     def _answer(self, messages: Sequence[Message]) -> str:
-        """Return the model's reply. Raises RefusedError if the server's response is not a chat completion."""
+        """Return the model's reply. Raises RequestRejectedError if the server's response is not a chat completion."""
         request = self._request(messages)
         if self._is_constrained:
             try:
@@ -132,7 +134,9 @@ class Judge:
             usage = reply.get("usage") or {}
             counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise RequestRejectedError(f"its server answered with no chat completion ({type(error).__name__})") from error
+            raise RequestRejectedError(
+                f"its server answered with no chat completion ({type(error).__name__})"
+            ) from error
         self._costs.add(**counts)
         # A reply without content (a refusal, a tool call) counts as an answer that cannot be read.
         return text if isinstance(text, str) else ""

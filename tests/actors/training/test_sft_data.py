@@ -72,7 +72,9 @@ def test_demonstrations_that_do_not_fit_are_left_out_and_counted(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = ChatTokenizer.encode_completion
-    texts = [problem.reference_completion for problem in RunPlan(spec, ChatTokenizer(spec.initial_checkpoint)).train[:10]]
+    texts = [
+        problem.reference_completion for problem in RunPlan(spec, ChatTokenizer(spec.initial_checkpoint)).train[:10]
+    ]
     longer = [*encode(ChatTokenizer(spec.initial_checkpoint), texts[0]), 2, 2, 2, 2]
     monkeypatch.setattr(
         ChatTokenizer, "encode_completion", lambda self, text: longer if text == texts[0] else encode(self, text)

@@ -133,7 +133,9 @@ def _without_seconds(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "seconds"}
 
 
-def test_samples_differ_and_are_the_same_again(evaluate: Callable, inline: list[EvaluationBatch], workdir: Path) -> None:
+def test_samples_differ_and_are_the_same_again(
+    evaluate: Callable, inline: list[EvaluationBatch], workdir: Path
+) -> None:
     words = ("--samples", "4", "--temperature", "1", "--problems", "6", "--schedules", "0.5", "--json")
     (cell,) = _cells(evaluate(*words))
     assert (cell["num_problems"], cell["num_samples"]) == (6, 4)
@@ -314,7 +316,11 @@ def test_what_is_named_twice_is_asked_once(evaluate: Callable, workdir: Path) ->
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_is_answered(
-    sent: signal.Signals, evaluate: Callable, inline: list[EvaluationBatch], monkeypatch: pytest.MonkeyPatch, workdir: Path
+    sent: signal.Signals,
+    evaluate: Callable,
+    inline: list[EvaluationBatch],
+    monkeypatch: pytest.MonkeyPatch,
+    workdir: Path,
 ) -> None:
     # Whoever runs the tests in the background of a script has Ctrl-C ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,7 +14,7 @@ import pytest
 from deploy.errors import UserError
 from deploy.evaluation.compare import compare, find_evaluation, mcnemar, sentence
 from deploy.evaluation.metrics import compute_metrics
-from deploy.evaluation.record import RecordWriter, CellRecord, fingerprint, read_record, take_lock
+from deploy.evaluation.record import CellRecord, RecordWriter, fingerprint, read_record, take_lock
 from deploy.evaluation.worker import Answer, AnsweredBatch
 from rollout.score import Score
 

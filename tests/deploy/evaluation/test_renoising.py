@@ -33,7 +33,9 @@ def evaluate(d1: Callable, checkpoint: Path, workdir: Path) -> Callable:
     return run
 
 
-def test_its_answers_are_the_samplers(evaluate: Callable, inline: list[EvaluationBatch], checkpoint: Path, workdir: Path) -> None:
+def test_its_answers_are_the_samplers(
+    evaluate: Callable, inline: list[EvaluationBatch], checkpoint: Path, workdir: Path
+) -> None:
     schedules = "steps=3,entropy_bound=2.5"
     ended = evaluate("--lengths", "12", "--schedules", schedules, "--samples", "2", "--seed", "7", "--json")
     assert ended.status == 0, ended.err

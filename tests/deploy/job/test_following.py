@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from deploy.interrupts import Terminated, terminated_by_sigterm
 from deploy.job import following as module
-from deploy.job.following import RunFollower, following, checkpoint_on_stop
+from deploy.job.following import RunFollower, checkpoint_on_stop, following
 
 
 class _Coordinator:

@@ -277,7 +277,7 @@ def test_so_many_problems_that_they_cannot_exist_are_refused_without_making_them
         return sample_distinct(draw_one, count=count, **arguments)
 
     for task in ("countdown", "sudoku"):
-        monkeypatch.setattr(f"rewards.tasks.{task}.draw_distinct", draw)
+        monkeypatch.setattr(f"rewards.tasks.{task}.sample_distinct", draw)
     huge = replace(PLENTY, memory_bytes=10**14)
     words = (*overrides, TOO_MANY, "evaluation.num_problems=1", "sft.num_steps=0")
     (problem,) = _problems(recipe_file, *words, available=huge)
@@ -294,7 +294,7 @@ def test_of_problems_that_exist_a_few_are_made_and_the_memory_of_all_counts(
         made.append(count)
         return sample_distinct(draw_one, count=count, **arguments)
 
-    monkeypatch.setattr("rewards.tasks.countdown.draw_distinct", draw)
+    monkeypatch.setattr("rewards.tasks.countdown.sample_distinct", draw)
     available = replace(PLENTY, memory_bytes=32 * 10**9)
     (problem,) = _problems(recipe_file, MANY_COUNTDOWNS, TOO_MANY, available=available)
     assert "GB of memory" in problem

@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[3]
 CODE = """
 import os, sys
 from pathlib import Path
-from deploy.job.ray_output import native_words_in
+from deploy.job.ray_output import redirect_native_output
 
 screen = sys.stdout
-with native_words_in(Path(sys.argv[1])):
+with redirect_native_output(Path(sys.argv[1])):
     os.write(2, b"native code says\\n")
     print("a listener of Ray's says")
     screen.write("the display shows\\n")

@@ -21,7 +21,7 @@ from deploy.job.scaling import scaling
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import make_spec
-from deploy.runs.scale_request import ScaleAnswer, write_answer, read_request
+from deploy.runs.scale_request import ScaleAnswer, read_request, write_answer
 
 ROOM = Resources(
     where="the cluster at 10.0.0.1:6379",

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from deploy.evaluation.record import RecordWriter, fingerprint
-from deploy.evaluation.worker import Answer
-from deploy.evaluation.worker import AnsweredBatch as AnsweredBatch
+from deploy.evaluation.worker import Answer, AnsweredBatch
 from deploy.report.differences import fields_of
-from deploy.report.eval_results import read_eval_cells, pareto_front
+from deploy.report.eval_results import pareto_front, read_eval_cells
 from deploy.report.examples import GradedCompletion, ReportExample, Token, make_examples
 from deploy.report.report import write_report
-from deploy.runs.listing import read_run
 from deploy.runs.checkpoints import read_recipe
+from deploy.runs.listing import read_run
 from rollout.request import SamplingParams
 
 Events = list[dict[str, Any]]

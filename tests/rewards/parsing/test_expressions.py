@@ -8,8 +8,8 @@ import pytest
 
 from rewards.parsing.arithmetic import Operator, evaluate
 from rewards.parsing.expressions import (
-    Expression,
     BinaryOperation,
+    Expression,
     count_correct_steps,
     random_expression,
     steps_of,

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 
 from rewards import Outcome, Problem, Split, make_task
 from rewards.sandbox import Sandbox, SandboxConfig
+from rewards.tasks.code_task import LONGEST_PROGRAM, has_format, program_in
 from rewards.tasks.humaneval import HumanEval, HumanEvalConfig
 from rewards.tasks.kodcode import Kodcode, KodcodeConfig
 from rewards.tasks.mbpp import Mbpp, MbppConfig
-from rewards.tasks.code_task import LONGEST_PROGRAM, has_format, program_in
 
 _HUMANEVAL = Path(__file__).parents[3].parent / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
 _TASKS = [HumanEval(HumanEvalConfig()), Kodcode(KodcodeConfig()), Mbpp(MbppConfig())]

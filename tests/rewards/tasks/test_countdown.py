@@ -29,7 +29,9 @@ the target number. For example, if the numbers are [2, 3, 4] and the target is 5
 
 
 def _problem(numbers: str, target: int) -> Problem:
-    return Problem(problem_id="p", messages=(), answer=str(target), demonstration="", metadata={"numbers": numbers})
+    return Problem(
+        problem_id="p", messages=(), answer=str(target), reference_completion="", metadata={"numbers": numbers}
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,9 @@ def test_what_d1s_eval_takes_the_restatement_takes() -> None:
 )
 def test_a_line_has_numbers_and_target_as_a_list_or_an_object(truth: object) -> None:
     task = Countdown(CountdownConfig())
-    assert [task.grade(task.from_ground_truth("?", truth), f"<answer>{sum_}</answer>").correct for sum_ in ("2+3", "2*3")] == [1, 0]
+    assert [
+        task.grade(task.from_ground_truth("?", truth), f"<answer>{sum_}</answer>").correct for sum_ in ("2+3", "2*3")
+    ] == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ def test_a_row_becomes_a_problem_in_d1s_words(tmp_path: Path) -> None:
         "\nRespond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
         "\n\nHow many legs have two cats?"
     )
-    assert problems["8"].reference_completion == ("<reasoning>\nEach has 4.\n2 * 4 = 8\n</reasoning>\n<answer>\n8\n</answer>")
+    assert problems["8"].reference_completion == (
+        "<reasoning>\nEach has 4.\n2 * 4 = 8\n</reasoning>\n<answer>\n8\n</answer>"
+    )
 
 
 def test_the_compact_style_is_the_question_and_the_answer(tmp_path: Path) -> None:

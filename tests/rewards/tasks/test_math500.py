@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from rewards import Math500, Math500Config, Outcome, Problem, Split, TaskConfig
-from rewards.maths import MathVerifier, AnswerVerdict
+from rewards.maths import AnswerVerdict, MathVerifier
 
 _ROWS = [
     {"problem": "Compute $\\frac{1}{4} + \\frac{1}{4}$.", "solution": "They add up to $\\boxed{\\frac{1}{2}}.$"},

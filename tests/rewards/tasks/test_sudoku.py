@@ -89,7 +89,9 @@ def _solutions_by_search(puzzle: str) -> int:
     ],
 )
 def test_rewards_are_d1s(text: str, reward: float, correct: bool) -> None:
-    problem = Problem(problem_id="p", messages=(), answer=_SOLUTION, demonstration="", metadata={"puzzle": _PUZZLE})
+    problem = Problem(
+        problem_id="p", messages=(), answer=_SOLUTION, reference_completion="", metadata={"puzzle": _PUZZLE}
+    )
     grade = Sudoku(SudokuConfig()).grade(problem, text)
     assert (grade.reward, grade.correct) == (reward, correct)
     assert grade.parts == {"cells": reward}

@@ -67,7 +67,7 @@ def test_no_permutation_of_a_heldout_problem_is_in_train() -> None:
     ],
 )
 def test_reward_is_the_fraction_of_right_digits(text: str, reward: float, correct: bool) -> None:
-    problem = Problem(problem_id="p", messages=(), answer="309", demonstration="")
+    problem = Problem(problem_id="p", messages=(), answer="309", reference_completion="")
     grade = Sums(SumsConfig()).grade(problem, text)
     assert (grade.reward, grade.correct) == (reward, correct)
     assert grade.parts == {"digits": reward}

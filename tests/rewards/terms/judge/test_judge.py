@@ -25,7 +25,7 @@ from rewards.terms.judge.cache import FileCache, MemoryCache
 from rewards.terms.judge.config import JudgeConfig
 from rewards.terms.judge.judge import Judge
 from rewards.terms.judge.limits import RateLimit
-from rewards.terms.judge.prompt import truncate_middle, judge_messages
+from rewards.terms.judge.prompt import judge_messages, truncate_middle
 from rewards.terms.judge.verdict import ChoiceVerdict, ScoreVerdict
 from rewards.terms.term import NoValue
 from tests.rewards.conftest import Reply, Server, make_sample
