@@ -103,7 +103,7 @@ class ResponseFile:
             raise UserError(f"cannot write {path}: {reason(error)}") from error
 
     def add(self, rows: Sequence[Mapping[str, Any]], progress: ResponseProgress) -> None:
-        """Append rows, and save the progress `progress` with the new number of bytes."""
+        """Append rows, and save `progress` with the new number of bytes."""
         self._file.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
         self._file.flush()
         self.progress = replace(progress, num_bytes=self._file.tell())

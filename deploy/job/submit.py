@@ -152,8 +152,8 @@ async def _info(client: JobClient, job_id: str) -> Any:
             if time.monotonic() > deadline:
                 first_line = str(error).partition("\n")[0]
                 raise RunFailedError(
-                    f"nobody has said for {_HEAD_RESTART_TIMEOUT_S:.0f} s how job {job_id} stands: {first_line}; it may "
-                    "go on, and the same command follows it again"
+                    f"nobody has said for {_HEAD_RESTART_TIMEOUT_S:.0f} s how job {job_id} stands: {first_line}; it "
+                    "may go on, and the same command follows it again"
                 ) from error
         await asyncio.sleep(_POLL_S)
 

@@ -34,7 +34,7 @@ class RequestLine(SamplerKeys, CompletionBody):
     @property
     def parameter_layers(self) -> list[Values]:
         """See `CompletionBody`. The sampler's own keys override the body's."""
-        return [*super().layers, self.sampler_values]
+        return [*super().parameter_layers, self.sampler_values]
 
     @property
     def fixed(self) -> dict[str, int]:
@@ -44,7 +44,7 @@ class RequestLine(SamplerKeys, CompletionBody):
     @property
     def names(self) -> dict[str, str]:
         """See `CompletionBody`. Each given field has the name under which it was given."""
-        body = {key: FIELD_PATHS.get(key, key) for key in super().layers[0]}
+        body = {key: FIELD_PATHS.get(key, key) for key in super().parameter_layers[0]}
         own = {key: key for key in SamplerKeys.model_fields if getattr(self, key) is not None}
         if super().fixed:
             body["fixed_tokens"] = FIELD_PATHS["fixed_tokens"]

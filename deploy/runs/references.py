@@ -23,7 +23,7 @@ _LEAST_LIKENESS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reference:
+class ResolvedReference:
     """The run or checkpoint that a reference names."""
 
     directory: Path
@@ -32,7 +32,7 @@ class Reference:
     """Whether it is a run, not a checkpoint."""
 
 
-def find(reference: str, runs_dir: Path) -> Reference:
+def find(reference: str, runs_dir: Path) -> ResolvedReference:
     """Find the run or checkpoint that a user names.
 
     Args:
@@ -52,7 +52,7 @@ def find(reference: str, runs_dir: Path) -> Reference:
         from learner.model.hub import find_checkpoint, is_hub_id
 
         if is_hub_id(reference):
-            return Reference(directory=find_checkpoint(reference), is_run=False)
+            return ResolvedReference(directory=find_checkpoint(reference), is_run=False)
     raise _not_found_error(reference, runs_dir, f", {reference} is no directory, and no hub id either")
 
 
@@ -105,7 +105,7 @@ def with_resolved_checkpoint(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpoint": newest})})
 
 
-def _find_here(reference: str, runs_dir: Path) -> Reference | None:
+def _find_here(reference: str, runs_dir: Path) -> ResolvedReference | None:
     """Find a reference as `find`, but only on local disk; None if there is nothing."""
     try:
         return _find_in(runs_dir, reference)
@@ -114,19 +114,19 @@ def _find_here(reference: str, runs_dir: Path) -> Reference | None:
         return None
 
 
-def _find_in(runs_dir: Path, reference: str) -> Reference | None:
+def _find_in(runs_dir: Path, reference: str) -> ResolvedReference | None:
     places = runs_dir / reference, Path(reference)
     for place in places:
         if _is_run(place):
-            return Reference(directory=_unlinked(place), is_run=True)
+            return ResolvedReference(directory=_unlinked(place), is_run=True)
     for place in (*places, *(place.parent / CHECKPOINTS / place.name for place in places)):
         if _is_checkpoint(place):
-            return Reference(directory=place, is_run=False)
+            return ResolvedReference(directory=place, is_run=False)
     for place in places:
         if place.name in (_BEST, _LAST) and not place.exists() and _is_run(place.parent):
-            return Reference(directory=_alias_target(_unlinked(place.parent), place.name), is_run=False)
+            return ResolvedReference(directory=_alias_target(_unlinked(place.parent), place.name), is_run=False)
     # The code that reads it reports what is wrong with it.
-    return Reference(directory=places[1], is_run=False) if places[1].is_dir() else None
+    return ResolvedReference(directory=places[1], is_run=False) if places[1].is_dir() else None
 
 
 def _alias_target(run: Path, alias: str) -> Path:

@@ -91,8 +91,8 @@ class Sandbox:
         probe = _run(config.model_copy(update={"wall_s": _PROBE_S}), "print('up')", b"")
         if probe.stdout != b"up\n":
             raise ValueError(
-                f"the sandbox {config.kind} does not start here ({probe.last_error_line or probe.exit_reason}): it needs "
-                "user namespaces, or root with the right to mount; sandbox.kind: none runs code without one"
+                f"the sandbox {config.kind} does not start here ({probe.last_error_line or probe.exit_reason}): it "
+                "needs user namespaces, or root with the right to mount; sandbox.kind: none runs code without one"
             )
 
     def run(self, program: str, stdin: bytes = b"") -> RunResult:
