@@ -126,7 +126,7 @@ class Task(Protocol):
         ...
 
     def warnings(self) -> list[str]:
-        """Return sentences for the user about the data read so far, such as how many rows were left out."""
+        """Return warnings for the user about the data read so far, such as how many rows were left out."""
         ...
 
     def example(self) -> Problem:

@@ -129,7 +129,7 @@ def prepare(
     out: Path,
     on_warning: Callable[[str], object],
 ) -> list[PreparedCell]:
-    """Prepare the cells with their existing records; `on_warning` receives remarks on the data.
+    """Prepare the cells with their existing records; `on_warning` receives warnings about the data.
 
     Raises UserError, before any sampling, if the options or the data are invalid.
     """

@@ -49,7 +49,7 @@ class EvaluationBatch:
 
 
 def problems_of(cell: Cell, on_warning: Callable[[str], object]) -> list[Problem]:
-    """Return the held-out problems of a cell; `on_warning` receives remarks on the data.
+    """Return the held-out problems of a cell; `on_warning` receives warnings about the data.
 
     Raises UserError if there are too few, or the data is not available.
     """

@@ -53,7 +53,7 @@ def open_task(config: TaskConfig) -> Task:
 
 
 def describe_task(name: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Describe a task: its sizes, remarks on its data, and an example with its answer."""
+    """Describe a task: its sizes, warnings about its data, and an example with its answer."""
     is_bare = name == CUSTOM_TASK and not overrides
     config = task_config(name, ["grader=exact", "train_data=YOURS.jsonl"] if is_bare else overrides)
     task = open_task(config)

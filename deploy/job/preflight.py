@@ -44,7 +44,7 @@ def preflight(
 ) -> list[str]:
     """Return why the recipe cannot run, in sentences that say what would help; empty if it can.
 
-    `on_warning` receives remarks that prevent no run, such as which rows of the data are left out.
+    `on_warning` receives warnings that prevent no run, such as which rows of the data are left out.
     """
     needs = needs_of(recipe, serve=serve, num_machines=available.num_machines)
     problems = [

@@ -60,7 +60,7 @@ class FileProblems:
         self._all = cache(self._read)
         self._solutions = cache(self._read_solutions)
         self.warnings: list[str] = []
-        """Sentences on what was left out of the files read so far."""
+        """Warnings about what was left out of the files read so far."""
 
     def of(self, split: Split) -> tuple[Problem, ...] | None:
         """Return all problems of a split's file; None if it has none. Raises ValueError as `load_problems`."""
@@ -108,7 +108,7 @@ class Dataset:
         # Read once: the preflight needs both splits, and the coordinator needs them again in each of its phases.
         self._all = cache(self._read)
         self.warnings: list[str] = []
-        """Sentences on what was left out of the data read so far."""
+        """Warnings about what was left out of the data read so far."""
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """Return `count` problems of a split in the order of a seed: a smaller count gives a prefix of a larger one's.
@@ -196,7 +196,7 @@ class DataTask:
         return self._dataset.max_size(split)
 
     def warnings(self) -> list[str]:
-        """Return sentences on what was left out of the data read so far."""
+        """Return warnings about what was left out of the data read so far."""
         return self._dataset.warnings
 
     def example(self) -> Problem:
@@ -211,7 +211,7 @@ class DataTask:
 def load_problems(
     source: Path | HubSplit, make_problem: Callable[[Row], Problem], warnings: list[str]
 ) -> tuple[Problem, ...]:
-    """Return the problems of a source's rows. Of equal ones the first is kept; a remark reports the others.
+    """Return the problems of a source's rows. Of equal ones the first is kept; a warning reports the others.
 
     Raises ValueError if the source cannot be read or a row is not a problem.
     """
@@ -256,7 +256,7 @@ class _Found:
 
 
 def _left_out(source: Path | HubSplit, num_rows: int, repeats: _Found, contradictions: _Found) -> str:
-    """Return the remark on rows that repeat a problem."""
+    """Return the warning about rows that repeat a problem."""
 
     def first(found: _Found) -> str:
         # The sentence already begins with the source.

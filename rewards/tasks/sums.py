@@ -60,7 +60,7 @@ class Sums:
         return self.size(split)
 
     def warnings(self) -> list[str]:
-        """Return no remarks: all problems are generated."""
+        """Return no warnings: all problems are generated."""
         return []
 
     def example(self) -> Problem:

@@ -23,7 +23,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> list[EvaluationBatch]:
             asked.append(batch)
             yield worker.answer(batch)
 
-    monkeypatch.setattr("deploy.evaluation.evaluate.answers", answers)
+    monkeypatch.setattr("deploy.evaluation.evaluate.answer_batches", answers)
     return asked
 
 

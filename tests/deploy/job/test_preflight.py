@@ -549,7 +549,7 @@ def test_data_that_cannot_be_used_is_refused_before_anything_starts(recipe_file:
     assert "x.jsonl, line 1: answer is missing; it should be a text or a number: what is right" in _problems(recipe)[0]
     (workdir / "x.jsonl").write_text("".join(f'{{"prompt": "{n % 90}?", "answer": 7}}\n' for n in range(100)))
     told: list[str] = []
-    assert _problems(recipe, tell=told.append) == []
+    assert _problems(recipe, on_warning=told.append) == []
     assert told == [
         f"{workdir / 'x.jsonl'}: 10 of 100 rows repeat an earlier problem and are left out, first line 91 (as line 1)"
     ]
