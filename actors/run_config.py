@@ -23,7 +23,7 @@ from learner.model.lora_config import LoraConfig
 from learner.parallel.sharding_config import ShardingConfig
 from learner.sft.sft import SftConfig
 from rewards import RewardConfig, TaskConfig
-from rewards.terms.endpoint import AskingConfig
+from rewards.terms.endpoint import RemoteTermConfig
 from rewards.terms.judge.config import JudgeConfig
 from rewards.terms.shaping import LengthPenaltyConfig
 from rewards.terms.term import TermConfig
@@ -203,7 +203,7 @@ class RunConfig(BaseModel):
     @property
     def grading_timeout_s(self) -> float:
         """Timeout for grading one work unit: `grading.timeout_s`, plus the time limit of each completion."""
-        return self.grading.timeout_s + self.most_portion_requests * self.task.longest_grade_s
+        return self.grading.timeout_s + self.most_portion_requests * self.task.max_grading_s
 
     @property
     def most_groups_per_round(self) -> int:
@@ -331,10 +331,10 @@ class RunConfig(BaseModel):
         gen_length, limit_s, count = self.rollout.sampling.gen_length, self.grading.timeout_s, self.rollout.batch_size
         if isinstance(term, LengthPenaltyConfig) and term.buffer_tokens > gen_length:
             return f".buffer_tokens {term.buffer_tokens} exceeds rollout.sampling.gen_length {gen_length}"
-        if isinstance(term, AskingConfig) and term.patience_s > limit_s:
+        if isinstance(term, RemoteTermConfig) and term.total_timeout_s > limit_s:
             return (
-                f" may wait {term.patience_s:g} s for a server that does not answer, and a grader is restarted after "
-                f"grading.timeout_s {limit_s:g}; take a larger one, or a smaller timeout_s or num_tries"
+                f" may wait {term.total_timeout_s:g} s for a server that does not answer, and a grader is restarted "
+                f"after grading.timeout_s {limit_s:g}; take a larger one, or a smaller timeout_s or num_tries"
             )
         rate = term.requests_per_minute if isinstance(term, JudgeConfig) else None
         if rate is not None and count * 60 / rate > limit_s:

@@ -55,7 +55,7 @@ def grading(task: str, path: Path, workers: int) -> list[Speed]:
 def _work(task: str, path: Path, share: slice, barrier: Any, queue: Any) -> None:
     chosen = make_task(TypeAdapter(TaskConfig).validate_python({"name": task}))
     rows = [row.fields for row in rows_of(path)]
-    lines = [(chosen.posed(row["question"], row["ground_truth"]), row["generation"]) for row in rows[share]]
+    lines = [(chosen.from_ground_truth(row["question"], row["ground_truth"]), row["generation"]) for row in rows[share]]
     # It starts what it needs.
     chosen.grade(chosen.example(), "<answer>\\sqrt{9}</answer>")
     taken = []

@@ -25,14 +25,14 @@ from rich.table import Table
 
 from rewards import Countdown, CountdownConfig, HumanEval, HumanEvalConfig, Problem, Split, Sudoku, SudokuConfig, Task
 from rewards.sandbox import Sandbox, SandboxConfig
-from rewards.tasks.programs import program_in
+from rewards.tasks.code_task import program_in
 
 _HUMANEVAL = Path(__file__).parents[2] / "shared" / "data" / "humaneval" / "HumanEval.jsonl.gz"
 
 
 def _each(task: Task, problems: list[Problem]) -> Iterator[Callable[[], object]]:
     for problem in cycle(problems):
-        yield partial(task.grade, problem, problem.demonstration)
+        yield partial(task.grade, problem, problem.reference_completion)
 
 
 def countdown() -> Iterator[Callable[[], object]]:
@@ -63,7 +63,7 @@ def humaneval_without() -> Iterator[Callable[[], object]]:
     for problem in cycle(problems):
         given = problem.metadata
         tests, name = "\n".join(json.loads(given["tests"])), given["entry_point"]
-        source = f"{given['setup']}\n{program_in(problem.demonstration)}\ncandidate = {name}\n{tests}"
+        source = f"{given['setup']}\n{program_in(problem.reference_completion)}\ncandidate = {name}\n{tests}"
         yield partial(_run, source)
 
 

@@ -55,7 +55,7 @@ class Check:
 
 def run_checks(runs_dir: Path) -> Iterator[Check]:
     """Run all checks, and yield each when it is done. They leave nothing behind; one that raises has failed."""
-    for name, look in _looks(runs_dir).items():
+    for name, look in _checks(runs_dir).items():
         try:
             check = look(name)
         except Exception as error:  # The other checks are still useful.
@@ -70,7 +70,7 @@ def run_checks(runs_dir: Path) -> Iterator[Check]:
             yield check
 
 
-def _looks(runs_dir: Path) -> dict[str, Callable[[str], Check | None]]:
+def _checks(runs_dir: Path) -> dict[str, Callable[[str], Check | None]]:
     """Return the check functions by name; one that has nothing to report returns None."""
     return {
         "cores": _cores,
@@ -141,7 +141,7 @@ def _port(name: str, port: int, use: str) -> Check:
 
 
 def _python(name: str) -> Check:
-    return _version(name, platform.python_version(), "".join(_said_of_d1("Requires-Python")))
+    return _version(name, platform.python_version(), "".join(_metadata("Requires-Python")))
 
 
 def _package(name: str) -> Check:
@@ -149,7 +149,7 @@ def _package(name: str) -> Check:
 
     from packaging.requirements import Requirement
 
-    wanted = [item for item in map(Requirement, _said_of_d1("Requires-Dist")) if item.name == name]
+    wanted = [item for item in map(Requirement, _metadata("Requires-Dist")) if item.name == name]
     try:
         return _version(name, version(name), "".join(str(item.specifier) for item in wanted))
     except PackageNotFoundError:
@@ -157,7 +157,7 @@ def _package(name: str) -> Check:
         return Check(name=name, found="not installed", verdict=CheckOutcome.FAILED, fix=fix)
 
 
-def _said_of_d1(field: str) -> list[str]:
+def _metadata(field: str) -> list[str]:
     """Read a field of d1's package metadata; empty if d1 is only on the `PYTHONPATH`."""
     from importlib.metadata import PackageNotFoundError, metadata
 

@@ -17,7 +17,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM was received, as from `docker stop`, Slurm or Kubernetes."""
 
 
-def has_ended(fitted: Future[None], limit_s: float = math.inf) -> bool:
+def wait_until_done(fitted: Future[None], limit_s: float = math.inf) -> bool:
     """Wait for the learner group, and return whether it has ended within `limit_s`.
 
     The wait is in short sleeps. A signal delivered to another thread is only handled when the main thread runs, and two
@@ -31,7 +31,7 @@ def has_ended(fitted: Future[None], limit_s: float = math.inf) -> bool:
 
 def wait_for_interrupt() -> None:
     """Wait until Ctrl-C or SIGTERM raises; nothing else ends the wait."""
-    has_ended(Future())
+    wait_until_done(Future())
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 from deploy.errors import RunFailedError, UserError, reason
 from deploy.orphans import descendants, kill_descendants
 
-MOST_STARTS = 3
+MAX_STARTS = 3
 """Maximum number of attempts to start a local Ray."""
 
 
@@ -66,7 +66,7 @@ def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
         logging_level=logging.ERROR,
         runtime_env={"env_vars": WORKER_ENV},
     )
-    context = connected(connect, num_tries=MOST_STARTS if is_ours else 1)
+    context = connect_with_retries(connect, num_tries=MAX_STARTS if is_ours else 1)
     try:
         node: Any = ray.get_runtime_context().worker.node
         logs_dir = Path(node.get_logs_dir_path())
@@ -104,7 +104,7 @@ def _stay_on_loopback() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = os.environ[alone] not in ("0", "false")
 
 
-def connected(connect: Callable[[], Any], num_tries: int) -> Any:
+def connect_with_retries(connect: Callable[[], Any], num_tries: int) -> Any:
     """Return the result of `connect`, with retries: Ray gives its processes 30 s to start, too few on a busy machine.
 
     Raises RunFailedError if all attempts fail.
@@ -117,7 +117,7 @@ def connected(connect: Callable[[], Any], num_tries: int) -> Any:
             _clean_up_after(before)
             if attempt == num_tries:
                 raise RunFailedError(_why_no_ray(error, is_ours="RAY_ADDRESS" not in os.environ)) from error
-        with letting_go():
+        with ignoring_resource_warnings():
             gc.collect()
     raise AssertionError("a try returns or raises")
 
@@ -127,7 +127,7 @@ def _clean_up_after(before: Collection[int]) -> None:
     import ray
 
     started = descendants(os.getpid()).difference(before)
-    with letting_go():
+    with ignoring_resource_warnings():
         ray.shutdown()
     kill_descendants(spared=before)
     for pid in started:
@@ -137,7 +137,7 @@ def _clean_up_after(before: Collection[int]) -> None:
 
 
 @contextmanager
-def letting_go() -> Iterator[None]:
+def ignoring_resource_warnings() -> Iterator[None]:
     """Suppress the warnings about running processes when Ray's process handles are deleted within the block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)

@@ -9,9 +9,9 @@ tensors or Ray.
 from rewards.data.prompts import PromptStyle
 from rewards.data.split import is_heldout
 from rewards.grader import Grader, RewardConfig
+from rewards.parsing.answers import last_answer
+from rewards.parsing.arithmetic import EvaluatedExpression, evaluate
 from rewards.problem import Grade, Message, Outcome, Problem, Split, Task
-from rewards.reading.answers import last_answer
-from rewards.reading.arithmetic import EvaluatedExpression, evaluate
 from rewards.sample import Sample
 from rewards.tasks.countdown import Countdown, CountdownConfig
 from rewards.tasks.gsm8k import Gsm8k, Gsm8kConfig
@@ -20,9 +20,9 @@ from rewards.tasks.jsonl import Jsonl, JsonlConfig
 from rewards.tasks.kodcode import Kodcode, KodcodeConfig
 from rewards.tasks.math500 import Math500, Math500Config
 from rewards.tasks.mbpp import Mbpp, MbppConfig
+from rewards.tasks.registry import TaskConfig, make_task
 from rewards.tasks.sudoku import Sudoku, SudokuConfig
 from rewards.tasks.sums import Sums, SumsConfig
-from rewards.tasks.table import TaskConfig, make_task
 from rewards.terms.term import RewardUnavailableError
 
 __all__ = [

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rewards.problem import Grade, Outcome, Task
 from rewards.sample import Sample
-from rewards.tasks.table import TaskConfig, make_task
-from rewards.terms.table import AnyTermConfig, make_term
+from rewards.tasks.registry import TaskConfig, make_task
+from rewards.terms.registry import AnyTermConfig, make_term
 from rewards.terms.term import NoValue, Value
 
 TermName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,39}$")]

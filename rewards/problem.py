@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
 
-Rules = Literal["fixed", "d1"]
+GradingRules = Literal["fixed", "d1"]
 """Grading rules. `fixed`: ours. `d1`: those of the first d1 including its defects, for comparisons with it."""
 
 
@@ -59,7 +59,7 @@ class Problem:
     """The conversation that the policy continues."""
     answer: str
     """The reference answer that the grader compares with (a target, a solved grid, ...)."""
-    demonstration: str
+    reference_completion: str
     """A correct completion, the SFT label; grading it gives full reward. Empty if no solution is known."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Further data for the grader, by name."""
@@ -118,15 +118,15 @@ class Task(Protocol):
         """
         ...
 
-    def at_most(self, split: Split) -> int:
+    def max_size(self, split: Split) -> int:
         """Return an upper bound on the number of problems of a split without generating them; exact for datasets.
 
         Raises ValueError as `problems`.
         """
         ...
 
-    def remarks(self) -> list[str]:
-        """Return sentences for the user about the data read so far, such as how many rows were left out."""
+    def warnings(self) -> list[str]:
+        """Return warnings for the user about the data read so far, such as how many rows were left out."""
         ...
 
     def example(self) -> Problem:
@@ -137,7 +137,7 @@ class Task(Protocol):
         """Grade the text of one completion. Never raises for any text."""
         ...
 
-    def posed(self, question: str, truth: object) -> Problem:
+    def from_ground_truth(self, question: str, truth: object) -> Problem:
         """Return the problem for a published generation, from its question and the ground truth in its file.
 
         Raises ValueError if the question or the truth does not fit this task.

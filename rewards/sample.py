@@ -25,7 +25,7 @@ class Sample:
     is_truncated: bool
     """Whether it reached `max_tokens` without an end of text."""
 
-    def facts(self) -> dict[str, Any]:
+    def reward_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of custom rewards as JSON values; see docs/rewards.md."""
         problem = self.problem
         return {

@@ -96,7 +96,7 @@ def cluster() -> Iterator[dict[str, str]]:
     # Here and not above: the tests of a GPU run where there is no Ray.
     import ray
 
-    from deploy.ray_session import MOST_STARTS, connected
+    from deploy.ray_session import MAX_STARTS, connect_with_retries
     from tests.ray_processes import shut_down_ray
 
     before = dict(os.environ)
@@ -111,7 +111,7 @@ def cluster() -> Iterator[dict[str, str]]:
         log_to_driver=False,
         object_store_memory=200_000_000,
     )
-    connected(start, MOST_STARTS)
+    connect_with_retries(start, MAX_STARTS)
     yield dict(os.environ) | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     shut_down_ray()
     os.environ.clear()

@@ -30,7 +30,7 @@ import pytest
 import ray
 
 from actors.registry.server import free_port
-from deploy.ray_session import letting_go
+from deploy.ray_session import ignoring_resource_warnings
 from tests.redis_server import DebianRedis
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,7 @@ _CLONE_NEWNET = 0x40000000  # <sched.h>
 def shut_down_ray() -> None:
     """End this process's Ray. On a busy machine it does not wait for all that it kills: what it held of them goes here,
     meanwhile or at the end, and not at any later moment with a warning that they still run."""
-    with letting_go():
+    with ignoring_resource_warnings():
         ray.shutdown()
         gc.collect()
 

@@ -27,9 +27,9 @@ from actors.run_log import read_events
 from actors.weights.tensors import make_manifest
 from deploy.chaos.faults import Target
 from deploy.chaos.targets import MARK, Family
-from deploy.evaluation.evaluate import Computing, find_subject, prepare
-from deploy.evaluation.pool import Wanted
-from deploy.evaluation.schedules import Asked, Sampled
+from deploy.evaluation.evaluate import ComputeSettings, find_subject, prepare
+from deploy.evaluation.options import EvaluationOptions, SampleSettings
+from deploy.evaluation.pool import PoolSettings
 from deploy.evaluation.worker import Worker, WorkerConfig
 from learner.model.checkpoint import load_policy
 
@@ -136,10 +136,12 @@ def test_an_evaluation_on_the_cluster_is_that_of_one_worker(cluster: dict[str, s
     done = _d1(cluster, "eval", str(folder / "first"), *words, "--out", str(folder / "answers"))
     assert done.returncode == 0, done.stderr
     subject = find_subject(str(folder / "first"), folder)
-    drawn = Sampled(num_samples=2, temperature=1.0)
-    computing = Computing(num_slots=None, dtype="float32", wanted=Wanted(num_workers=None, device=None))
+    drawn = SampleSettings(num_samples=2, temperature=1.0)
+    computing = ComputeSettings(num_slots=None, dtype="float32", pool=PoolSettings(num_workers=None, device=None))
     # Everything is answered: this is what there is, and what was asked.
-    (ready,) = prepare(subject, Asked(schedules=("0.5",), sampled=drawn), computing, folder / "answers", [].append)
+    (ready,) = prepare(
+        subject, EvaluationOptions(schedules=("0.5",), sampled=drawn), computing, folder / "answers", [].append
+    )
     assert not ready.missing
     engine = computing.engine(subject.run)
     worker = Worker(WorkerConfig(checkpoint=subject.directory, engine=engine, device="cpu", num_threads=1))

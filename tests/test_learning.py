@@ -50,7 +50,7 @@ def _round(model: Transformer, params: SamplingParams, index: int) -> RolloutBat
     completions = Sampler(model, index).generate(requests)
     rewards = [_reward(completion.token_ids.tolist()) for completion in completions]
     problem = Problem(
-        problem_id="p", messages=(Message(role="user", content="?"),), answer=str(TARGET), demonstration=""
+        problem_id="p", messages=(Message(role="user", content="?"),), answer=str(TARGET), reference_completion=""
     )
     portion = Portion(
         key=PortionKey(round=index, index=0),

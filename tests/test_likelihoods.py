@@ -32,7 +32,7 @@ def _sampled(policy: Transformer, **settings: object) -> tuple[GroupedBatch, Sam
     prompts = [(3, 4, 5), (6, 7, 8, 9)]
     requests = [Request(prompt_ids=prompts[i // 4], params=params, seed=i) for i in range(8)]
     completions = Sampler(policy, 0).generate(requests)
-    problem = Problem(problem_id="p", messages=(Message(role="user", content="?"),), answer="", demonstration="")
+    problem = Problem(problem_id="p", messages=(Message(role="user", content="?"),), answer="", reference_completion="")
     portion = Portion(
         key=PortionKey(round=0, index=0),
         problems=(problem,) * 8,

@@ -24,8 +24,8 @@ from actors.resources import GpuSection
 from actors.spec import Phase, RunSpec
 from actors.training.context import RunContext
 from actors.training.training import TrainingRun
-from deploy.evaluation.pool import Wanted, worker_configs
-from deploy.evaluation.problems import Batch
+from deploy.evaluation.pool import PoolSettings, worker_configs
+from deploy.evaluation.problems import EvaluationBatch
 from deploy.evaluation.worker import Worker, WorkerConfig
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import create_run_dir, make_spec
@@ -193,16 +193,16 @@ class Walk:
         """A worker of the pool, and what it reads in its answers to the held-out problems."""
         plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
         (portion,) = plan.evaluation_portions(self._spec.rollout.sampling, load_config(checkpoint))
-        batch = Batch(
+        batch = EvaluationBatch(
             index=0,
             task=self._spec.task,
-            keeps_all=False,
+            grades_whole_canvas=False,
             problems=portion.problems,
             samples=(0,) * len(portion.problems),
             requests=portion.requests,
         )
         config = WorkerConfig(checkpoint=checkpoint, engine=self._spec.rollout.engine, device="", num_threads=1)
-        wanted = Wanted(num_workers=1, device=self._spec.device)
+        wanted = PoolSettings(num_workers=1, device=self._spec.device)
         (placed,) = worker_configs(config, wanted)
         worker = Worker(placed)
         return worker, [answer.generation for answer in worker.answer(batch).answers]

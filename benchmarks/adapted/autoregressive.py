@@ -15,13 +15,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from deploy.adapt.generation import Response, Sampling, batches_of, encoded, open_generator
+from deploy.adapt.generation import ModelResponse, Sampling, batches_of, encode_prompts, open_generator
 from deploy.errors import UserError
-from deploy.evaluation.measures import measures
+from deploy.evaluation.metrics import compute_metrics
 from deploy.evaluation.problems import heldout
-from deploy.evaluation.record import Record, take_lock
-from deploy.evaluation.worker import Answered, answer_of
-from deploy.grading.tasks import opened, task_config
+from deploy.evaluation.record import RecordWriter, take_lock
+from deploy.evaluation.worker import AnsweredBatch, answer_of
+from deploy.grading.tasks import open_task, task_config
 from deploy.printing import duration, share
 from learner.model.autoregressive.source import Source, open_source
 from rewards import Grader, Problem, RewardConfig, Sample, TaskConfig
@@ -40,18 +40,18 @@ def scored(
         max_new_tokens: most tokens of an answer.
         batch_size: problems that are answered at a time.
 
-    Raises UserError as `Record` and ValueError as `encoded`.
+    Raises UserError as `RecordWriter` and ValueError as `encode_prompts`.
     """
-    tokenizer, made = source.tokenizer(), opened(task)
+    tokenizer, made = source.tokenizer(), open_task(task)
     problems = heldout(made, count or None)
-    asked = encoded(source, tokenizer, [problem.messages for problem in problems], max_new_tokens)
+    asked = encode_prompts(source, tokenizer, [problem.messages for problem in problems], max_new_tokens)
     if len(asked) < len(problems):
         raise ValueError(
             f"{len(problems) - len(asked)} prompts have no room for an answer; take a smaller max_new_tokens"
         )
     facts = {"model": str(source.path), "task": task.model_dump(mode="json"), "max_new_tokens": max_new_tokens}
     batches = list(batches_of(asked, batch_size))
-    record = Record(out / f"{task.name}-{max_new_tokens}.jsonl", facts, list(map(len, batches)))
+    record = RecordWriter(out / f"{task.name}-{max_new_tokens}.jsonl", facts, list(map(len, batches)))
     missing = [index for index in range(len(batches)) if index not in record.done]
     if missing:
         sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0)
@@ -63,13 +63,13 @@ def scored(
         samples = [_sample(*pair, tokenizer, max_new_tokens) for pair in zip(some, responses, strict=True)]
         graded = zip(samples, grader.evaluate(samples), strict=True)
         answers = tuple(answer_of(sample, 0, grade) for sample, grade in graded)
-        record.add(Answered(index=index, answers=answers, seconds=time.monotonic() - began))
+        record.add(AnsweredBatch(index=index, answers=answers, seconds=time.monotonic() - began))
         done = record.recorded.answers
         print(f"{len(done)} of {len(problems)}, {sum(one.correct for one in done)} right", file=sys.stderr, flush=True)
-    return measures(record.recorded)
+    return compute_metrics(record.recorded)
 
 
-def _sample(problem: Problem, response: Response, tokenizer: Any, max_new_tokens: int) -> Sample:
+def _sample(problem: Problem, response: ModelResponse, tokenizer: Any, max_new_tokens: int) -> Sample:
     num_tokens = len(response.token_ids) + response.is_ended
     return Sample(
         problem=problem,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from deploy.requests.structured.byte_automaton import byte_automaton
-from deploy.requests.structured.grammars import in_words_of_the_library
+from deploy.requests.structured.grammars import library_arguments
 from deploy.requests.structured.structure import Structure
 from deploy.requests.structured.token_automaton import TokenTrie
 from rollout.grammar.grammar import Grammar
@@ -100,7 +100,7 @@ def main() -> None:
     for name, structure in _STRUCTURES.items():
         # The automaton is made by a child: its time is that of the clock.
         began = time.monotonic()
-        automaton = byte_automaton(*in_words_of_the_library(structure))
+        automaton = byte_automaton(*library_arguments(structure))
         automaton_s = time.monotonic() - began
         began = time.process_time()
         grammar = trie.grammar(*automaton)

@@ -16,7 +16,7 @@ from deploy.runs.run_directory import scratch_policy
 from learner.model.checkpoint_files import load_config
 from learner.model.storage.throughput import Say
 from rewards.data.demonstrations import read_demonstrations
-from rewards.tasks.table import task_names
+from rewards.tasks.registry import task_names
 
 if TYPE_CHECKING:
     from learner.model.autoregressive.mask_token import MaskToken
@@ -66,7 +66,7 @@ class Adaptation:
         return out.with_name(f"{out.name}.responses.jsonl")
 
     @property
-    def words(self) -> list[str]:
+    def command_words(self) -> list[str]:
         """Command-line words that reproduce these settings."""
         options = {
             "--data": self.data,
@@ -110,7 +110,7 @@ class Adaptation:
                 f"task.name=TASK; the tasks are {', '.join(task_names())}"
             )
         if self.prompts is None and recipe.sft.data is not None:
-            _look_at(recipe.sft.data)
+            _check_data(recipe.sft.data)
         return recipe
 
     def _given(self) -> dict[str, object]:
@@ -136,7 +136,7 @@ class Adaptation:
             )
 
     @property
-    def is_answering(self) -> bool:
+    def is_generating_responses(self) -> bool:
         """Whether an earlier attempt ended while the model answered the prompts, before the run began."""
         return self.prompts is not None and self.responses.exists() and not self.out.exists()
 
@@ -210,7 +210,7 @@ class Adaptation:
                 )
 
 
-def _look_at(data: Path) -> None:
+def _check_data(data: Path) -> None:
     """Raise UserError if the data cannot be read. Checked before a model is opened, which takes longer."""
     try:
         read_demonstrations(data)
@@ -218,7 +218,7 @@ def _look_at(data: Path) -> None:
         raise UserError(f"sft.data: {error}") from error
 
 
-def opened(model: str) -> Source:
+def open_source_model(model: str) -> Source:
     """Open a source model by name. Raises UserError if there is none that can be adapted."""
     from learner.model.autoregressive.source import open_source
 

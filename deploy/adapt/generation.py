@@ -41,7 +41,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class EncodedPrompt:
     """An encoded prompt."""
 
     index: int
@@ -51,7 +51,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Response:
+class ModelResponse:
     """A model's response to one prompt."""
 
     token_ids: tuple[int, ...]
@@ -66,12 +66,14 @@ class Generator(Protocol):
     batch_size: int
     """Prompts per call."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Response]:
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[ModelResponse]:
         """Sample a response to each prompt, with its seed."""
         ...
 
 
-def encoded(source: Source, tokenizer: Any, prompts: Sequence[Conversation], max_new_tokens: int) -> list[Asked]:
+def encode_prompts(
+    source: Source, tokenizer: Any, prompts: Sequence[Conversation], max_new_tokens: int
+) -> list[EncodedPrompt]:
     """Encode the prompts that leave room for a response, sorted by length within pieces of 1,024.
 
     Sorting within pieces keeps every first part a fair sample of all. Raises ValueError if the model has no chat
@@ -84,7 +86,7 @@ def encoded(source: Source, tokenizer: Any, prompts: Sequence[Conversation], max
     for index, turns in enumerate(prompts):
         ids = _encoded(tokenizer, turns)
         if len(ids) <= room:
-            found.append(Asked(index=index, ids=tuple(ids)))
+            found.append(EncodedPrompt(index=index, ids=tuple(ids)))
     if not found:
         raise ValueError(
             f"no prompt fits into the context of {source.name} with {max_new_tokens} tokens to answer: it leaves "
@@ -104,9 +106,9 @@ def _encoded(tokenizer: Any, turns: Conversation) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def batches_of(asked: Sequence[Asked], size: int) -> Iterator[Sequence[Asked]]:
+def batches_of(prompts: Sequence[EncodedPrompt], size: int) -> Iterator[Sequence[EncodedPrompt]]:
     """Split into batches of `size`."""
-    return (asked[start : start + size] for start in range(0, len(asked), size))
+    return (prompts[start : start + size] for start in range(0, len(prompts), size))
 
 
 def open_generator(source: Source, tokenizer: Any, sampling: Sampling) -> Generator:
@@ -151,7 +153,7 @@ class TransformersGenerator:
         self._temperature = sampling.temperature
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Response]:
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[ModelResponse]:
         """Sample a response to each prompt, with its seed; in float32 it does not depend on the batch."""
         width, device = max(map(len, prompts)), self._model.device
         ids_BP = torch.zeros(len(prompts), width, dtype=torch.int64)
@@ -159,14 +161,16 @@ class TransformersGenerator:
         for row, prompt in enumerate(prompts):
             ids_BP[row, width - len(prompt) :] = torch.tensor(prompt)
             mask_BP[row, width - len(prompt) :] = 1
-        drawn = [_KeyedDraw(torch.tensor(seeds, device=device), width, self._temperature)] if self._temperature else []
+        drawn = (
+            [SeededSampling(torch.tensor(seeds, device=device), width, self._temperature)] if self._temperature else []
+        )
         found = self._model.generate(
             input_ids=ids_BP.to(device), attention_mask=mask_BP.to(device), do_sample=False, logits_processor=drawn
         )
         return [_until_end(row, self._stop_ids) for row in found[:, width:].tolist()]
 
 
-class _KeyedDraw:
+class SeededSampling:
     """Logits processor that samples a token by the prompt's seed and the position, and makes it the most probable
     one."""
 
@@ -200,7 +204,7 @@ class VllmGenerator:
         self._model = LLM(model=str(source.directory), dtype="bfloat16", trust_remote_code=False)
         self._stop_ids, self._sampling = tuple(stop_ids), sampling
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Response]:
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[ModelResponse]:
         """Sample a response to each prompt, with its seed."""
         from vllm import SamplingParams
 
@@ -219,9 +223,9 @@ class VllmGenerator:
         return [_until_end(output.outputs[0].token_ids, frozenset(self._stop_ids)) for output in outputs]
 
 
-def _until_end(token_ids: Sequence[int], stop_ids: frozenset[int]) -> Response:
+def _until_end(token_ids: Sequence[int], stop_ids: frozenset[int]) -> ModelResponse:
     end = next((place for place, token in enumerate(token_ids) if token in stop_ids), None)
-    return Response(token_ids=tuple(token_ids[:end]), is_ended=end is not None)
+    return ModelResponse(token_ids=tuple(token_ids[:end]), is_ended=end is not None)
 
 
 def _dtype(device: str) -> torch.dtype:

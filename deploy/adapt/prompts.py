@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from deploy.errors import UserError, reason
-from deploy.grading.tasks import opened
+from deploy.grading.tasks import open_task
 from rewards import Message, Split, TaskConfig
-from rewards.data.conversation import asked, turns_of
-from rewards.data.encoding import decoded
+from rewards.data.conversation import parse_conversation, turns_of
+from rewards.data.encoding import decode_text
 from rewards.data.prompts import user_turn
 from rewards.data.rows import Row
 from rewards.data.sources import rows_of
-from rewards.tasks.table import task_names
+from rewards.tasks.registry import task_names
 
 Conversation = tuple[Message, ...]
 """A prompt: turns, of which the last is not the assistant's."""
@@ -23,7 +23,7 @@ def task_prompts(config: TaskConfig, count: int) -> list[Conversation]:
 
     Raises UserError if it has fewer, or its data is not available.
     """
-    task = opened(config)
+    task = open_task(config)
     try:
         return [problem.messages for problem in task.problems(Split.TRAIN, count, seed=0)]
     except ValueError as error:
@@ -62,7 +62,7 @@ def _file_prompts(path: Path) -> list[Conversation]:
 
 def _lines(path: Path) -> list[Conversation]:
     try:
-        text = decoded(path.read_bytes())
+        text = decode_text(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}, {error}") from error
     return [user_turn(line.strip()) for line in text.splitlines() if line.strip()]
@@ -75,7 +75,7 @@ def _prompt(row: Row) -> Conversation:
             if row.fields.get("prompt") is None:
                 names = ", ".join(sorted(row.fields)[:5]) or "no keys"
                 raise ValueError(f"it has {names}; it should have messages or prompt")
-            turns = asked(row.fields["prompt"], "prompt")
+            turns = parse_conversation(row.fields["prompt"], "prompt")
         else:
             turns = turns_of(row.fields["messages"], "says what the model is asked")
         while turns and turns[-1].role == "assistant":

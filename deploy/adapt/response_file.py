@@ -19,7 +19,7 @@ from deploy.printing import counted, duration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
+class ResponseProgress:
     """Progress of a file of responses."""
 
     num_prompts: int
@@ -44,7 +44,7 @@ class Written:
     """Time of the generation."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all prompts are done."""
         return self.num_answered + self.num_overlong == self.num_prompts
 
@@ -66,16 +66,16 @@ class Written:
 
 
 class ResponseFile:
-    """Append-only file of responses. Create it with `opened`."""
+    """Append-only file of responses. Create it with `open`."""
 
-    def __init__(self, path: Path, file: IO[bytes], facts: Mapping[str, Any], written: Written) -> None:
+    def __init__(self, path: Path, file: IO[bytes], facts: Mapping[str, Any], progress: ResponseProgress) -> None:
         self._path, self._file, self._facts = path, file, facts
-        self.written = written
+        self.progress = progress
         """Its progress."""
 
     @classmethod
     @contextmanager
-    def opened(cls, path: Path, facts: Mapping[str, Any], num_prompts: int) -> Iterator[ResponseFile]:
+    def open(cls, path: Path, facts: Mapping[str, Any], num_prompts: int) -> Iterator[ResponseFile]:
         """Open or create the file, locked by this process until it is closed.
 
         Args:
@@ -90,9 +90,9 @@ class ResponseFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
                 _lock(path, file)
-                written = _resumed(path, file, facts, Written(num_prompts=num_prompts))
+                progress = _resumed(path, file, facts, ResponseProgress(num_prompts=num_prompts))
                 try:
-                    yield cls(path, file, facts, written)
+                    yield cls(path, file, facts, progress)
                 except UserError:
                     # If the model cannot answer, leave no file. An interrupt before the first answer is no UserError:
                     # the file stays, for resuming.
@@ -102,14 +102,14 @@ class ResponseFile:
         except OSError as error:
             raise UserError(f"cannot write {path}: {reason(error)}") from error
 
-    def add(self, rows: Sequence[Mapping[str, Any]], written: Written) -> None:
-        """Append rows, and save the progress `written` with the new number of bytes."""
+    def add(self, rows: Sequence[Mapping[str, Any]], progress: ResponseProgress) -> None:
+        """Append rows, and save `progress` with the new number of bytes."""
         self._file.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
         self._file.flush()
-        self.written = replace(written, num_bytes=self._file.tell())
+        self.progress = replace(progress, num_bytes=self._file.tell())
         beside = _beside(self._path)
         new = beside.with_name(f"{beside.name}.new")
-        new.write_text(json.dumps({"asked": self._facts, "written": asdict(self.written)}) + "\n", encoding="utf-8")
+        new.write_text(json.dumps({"asked": self._facts, "written": asdict(self.progress)}) + "\n", encoding="utf-8")
         new.replace(beside)
 
 
@@ -124,7 +124,7 @@ def _lock(path: Path, file: IO[bytes]) -> None:
         raise UserError(f"{path} is being written by another process; wait for it, or take another file") from error
 
 
-def _resumed(path: Path, file: IO[bytes], facts: Mapping[str, Any], new: Written) -> Written:
+def _resumed(path: Path, file: IO[bytes], facts: Mapping[str, Any], new: ResponseProgress) -> ResponseProgress:
     """Return the file's progress, and truncate what comes after it."""
     size = file.seek(0, os.SEEK_END)
     found = _read(_beside(path))
@@ -134,24 +134,24 @@ def _resumed(path: Path, file: IO[bytes], facts: Mapping[str, Any], new: Written
                 f"{path} is there already, and is no file of a model's responses; remove it, or take another file"
             )
         return new
-    before, written = found
+    before, progress = found
     for key in facts:
         if before.get(key) != facts[key]:
             raise UserError(
                 f"{path} has responses to something else: {key} was {json.dumps(before.get(key))}, and is "
                 f"{json.dumps(facts[key])}; remove it, or take another file"
             )
-    if size < written.num_bytes:
+    if size < progress.num_bytes:
         raise UserError(f"{path} is shorter than it was; remove it and {_beside(path).name} to begin again")
-    file.truncate(written.num_bytes)
-    return written
+    file.truncate(progress.num_bytes)
+    return progress
 
 
-def _read(beside: Path) -> tuple[dict[str, Any], Written] | None:
+def _read(beside: Path) -> tuple[dict[str, Any], ResponseProgress] | None:
     """Return the facts and the progress from the progress file; None if there is none."""
     try:
         found = json.loads(beside.read_text(encoding="utf-8"))
-        return dict(found["asked"]), Written(**found["written"])
+        return dict(found["asked"]), ResponseProgress(**found["written"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:

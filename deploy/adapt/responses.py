@@ -12,9 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.adapt.generation import Response, Sampling, batches_of, encoded, open_generator
+from deploy.adapt.generation import ModelResponse, Sampling, batches_of, encode_prompts, open_generator
 from deploy.adapt.prompts import Conversation
-from deploy.adapt.response_file import ResponseFile, Written
+from deploy.adapt.response_file import ResponseFile, ResponseProgress
 from deploy.errors import UserError
 from deploy.printing import duration
 from learner.keys import fold
@@ -33,7 +33,7 @@ def write_responses(
     path: Path,
     sampling: Sampling,
     say: Callable[[str], object] = lambda _: None,
-) -> Written:
+) -> ResponseProgress:
     """Write the model's own response to each prompt as a line with `messages`; resume an earlier attempt.
 
     Args:
@@ -48,15 +48,17 @@ def write_responses(
             left to train on, or the file has other content or cannot be written.
     """
     facts = {"model": str(source.path), "prompts": _digest(prompts), **asdict(sampling)}
-    with ResponseFile.opened(path, facts, len(prompts)) as file:
-        if not file.written.is_whole:
+    with ResponseFile.open(path, facts, len(prompts)) as file:
+        if not file.progress.is_complete:
             try:
                 _generate(source, prompts, sampling, file, say)
             except ValueError as error:
                 raise UserError(str(error)) from error
-        if not file.written.num_kept:
-            raise UserError(f"no response is left to train on: {file.written}; a larger sft.max_tokens gives them room")
-        return file.written
+        if not file.progress.num_kept:
+            raise UserError(
+                f"no response is left to train on: {file.progress}; a larger sft.max_tokens gives them room"
+            )
+        return file.progress
 
 
 def _generate(
@@ -68,11 +70,11 @@ def _generate(
 ) -> None:
     """Generate and append the missing responses. Raises ValueError if the model cannot be read or prompted."""
     tokenizer = source.tokenizer()
-    asked = encoded(source, tokenizer, prompts, sampling.max_new_tokens)
-    file.written = replace(file.written, num_overlong=len(prompts) - len(asked))
+    encoded = encode_prompts(source, tokenizer, prompts, sampling.max_new_tokens)
+    file.progress = replace(file.progress, num_overlong=len(prompts) - len(encoded))
     generator = open_generator(source, tokenizer, sampling)
-    began, num_before = time.monotonic(), file.written.num_answered
-    for batch in batches_of(asked[num_before:], generator.batch_size):
+    began, num_before = time.monotonic(), file.progress.num_answered
+    for batch in batches_of(encoded[num_before:], generator.batch_size):
         batch_began = time.monotonic()
         responses = generator.generate([one.ids for one in batch], [fold(sampling.seed, one.index) for one in batch])
         texts = [_kept(tokenizer, response) for response in responses]
@@ -81,14 +83,14 @@ def _generate(
             for one, text in zip(batch, texts, strict=True)
             if text.strip()
         ]
-        file.add(rows, _counted(file.written, responses, texts, time.monotonic() - batch_began))
-        pace = (time.monotonic() - began) / (file.written.num_answered - num_before)
-        left = duration(pace * (len(asked) - file.written.num_answered))
-        done = f"{file.written.num_answered} of {len(asked)} responses"
-        say(f"{source.name} answers the prompts: {done}, {file.written.tokens_per_s:.0f} tokens/s, {left} left")
+        file.add(rows, _counted(file.progress, responses, texts, time.monotonic() - batch_began))
+        pace = (time.monotonic() - began) / (file.progress.num_answered - num_before)
+        left = duration(pace * (len(encoded) - file.progress.num_answered))
+        done = f"{file.progress.num_answered} of {len(encoded)} responses"
+        say(f"{source.name} answers the prompts: {done}, {file.progress.tokens_per_s:.0f} tokens/s, {left} left")
 
 
-def _kept(tokenizer: Any, response: Response) -> str:
+def _kept(tokenizer: Any, response: ModelResponse) -> str:
     """Return the text to train on: of an unfinished response its whole sentences, because SFT teaches the end of text
     there."""
     text = str(tokenizer.decode(list(response.token_ids), skip_special_tokens=True))
@@ -98,19 +100,21 @@ def _kept(tokenizer: Any, response: Response) -> str:
     return text[: ends[-1]] if ends else ""
 
 
-def _counted(written: Written, responses: Sequence[Response], texts: Sequence[str], seconds: float) -> Written:
+def _counted(
+    progress: ResponseProgress, responses: Sequence[ModelResponse], texts: Sequence[str], seconds: float
+) -> ResponseProgress:
     """Return a file's progress after a batch with these responses and remaining texts."""
     kept = Counter(one.is_ended for one, text in zip(responses, texts, strict=True) if text.strip())
     given = Counter(one.is_ended for one in responses)
     return replace(
-        written,
-        num_answered=written.num_answered + len(responses),
-        num_kept=written.num_kept + kept.total(),
-        num_cut=written.num_cut + kept[False],
-        num_unfinished=written.num_unfinished + given[False] - kept[False],
-        num_empty=written.num_empty + given[True] - kept[True],
-        num_tokens=written.num_tokens + sum(len(one.token_ids) + one.is_ended for one in responses),
-        seconds=written.seconds + seconds,
+        progress,
+        num_answered=progress.num_answered + len(responses),
+        num_kept=progress.num_kept + kept.total(),
+        num_cut=progress.num_cut + kept[False],
+        num_unfinished=progress.num_unfinished + given[False] - kept[False],
+        num_empty=progress.num_empty + given[True] - kept[True],
+        num_tokens=progress.num_tokens + sum(len(one.token_ids) + one.is_ended for one in responses),
+        seconds=progress.seconds + seconds,
     )
 
 

@@ -45,13 +45,13 @@ def main_memory_of_learner(recipe: RunConfig, shape: TransformerConfig) -> float
     offloaded; otherwise there are none.
     """
     counts, num_workers = ParameterCounts.of(shape, recipe.model.lora), recipe.learner.num_workers
-    sleeps = recipe.device == "cuda" and not recipe.sharding.cpu_offload
-    if sleeps and not recipe.gpus.colocate:
+    is_offloaded = recipe.device == "cuda" and not recipe.sharding.cpu_offload
+    if is_offloaded and not recipe.gpus.colocate:
         return 0.0
-    num_sharing = _num_sharing(recipe, num_workers)
+    workers_per_copy = _workers_per_copy(recipe, num_workers)
     # Colocated learners are never offloaded between a backward pass and its step, so their gradient is not.
-    state = FLOAT32 * (_MOMENTS + (not sleeps)) * counts.trained / num_sharing
-    held = (_held(recipe, counts, num_sharing, stage) for stage in _stages(recipe, num_workers))
+    state = FLOAT32 * (_MOMENTS + (not is_offloaded)) * counts.trained / workers_per_copy
+    held = (_weights(recipe, counts, workers_per_copy, stage) for stage in _stages(recipe, num_workers))
     return num_workers * (state + max(sum(part.num_bytes for part in parts) for parts in held))
 
 
@@ -59,13 +59,13 @@ def main_memory_of_learner(recipe: RunConfig, shape: TransformerConfig) -> float
 class _Stage:
     """What differs from stage to stage."""
 
-    who: str
+    label: str
     """Display name of the learner in this stage."""
     tokens: int
     """Maximum number of tokens of a forward pass."""
     helps: str
     """The field that reduces them."""
-    has_start: bool
+    has_sft_adapter: bool
     """Whether SFT's adapter is held in addition to the base."""
     has_reference: bool = False
     """Whether a copy of the policy is held as the reference."""
@@ -81,19 +81,19 @@ def _stages(recipe: RunConfig, num_workers: int) -> Iterator[_Stage]:
     of_sft = recipe.sft_micro_batch_tokens_for(num_workers)
     sft_helps = "a smaller sft.micro_batch_tokens" if of_sft > recipe.sft_tokens else _shorter(recipe.sft.max_tokens)
     if has_sft:
-        yield _Stage(who="a learner worker in SFT", tokens=of_sft, helps=sft_helps, has_start=False)
+        yield _Stage(label="a learner worker in SFT", tokens=of_sft, helps=sft_helps, has_sft_adapter=False)
     if learner.num_rounds or not has_sft:
         is_longer = learner.micro_batch_tokens > canvas
         yield _Stage(
-            who="a learner worker",
+            label="a learner worker",
             tokens=max(learner.micro_batch_tokens, canvas),
             helps="a smaller learner.micro_batch_tokens" if is_longer else _shorter(None),
-            has_start=after_sft,
+            has_sft_adapter=after_sft,
             has_reference=learner.objective.needs_reference and not lora.rank,
             has_teacher=learner.objective.needs_teacher,
         )
     if recipe.control.enabled:
-        yield _Stage(who="a learner worker in the control", tokens=of_sft, helps=sft_helps, has_start=after_sft)
+        yield _Stage(label="a learner worker in the control", tokens=of_sft, helps=sft_helps, has_sft_adapter=after_sft)
 
 
 def _shorter(sft_tokens: int | None) -> str:
@@ -105,7 +105,7 @@ def _shorter(sft_tokens: int | None) -> str:
 def _in_stage(recipe: RunConfig, shape: TransformerConfig, num_workers: int, stage: _Stage) -> ProcessMemory:
     lora, sharding = recipe.model.lora, recipe.sharding
     counts, each = ParameterCounts.of(shape, lora), bytes_of(sharding.compute_dtype)
-    num_sharing = _num_sharing(recipe, num_workers)
+    workers_per_copy = _workers_per_copy(recipe, num_workers)
     kept = kept_bytes(shape, lora, stage.tokens, each, checkpointed=sharding.activation_checkpointing)
     less_kept = "" if sharding.activation_checkpointing else "sharding.activation_checkpointing=true or "
     # Gathered blocks, or with NF4 one dequantized layer. For trained blocks also their gradient, before it is reduced
@@ -121,8 +121,8 @@ def _in_stage(recipe: RunConfig, shape: TransformerConfig, num_workers: int, sta
         Part(name="CUDA and NCCL", num_bytes=CONTEXT_BYTES + NCCL_BYTES * (num_workers > 1), helps=""),
     ]
     if not sharding.cpu_offload:
-        state = FLOAT32 * (1 + _MOMENTS) * counts.trained / num_sharing
-        parts += _held(recipe, counts, num_sharing, stage)
+        state = FLOAT32 * (1 + _MOMENTS) * counts.trained / workers_per_copy
+        parts += _weights(recipe, counts, workers_per_copy, stage)
         parts.append(
             Part(
                 name="gradient and AdamW's moments",
@@ -137,39 +137,43 @@ def _in_stage(recipe: RunConfig, shape: TransformerConfig, num_workers: int, sta
         )
     if recipe.gpus.colocate:
         parts.append(Part(name="CUDA of a sampler asleep", num_bytes=CONTEXT_BYTES, helps=""))
-    return ProcessMemory(who=stage.who, kind="learner", share=recipe.gpus.learner, parts=largest_first(parts))
+    return ProcessMemory(label=stage.label, kind="learner", share=recipe.gpus.learner, parts=largest_first(parts))
 
 
-def _held(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, stage: _Stage) -> list[Part]:
+def _weights(recipe: RunConfig, counts: ParameterCounts, workers_per_copy: int, stage: _Stage) -> list[Part]:
     """Return the weights that are held for the whole stage."""
     each = bytes_of(recipe.sharding.compute_dtype)
-    teacher = Part(name="the teacher", num_bytes=each * counts.policy / num_sharing, helps=_MORE_WORKERS)
-    return _of_policy(recipe, counts, num_sharing, stage) + [teacher] * stage.has_teacher
+    teacher = Part(name="the teacher", num_bytes=each * counts.policy / workers_per_copy, helps=_MORE_WORKERS)
+    return _of_policy(recipe, counts, workers_per_copy, stage) + [teacher] * stage.has_teacher
 
 
-def _of_policy(recipe: RunConfig, counts: ParameterCounts, num_sharing: int, stage: _Stage) -> list[Part]:
+def _of_policy(recipe: RunConfig, counts: ParameterCounts, workers_per_copy: int, stage: _Stage) -> list[Part]:
     """Return the weights of the policy, and of its reference."""
     lora, each = recipe.model.lora, bytes_of(recipe.sharding.compute_dtype)
     if not lora.rank:
-        helps, weights = _FEWER_TRAINED, counts.policy / num_sharing
+        helps, weights = _FEWER_TRAINED, counts.policy / workers_per_copy
         parts = [Part(name="weights in float32", num_bytes=FLOAT32 * weights, helps=helps)]
         # Held in the compute dtype.
         return parts + [Part(name="the reference", num_bytes=each * weights, helps=helps)] * stage.has_reference
     if lora.base_weights == "nf4":
         # The blocks are replicated on every worker; the rest is sharded.
-        quantized = _NF4_BYTES * counts.blocks + FLOAT32 * counts.root / num_sharing
+        quantized = _NF4_BYTES * counts.blocks + FLOAT32 * counts.root / workers_per_copy
         base = Part(name="weights, of blocks in 4 bits", num_bytes=quantized, helps="a smaller model")
     else:
         is_stored_in_half = recipe.model.checkpoint is not None and not begins_merged(recipe)
         in_half = recipe.may_hold_base_in_half and is_stored_in_half
         dtype, helps = "bfloat16" if in_half else "float32", f"{_MORE_WORKERS} or model.lora.base_weights=nf4"
-        base = Part(name=f"weights in {dtype}", num_bytes=bytes_of(dtype) * counts.policy / num_sharing, helps=helps)
-    adapter = Part(name="the adapter in float32", num_bytes=FLOAT32 * counts.adapter / num_sharing, helps=_MORE_WORKERS)
+        base = Part(
+            name=f"weights in {dtype}", num_bytes=bytes_of(dtype) * counts.policy / workers_per_copy, helps=helps
+        )
+    adapter = Part(
+        name="the adapter in float32", num_bytes=FLOAT32 * counts.adapter / workers_per_copy, helps=_MORE_WORKERS
+    )
     # Replicated on every worker, in the compute dtype.
     start = Part(name="the adapter of SFT", num_bytes=each * counts.adapter, helps="a smaller model.lora.rank")
-    return [base, adapter, *[start] * stage.has_start]
+    return [base, adapter, *[start] * stage.has_sft_adapter]
 
 
-def _num_sharing(recipe: RunConfig, num_workers: int) -> int:
+def _workers_per_copy(recipe: RunConfig, num_workers: int) -> int:
     """Return the number of workers over which one copy of the policy is sharded."""
     return min(recipe.sharding.workers_per_copy or num_workers, num_workers)

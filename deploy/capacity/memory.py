@@ -30,7 +30,7 @@ class Part:
 class ProcessMemory:
     """GPU memory of one process."""
 
-    who: str
+    label: str
     """Display name, such as `a sampler`."""
     kind: str
     """The field of `gpus` that sets its share of a GPU, such as `sampler`."""
@@ -55,13 +55,13 @@ def sampler_memory(recipe: RunConfig, shape: TransformerConfig) -> ProcessMemory
     parts = _sampling_parts(recipe, shape, 1, min(recipe.rollout.engine.num_slots, recipe.most_portion_requests))
     if recipe.gpus.colocate:
         parts.append(Part(name="CUDA and NCCL of a learner asleep", num_bytes=CONTEXT_BYTES + NCCL_BYTES, helps=""))
-    return ProcessMemory(who="a sampler", kind="sampler", share=recipe.gpus.sampler, parts=largest_first(parts))
+    return ProcessMemory(label="a sampler", kind="sampler", share=recipe.gpus.sampler, parts=largest_first(parts))
 
 
 def engine_memory(recipe: RunConfig, shape: TransformerConfig, most_live: int) -> ProcessMemory:
     """Derive the memory of a service engine with up to `most_live` versions, of which one computes at a time."""
     parts = _sampling_parts(recipe, shape, most_live, recipe.rollout.engine.num_slots)
-    return ProcessMemory(who="an engine", kind="engine", share=recipe.gpus.engine, parts=largest_first(parts))
+    return ProcessMemory(label="an engine", kind="engine", share=recipe.gpus.engine, parts=largest_first(parts))
 
 
 def why_too_large(process: ProcessMemory, gpu_bytes: float, where: str) -> str | None:
@@ -72,7 +72,7 @@ def why_too_large(process: ProcessMemory, gpu_bytes: float, where: str) -> str |
     share, more = ("", "") if process.share == 1 else (f"{process.share:g} of ", f", or a larger gpus.{process.kind}")
     most = largest(process.parts)
     return (
-        f"{process.who} takes at least {process.num_bytes / 1e9:.1f} GB of GPU memory ({most.name} "
+        f"{process.label} takes at least {process.num_bytes / 1e9:.1f} GB of GPU memory ({most.name} "
         f"{most.num_bytes / 1e9:.1f}), and {share}{where} has {available / 1e9:.1f}; take {most.helps}{more}"
     )
 
@@ -104,8 +104,8 @@ def _sampling_parts(recipe: RunConfig, shape: TransformerConfig, num_versions: i
         ),
         Part(name="CUDA", num_bytes=CONTEXT_BYTES, helps=""),
     ]
-    remembers_blocks = shape.is_block_causal and engine.block_cache
-    if remembers_blocks or any(param.cache is not Cache.NONE for param in params):
+    caches_blocks = shape.is_block_causal and engine.block_cache
+    if caches_blocks or any(param.cache is not Cache.NONE for param in params):
         keys = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
         cached = engine.num_slots * (recipe.canvas_tokens + 1) * keys * each
         parts.append(Part(name="cache of keys and values", num_bytes=cached, helps=slots_help))

@@ -147,11 +147,11 @@ def _disk_bytes(recipe: Recipe, shape: TransformerConfig) -> int:
     scratch or merged from a LoRA checkpoint; any other stays where it is.
     """
     counts = ParameterCounts.of(shape, recipe.model.lora)
-    num_passing = recipe.num_checkpoints_kept + 2 + recipe.control.enabled
+    num_resumable = recipe.num_checkpoints_kept + 2 + recipe.control.enabled
     num_ends = (recipe.sft.num_steps > 0) + recipe.control.enabled
     is_written = recipe.model.checkpoint is None or begins_merged(recipe)
     initial = FLOAT32 * counts.policy if is_written else 0
-    return num_passing * _checkpoint_bytes(recipe, counts) + num_ends * FLOAT32 * _saved(counts) + initial
+    return num_resumable * _checkpoint_bytes(recipe, counts) + num_ends * FLOAT32 * _saved(counts) + initial
 
 
 def _checkpoint_bytes(recipe: Recipe, counts: ParameterCounts) -> int:
@@ -176,6 +176,6 @@ def _problem_bytes(recipe: Recipe) -> int:
         example = make_task(recipe.task).example()
     except ValueError:
         return 0
-    num_characters = len(example.demonstration) + sum(len(message.content) for message in example.messages)
+    num_characters = len(example.reference_completion) + sum(len(message.content) for message in example.messages)
     one = _PROBLEM_BYTES + num_characters + _TOKEN_BYTES * min(num_characters, recipe.rollout.max_prompt_tokens)
     return (recipe.num_train_problems + recipe.evaluation.num_problems) * one

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from actors.resources import GpuSection
 from actors.run_config import RunConfig
-from deploy.capacity.arithmetic import learning_flops, sampling_flops
+from deploy.capacity.flops import learning_flops, sampling_flops
 from deploy.capacity.gpus import GpuKind
 from deploy.capacity.learner_memory import learner_memory
 from deploy.capacity.memory import ProcessMemory, sampler_memory, why_too_large
@@ -22,7 +22,7 @@ from learner.model.config import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
+class GpuSplit:
     """Split of GPUs between sampling and learning. On one GPU, and colocated, the same GPUs do both."""
 
     num_samplers: int
@@ -37,11 +37,11 @@ class Split:
     """Seconds of a round's updates."""
     round_s: float
     """Seconds of a round: the sum of both, or their maximum if samplers run ahead."""
-    limit: str | None
+    why_not: str | None
     """Why it does not fit: which process lacks memory, and the field that helps. None if it fits."""
 
     @property
-    def first_limit(self) -> str:
+    def bottleneck(self) -> str:
         """The bottleneck of a round."""
         return "sampling" if self.sampling_s >= self.learning_s else "learning"
 
@@ -62,9 +62,9 @@ class Plan:
     """Whether more samplers would be idle, because a round has no more groups."""
     is_colocated: bool
     """Whether the recipe has samplers and learner workers take turns on the same GPUs."""
-    splits: tuple[Split, ...]
+    splits: tuple[GpuSplit, ...]
     """All splits: those that fit, fastest first, then those that do not."""
-    if_colocated: Split | None
+    if_colocated: GpuSplit | None
     """The fastest split that fits if colocated; None if the recipe is colocated, cannot be, or none fits."""
     processes: tuple[ProcessMemory, ...]
     """Memory of a sampler and of a learner worker in the first split."""
@@ -78,9 +78,9 @@ class Plan:
     """Seconds to publish a version; None for full weights, which were not measured."""
 
     @property
-    def best(self) -> Split | None:
+    def best(self) -> GpuSplit | None:
         """The fastest split that fits; None if none does."""
-        return self.splits[0] if self.splits[0].limit is None else None
+        return self.splits[0] if self.splits[0].why_not is None else None
 
 
 def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
@@ -108,7 +108,7 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
         is_short_of_groups=_most_samplers(recipe) < num_gpus - (not is_colocated),
         is_colocated=is_colocated,
         splits=tuple(splits),
-        if_colocated=others[0] if others and others[0].limit is None else None,
+        if_colocated=others[0] if others and others[0].why_not is None else None,
         processes=(sampler_memory(shares, shape), learner_memory(shares, shape, splits[0].num_workers)),
         has_other_shares=shares.gpus != recipe.gpus,
         sft_step_s=sft_step_s(recipe, shape, kind, splits[0].num_workers) if recipe.sft.num_steps else None,
@@ -117,7 +117,7 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
     )
 
 
-def _splits(recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: GpuKind) -> Iterator[Split]:
+def _splits(recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: GpuKind) -> Iterator[GpuSplit]:
     where = f"one {kind.name}"
     learner = recipe.learner
     # Indivisible units of learner work: more workers than units would be idle in every round.
@@ -131,14 +131,14 @@ def _splits(recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: Gp
         of_busiest = 1 / num_samplers if is_ahead else _of_busiest_sampler(recipe, num_samplers)
         sampled_s = sampling_s(recipe, shape, kind, num_samplers) * of_busiest
         learned_s = learning_alone_s * _of_busiest(units, num_workers)
-        yield Split(
+        yield GpuSplit(
             num_samplers=num_samplers,
             num_workers=num_workers,
             num_gpus=min(num_gpus, num_workers if recipe.gpus.colocate else num_samplers + num_workers),
             sampling_s=sampled_s,
             learning_s=learned_s,
             round_s=max(sampled_s, learned_s) if is_ahead else sampled_s + learned_s,
-            limit=sampler or too_large,
+            why_not=sampler or too_large,
         )
 
 
@@ -156,8 +156,8 @@ def _pairs(recipe: RunConfig, num_gpus: int, units: int) -> Iterator[tuple[int, 
             yield num_samplers, num_workers - num_workers % of_copy
 
 
-def _fastest_first(splits: Iterable[Split]) -> list[Split]:
-    return sorted(splits, key=lambda split: (split.limit is not None, split.round_s))
+def _fastest_first(splits: Iterable[GpuSplit]) -> list[GpuSplit]:
+    return sorted(splits, key=lambda split: (split.why_not is not None, split.round_s))
 
 
 def _most_samplers(recipe: RunConfig) -> int:

@@ -7,7 +7,7 @@ The shares and the times per layer are fitted to LLaDA-8B's shape on one H200 (d
 from __future__ import annotations
 
 from actors.run_config import RunConfig
-from deploy.capacity.arithmetic import learning_flops, sft_flops, steps_of
+from deploy.capacity.flops import learning_flops, sft_flops, steps_of
 from deploy.capacity.gpus import GpuKind
 from deploy.capacity.memory import published_bytes
 from deploy.capacity.shape import ParameterCounts
@@ -52,7 +52,7 @@ def sampling_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_s
 
 def learning_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind) -> float:
     """Estimate the seconds of a round's updates on one GPU."""
-    return learning_flops(recipe, shape, counts_twice=True) / _learning_rate(recipe, kind)
+    return learning_flops(recipe, shape, with_recompute=True) / _learning_rate(recipe, kind)
 
 
 def sft_step_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_workers: int) -> float:

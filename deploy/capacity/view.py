@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.capacity.memory import ProcessMemory
-from deploy.capacity.plan import Plan, Split
+from deploy.capacity.plan import GpuSplit, Plan
 from deploy.printing import counted, duration
 
 _MOST_SPLITS = 6
@@ -23,7 +23,9 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def _memory(process: ProcessMemory, plan: Plan) -> RenderableType:
     of = "" if process.share == 1 else f"{process.share:g} of "
-    table = Table(title=f"{process.who[:1].upper()}{process.who[1:]} on {of}one {plan.kind.name}", title_justify="left")
+    table = Table(
+        title=f"{process.label[:1].upper()}{process.label[1:]} on {of}one {plan.kind.name}", title_justify="left"
+    )
     table.add_column("what")
     table.add_column("GB", justify="right")
     table.add_column("less with")
@@ -40,7 +42,7 @@ def _splits(plan: Plan) -> RenderableType:
     for name in ("samplers", "learner workers", "sampling, s", "learning, s", "a round, s", "waits most for"):
         table.add_column(name, justify="left" if name.startswith("waits") else "right")
     for split in plan.splits[:_MOST_SPLITS]:
-        fits = split.first_limit if split.limit is None else "does not fit"
+        fits = split.bottleneck if split.why_not is None else "does not fit"
         numbers = (split.sampling_s, split.learning_s, split.round_s)
         style = "bold" if split is plan.best else None
         row = (str(split.num_samplers), str(split.num_workers), *(f"{number:.3g}" for number in numbers), fits)
@@ -50,7 +52,7 @@ def _splits(plan: Plan) -> RenderableType:
 
 def _words(plan: Plan) -> list[Text]:
     best = plan.best
-    words = f"Does not fit: {plan.splits[0].limit}." if best is None else f"Best: {_override(best, plan)}"
+    words = f"Does not fit: {plan.splits[0].why_not}." if best is None else f"Best: {_override(best, plan)}"
     left_out = len(plan.splits) - _MOST_SPLITS
     more = [] if left_out <= 0 else [Text(f"{counted(left_out, 'slower split')} not shown.", style="dim")]
     derived = (
@@ -79,7 +81,7 @@ def _beside_rounds(plan: Plan) -> str:
     return f"Beside these, with the first split: {found}."
 
 
-def _override(best: Split, plan: Plan) -> str:
+def _override(best: GpuSplit, plan: Plan) -> str:
     words = f"device=cuda {_numbers(best)}"
     sampler, learner = plan.processes
     if plan.is_colocated:
@@ -89,5 +91,5 @@ def _override(best: Split, plan: Plan) -> str:
     return words
 
 
-def _numbers(split: Split) -> str:
+def _numbers(split: GpuSplit) -> str:
     return f"rollout.num_samplers={split.num_samplers} learner.num_workers={split.num_workers}"

@@ -18,7 +18,7 @@ from deploy.chaos.faults import Fault, Harm, Moment, Target
 from deploy.chaos.places import Cluster, SmallDisk
 from deploy.chaos.targets import Family, Process
 from deploy.errors import UserError
-from deploy.runs.scale_request import ask
+from deploy.runs.scale_request import send_request
 from learner.model.checkpoint_files import ADAPTER, WEIGHTS
 
 _COLLECTIVE_S = 1.0
@@ -155,7 +155,7 @@ class Strike:
             raise NotPossibleError("the run has ended")
         try:
             # Nobody reads what the run prints meanwhile, so no longer than a promise of it may take.
-            answer = ask(self._scene.run_dir, {"samplers": size}, _SCALED_WITHIN_S)
+            answer = send_request(self._scene.run_dir, {"samplers": size}, _SCALED_WITHIN_S)
         except UserError as error:
             raise NotPossibleError(str(error)) from error
         if answer.refusal:

@@ -15,10 +15,10 @@ from deploy.cli import (
     report,
     runs,
     sample,
+    status,
     submit,
     tasks,
     train,
-    under_way,
 )
 from deploy.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, RunFailedError, UserError
 from deploy.printing import printable
@@ -46,8 +46,8 @@ app.command()(tasks.tasks)
 app.command()(runs.serve)
 app.add_typer(runs.app, name="runs")
 app.command()(plan.plan)
-app.command()(under_way.status)
-app.command()(under_way.scale)
+app.command()(status.status)
+app.command()(status.scale)
 app.command()(machine.doctor)
 app.command()(machine.schema)
 app.command()(chaos.chaos)

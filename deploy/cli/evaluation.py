@@ -15,10 +15,10 @@ import typer
 from deploy.cli.options import RunsDir, numbers_of, words_of
 from deploy.errors import EXIT_INTERRUPTED, UserError
 from deploy.printing import printable
-from deploy.waiting import saying
+from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
-    from deploy.evaluation.evaluate import Computing, Ready, Subject
+    from deploy.evaluation.evaluate import ComputeSettings, PreparedCell, Subject
 
 PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Arguments after the checkpoint are passed on to lm-evaluation-harness."""
@@ -80,13 +80,13 @@ def evaluate(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Evaluate a checkpoint on held-out problems, at each length and schedule; resumes where it was stopped."""
-    with saying("loading torch"):
-        from deploy.evaluation.evaluate import Computing, default_out, find_subject, prepare
-        from deploy.evaluation.pool import Wanted
+    with wait_display("loading torch"):
+        from deploy.evaluation.evaluate import ComputeSettings, default_out, find_subject, prepare
+        from deploy.evaluation.options import EvaluationOptions, SampleSettings
+        from deploy.evaluation.pool import PoolSettings
         from deploy.evaluation.record import take_lock
-        from deploy.evaluation.schedules import Asked, Sampled
 
-    asked = Asked(
+    options = EvaluationOptions(
         tasks=words_of(tasks),
         lengths=numbers_of("--lengths", lengths, "number of slots", "128,256", least=1),
         schedules=words_of(schedules),
@@ -94,20 +94,20 @@ def evaluate(
         num_problems=problems,
         protocol=protocol,
         fields=tuple(fields or ()),
-        sampled=Sampled(num_samples=samples, temperature=temperature or 0.0, seed=seed),
+        sampled=SampleSettings(num_samples=samples, temperature=temperature or 0.0, seed=seed),
     )
-    computing = Computing(num_slots=slots, dtype=dtype, wanted=Wanted(num_workers=workers, device=device))
-    with saying(f"looking at {checkpoint}") as waiting:
+    compute = ComputeSettings(num_slots=slots, dtype=dtype, pool=PoolSettings(num_workers=workers, device=device))
+    with wait_display(f"looking at {checkpoint}") as waiting:
         subject = find_subject(checkpoint, runs_dir, waiting.change)
         place = out or default_out(subject, runs_dir)
     with closing(take_lock(place)):
-        remarks: list[str] = []
-        with saying("making the problems"):
-            ready = prepare(subject, asked, computing, place, remarks.append)
-        for remark in remarks:
-            sys.stderr.write(f"d1: {printable(remark)}\n")
-        _answer(subject, ready, computing)
-        _show(subject, ready, place, as_json=as_json)
+        warnings: list[str] = []
+        with wait_display("making the problems"):
+            prepared = prepare(subject, options, compute, place, warnings.append)
+        for warning in warnings:
+            sys.stderr.write(f"d1: {printable(warning)}\n")
+        _answer(subject, prepared, compute)
+        _show(subject, prepared, place, as_json=as_json)
 
 
 def compare(
@@ -121,7 +121,7 @@ def compare(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Test whether one of two evaluated checkpoints is better, paired on the same problems."""
-    with saying("reading the evaluations"):
+    with wait_display("reading the evaluations"):
         from rich.console import Console
 
         from deploy.evaluation.compare import compare as compare_cells
@@ -132,7 +132,7 @@ def compare(
         cells = find_evaluation(first, runs_dir), find_evaluation(second, runs_dir)
         found = compare_cells(*cells, names, task)
     if as_json:
-        typer.echo(json.dumps([asdict(one) | {"is_real": one.is_real} for one in found]))
+        typer.echo(json.dumps([asdict(one) | {"is_real": one.is_significant} for one in found]))
         return
     console = Console()
     for table in compared_tables(found, names):
@@ -164,7 +164,7 @@ def lm_eval(
     """
     if find_spec(_PACKAGE) is None:
         raise UserError("the package lm-eval is missing; pip install 'd1[lm-eval]'")
-    with saying("loading lm-evaluation-harness"):
+    with wait_display("loading lm-evaluation-harness"):
         from lm_eval.__main__ import cli_evaluate
 
         import deploy.evaluation.harness  # noqa: F401 - it makes the model `d1` known
@@ -174,14 +174,14 @@ def lm_eval(
     cli_evaluate()
 
 
-def _answer(subject: Subject, ready: list[Ready], computing: Computing) -> None:
-    from deploy.evaluation.evaluate import answer_all
-    from deploy.evaluation.view import Bar
+def _answer(subject: Subject, prepared: list[PreparedCell], compute: ComputeSettings) -> None:
+    from deploy.evaluation.evaluate import run_missing
+    from deploy.evaluation.view import AnswerBar
     from deploy.interrupts import terminated_by_sigterm
 
-    with Bar(ready) as bar, terminated_by_sigterm():
+    with AnswerBar(prepared) as bar, terminated_by_sigterm():
         try:
-            answer_all(subject, ready, computing, bar.advance)
+            run_missing(subject, prepared, compute, bar.advance)
         except KeyboardInterrupt:
             done = bar.num_done
         else:
@@ -190,13 +190,13 @@ def _answer(subject: Subject, ready: list[Ready], computing: Computing) -> None:
     raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _show(subject: Subject, ready: list[Ready], place: Path, *, as_json: bool) -> None:
+def _show(subject: Subject, prepared: list[PreparedCell], place: Path, *, as_json: bool) -> None:
     from rich.console import Console
 
     from deploy.evaluation.evaluate import RESULTS, results, write_results
     from deploy.evaluation.view import tables
 
-    found = results(subject, ready)
+    found = results(subject, prepared)
     write_results(found, place)
     if as_json:
         typer.echo(json.dumps(found))

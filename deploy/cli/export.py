@@ -9,7 +9,7 @@ import typer
 
 from deploy.cli.options import RunsDir
 from deploy.errors import UserError
-from deploy.waiting import saying
+from deploy.wait_display import wait_display
 
 
 def export(
@@ -33,7 +33,7 @@ def export(
     """
     if half and lora == "merged":
         raise UserError("--half is for an adapter that is written alone; add --lora apart, or leave it out")
-    with saying(f"exporting {checkpoint}"):
+    with wait_display(f"exporting {checkpoint}"):
         from deploy.export import export_adapter, export_policy
 
         if lora == "merged":

@@ -9,13 +9,13 @@ import typer
 
 from deploy.cli.options import RunsDir
 from deploy.errors import UserError, reason
-from deploy.waiting import saying
+from deploy.wait_display import wait_display
 
 
 def doctor(runs_dir: RunsDir = Path("runs")) -> None:
     """Check whether this machine is fit for d1. Exit status 1 if a check fails; warnings do not count."""
     checks = []
-    with saying("checking this machine") as waiting:
+    with wait_display("checking this machine") as waiting:
         from rich.console import Console
 
         from deploy.doctor import CheckOutcome, checks_table, run_checks

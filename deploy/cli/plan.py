@@ -8,7 +8,7 @@ import typer
 
 from deploy.cli.options import Overrides, RecipePath
 from deploy.errors import UserError
-from deploy.waiting import saying
+from deploy.wait_display import wait_display
 
 _MOST_GPUS = 4096
 
@@ -24,21 +24,21 @@ def plan(
 
     It needs no GPU and starts nothing. Of a checkpoint only the config is read.
     """
-    with saying("counting what the recipe takes"):
+    with wait_display("counting what the recipe takes"):
         from rich.console import Console
 
         from deploy.capacity.gpus import DEFAULT_KIND, GPU_KINDS
         from deploy.capacity.plan import make_plan
         from deploy.capacity.view import print_plan
         from deploy.recipe.overrides import load_recipe
-        from deploy.runs.references import from_newest
+        from deploy.runs.references import with_resolved_checkpoint
 
         if not 1 <= gpus <= _MOST_GPUS:
             raise UserError(f"--gpus {gpus} is no number of GPUs from 1 to {_MOST_GPUS}")
         kind = GPU_KINDS.get(gpu or DEFAULT_KIND)
         if kind is None:
             raise UserError(f"--gpu {gpu} is not known here; there are {', '.join(GPU_KINDS)}")
-        recipe = from_newest(load_recipe(recipe_path, ["device=cuda", *(overrides or [])]))
+        recipe = with_resolved_checkpoint(load_recipe(recipe_path, ["device=cuda", *(overrides or [])]))
         try:
             made = make_plan(recipe, gpus, kind)
         except ValueError as error:

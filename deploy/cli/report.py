@@ -10,12 +10,12 @@ import typer
 
 from deploy.cli.options import RunsDir
 from deploy.errors import UserError, reason
-from deploy.waiting import saying
+from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from deploy.report.examples import Example
+    from deploy.report.examples import ReportExample
     from deploy.runs.listing import Run
 
 
@@ -29,7 +29,7 @@ def report(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write one HTML file about runs: results, curves, completions before and after, recipes and what differs."""
-    with saying("reading the runs"):
+    with wait_display("reading the runs"):
         from deploy.report.report import write_report
         from deploy.runs.listing import read_run
         from deploy.runs.references import find_run
@@ -39,19 +39,19 @@ def report(
     if len(runs) < len(found):
         raise UserError(f"{' and '.join(names)} name one run twice, or two of one name; a report tells runs by theirs")
     answered = _examples(runs, examples) if examples else {}
-    with saying("drawing"):
+    with wait_display("drawing"):
         write_report(runs, answered, out)
     sys.stderr.write(f"d1: {out} has the report\n")
 
 
-def _examples(runs: Mapping[str, Run], count: int) -> dict[str, Sequence[Example]]:
-    with saying("answering held-out problems before and after the rounds"):
-        from deploy.report.examples import examples
-        from deploy.runs.reading import read_recipe
+def _examples(runs: Mapping[str, Run], count: int) -> dict[str, Sequence[ReportExample]]:
+    with wait_display("answering held-out problems before and after the rounds"):
+        from deploy.report.examples import make_examples
+        from deploy.runs.checkpoints import read_recipe
 
         try:
             return {
-                name: examples(run.directory, read_recipe(run.directory), count)
+                name: make_examples(run.directory, read_recipe(run.directory), count)
                 for name, run in runs.items()
                 if run.history.rounds
             }

@@ -10,7 +10,7 @@ import typer
 from deploy.cli.options import RunName, RunsDir
 from deploy.errors import UserError
 from deploy.program import program
-from deploy.waiting import saying
+from deploy.wait_display import wait_display
 
 _RUNS_DIR = Path("runs")
 
@@ -40,8 +40,8 @@ def show(name: RunName, runs_dir: RunsDir = _RUNS_DIR) -> None:
     from rich.console import Console
 
     from deploy.runs.listing import read_run
-    from deploy.runs.page import print_run
     from deploy.runs.references import find_run
+    from deploy.runs.show import print_run
 
     print_run(read_run(find_run(name, runs_dir)), Console())
 
@@ -75,15 +75,15 @@ def serve(
     """
     if name is None:
         _refuse_dtype(dtype)
-        from deploy.runs.listing import newest_to_serve
+        from deploy.runs.listing import newest_servable_run
 
-        with saying("looking for the newest run"):
-            run_dir = newest_to_serve(runs_dir)
+        with wait_display("looking for the newest run"):
+            run_dir = newest_servable_run(runs_dir)
         _serve_run(run_dir, host, port, admin_port)
         return
     from deploy.runs.references import find
 
-    with saying(f"looking for {name}"):
+    with wait_display(f"looking for {name}"):
         try:
             found = find(name, runs_dir)
         except ValueError as error:
@@ -94,7 +94,7 @@ def serve(
         return
     if admin_port is not None:
         raise UserError("--admin-port is for runs; a checkpoint by itself has no other version to pin")
-    with saying("loading Ray and the service", at_once=True):
+    with wait_display("loading Ray and the service", at_once=True):
         from deploy.service.on_ray.launch import serve_checkpoint
 
     serve_checkpoint(found.directory, host, port, dtype or "float32")
@@ -106,7 +106,7 @@ def _refuse_dtype(dtype: str | None) -> None:
 
 
 def _serve_run(run_dir: Path, host: str | None, port: int | None, admin_port: int | None) -> None:
-    with saying("loading Ray and the service", at_once=True):
+    with wait_display("loading Ray and the service", at_once=True):
         from deploy.service.on_ray.launch import serve_run
 
     serve_run(run_dir, host, port, admin_port)

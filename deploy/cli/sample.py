@@ -14,11 +14,11 @@ import typer
 
 from deploy.cli.options import RunsDir
 from deploy.errors import EXIT_INTERRUPTED, RunFailedError, UserError, reason
-from deploy.waiting import saying
+from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
     from deploy.sampling.policy import ReadyPolicy
-    from deploy.sampling.prepare import Item, Options
+    from deploy.sampling.prepare import Options, PlannedCompletion
     from deploy.sampling.renoising import ReadyRenoising
 
 _EXIT_BAD_REQUESTS = 2
@@ -116,7 +116,7 @@ def sample(
         "cache": cache,
         "cache_refresh_steps": cache_refresh_steps,
     }
-    with saying("loading torch"):
+    with wait_display("loading torch"):
         from deploy.sampling.policy import choose_device, find_directory, load_ready
         from deploy.sampling.prepare import Options, check_options
         from deploy.sampling.renoising import check_renoising_options, open_renoising
@@ -131,15 +131,15 @@ def sample(
     asked: dict[str, Any] = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
     place, engine = choose_device(device), EngineConfig(num_slots=slots, dtype=dtype)
     loading = f"loading the policy of {checkpoint}"
-    with saying(loading) as waiting:
+    with wait_display(loading) as waiting:
         directory = find_directory(checkpoint, runs_dir, waiting.change)
     if is_renoising(directory):
         check_renoising_options(options.values)
-        with saying(loading):
+        with wait_display(loading):
             renoising = open_renoising(directory, checkpoint, place, engine.torch_dtype)
         _sample_renoising(renoising, lines, asked, options, as_json=as_json)
         return
-    with saying(loading) as waiting:
+    with wait_display(loading) as waiting:
         policy = load_ready(directory, checkpoint, place, engine, waiting.change)
     with _failures_as_sentences(checkpoint):
         if lines is not None:
@@ -157,10 +157,10 @@ def _sample_renoising(
     as_json: bool,
 ) -> None:
     """Sample with a policy that has no mask token."""
-    from deploy.sampling.renoising import answer_all, asked
+    from deploy.sampling.renoising import answer_all, parse_requests
 
     given = [(1, json.dumps(request).encode())] if lines is None else lines
-    items = list(asked(ready, given, options.values, keep_after_eos=options.keep_after_eos))
+    items = list(parse_requests(ready, given, options.values, keep_after_eos=options.keep_after_eos))
     if lines is None and items[0].request is None:
         raise UserError(items[0].error)
     with _failures_as_sentences(ready.name):
@@ -201,11 +201,11 @@ def _read(requests: Path) -> list[tuple[int, bytes]]:
 def _sample_file(
     policy: ReadyPolicy, lines: list[tuple[int, bytes]], options: Options, colour: str, *, as_json: bool
 ) -> None:
-    from deploy.sampling.batch import report_refused
+    from deploy.sampling.batch import report_rejected
     from deploy.sampling.prepare import prepare_file
 
     items = list(prepare_file(lines, policy, options))
-    num_refused = report_refused(items)
+    num_refused = report_rejected(items)
     _sample_items(policy, items, colour, as_json=as_json)
     if num_refused:
         raise typer.Exit(_EXIT_BAD_REQUESTS)
@@ -225,7 +225,7 @@ def _sample_prompt(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _sample_items(policy: ReadyPolicy, items: list[Item], colour: str, *, as_json: bool) -> None:
+def _sample_items(policy: ReadyPolicy, items: list[PlannedCompletion], colour: str, *, as_json: bool) -> None:
     from deploy.sampling.batch import sample_items
     from deploy.sampling.view import Colour
 

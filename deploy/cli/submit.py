@@ -10,7 +10,7 @@ import typer
 from deploy.cli.options import Overrides, RecipePath, Serve
 from deploy.errors import EXIT_INTERRUPTED
 from deploy.program import command
-from deploy.waiting import saying
+from deploy.wait_display import wait_display
 
 
 def submit(
@@ -28,13 +28,13 @@ def submit(
 
     Submitting the same run again follows its existing job; if that failed or was stopped, the run is resumed.
     """
-    with saying("reading the recipe"):
+    with wait_display("reading the recipe"):
         from deploy.job.submit import connect, follow
         from deploy.job.submit import submit as submit_run
         from deploy.recipe.overrides import load_recipe
 
         recipe = load_recipe(recipe_path, overrides or [])
-    with saying("connecting to the cluster"):
+    with wait_display("connecting to the cluster"):
         client = connect(address)
     job_id = submit_run(client, recipe, recipe_path, overrides or [], serve=serve, say=typer.echo)
     if no_follow:

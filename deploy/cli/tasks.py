@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from deploy.errors import UserError, reason
-from deploy.waiting import saying
+from deploy.wait_display import wait_display
 
 _Fields = Annotated[
     list[str] | None,
@@ -40,23 +40,23 @@ def grade(
     ] = None,
 ) -> None:
     """Grade the generations in a file, as training and evaluation would."""
-    with saying(f"loading the task {task}"):
+    with wait_display(f"loading the task {task}"):
         from rich.console import Console
 
         from deploy.grading.grade import grade_all, item, read_generations, summary
         from deploy.grading.grade_view import failures_view, summary_table
-        from deploy.grading.tasks import OF_YOUR_OWN, opened, task_config
+        from deploy.grading.tasks import CUSTOM_TASK, open_task, task_config
         from rewards import JsonlConfig
 
         # A task without published parsers has no such field.
         rules = [] if protocol == "fixed" else [f"protocol={protocol}"]
         # Problems of your own come with the file.
-        config = task_config(task, [*(fields or []), *rules], {"train_data": file} if task == OF_YOUR_OWN else None)
-        chosen = opened(config)
-    with saying(f"reading {file}"):
+        config = task_config(task, [*(fields or []), *rules], {"train_data": file} if task == CUSTOM_TASK else None)
+        chosen = open_task(config)
+    with wait_display(f"reading {file}"):
         lines = read_generations(chosen, file, config.columns if isinstance(config, JsonlConfig) else None)
     done = count(1)
-    with saying(f"grading {len(lines)} generations") as waiting:
+    with wait_display(f"grading {len(lines)} generations") as waiting:
         graded = grade_all(
             chosen, lines, lambda: waiting.change(f"grading {len(lines)} generations, {next(done)} are done")
         )
@@ -82,15 +82,15 @@ def tasks(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the tasks with their sizes and an example, or show one."""
-    with saying("loading the tasks" if task is None else f"loading the task {task}"):
+    with wait_display("loading the tasks" if task is None else f"loading the task {task}"):
         from rich.console import Console
 
-        from deploy.grading.tasks import described
+        from deploy.grading.tasks import describe_task
         from deploy.grading.tasks_view import task_view, tasks_table
-        from rewards.tasks.table import task_names
+        from rewards.tasks.registry import task_names
 
         names = task_names() if task is None else (task,)
-        found = [described(name, fields or []) for name in names]
+        found = [describe_task(name, fields or []) for name in names]
     if as_json:
         typer.echo(json.dumps(found if task is None else found[0]))
         return

@@ -16,7 +16,7 @@ from deploy.cli.options import DryRun, Overrides, RecipePath, Resume, ResumeOrSt
 from deploy.errors import EXIT_INTERRUPTED, UserError, reason
 from deploy.printing import printable
 from deploy.program import command, program
-from deploy.waiting import saying
+from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
     from actors.run_log import Event
@@ -27,7 +27,7 @@ _EXIT_TERMINATED = 143
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Order:
+class _TrainOptions:
     """Options of a training command, besides the recipe."""
 
     command: str
@@ -63,15 +63,15 @@ def train(
 
     It runs on the cluster that RAY_ADDRESS names, or starts Ray on this machine.
     """
-    with saying("reading the recipe"):
+    with wait_display("reading the recipe"):
         from deploy.recipe.overrides import load_recipe
         from deploy.recipe.recipe import Stages
-        from deploy.runs.references import from_newest
+        from deploy.runs.references import with_resolved_checkpoint
 
-        recipe = from_newest(load_recipe(recipe_path, overrides or []))
+        recipe = with_resolved_checkpoint(load_recipe(recipe_path, overrides or []))
     checkpoint = None
     if start_from is not None:
-        with saying(f"looking for {start_from}"):
+        with wait_display(f"looking for {start_from}"):
             checkpoint = _found_checkpoint(start_from)
     recipe, renamed = _not_through_link(recipe)
     if resume or resume_or_start:
@@ -79,14 +79,14 @@ def train(
     words = ["train", str(recipe_path), *(overrides or []), *renamed]
     words += ["--from", str(start_from)] if start_from is not None else []
     words += ["--serve"] if serve else []
-    order = _Order(
+    options = _TrainOptions(
         command=command(*words),
         stages=Stages.ALL if start_from is None else Stages.RL,
         start_from=checkpoint,
         resume=resume or (resume_or_start and recipe.run_dir.is_dir()),
         serve=serve,
     )
-    _carry_out(recipe, order, dry_run)
+    _carry_out(recipe, options, dry_run)
 
 
 def sft(
@@ -97,12 +97,12 @@ def sft(
     resume: Resume = False,
 ) -> None:
     """Run stage 1 of a recipe alone: masked SFT on its labels."""
-    with saying("reading the recipe"):
+    with wait_display("reading the recipe"):
         from deploy.recipe.overrides import load_recipe
         from deploy.recipe.recipe import Stages
-        from deploy.runs.references import from_newest
+        from deploy.runs.references import with_resolved_checkpoint
 
-        recipe = from_newest(load_recipe(recipe_path, overrides or []))
+        recipe = with_resolved_checkpoint(load_recipe(recipe_path, overrides or []))
     if not recipe.sft.num_steps:
         raise UserError(
             f"{recipe_path}: sft.num_steps is 0, which leaves `{program()} sft` nothing to do; give it steps"
@@ -111,7 +111,7 @@ def sft(
     if resume:
         _fetch(recipe, dry_run=dry_run)
     again = command("sft", str(recipe_path), *(overrides or []), *renamed)
-    _carry_out(recipe, _Order(command=again, stages=Stages.SFT, resume=resume), dry_run)
+    _carry_out(recipe, _TrainOptions(command=again, stages=Stages.SFT, resume=resume), dry_run)
 
 
 def adapt(
@@ -154,7 +154,7 @@ def adapt(
     dry_run: DryRun = False,
 ) -> None:
     """Turn an autoregressive model into a diffusion policy: lift its causal mask, and train it on masked tokens."""
-    with saying("reading the recipe"):
+    with wait_display("reading the recipe"):
         from deploy.adapt.adaptation import Adaptation, trains
         from deploy.recipe.recipe import Stages
         from deploy.runs.run_directory import scratch_policy
@@ -174,24 +174,24 @@ def adapt(
     if not trains(recipe):
         _write_alone(adaptation, recipe, resume=resume, dry_run=dry_run)
         return
-    resume = resume and not adaptation.is_answering
+    resume = resume and not adaptation.is_generating_responses
     if resume:
         _fetch(recipe, dry_run=dry_run)
         adaptation.check_resumable()
     stages = Stages.ALL if recipe.learner.num_rounds else Stages.SFT
-    again = command(*adaptation.words)
+    again = command(*adaptation.command_words)
     try:
         start_from = None if resume else _policy_of(adaptation, recipe, dry_run=dry_run)
-        order = _Order(command=again, stages=stages, start_from=start_from, resume=resume)
-        _carry_out(recipe, order, dry_run)
+        options = _TrainOptions(command=again, stages=stages, start_from=start_from, resume=resume)
+        _carry_out(recipe, options, dry_run)
     except KeyboardInterrupt as interrupt:
-        if adaptation.is_answering:
+        if adaptation.is_generating_responses:
             sys.stderr.write(f"d1: stopped; the responses so far are kept; resume with: {again} --resume\n")
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
     finally:
         shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
     if not dry_run:
-        _say_what_next(recipe.run_dir)
+        _print_next_steps(recipe.run_dir)
 
 
 def _write_alone(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_run: bool) -> None:
@@ -203,32 +203,32 @@ def _write_alone(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_ru
         _policy_of(adaptation, recipe, dry_run=False).rename(recipe.run_dir)
     except OSError as error:
         raise UserError(f"{adaptation.out} cannot be written: {reason(error)}") from error
-    _say_what_next(recipe.run_dir)
+    _print_next_steps(recipe.run_dir)
 
 
 def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path:
     """Write an adaptation's initial policy, after its training responses if it has any. Returns the policy's
     directory."""
-    from deploy.adapt.adaptation import opened
+    from deploy.adapt.adaptation import open_source_model
 
     model = adaptation.model
     adaptation.check_creatable()
     if dry_run and adaptation.prompts is not None:
         raise UserError("--dry-run looks at what is trained on, which --prompts has the model write; give --data FILE")
-    with saying(f"opening {model}"):
-        source = opened(model)
+    with wait_display(f"opening {model}"):
+        source = open_source_model(model)
     if adaptation.prompts is not None:
-        with saying(f"{model} answers the prompts") as waiting:
+        with wait_display(f"{model} answers the prompts") as waiting:
             written = adaptation.write_responses(source, recipe, waiting.change)
         sys.stderr.write(f"d1: {adaptation.responses.name}: {written}\n")
-    with saying(f"writing {model} as a diffusion policy"):
+    with wait_display(f"writing {model} as a diffusion policy"):
         directory, mask = adaptation.write(source)
     new = ", a new row" if mask.is_new_row else ""
     sys.stderr.write(f"d1: the mask token is {printable(mask.token)} (id {mask.id}{new})\n")
     return directory
 
 
-def _say_what_next(run_dir: Path) -> None:
+def _print_next_steps(run_dir: Path) -> None:
     where = os.path.relpath(run_dir)
     for words, what in (
         (("sample", where, "Why is the sky blue?"), "one completion"),
@@ -242,7 +242,7 @@ def _say_what_next(run_dir: Path) -> None:
 def _fetch(recipe: Recipe, *, dry_run: bool) -> None:
     """Fetch a run that is to be resumed from its mirror, if it has one and is not here."""
     if recipe.checkpoint_url is not None and not dry_run:
-        with saying(f"looking for {recipe.name} in {recipe.checkpoint_url}"):
+        with wait_display(f"looking for {recipe.name} in {recipe.checkpoint_url}"):
             from deploy.runs.mirror import fetch_run
 
             fetch_run(recipe)
@@ -264,24 +264,26 @@ def _starting_from(recipe: Recipe, checkpoint: Path) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpoint": str(checkpoint)})})
 
 
-def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
-    with saying("checking whether the recipe can run here"):
+def _carry_out(recipe: Recipe, options: _TrainOptions, dry_run: bool) -> None:
+    with wait_display("checking whether the recipe can run here"):
         from deploy.capacity.available import cluster_resources
         from deploy.job.preflight import preflight
         from deploy.printing import counted
 
         available = cluster_resources(os.environ.get("RAY_ADDRESS"))
-        counted_as = recipe if order.start_from is None else _starting_from(recipe, order.start_from)
-        remarks: list[str] = []
-        problems = preflight(counted_as, available, resume=order.resume, serve=order.serve, tell=remarks.append)
-    for remark in remarks:
-        sys.stderr.write(f"d1: {printable(remark)}\n")
+        counted_as = recipe if options.start_from is None else _starting_from(recipe, options.start_from)
+        warnings: list[str] = []
+        problems = preflight(
+            counted_as, available, resume=options.resume, serve=options.serve, on_warning=warnings.append
+        )
+    for warning in warnings:
+        sys.stderr.write(f"d1: {printable(warning)}\n")
     if dry_run:
         from deploy.capacity.dry_run import print_dry_run
         from deploy.capacity.needs import needs_of
 
-        problems += [more for more in _refusals(recipe, order) if not any(more in problem for problem in problems)]
-        needs = needs_of(counted_as, serve=order.serve, num_machines=available.num_machines)
+        problems += [more for more in _refusals(recipe, options) if not any(more in problem for problem in problems)]
+        needs = needs_of(counted_as, serve=options.serve, num_machines=available.num_machines)
         print_dry_run(recipe, needs, available, problems)
         if problems:
             raise UserError(f"{recipe.name} cannot run: {counted(len(problems), 'problem')}, listed above")
@@ -289,26 +291,26 @@ def _carry_out(recipe: Recipe, order: _Order, dry_run: bool) -> None:
     if problems:
         more = len(problems) - 1
         raise UserError(problems[0] + (f" ({more} more: --dry-run lists all)" if more else ""))
-    _run(recipe, order)
+    _run(recipe, options)
 
 
-def _refusals(recipe: Recipe, order: _Order) -> Iterator[str]:
+def _refusals(recipe: Recipe, options: _TrainOptions) -> Iterator[str]:
     """Yield reasons to refuse the run directory that would remain once the actors' needs are met."""
-    from deploy.job.preflight import MOST_LOOKED_AT
+    from deploy.job.preflight import MAX_CHECKED_PROBLEMS
     from deploy.runs.run_directory import check_creatable, check_resumable, make_spec
 
-    spec = make_spec(recipe, order.stages)
+    spec = make_spec(recipe, options.stages)
     try:
-        if order.resume:
+        if options.resume:
             check_resumable(recipe, spec)
         else:
-            check_creatable(recipe, spec, order.start_from, MOST_LOOKED_AT)
+            check_creatable(recipe, spec, options.start_from, MAX_CHECKED_PROBLEMS)
     except UserError as error:
         yield str(error)
 
 
-def _run(recipe: Recipe, order: _Order) -> None:
-    with saying("loading Ray and torch"):
+def _run(recipe: Recipe, options: _TrainOptions) -> None:
+    with wait_display("loading Ray and torch"):
         from rich.console import Console
         from rich.text import Text
 
@@ -316,7 +318,7 @@ def _run(recipe: Recipe, order: _Order) -> None:
         from deploy.interrupts import Terminated
         from deploy.job import job
         from deploy.runs.progress import ProgressDisplay
-        from deploy.runs.report import result_tables
+        from deploy.runs.result_tables import result_tables
 
     # Bind this terminal now: `sys.stdout` may later be redirected to a log.
     console = Console(file=sys.stdout)
@@ -333,34 +335,34 @@ def _run(recipe: Recipe, order: _Order) -> None:
                 for table in result_tables(read_events(recipe.run_dir)):
                     console.print(table)
                 console.print(Text(f"run directory: {recipe.run_dir}"), soft_wrap=True)
-                if not order.serve:
+                if not options.serve:
                     display.wait_for_end()
 
         try:
             job.run(
                 recipe,
-                stages=order.stages,
-                start_from=order.start_from,
-                resume=order.resume,
-                serve=order.serve,
+                stages=options.stages,
+                start_from=options.start_from,
+                resume=options.resume,
+                serve=options.serve,
                 on_event=show,
             )
         except KeyboardInterrupt as interrupt:
             display.stop()
             if is_done(read_events(recipe.run_dir)):
                 return
-            console.print(Text(f"stopped; resume with: {order.command} --resume"), soft_wrap=True)
+            console.print(Text(f"stopped; resume with: {options.command} --resume"), soft_wrap=True)
             status = _EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
             raise typer.Exit(status) from interrupt
 
 
 def _found_checkpoint(named: Path) -> Path:
     """Resolve `--from`; of a run it means the newest checkpoint. Raises UserError if it is not a policy."""
-    from deploy.runs.references import newest_of
+    from deploy.runs.references import resolve_start
     from learner.model.checkpoint_files import load_config
     from learner.model.hub import find_checkpoint
 
-    checkpoint = newest_of(named)
+    checkpoint = resolve_start(named)
     try:
         load_config(find_checkpoint(checkpoint, config_only=True))
     except ValueError as error:

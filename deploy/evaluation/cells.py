@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.errors import UserError
-from deploy.evaluation.schedules import Asked, Params, Sampled, params_for, temperature_of
+from deploy.evaluation.options import EvaluationOptions, Params, SampleSettings, params_for, temperature_of
 from deploy.grading.tasks import task_config
 from deploy.recipe.recipe import Recipe
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import RenoisingConfig
 from rewards import TaskConfig
 from rewards.first_d1 import evaluation as first_d1
-from rewards.problem import Rules
+from rewards.problem import GradingRules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,13 +23,13 @@ class Cell:
 
     task: TaskConfig
     """Task whose held-out problems are evaluated."""
-    protocol: Rules
+    protocol: GradingRules
     """Evaluation protocol. `d1` also uses the prompts of the first d1."""
     params: Params
     """Sampling parameters of the completions."""
     num_problems: int | None
     """Number of problems; None: all of a dataset, or the default of `problems.py` for generated ones."""
-    sampled: Sampled
+    sampled: SampleSettings
     """Samples of each problem."""
 
     @property
@@ -59,29 +59,29 @@ class Cell:
         }
 
 
-def cells_of(asked: Asked, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> list[Cell]:
+def cells_of(options: EvaluationOptions, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> list[Cell]:
     """Build a cell for each task, length and schedule, in that order.
 
     Args:
-        asked: command line options.
+        options: command line options.
         run: recipe of the checkpoint's run, which supplies the defaults; None if it belongs to no run.
         policy: model config of the evaluated policy.
 
     Raises:
         UserError: a task, field, length or schedule does not exist, or they are inconsistent.
     """
-    configs = _task_configs(asked, run)
+    configs = _task_configs(options, run)
     own = None if run is None else run.task.name
-    params = params_for(asked, run, policy)
+    params = params_for(options, run, policy)
     # The protocol of the first d1 has its own number of problems.
-    counted = None if run is None or asked.protocol == "d1" else run.evaluation.num_problems
+    counted = None if run is None or options.protocol == "d1" else run.evaluation.num_problems
     cells = [
         Cell(
             task=config,
-            protocol=asked.protocol,
+            protocol=options.protocol,
             params=each,
-            num_problems=asked.num_problems or (counted if config.name == own else None),
-            sampled=asked.sampled,
+            num_problems=options.num_problems or (counted if config.name == own else None),
+            sampled=options.sampled,
         )
         for config in configs
         for each in params
@@ -90,20 +90,20 @@ def cells_of(asked: Asked, run: Recipe | None, policy: TransformerConfig | Renoi
     return list({cell.name: cell for cell in cells}.values())
 
 
-def _task_configs(asked: Asked, run: Recipe | None) -> list[TaskConfig]:
-    if asked.tasks is None and run is None:
+def _task_configs(options: EvaluationOptions, run: Recipe | None) -> list[TaskConfig]:
+    if options.tasks is None and run is None:
         raise UserError("say which tasks, as in --tasks countdown,sudoku; `d1 tasks` lists them")
-    names = asked.tasks or ((run.task.name,) if run is not None else ())
-    if strays := [text for text in asked.fields if text.partition(".")[0] not in names]:
+    names = options.tasks or ((run.task.name,) if run is not None else ())
+    if strays := [text for text in options.fields if text.partition(".")[0] not in names]:
         raise UserError(f"{strays[0]} is a field of none of the tasks {', '.join(names)}; write TASK.KEY=VALUE")
-    return [_task_config(name, asked, run) for name in dict.fromkeys(names)]
+    return [_task_config(name, options, run) for name in dict.fromkeys(names)]
 
 
-def _task_config(name: str, asked: Asked, run: Recipe | None) -> TaskConfig:
+def _task_config(name: str, options: EvaluationOptions, run: Recipe | None) -> TaskConfig:
     """Build the config of a task: the run's fields for its own task, and the prompts of d1 under protocol d1."""
-    fields = [text.partition(".")[2] for text in asked.fields if text.startswith(f"{name}.")]
+    fields = [text.partition(".")[2] for text in options.fields if text.startswith(f"{name}.")]
     rules: list[str] = []
-    if asked.protocol == "d1":
+    if options.protocol == "d1":
         if name not in first_d1.TASKS:
             raise UserError(f"the first d1 evaluates {', '.join(first_d1.TASKS)}; leave out {name}, or --protocol d1")
         rules = ["protocol=d1", "prompt=compact"]

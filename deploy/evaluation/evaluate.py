@@ -12,14 +12,14 @@ from actors.checkpoints.selection import find_position
 from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError, reason
 from deploy.evaluation.cells import Cell, cells_of
-from deploy.evaluation.measures import measures
-from deploy.evaluation.pool import Wanted, answers
-from deploy.evaluation.problems import Batch, batches_of, problems_of
-from deploy.evaluation.record import Record, fingerprint
-from deploy.evaluation.schedules import Asked
-from deploy.evaluation.worker import Answered, WorkerConfig
+from deploy.evaluation.metrics import compute_metrics
+from deploy.evaluation.options import EvaluationOptions
+from deploy.evaluation.pool import PoolSettings, answer_batches
+from deploy.evaluation.problems import EvaluationBatch, batches_of, problems_of
+from deploy.evaluation.record import RecordWriter, fingerprint
+from deploy.evaluation.worker import AnsweredBatch, WorkerConfig
 from deploy.recipe.recipe import Recipe
-from deploy.runs.reading import read_recipe
+from deploy.runs.checkpoints import read_recipe
 from deploy.runs.references import find_checkpoint_of
 from deploy.sampling.policy import read_tokenizer
 from learner.model.checkpoint_files import load_config
@@ -47,14 +47,14 @@ class Subject:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Computing:
+class ComputeSettings:
     """Compute settings. They change the answers only through rounding of the logits."""
 
     num_slots: int | None
     """Completions that a worker denoises at a time; None: as in the run's samplers."""
     dtype: Literal["float32", "bfloat16"]
     """Dtype of the weights."""
-    wanted: Wanted
+    pool: PoolSettings
     """Workers and device."""
 
     def engine(self, run: Recipe | None) -> EngineConfig:
@@ -68,15 +68,15 @@ class Computing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
+class PreparedCell:
     """Cell with its batches and its record."""
 
     cell: Cell
-    batches: Sequence[Batch]
-    record: Record
+    batches: Sequence[EvaluationBatch]
+    record: RecordWriter
 
     @property
-    def missing(self) -> list[Batch]:
+    def missing(self) -> list[EvaluationBatch]:
         """Batches that are not answered yet."""
         return [batch for batch in self.batches if batch.index not in self.record.done]
 
@@ -123,9 +123,13 @@ def _name_of(run_dir: Path, checkpoint: Path) -> str:
 
 
 def prepare(
-    subject: Subject, asked: Asked, computing: Computing, out: Path, tell: Callable[[str], object]
-) -> list[Ready]:
-    """Prepare the cells with their existing records; `tell` receives remarks on the data.
+    subject: Subject,
+    options: EvaluationOptions,
+    compute: ComputeSettings,
+    out: Path,
+    on_warning: Callable[[str], object],
+) -> list[PreparedCell]:
+    """Prepare the cells with their existing records; `on_warning` receives warnings about the data.
 
     Raises UserError, before any sampling, if the options or the data are invalid.
     """
@@ -136,13 +140,13 @@ def prepare(
     tokenizer = read_tokenizer(subject.directory)
     if tokenizer is None:
         raise UserError(f"{subject.directory} has no tokenizer; problems are texts, and need one")
-    cells = cells_of(asked, subject.run, config)
-    size = computing.batch_size(subject.run)
+    cells = cells_of(options, subject.run, config)
+    size = compute.batch_size(subject.run)
     # All cells of a task share its problems.
-    problems = {name: problems_of(cell, tell) for name, cell in {cell.task.name: cell for cell in cells}.items()}
+    problems = {name: problems_of(cell, on_warning) for name, cell in {cell.task.name: cell for cell in cells}.items()}
     usual = None if subject.run is None else subject.run.rollout.max_prompt_tokens
     batches = [batches_of(cell, problems[cell.task.name], tokenizer, size, config, usual=usual) for cell in cells]
-    return [_ready(subject, cell, some, computing, out) for cell, some in zip(cells, batches, strict=True)]
+    return [_prepared_cell(subject, cell, some, compute, out) for cell, some in zip(cells, batches, strict=True)]
 
 
 def _shape_of(directory: Path) -> TransformerConfig | RenoisingConfig:
@@ -150,31 +154,34 @@ def _shape_of(directory: Path) -> TransformerConfig | RenoisingConfig:
     return read_renoising_config(directory) if is_renoising(directory) else load_config(directory)
 
 
-def _ready(subject: Subject, cell: Cell, batches: Sequence[Batch], computing: Computing, out: Path) -> Ready:
+def _prepared_cell(
+    subject: Subject, cell: Cell, batches: Sequence[EvaluationBatch], compute: ComputeSettings, out: Path
+) -> PreparedCell:
     sizes = [len(batch.requests) for batch in batches]
-    facts = {"checkpoint": subject.facts, **cell.facts(), "dtype": computing.dtype, "batch_size": sizes[0]}
-    return Ready(cell=cell, batches=batches, record=Record(out / f"{cell.name}.jsonl", facts, sizes))
+    facts = {"checkpoint": subject.facts, **cell.facts(), "dtype": compute.dtype, "batch_size": sizes[0]}
+    return PreparedCell(cell=cell, batches=batches, record=RecordWriter(out / f"{cell.name}.jsonl", facts, sizes))
 
 
-def answer_all(
-    subject: Subject, ready: Sequence[Ready], computing: Computing, after_each: Callable[[Ready, Answered], object]
+def run_missing(
+    subject: Subject,
+    prepared: Sequence[PreparedCell],
+    compute: ComputeSettings,
+    after_each: Callable[[PreparedCell, AnsweredBatch], object],
 ) -> None:
-    """Answer the missing batches. Raises as `pool.answers`, and UserError if the record cannot be written."""
+    """Answer the missing batches. Raises as `pool.answer_batches`, and UserError if the record cannot be written."""
     # Batches are renumbered across cells, so that the index in a worker's answer is unique.
-    waiting = [(one, batch) for one in ready for batch in one.missing]
+    waiting = [(one, batch) for one in prepared for batch in one.missing]
     if not waiting:
         return
-    config = WorkerConfig(
-        checkpoint=subject.directory, engine=computing.engine(subject.run), device="cpu", num_threads=1
-    )
+    config = WorkerConfig(checkpoint=subject.directory, engine=compute.engine(subject.run), device="cpu", num_threads=1)
     numbered = [replace(batch, index=number) for number, (_, batch) in enumerate(waiting)]
-    for done in answers(config, computing.wanted, numbered):
+    for done in answer_batches(config, compute.pool, numbered):
         one, batch = waiting[done.index]
         one.record.add(replace(done, index=batch.index))
         after_each(one, done)
 
 
-def results(subject: Subject, ready: Sequence[Ready]) -> dict[str, Any]:
+def results(subject: Subject, prepared: Sequence[PreparedCell]) -> dict[str, Any]:
     """Return the results as JSON."""
     return {
         "checkpoint": {"name": subject.name, **subject.facts},
@@ -185,10 +192,10 @@ def results(subject: Subject, ready: Sequence[Ready]) -> dict[str, Any]:
                 "gen_length": one.cell.params.gen_length,
                 "schedule": one.cell.params.schedule_name,
                 "temperature": one.cell.temperature,
-                **measures(one.record.recorded),
+                **compute_metrics(one.record.recorded),
                 "answers": one.record.path.name,
             }
-            for one in ready
+            for one in prepared
         ],
     }
 

@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from deploy.errors import UserError
 from deploy.evaluation.harness_arguments import HarnessArguments
-from deploy.requests.ending import ending_of
+from deploy.requests.errors import RequestError
 from deploy.requests.line import read_line
 from deploy.requests.planner import RequestPlan
-from deploy.requests.refusals import RequestError
+from deploy.requests.stopping import stop_text
 from deploy.sampling.policy import open_policy
 from deploy.sampling.prepare import Options
 from learner.keys import fold, key_of
@@ -74,7 +74,7 @@ class DiffusionLM(LM):
 
         def text_of(index: int, completion: Completion) -> str:
             ids, ends = completion.token_ids, self._policy.config.stop_ids
-            return ending_of(plans[index], ids, self._tokenizer.decode, ends, is_whole=True).text
+            return stop_text(plans[index], ids, self._tokenizer.decode, ends, is_complete=True).text
 
         def keep(index: int, text: str) -> None:
             self.cache_hook.add_partial("generate_until", requests[index].args, text)
@@ -134,7 +134,7 @@ class DiffusionLM(LM):
         stops, most = wanted.pop("until"), wanted.pop("max_gen_toks")
         del wanted["do_sample"]  # Already reflected in the temperature.
         values = self._given | {"temperature": 0.0, "max_tokens": most} | wanted
-        if self._policy.defaults.room is not None and "gen_length" not in values:
+        if self._policy.defaults.max_canvas_tokens is not None and "gen_length" not in values:
             # A checkpoint without a run: the task sets the length.
             block = values.setdefault("block_length", _BLOCK)
             values["gen_length"] = -(-most // block) * block

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from deploy.errors import UserError
-from deploy.recipe.refusals import first_refusal
+from deploy.recipe.validation_errors import first_problem
 
 _OF_THE_HARNESS = frozenset({"batch_size", "max_batch_size", "trust_remote_code"})
 """Arguments that the harness adds, ignored: `slots` replaces its batch sizes, and no remote code is executed."""
@@ -47,7 +47,7 @@ class HarnessArguments(BaseModel):
         try:
             return cls.model_validate({key: value for key, value in given.items() if key not in _OF_THE_HARNESS})
         except ValidationError as error:
-            refusal, _ = first_refusal(error, cls.model_json_schema(), "d1 model")
+            refusal, _ = first_problem(error, cls.model_json_schema(), "d1 model")
             raise UserError(f"--model_args: {refusal.sentence}") from error
 
     @property

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from deploy.errors import RunFailedError, UserError, reason
-from deploy.evaluation.problems import Batch
-from deploy.evaluation.worker import Answered, Worker, WorkerConfig
+from deploy.evaluation.problems import EvaluationBatch
+from deploy.evaluation.worker import AnsweredBatch, Worker, WorkerConfig
 from deploy.orphans import end_with_parent
 from deploy.sampling.policy import Device, choose_device
 from learner.model.checkpoint_files import checkpoint_chain, weight_bytes
@@ -32,7 +32,7 @@ _workers: list[Worker] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class PoolSettings:
     """Number of workers and their device; None: chosen by the available hardware."""
 
     num_workers: int | None
@@ -41,7 +41,9 @@ class Wanted:
     """Device of the workers."""
 
 
-def answers(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
+def answer_batches(
+    config: WorkerConfig, settings: PoolSettings, batches: Sequence[EvaluationBatch]
+) -> Iterator[AnsweredBatch]:
     """Yield answers to batches as they are completed. The workers end with the iterator.
 
     Raises:
@@ -50,7 +52,7 @@ def answers(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> I
     """
     pool = _on_cluster if "RAY_ADDRESS" in os.environ else _on_this_machine
     try:
-        yield from pool(config, wanted, batches)
+        yield from pool(config, settings, batches)
     except FloatingPointError as error:
         raise RunFailedError(str(error)) from error
     except torch.OutOfMemoryError as error:
@@ -60,11 +62,16 @@ def answers(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> I
         raise UserError(f"{config.checkpoint} cannot be evaluated: {what}") from error
 
 
-def _on_this_machine(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
+def _on_this_machine(
+    config: WorkerConfig, settings: PoolSettings, batches: Sequence[EvaluationBatch]
+) -> Iterator[AnsweredBatch]:
     context = multiprocessing.get_context("spawn")
     # One pool per worker: a shared pool starts its workers one by one, and if one dies meanwhile, the thread that
     # should report it crashes (its dictionary "changed size during iteration").
-    pools = [ProcessPoolExecutor(1, context, _begin, (one,)) for one in worker_configs(config, wanted)[: len(batches)]]
+    pools = [
+        ProcessPoolExecutor(1, context, _init_worker, (one,))
+        for one in worker_configs(config, settings)[: len(batches)]
+    ]
     left = iter(batches)
     try:
         with _interrupt_held_back():
@@ -94,15 +101,15 @@ def _interrupt_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def worker_configs(config: WorkerConfig, wanted: Wanted) -> list[WorkerConfig]:
+def worker_configs(config: WorkerConfig, settings: PoolSettings) -> list[WorkerConfig]:
     """Return one config per local worker: they share the GPUs, or else the cores."""
-    if choose_device(wanted.device) == "cuda":
+    if choose_device(settings.device) == "cuda":
         num_gpus = torch.cuda.device_count()
-        num_workers = wanted.num_workers or num_gpus
+        num_workers = settings.num_workers or num_gpus
         return [replace(config, device=f"cuda:{index % num_gpus}") for index in range(num_workers)]
     num_cores = len(os.sched_getaffinity(0))
     # Steps of a small policy are too short for several threads. For a large policy, one copy is enough.
-    num_workers = wanted.num_workers or (num_cores if _weight_bytes(config.checkpoint) < _SMALL_BYTES else 1)
+    num_workers = settings.num_workers or (num_cores if _weight_bytes(config.checkpoint) < _SMALL_BYTES else 1)
     return [replace(config, device="cpu", num_threads=max(1, num_cores // num_workers))] * num_workers
 
 
@@ -110,16 +117,18 @@ def _weight_bytes(checkpoint: Path) -> int:
     return weight_bytes(checkpoint_chain(checkpoint)[-1])
 
 
-def _begin(config: WorkerConfig) -> None:
+def _init_worker(config: WorkerConfig) -> None:
     end_with_parent()
     _workers.append(Worker(config))
 
 
-def _answer(batch: Batch) -> Answered:
+def _answer(batch: EvaluationBatch) -> AnsweredBatch:
     return _workers[0].answer(batch)
 
 
-def _on_cluster(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
+def _on_cluster(
+    config: WorkerConfig, settings: PoolSettings, batches: Sequence[EvaluationBatch]
+) -> Iterator[AnsweredBatch]:
     """Answer on Ray actors. An actor that dies with its node is restarted elsewhere, and its batch is repeated."""
     import ray
     from ray.exceptions import RayActorError
@@ -131,10 +140,10 @@ def _on_cluster(config: WorkerConfig, wanted: Wanted, batches: Sequence[Batch]) 
     with ray_session(dashboard=False):
         found = ray.cluster_resources()
         num_gpus = int(found.get("GPU", 0))
-        if wanted.device == "cuda" and not num_gpus:
+        if settings.device == "cuda" and not num_gpus:
             raise UserError("--device cuda: the cluster has no GPU; take --device cpu")
-        device = "cuda" if num_gpus and wanted.device != "cpu" else "cpu"
-        num_workers = wanted.num_workers or (num_gpus if device == "cuda" else int(found.get("CPU", 1)))
+        device = "cuda" if num_gpus and settings.device != "cpu" else "cpu"
+        num_workers = settings.num_workers or (num_gpus if device == "cuda" else int(found.get("CPU", 1)))
         options = {"max_restarts": _MOST_RESTARTS, "max_task_retries": _MOST_RESTARTS, **sampler_resources(device)}
         actor = ray.remote(Worker).options(**options)
         workers = [actor.remote(replace(config, device=device)) for _ in range(min(num_workers, len(batches)))]

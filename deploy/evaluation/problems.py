@@ -8,35 +8,35 @@ from dataclasses import dataclass
 from actors.portioning import evaluated_together
 from deploy.errors import UserError
 from deploy.evaluation.cells import Cell
-from deploy.evaluation.schedules import Params
-from deploy.grading.tasks import opened
+from deploy.evaluation.options import Params
+from deploy.grading.tasks import open_task
 from learner.keys import fold, key_of
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import RenoisingConfig
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Problem, Split, Task, TaskConfig
-from rewards.data.dataset import unshuffled
+from rewards.data.dataset import file_order
 from rewards.data.prompts import user_turn
 from rewards.first_d1 import evaluation as first_d1
 from rewards.problem import chat
 from rollout.renoising.request import RenoisingRequest
 from rollout.request import Request, SamplingParams, canvas_of
 
-_MADE = 500
+_NUM_GENERATED = 500
 _SAMPLE_KEY = 31
-_Asked = tuple[Problem, tuple[int, ...], int]
+_PromptSample = tuple[Problem, tuple[int, ...], int]
 """Problem, prompt ids, and index of the sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class EvaluationBatch:
     """Requests denoised together: the same in every attempt, since the last bits of a logit depend on the batch."""
 
     index: int
     """Index in the cell."""
     task: TaskConfig
     """Task that grades the answers."""
-    keeps_all: bool
+    grades_whole_canvas: bool
     """Whether the whole canvas is graded, with its special tokens as text, as in the first d1."""
     problems: tuple[Problem, ...]
     """Problem of each request."""
@@ -48,18 +48,18 @@ class Batch:
     """Whether the prompts leave room for a completion. Otherwise the answers count as wrong, without sampling."""
 
 
-def problems_of(cell: Cell, tell: Callable[[str], object]) -> list[Problem]:
-    """Return the held-out problems of a cell; `tell` receives remarks on the data.
+def problems_of(cell: Cell, on_warning: Callable[[str], object]) -> list[Problem]:
+    """Return the held-out problems of a cell; `on_warning` receives warnings about the data.
 
     Raises UserError if there are too few, or the data is not available.
     """
-    task = opened(cell.task)
+    task = open_task(cell.task)
     try:
         found = _of_d1(cell, task) if cell.protocol == "d1" else heldout(task, cell.num_problems)
     except ValueError as error:
         raise UserError(str(error)) from error
-    for remark in task.remarks():
-        tell(remark)
+    for warning in task.warnings():
+        on_warning(warning)
     return found[: cell.num_problems]
 
 
@@ -71,7 +71,7 @@ def batches_of(
     policy: TransformerConfig | RenoisingConfig,
     *,
     usual: int | None = None,
-) -> list[Batch]:
+) -> list[EvaluationBatch]:
     """Build the batches of a cell: problem by problem, with all samples of a problem in succession.
 
     Prompts with more than `usual` tokens come later, as in evaluations of a run whose `rollout.max_prompt_tokens` is
@@ -81,7 +81,7 @@ def batches_of(
     """
     prompts = [_prompt(cell, problem, tokenizer) for problem in problems]
     _check_room(cell, min(map(len, prompts)), policy)
-    fitting, others = list[_Asked](), list[_Asked]()
+    fitting, others = list[_PromptSample](), list[_PromptSample]()
     for problem, prompt in zip(problems, prompts, strict=True):
         some = fitting if _room(cell, len(prompt), policy) >= 0 else others
         some += [(problem, prompt, sample) for sample in range(cell.sampled.num_samples)]
@@ -119,13 +119,13 @@ def _check_room(cell: Cell, shortest: int, policy: TransformerConfig | Renoising
     )
 
 
-def _batch(cell: Cell, index: int, asked: Sequence[_Asked], *, has_room: bool = True) -> Batch:
+def _batch(cell: Cell, index: int, asked: Sequence[_PromptSample], *, has_room: bool = True) -> EvaluationBatch:
     problems, prompts, samples = zip(*asked, strict=True)
     seeds = [fold(cell.sampled.seed, _SAMPLE_KEY, key_of(problem.problem_id), sample) for problem, _, sample in asked]
-    return Batch(
+    return EvaluationBatch(
         index=index,
         task=cell.task,
-        keeps_all=cell.protocol == "d1",
+        grades_whole_canvas=cell.protocol == "d1",
         problems=problems,
         samples=samples,
         requests=_requests(cell.params, prompts, seeds),
@@ -149,20 +149,22 @@ def heldout(task: Task, count: int | None) -> list[Problem]:
     are fewer.
     """
     if count is None:
-        count = task.size(Split.HELDOUT) or min(_MADE, task.at_most(Split.HELDOUT))
+        count = task.size(Split.HELDOUT) or min(_NUM_GENERATED, task.max_size(Split.HELDOUT))
     return task.problems(Split.HELDOUT, count, seed=0)
 
 
 def _of_d1(cell: Cell, task: Task) -> list[Problem]:
     size = task.size(Split.HELDOUT)
     if size is None:
-        return first_d1.chosen(cell.task.name, heldout(task, None))
+        return first_d1.evaluated_problems(cell.task.name, heldout(task, None))
     found = task.problems(Split.HELDOUT, size, seed=0)
-    return first_d1.chosen(cell.task.name, unshuffled(found, task=cell.task.name, split=Split.HELDOUT, seed=0))
+    return first_d1.evaluated_problems(
+        cell.task.name, file_order(found, task=cell.task.name, split=Split.HELDOUT, seed=0)
+    )
 
 
 def _prompt(cell: Cell, problem: Problem, tokenizer: ChatTokenizer) -> tuple[int, ...]:
     if cell.protocol == "d1":
-        turn = user_turn(first_d1.asked(cell.task.name, problem))
-        return tuple(tokenizer.encode_chat(chat(turn), first_d1.PREFIX))
+        turn = user_turn(first_d1.d1_prompt(cell.task.name, problem))
+        return tuple(tokenizer.encode_chat(chat(turn), first_d1.ANSWER_PREFIX))
     return tuple(tokenizer.encode_chat(chat(problem.messages)))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError, reason
-from deploy.evaluation.worker import Answer, Answered
+from deploy.evaluation.worker import Answer, AnsweredBatch
 from deploy.runs.lock import RunLock
 from learner.model.checkpoint_files import checkpoint_chain
 from learner.model.families.raw_config import CONFIG
@@ -27,16 +27,16 @@ _SAMPLED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recorded:
+class CellRecord:
     """Current content of a cell's file."""
 
     facts: Mapping[str, Any]
     """Settings of the cell, and its checkpoint."""
-    batches: Mapping[int, Answered]
+    batches: Mapping[int, AnsweredBatch]
     """Completed batches by index."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all answers exist."""
         return len(self.answers) == self.facts.get("num_answers")
 
@@ -51,7 +51,7 @@ class Recorded:
         return sum(batch.seconds for batch in self.batches.values())
 
 
-class Record:
+class RecordWriter:
     """Writer of the file of one cell."""
 
     def __init__(self, path: Path, facts: Mapping[str, Any], sizes: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class Record:
         """The file."""
         self._facts = facts = {**facts, "num_answers": sum(sizes)}
         try:
-            found = read_record(path) if path.is_file() else Recorded(facts=facts, batches={})
+            found = read_record(path) if path.is_file() else CellRecord(facts=facts, batches={})
         except OSError as error:
             raise UserError(f"cannot write {path}: {reason(error)}") from error
         if (changed := _changed(found.facts, facts)) is not None:
@@ -82,18 +82,18 @@ class Record:
         """Completed batches by index."""
         lines = [json.dumps({"asked": facts}), *(line for batch in self.done.values() for line in _lines(batch))]
         try:
-            beside = path.with_name(f".{path.name}.new")
-            beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            beside.replace(path)
+            temporary = path.with_name(f".{path.name}.new")
+            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            temporary.replace(path)
         except OSError as error:
             raise UserError(f"cannot write {path}: {reason(error)}") from error
 
     @property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> CellRecord:
         """Current content of the file."""
-        return Recorded(facts=self._facts, batches=self.done)
+        return CellRecord(facts=self._facts, batches=self.done)
 
-    def add(self, batch: Answered) -> None:
+    def add(self, batch: AnsweredBatch) -> None:
         """Append a batch to the file. Raises UserError if it cannot be written."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -103,7 +103,7 @@ class Record:
         self.done[batch.index] = batch
 
 
-def read_record(path: Path) -> Recorded:
+def read_record(path: Path) -> CellRecord:
     """Read the complete lines of a record. Raises UserError if the file is not a record."""
     try:
         first, *lines = path.read_text(encoding="utf-8").split("\n")
@@ -113,10 +113,10 @@ def read_record(path: Path) -> Recorded:
         batches: dict[int, dict[tuple[str, int], dict[str, Any]]] = {}
         for row in rows:
             batches.setdefault(row.pop("batch"), {})[row["problem_id"], row["sample"]] = row
-        return Recorded(
+        return CellRecord(
             facts=facts,
             batches={
-                index: Answered(
+                index: AnsweredBatch(
                     index=index,
                     seconds=sum(row.pop("seconds") for row in some.values()),
                     answers=tuple(Answer(**row) for row in some.values()),
@@ -130,7 +130,7 @@ def read_record(path: Path) -> Recorded:
         raise UserError(f"{path} is no record of an evaluation; remove it, or take another --out") from error
 
 
-def records_in(directory: Path) -> dict[str, Recorded]:
+def records_in(directory: Path) -> dict[str, CellRecord]:
     """Read the records of a directory by name. Other files are ignored; a missing directory has no records."""
     found = {}
     with suppress(OSError):
@@ -182,7 +182,7 @@ def _fingerprint(checkpoint: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _lines(batch: Answered) -> list[str]:
+def _lines(batch: AnsweredBatch) -> list[str]:
     share = batch.seconds / len(batch.answers)
     return [
         json.dumps({"batch": batch.index, **asdict(answer), "seconds": round(share, 6)}) for answer in batch.answers

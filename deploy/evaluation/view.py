@@ -10,11 +10,11 @@ from itertools import groupby
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from deploy.evaluation.compare import Compared, tenths
-from deploy.evaluation.evaluate import Ready
-from deploy.evaluation.worker import Answered
+from deploy.evaluation.compare import CellComparison, tenths
+from deploy.evaluation.evaluate import PreparedCell
+from deploy.evaluation.worker import AnsweredBatch
 from deploy.printing import counted, duration, printable, share
-from deploy.waiting import EVERY_S
+from deploy.wait_display import EVERY_S
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,21 +34,21 @@ class _Count:
     done: int = 0
     right: int = 0
 
-    def add(self, batch: Answered) -> None:
+    def add(self, batch: AnsweredBatch) -> None:
         self.done += len(batch.answers)
         self.right += sum(answer.correct for answer in batch.answers)
 
 
-class Bar:
+class AnswerBar:
     """Progress of an evaluation on stderr: a bar on a terminal, otherwise a line every 5 s."""
 
-    def __init__(self, ready: Sequence[Ready]) -> None:
+    def __init__(self, prepared: Sequence[PreparedCell]) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._total = sum(len(batch.requests) for one in ready for batch in one.batches)
-        self._counts = {one.cell.name: _Count() for one in ready}
-        for one in ready:
+        self._total = sum(len(batch.requests) for one in prepared for batch in one.batches)
+        self._counts = {one.cell.name: _Count() for one in prepared}
+        for one in prepared:
             for batch in one.record.done.values():
                 self._counts[one.cell.name].add(batch)
         self._said = time.monotonic()
@@ -77,7 +77,7 @@ class Bar:
         """Number of answers so far."""
         return sum(count.done for count in self._counts.values())
 
-    def advance(self, one: Ready, batch: Answered) -> None:
+    def advance(self, one: PreparedCell, batch: AnsweredBatch) -> None:
         """Count a completed batch of a cell and show the progress."""
         count = self._counts[one.cell.name]
         count.add(batch)
@@ -158,23 +158,23 @@ def _extras(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     return [*(["items"] if "items" in cells[0] else []), *at[-1:]]
 
 
-def compared_tables(found: Sequence[Compared], names: tuple[str, str]) -> Iterator[Table]:
+def compared_tables(found: Sequence[CellComparison], names: tuple[str, str]) -> Iterator[Table]:
     """Yield a table per task and sampling, with a row per cell of both evaluations."""
     for (what, drawn), cells in groupby(found, key=lambda one: (_what(one), _drawn(one))):
         yield _compared_table(f"{what}{drawn}   A: {names[0]}   B: {names[1]}", list(cells))
 
 
-def _what(one: Compared) -> str:
+def _what(one: CellComparison) -> str:
     return one.task if one.protocol == "fixed" else f"{one.task}, protocol {one.protocol}"
 
 
-def _drawn(one: Compared) -> str:
+def _drawn(one: CellComparison) -> str:
     if one.temperature is None:
         return f", {one.num_samples} of each" if one.num_samples > 1 else ""
     return f", {one.num_samples} at temperature {one.temperature:g}" if one.temperature else ""
 
 
-def _compared_table(title: str, cells: Sequence[Compared]) -> Table:
+def _compared_table(title: str, cells: Sequence[CellComparison]) -> Table:
     from rich.table import Table
     from rich.text import Text
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from actors.grader import sample_of
-from deploy.evaluation.problems import Batch
+from deploy.evaluation.problems import EvaluationBatch
 from learner.hardware import placed_on
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import open_tokenizer
@@ -83,7 +83,7 @@ def answer_of(sample: Sample, number: int, grade: Grade) -> Answer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
+class AnsweredBatch:
     """Completed batch."""
 
     index: int
@@ -116,7 +116,7 @@ class Worker:
     def _tokenizer(self) -> ChatTokenizer:
         return open_tokenizer(self._config.checkpoint)
 
-    def answer(self, batch: Batch) -> Answered:
+    def answer(self, batch: EvaluationBatch) -> AnsweredBatch:
         """Denoise and grade a batch.
 
         Raises ValueError or OSError as `load_policy`, and FloatingPointError if the policy's weights are invalid.
@@ -130,11 +130,11 @@ class Worker:
         grades = self._grader(batch.task).evaluate(samples)
         numbered = zip(batch.samples, samples, grades, strict=True)
         answers = tuple(answer_of(sample, number, grade) for number, sample, grade in numbered)
-        return Answered(index=batch.index, answers=answers, seconds=time.perf_counter() - began)
+        return AnsweredBatch(index=batch.index, answers=answers, seconds=time.perf_counter() - began)
 
-    def _sample(self, batch: Batch, index: int, completion: Completion | RenoisedCompletion) -> Sample:
+    def _sample(self, batch: EvaluationBatch, index: int, completion: Completion | RenoisedCompletion) -> Sample:
         sample = sample_of(batch.problems[index], batch.requests[index], completion, self._tokenizer)
-        if not batch.keeps_all:
+        if not batch.grades_whole_canvas:
             return sample
         # The sampler ignored stop ids, but the canvas may contain one.
         ids = completion.token_ids[: batch.requests[index].params.gen_length].tolist()
@@ -149,7 +149,7 @@ class Worker:
         return self._graders[key]
 
 
-def _unanswered(batch: Batch) -> Answered:
+def _unanswered(batch: EvaluationBatch) -> AnsweredBatch:
     """Return wrong answers for problems whose prompts leave no room for a completion."""
     lengths = [len(request.prompt_ids) for request in batch.requests]
     answers = tuple(
@@ -172,4 +172,4 @@ def _unanswered(batch: Batch) -> Answered:
         )
         for problem, sample, length in zip(batch.problems, batch.samples, lengths, strict=True)
     )
-    return Answered(index=batch.index, answers=answers, seconds=0.0)
+    return AnsweredBatch(index=batch.index, answers=answers, seconds=0.0)

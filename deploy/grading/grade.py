@@ -13,13 +13,13 @@ from typing import Any
 from deploy.errors import UserError
 from rewards import Grade, Outcome, Problem, Task
 from rewards.data.columns import Columns, answer_text
-from rewards.data.conversation import asked
+from rewards.data.conversation import parse_conversation
 from rewards.data.rows import Row, value_at
 from rewards.data.sources import rows_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GradedLine:
+class GenerationLine:
     """Line of a file, parsed for grading."""
 
     place: str
@@ -31,14 +31,14 @@ class GradedLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Graded(GradedLine):
+class Graded(GenerationLine):
     """Line with its grade."""
 
     grade: Grade
     """Grade of the generation."""
 
 
-def read_generations(task: Task, path: Path, columns: Columns | None = None) -> list[GradedLine]:
+def read_generations(task: Task, path: Path, columns: Columns | None = None) -> list[GenerationLine]:
     """Read the lines of a file, with the columns `question`, `generation` and `ground_truth`.
 
     `columns` may rename the first and the last. Raises UserError, in one sentence with file and line, if a line is
@@ -50,7 +50,7 @@ def read_generations(task: Task, path: Path, columns: Columns | None = None) -> 
         raise UserError(str(error).replace("task.", "")) from error
 
 
-def grade_all(task: Task, lines: Iterable[GradedLine], after_each: Callable[[], object]) -> list[Graded]:
+def grade_all(task: Task, lines: Iterable[GenerationLine], after_each: Callable[[], object]) -> list[Graded]:
     """Grade every line, in order."""
     graded = []
     for line in lines:
@@ -98,37 +98,39 @@ def item(line: Graded) -> dict[str, Any]:
     }
 
 
-def _line(task: Task, row: Row, columns: Columns) -> GradedLine:
+def _line(task: Task, row: Row, columns: Columns) -> GenerationLine:
     generation = row.value("generation")
     if not isinstance(generation, str):
         raise ValueError(f"{row.place}: generation is no text; it should be what the policy wrote")
     try:
-        problem = _posed(task, _question(row, columns), _truth(row, columns))
+        problem = _problem_of(task, _question(row, columns), _truth(row, columns))
     except ValueError as error:
         if str(error).startswith(row.place):
             raise
         raise ValueError(f"{row.place}: {error}") from error
-    return GradedLine(place=row.place, problem=problem, generation=generation)
+    return GenerationLine(place=row.place, problem=problem, generation=generation)
 
 
-def _posed(task: Task, question: str, truth: object) -> Problem:
+def _problem_of(task: Task, question: str, truth: object) -> Problem:
     """Return the problem of a line, converting the type of the ground truth if needed.
 
     CSV has every truth as text, and other files have numbers where a task expects text. Raises ValueError about the
     truth as it is in the file.
     """
     try:
-        return task.posed(question, truth)
+        return task.from_ground_truth(question, truth)
     except ValueError:
         with suppress(ValueError, RecursionError):
-            return task.posed(question, json.loads(truth) if isinstance(truth, str) else answer_text(truth, ""))
+            return task.from_ground_truth(
+                question, json.loads(truth) if isinstance(truth, str) else answer_text(truth, "")
+            )
         raise
 
 
 def _question(row: Row, columns: Columns) -> str:
     """Return the question: a text, or the last turn of a conversation."""
     value = row.value("question") if columns.prompt is None else value_at(row.fields, columns.prompt)
-    return asked(value, columns.prompt or "question")[-1].content
+    return parse_conversation(value, columns.prompt or "question")[-1].content
 
 
 def _truth(row: Row, columns: Columns) -> object:

@@ -10,16 +10,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from deploy.errors import UserError
 from deploy.recipe.overrides import parse_override, set_key
-from deploy.recipe.refusals import first_refusal
+from deploy.recipe.validation_errors import first_problem
 from rewards import Split, Task, TaskConfig, make_task
-from rewards.data.dataset import DataConfig, Files
-from rewards.tasks.table import task_names
+from rewards.data.dataset import DataConfig, DataSources
+from rewards.tasks.registry import task_names
 
-OF_YOUR_OWN = "jsonl"
+CUSTOM_TASK = "jsonl"
 """Task without built-in problems: its fields name the data files."""
 
 
-class _Chosen(BaseModel):
+class _TaskSection(BaseModel):
     """The `task` section of a recipe alone, so that its error messages match those of a recipe."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,13 +38,13 @@ def task_config(name: str, overrides: Sequence[str], given: Mapping[str, object]
     for text in overrides:
         set_key(fields, *parse_override(text))
     try:
-        return _Chosen.model_validate({"task": fields | {"name": name}}).task
+        return _TaskSection.model_validate({"task": fields | {"name": name}}).task
     except ValidationError as error:
-        refusal, _ = first_refusal(error, _Chosen.model_json_schema())
-        raise UserError(refusal.sentence.replace("task.", "")) from error
+        problem, _ = first_problem(error, _TaskSection.model_json_schema())
+        raise UserError(problem.sentence.replace("task.", "")) from error
 
 
-def opened(config: TaskConfig) -> Task:
+def open_task(config: TaskConfig) -> Task:
     """Create the task of a config. Raises UserError if it cannot run on this machine."""
     try:
         return make_task(config)
@@ -52,11 +52,11 @@ def opened(config: TaskConfig) -> Task:
         raise UserError(str(error)) from error
 
 
-def described(name: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Describe a task: its sizes, remarks on its data, and an example with its answer."""
-    is_bare = name == OF_YOUR_OWN and not overrides
+def describe_task(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Describe a task: its sizes, warnings about its data, and an example with its answer."""
+    is_bare = name == CUSTOM_TASK and not overrides
     config = task_config(name, ["grader=exact", "train_data=YOURS.jsonl"] if is_bare else overrides)
-    task = opened(config)
+    task = open_task(config)
     splits = [split for split in Split if split is not Split.VALIDATION or config.validation_fraction]
     sizes = {split.value: "your file's" if is_bare else _size(task, config, split) for split in splits}
     example = task.example()
@@ -64,10 +64,10 @@ def described(name: str, overrides: Sequence[str]) -> dict[str, Any]:
         "name": name,
         "about": (inspect.getdoc(type(task)) or "").partition("\n")[0],
         "sizes": sizes,
-        "remarks": task.remarks(),
+        "remarks": task.warnings(),
         "prompt": "\n".join(message.content for message in example.messages),
         "answer": example.answer,
-        "demonstration": example.demonstration,
+        "demonstration": example.reference_completion,
     }
 
 
@@ -75,7 +75,7 @@ def _size(task: Task, config: TaskConfig, split: Split) -> str:
     try:
         size = task.size(split)
     except ValueError as error:
-        if isinstance(config, Files) and (config.train_data or config.heldout_data):
+        if isinstance(config, DataSources) and (config.train_data or config.heldout_data):
             raise UserError(str(error).replace("task.", "")) from error
         # The task is listed even if its dataset is unreachable.
         return str(error)

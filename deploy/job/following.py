@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.coordination.status import HUNG_S, SILENT_S, RunStatus
 from actors.run_log import Event
-from deploy.interrupts import has_ended
+from deploy.interrupts import wait_until_done
 from learner.parallel.patience import patience_s
 
 _POLL_S = 0.5
@@ -32,7 +32,7 @@ class RunFollower:
         self._coordinator, self._num_seen, self._on_event = coordinator, num_seen, on_event
         self._heard_at = self._said_at = self._asked_at = self._looked_at = time.monotonic()
         # Until it has answered for the first time, it may still be starting.
-        self._patience_s = _START_S
+        self._timeout_s = _START_S
 
     def follow(self, ended: threading.Event) -> None:
         """Follow until `ended` is set. If the coordinator has failed for good, `fit` reports why."""
@@ -54,12 +54,12 @@ class RunFollower:
                 self._note_silence()
             except ray.exceptions.RayError:
                 # It died, and Ray restarts it.
-                if self._patience_s == HUNG_S:
+                if self._timeout_s == HUNG_S:
                     self._say("the coordinator died; Ray starts it again")
-                pending, self._patience_s = None, _START_S
+                pending, self._timeout_s = None, _START_S
                 self._note_silence()
             else:
-                pending, self._heard_at, self._patience_s = None, time.monotonic(), HUNG_S
+                pending, self._heard_at, self._timeout_s = None, time.monotonic(), HUNG_S
                 self._show(events)
             if is_last:
                 return
@@ -88,12 +88,12 @@ class RunFollower:
 
         now = time.monotonic()
         silent_s = now - self._heard_at
-        if silent_s > self._patience_s:
+        if silent_s > self._timeout_s:
             self._say(f"the coordinator was silent for {silent_s:.0f} s and is replaced")
             # Its replacement has to start first.
-            self._heard_at, self._patience_s = now, _START_S
+            self._heard_at, self._timeout_s = now, _START_S
             ray.kill(self._coordinator, no_restart=False)
-        elif self._patience_s == HUNG_S and silent_s > SILENT_S and now - self._said_at > SILENT_S:
+        elif self._timeout_s == HUNG_S and silent_s > SILENT_S and now - self._said_at > SILENT_S:
             self._say(f"the coordinator silent for {silent_s:.0f} s; all wait for it")
 
     def _say(self, what: str) -> None:
@@ -117,12 +117,12 @@ def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]
 
 def wait_for(fitted: Future[None]) -> None:
     """Wait for the learner group. Re-raises its error."""
-    if has_ended(fitted):
+    if wait_until_done(fitted):
         fitted.result()
 
 
 @contextmanager
-def stopping_in_order(
+def checkpoint_on_stop(
     fitted: Future[None], coordinator: Any, on_event: Callable[[Event], None], checkpoint_bytes: int = 0
 ) -> Iterator[None]:
     """On Ctrl-C or SIGTERM in the block, let the learner write a checkpoint first; a second signal ends the wait.
@@ -132,7 +132,7 @@ def stopping_in_order(
     try:
         yield
     except KeyboardInterrupt:
-        if _is_up(coordinator):
+        if _request_stop(coordinator):
             on_event(
                 {"event": "status", "what": "stopping: the learner writes a checkpoint; once more ends it at once"}
             )
@@ -140,7 +140,7 @@ def stopping_in_order(
         raise
 
 
-def _is_up(coordinator: Any) -> bool:
+def _request_stop(coordinator: Any) -> bool:
     """Request a stop, and return whether there is a learner to wait for: before its start nothing can be lost."""
     import ray
 
@@ -151,7 +151,7 @@ def _is_up(coordinator: Any) -> bool:
 
 
 def _wait(fitted: Future[None], on_event: Callable[[Event], None], within_s: float) -> None:
-    if not has_ended(fitted, within_s):
+    if not wait_until_done(fitted, within_s):
         what = f"the learner wrote no checkpoint within {within_s:.0f} s; --resume goes on from an earlier one"
         on_event({"event": "status", "what": what})
     elif (error := fitted.exception()) is not None:

@@ -20,13 +20,13 @@ from actors.spec import Phase, RunSpec
 from deploy.capacity.needs import checkpoint_bytes
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
-from deploy.job.following import following, stopping_in_order, wait_for
+from deploy.job.following import checkpoint_on_stop, following, wait_for
 from deploy.job.judges import judge_servers
 from deploy.job.mirroring import mirrored
 from deploy.job.node_watch import node_processes, watching
-from deploy.job.quiet import native_words_in
+from deploy.job.ray_output import redirect_native_output
 from deploy.job.scaling import scaling
-from deploy.job.watchdog import last_words, watchdog
+from deploy.job.watchdog import failure_message, watchdog
 from deploy.orphans import adopt_orphans, kill_descendants
 from deploy.printing import counted
 from deploy.program import version_of
@@ -105,7 +105,7 @@ def _run_locked(
     adopt_orphans()
     on_event(_waiting("starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"))
     with (
-        native_words_in(spec.run_dir / DRIVER_LOG),
+        redirect_native_output(spec.run_dir / DRIVER_LOG),
         watchdog(spec.run_dir, spec.name),
         ray_session(dashboard=True) as ray,
         # After Ray's start, which installs its own SIGTERM handler.
@@ -156,7 +156,7 @@ def _run_on_ray(
             mirrored(mirror, spec.run_dir, on_event, note_failure) as heard,
             following(actors.coordinator, num_seen, heard),
             scaling(recipe, spec, actors, on_event, partial(_scale_engines, _source(recipe, url)) if serve else None),
-            stopping_in_order(fitted, actors.coordinator, on_event, checkpoint_bytes(recipe)),
+            checkpoint_on_stop(fitted, actors.coordinator, on_event, checkpoint_bytes(recipe)),
         ):
             wait_until_ready(actors)
             if serve:
@@ -215,7 +215,7 @@ def _failed(spec: RunSpec, cause: str, num_seen: int) -> str:
 
 def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[[Event], None]) -> None:
     """Report what died, and end this process before Ray's native code does."""
-    sentence = last_words(spec.run_dir, spec.name, what, f"its logs are in {logs_dir}")
+    sentence = failure_message(spec.run_dir, spec.name, what, f"its logs are in {logs_dir}")
     on_event({"event": "lost", "what": sentence})
     kill_descendants()
     os._exit(EXIT_RUN_FAILED)

@@ -24,12 +24,12 @@ from deploy.recipe.recipe import Recipe, ServiceSection
 from learner.model.config import TransformerConfig
 from rewards import Problem, Split, Task, make_task
 from rewards.data.demonstrations import read_demonstrations
-from rewards.data.draw import TooFewProblemsError
+from rewards.data.sampling import TooFewProblemsError
 from rewards.terms.shaping import SpeedConfig
 from rollout.field_error import FieldError
 from rollout.request import check_params
 
-MOST_LOOKED_AT = 20_000
+MAX_CHECKED_PROBLEMS = 20_000
 """Maximum number of problems of a split that are generated before a run, to check that they can be."""
 _PROBE_BYTES = 4096
 
@@ -40,11 +40,11 @@ def preflight(
     *,
     resume: bool = False,
     serve: bool = False,
-    tell: Callable[[str], object] | None = None,
+    on_warning: Callable[[str], object] | None = None,
 ) -> list[str]:
     """Return why the recipe cannot run, in sentences that say what would help; empty if it can.
 
-    `tell` receives remarks that prevent no run, such as which rows of the data are left out.
+    `on_warning` receives warnings that prevent no run, such as which rows of the data are left out.
     """
     needs = needs_of(recipe, serve=serve, num_machines=available.num_machines)
     problems = [
@@ -53,7 +53,7 @@ def preflight(
         *_pool_problems(recipe),
         *_registry_problems(available),
         *(list(_run_dir_problems(recipe, resume)) or _disk_problems(recipe, needs, resume=resume)),
-        *_input_problems(recipe, tell),
+        *_input_problems(recipe, on_warning),
     ]
     problems += _judge_problems(recipe, available)
     # On a cluster the service may already be up for this run; Ray Serve itself refuses a foreign one.
@@ -186,7 +186,7 @@ def why_not_writable(directory: Path) -> str | None:
     return None
 
 
-def _task_problems(recipe: Recipe, tell: Callable[[str], object] | None) -> Iterator[str]:
+def _task_problems(recipe: Recipe, on_warning: Callable[[str], object] | None) -> Iterator[str]:
     try:
         task = make_task(recipe.task)
     except ValueError as error:
@@ -208,16 +208,16 @@ def _task_problems(recipe: Recipe, tell: Callable[[str], object] | None) -> Iter
             yield f"{key} is {count}: {error}"
             continue
         labels = problems[:num_labels] if recipe.sft.data is None and recipe.sft.num_steps else []
-        if unlabelled := [problem for problem in labels if not problem.demonstration]:
+        if unlabelled := [problem for problem in labels if not problem.reference_completion]:
             yield (
                 f"SFT is to train on the {split} problems of {recipe.task.name}, and {unlabelled[0].problem_id} has no "
                 "right completion in its file; give sft.data, or take sft.num_steps=0"
             )
         if split is Split.TRAIN and recipe.reward.terms:
             yield from _reward_problems(recipe, task.grade(problems[0], "").parts)
-    if tell is not None:
-        for remark in task.remarks():
-            tell(remark)
+    if on_warning is not None:
+        for warning in task.warnings():
+            on_warning(warning)
 
 
 def _looked_at(task: Task, split: Split, count: int, seed: int) -> list[Problem]:
@@ -225,12 +225,12 @@ def _looked_at(task: Task, split: Split, count: int, seed: int) -> list[Problem]
 
     Raises ValueError, in one sentence, if the split has fewer than `count`.
     """
-    if count > MOST_LOOKED_AT and count > (most := task.at_most(split)):
+    if count > MAX_CHECKED_PROBLEMS and count > (most := task.max_size(split)):
         raise ValueError(
             f"the {split} split of {task.name} has at most {most} problems with this config, but {count} were asked for"
         )
     try:
-        return task.problems(split, min(count, MOST_LOOKED_AT), seed)
+        return task.problems(split, min(count, MAX_CHECKED_PROBLEMS), seed)
     except TooFewProblemsError as error:
         raise TooFewProblemsError(task=task.name, split=split, available=error.available, count=count) from error
 
@@ -271,8 +271,8 @@ def _refusals(recipe: Recipe, shape: TransformerConfig | None) -> Iterator[str]:
             yield f"learner.{refusal}{place}"
 
 
-def _input_problems(recipe: Recipe, tell: Callable[[str], object] | None) -> Iterator[str]:
-    yield from _task_problems(recipe, tell)
+def _input_problems(recipe: Recipe, on_warning: Callable[[str], object] | None) -> Iterator[str]:
+    yield from _task_problems(recipe, on_warning)
     policy, obstacle = None, ""
     try:
         policy = policy_shape(recipe)

@@ -20,7 +20,7 @@ from deploy.errors import reason
 from deploy.printing import counted, gigabytes
 from deploy.program import program
 from deploy.recipe.recipe import Recipe
-from deploy.runs.scale_request import KINDS, Kind, ScaleAnswer, ScaleRequest, answer, asked, forget
+from deploy.runs.scale_request import KINDS, Kind, ScaleAnswer, ScaleRequest, read_request, withdraw, write_answer
 
 if TYPE_CHECKING:
     from actors.cluster import RunActors
@@ -157,13 +157,13 @@ def scaling(
     scale_engines: Callable[[int], None] | None,
 ) -> Iterator[None]:
     """Carry out `d1 scale` requests from a background thread until the block ends; then kill the actors added."""
-    forget(spec.run_dir)
+    withdraw(spec.run_dir)
     scaler = Scaler(recipe, spec, actors, lambda: resources_of(os.environ.get("RAY_ADDRESS")), scale_engines)
     ended = threading.Event()
 
     def follow() -> None:
         while not ended.wait(_POLL_S):
-            if (request := asked(spec.run_dir)) is not None:
+            if (request := read_request(spec.run_dir)) is not None:
                 _answer(scaler, request, spec, on_event)
 
     thread = threading.Thread(target=follow, name="d1-scale", daemon=True)
@@ -183,7 +183,7 @@ def _answer(scaler: Scaler, request: ScaleRequest, spec: RunSpec, on_event: Call
         what = str(error).strip().splitlines() or [type(error).__name__]
         said = ScaleAnswer(id=request.id, refusal=f"the run could not be scaled: {what[-1]}")
     try:
-        answer(spec.run_dir, said)
+        write_answer(spec.run_dir, said)
     except OSError as error:
         on_event({"event": "status", "what": f"`d1 scale` was not answered: {reason(error)}"})
-        forget(spec.run_dir)
+        withdraw(spec.run_dir)

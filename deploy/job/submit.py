@@ -23,10 +23,10 @@ _EXCLUDES = ["/runs", "/.venv", "/.git"]
 # `ray job stop` sends SIGTERM, and by default SIGKILL three seconds later: too soon for a checkpoint. `d1 train` limits
 # that wait itself, and ends.
 _ENVIRONMENT = {"RAY_JOB_STOP_WAIT_TIME_S": "3600"}
-_SUCCEEDED, _OVER = "SUCCEEDED", ("FAILED", "STOPPED")
+_SUCCEEDED, _FAILED_STATES = "SUCCEEDED", ("FAILED", "STOPPED")
 _POLL_S = 2.0
 # Long enough for a head node to restart.
-_AWAY_S = 300.0
+_HEAD_RESTART_TIMEOUT_S = 300.0
 
 
 class JobClient(Protocol):
@@ -90,7 +90,7 @@ def submit(
     """
     statuses = {job.submission_id: str(job.status) for job in client.list_jobs()}
     attempt, job_id = 0, recipe.name
-    while statuses.get(job_id) in _OVER:
+    while statuses.get(job_id) in _FAILED_STATES:
         attempt += 1
         job_id = f"{recipe.name}-r{attempt}"
     if status := statuses.get(job_id):
@@ -134,17 +134,17 @@ async def _follow(client: JobClient, job_id: str, write: Callable[[str], None]) 
         status = str(info.status)
         if status == _SUCCEEDED:
             return 0
-        if status in _OVER:
+        if status in _FAILED_STATES:
             write(f"\njob {job_id} {status.lower()}: {printable(info.message or '')}\n")
             return int(info.driver_exit_code or 1)
         await asyncio.sleep(_POLL_S)
 
 
 async def _info(client: JobClient, job_id: str) -> Any:
-    """Query a job's state, with retries for `_AWAY_S` while the cluster does not answer."""
+    """Query a job's state, with retries for `_HEAD_RESTART_TIMEOUT_S` while the cluster does not answer."""
     import asyncio
 
-    deadline = time.monotonic() + _AWAY_S
+    deadline = time.monotonic() + _HEAD_RESTART_TIMEOUT_S
     while True:
         try:
             return await asyncio.to_thread(client.get_job_info, job_id)
@@ -152,8 +152,8 @@ async def _info(client: JobClient, job_id: str) -> Any:
             if time.monotonic() > deadline:
                 first_line = str(error).partition("\n")[0]
                 raise RunFailedError(
-                    f"nobody has said for {_AWAY_S:.0f} s how job {job_id} stands: {first_line}; it may go on, and the "
-                    "same command follows it again"
+                    f"nobody has said for {_HEAD_RESTART_TIMEOUT_S:.0f} s how job {job_id} stands: {first_line}; it "
+                    "may go on, and the same command follows it again"
                 ) from error
         await asyncio.sleep(_POLL_S)
 

@@ -53,7 +53,7 @@ def watchdog(run_dir: Path, name: str) -> Iterator[None]:
         os.close(handle)
 
 
-def last_words(run_dir: Path, name: str, what: str, more: str) -> str:
+def failure_message(run_dir: Path, name: str, what: str, more: str) -> str:
     """Format the message for a run whose driver ends abruptly, after `what`; unless the run is done, log it too.
 
     Args:
@@ -90,7 +90,7 @@ def main() -> None:
     poll.poll()
     kill_marked(_MARK, mark)
     more = f"Ray's last words are in {run_dir / DRIVER_LOG}"
-    sentence = last_words(run_dir, name, "its driver was killed, or ended by native code", more)
+    sentence = failure_message(run_dir, name, "its driver was killed, or ended by native code", more)
     cursor = _SHOW_CURSOR if sys.stderr.isatty() else ""
     sys.stderr.write(f"{cursor}d1: {printable(sentence)}\n")
 

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from deploy.errors import UserError, reason
 from deploy.recipe.recipe import Recipe
-from deploy.recipe.refusals import first_refusal, shortened
+from deploy.recipe.validation_errors import first_problem, shortened
 from deploy.recipe.yaml_text import parse_yaml
 from learner.algorithms import DEFAULT, METHOD
-from rewards.data.encoding import decoded
+from rewards.data.encoding import decode_text
 
 
 def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
@@ -28,7 +28,7 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     data = {"name": path.stem} | _read(path)
     parsed = [(text, *parse_override(text)) for text in overrides]
     for algorithm in [value for _, key, value in parsed if key == "learner.algorithm"][-1:]:
-        _leave_method(data, algorithm)
+        _drop_algorithm_settings(data, algorithm)
     overridden = {}
     for text, key, value in parsed:
         set_key(data, key, value)
@@ -38,10 +38,10 @@ def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     except ValidationError as error:
         if stale := _stale_fields(error, overridden):
             raise UserError(_other_task(path, data["task"], stale)) from error
-        refusal, num_more = first_refusal(error, Recipe.model_json_schema())
+        problem, num_more = first_problem(error, Recipe.model_json_schema())
         more = f" ({num_more} more {'problem' if num_more == 1 else 'problems'} after this one)" if num_more else ""
-        raise UserError(f"{_place(path, overridden, refusal.key)}: {refusal.sentence}{more}") from error
-    for key, sentence in islice(_misread(data, recipe.model_dump(), ""), 1):
+        raise UserError(f"{_place(path, overridden, problem.key)}: {problem.sentence}{more}") from error
+    for key, sentence in islice(_unintended_values(data, recipe.model_dump(), ""), 1):
         raise UserError(f"{_place(path, overridden, key)}: {sentence}")
     return recipe
 
@@ -53,7 +53,7 @@ def resolved_yaml(recipe: Recipe) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = parse_yaml(decoded(path.read_bytes()))
+        data = parse_yaml(decode_text(path.read_bytes()))
     except OSError as error:
         raise UserError(f"cannot read the recipe {path}: {reason(error)}") from error
     except ValueError as error:
@@ -88,7 +88,7 @@ def set_key(data: dict[str, Any], key: str, value: Any) -> None:
     section[name] = value
 
 
-def _leave_method(data: Mapping[str, Any], algorithm: Any) -> None:
+def _drop_algorithm_settings(data: Mapping[str, Any], algorithm: Any) -> None:
     """Drop the file's algorithm settings if another algorithm is chosen: clip ranges of one do not apply to the
     other."""
     section = data.get("learner")
@@ -127,7 +127,7 @@ def _place(path: Path, overridden: Mapping[str, str], key: str) -> str:
     return f"{path} with its overrides" if inside else str(path)
 
 
-def _misread(given: Any, read: Any, key: str) -> Iterator[tuple[str, str]]:
+def _unintended_values(given: Any, read: Any, key: str) -> Iterator[tuple[str, str]]:
     """Yield mistakes that pydantic accepts: `true` as the number 1, and numbers that are not finite."""
     if isinstance(read, float) and not math.isfinite(read):
         yield key, f"{key} is {given}; it should be a finite number"
@@ -135,7 +135,7 @@ def _misread(given: Any, read: Any, key: str) -> Iterator[tuple[str, str]]:
         yield key, f"{key} is {str(given).lower()}; it should be a number"
     if isinstance(given, dict) and isinstance(read, dict):
         for name, value in given.items():
-            yield from _misread(value, read[name], f"{key}.{name}" if key else name)
+            yield from _unintended_values(value, read[name], f"{key}.{name}" if key else name)
     elif isinstance(given, list) and isinstance(read, list | tuple):
         for index, (value, read_value) in enumerate(zip(given, read, strict=True)):
-            yield from _misread(value, read_value, f"{key}[{index}]")
+            yield from _unintended_values(value, read_value, f"{key}[{index}]")

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from deploy.recipe.refusals import shortened
+from deploy.recipe.validation_errors import shortened
 
 _BOOL, _INT, _FLOAT, _NULL = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "null"))
 # The core schema, YAML 1.2 section 10.3.2, and `_` between digits.

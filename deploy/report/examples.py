@@ -39,7 +39,7 @@ class Token:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
+class GradedCompletion:
     """A graded completion."""
 
     policy: str
@@ -53,16 +53,16 @@ class Answered:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Example:
+class ReportExample:
     """A problem and its completions."""
 
     prompt: str
     """The prompt as readable text."""
-    completions: Sequence[Answered]
+    completions: Sequence[GradedCompletion]
     """Before RL, then after it."""
 
 
-def examples(run_dir: Path, recipe: Recipe, count: int) -> list[Example]:
+def make_examples(run_dir: Path, recipe: Recipe, count: int) -> list[ReportExample]:
     """Complete the first held-out problems of a run, not selected by outcome, at the first of its schedules.
 
     The policies are its SFT checkpoint, or else its initial one, and its newest intact one.
@@ -77,19 +77,19 @@ def examples(run_dir: Path, recipe: Recipe, count: int) -> list[Example]:
     try:
         torch.set_num_threads(1)
         written = {path.name: path for path in (first, newest.directory)}
-        return _answered(written, recipe.model_copy(update={"runs_dir": run_dir.parent}), count)
+        return _make_examples(written, recipe.model_copy(update={"runs_dir": run_dir.parent}), count)
     finally:
         torch.set_num_threads(threads)
 
 
-def _answered(checkpoints: Mapping[str, Path], recipe: Recipe, count: int) -> list[Example]:
+def _make_examples(checkpoints: Mapping[str, Path], recipe: Recipe, count: int) -> list[ReportExample]:
     directory = next(iter(checkpoints.values()))
     spec = make_spec(recipe, Stages.ALL)
     tokenizer = ChatTokenizer(directory)
     plan = RunPlan(spec, tokenizer)
     grader = GraderWorker(spec.task, spec.reward, directory)
     asked = _head(plan.evaluation_portions(recipe.evaluated_params[0], load_config(directory)), count)
-    by_policy: list[list[Answered]] = []
+    by_policy: list[list[GradedCompletion]] = []
     for name, path in checkpoints.items():
         completions = Sampler(load_policy(path), 0).generate(asked.requests)
         _, summary = grader.grade(asked, completions)
@@ -100,7 +100,7 @@ def _answered(checkpoints: Mapping[str, Path], recipe: Recipe, count: int) -> li
             ]
         )
     return [
-        Example(prompt=printable(plan.prompt_text(problem)), completions=some)
+        ReportExample(prompt=printable(plan.prompt_text(problem)), completions=some)
         for problem, *some in zip(asked.problems, *by_policy, strict=True)
     ]
 
@@ -116,7 +116,7 @@ def _head(portions: Sequence[Portion], count: int) -> Portion:
     )
 
 
-def _shown(policy: str, completion: Completion, tokenizer: ChatTokenizer, *, correct: bool) -> Answered:
+def _shown(policy: str, completion: Completion, tokenizer: ChatTokenizer, *, correct: bool) -> GradedCompletion:
     ids, steps = completion.token_ids.tolist(), completion.step_map.tolist()
     num_steps = max(1, max(steps, default=0) + 1)
     special = tokenizer.special_ids
@@ -128,4 +128,4 @@ def _shown(policy: str, completion: Completion, tokenizer: ChatTokenizer, *, cor
         )
         for token, text, step in zip(ids, tokenizer.tokens(ids), steps, strict=True)
     ]
-    return Answered(policy=policy, correct=correct, num_steps=num_steps, tokens=tokens)
+    return GradedCompletion(policy=policy, correct=correct, num_steps=num_steps, tokens=tokens)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.printing import printable
-from deploy.runs.curves import PALETTE, STYLE, Interval, draw_smooth, numbered, smooth, with_bars
+from deploy.runs.curves import PALETTE, STYLE, Interval, draw_smooth, error_bars, round_numbers, smooth
 from deploy.runs.history import Evaluation, RunHistory, ScheduleScore
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _label(name: str) -> str:
 def _accuracy(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="minutes since the start", ylabel="%")
     for name, history, color in _coloured(runs):
-        course = history.course
+        course = history.accuracy_curve
         draw_with_bars(axes, [(item.drawn_s / 60, item.score) for item in course], color=color, fmt="o-", label=name)
         control = [(item.drawn_s / 60, item.score) for item in history.evaluations if item.label == "control"]
         draw_with_bars(axes, control, color=color, fmt="x", label="")
@@ -141,7 +141,7 @@ def draw_with_bars(
     """Plot shares in percent with their intervals, against `x` values; an empty label is left out of the legend."""
     if not points:
         return
-    middles, bars = with_bars([score for _, score in points])
+    middles, bars = error_bars([score for _, score in points])
     style = {"markersize": 4, "elinewidth": 1, "capsize": 2, "linewidth": 1.4, **more}
     axes.errorbar([x for x, _ in points], middles, yerr=bars, fmt=fmt, color=color, label=label or "_", **style)
 
@@ -150,7 +150,7 @@ def _series_of(key: str, unit: str) -> Callable[[Axes, Runs], None]:
     def draw(axes: Axes, runs: Runs) -> None:
         axes.set(xlabel="round", ylabel=unit)
         for name, history, color in _coloured(runs):
-            draw_smooth(axes, numbered(history), history.series(key), color, name)
+            draw_smooth(axes, round_numbers(history), history.series(key), color, name)
 
     return draw
 
@@ -161,14 +161,14 @@ def _parts(axes: Axes, runs: Runs) -> None:
     names = dict.fromkeys(name for event in history.rounds.values() for name in event.get("reward_parts", {}))
     for index, name in enumerate(names):
         values = [float(event.get("reward_parts", {}).get(name, 0.0)) for event in history.rounds.values()]
-        axes.plot(numbered(history), smooth(values), color=PALETTE[index % len(PALETTE)], label=_label(name))
+        axes.plot(round_numbers(history), smooth(values), color=PALETTE[index % len(PALETTE)], label=_label(name))
 
 
 def _staleness(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="round", ylabel="versions")
     for name, history, color in _coloured(runs):
-        axes.plot(numbered(history), smooth(history.series("mean_staleness")), color=color, label=f"{name}: mean")
-        axes.plot(numbered(history), history.series("max_staleness"), ":", color=color, label=f"{name}: greatest")
+        axes.plot(round_numbers(history), smooth(history.series("mean_staleness")), color=color, label=f"{name}: mean")
+        axes.plot(round_numbers(history), history.series("max_staleness"), ":", color=color, label=f"{name}: greatest")
     axes.set_ylim(bottom=0)
 
 
@@ -176,5 +176,5 @@ def _seconds(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="round", ylabel="s")
     ((_, history),) = runs.items()
     layers = [smooth(history.series(key)) for key in _PHASES]
-    axes.stackplot(numbered(history), layers, labels=list(_PHASES.values()), colors=PALETTE, alpha=0.8)
+    axes.stackplot(round_numbers(history), layers, labels=list(_PHASES.values()), colors=PALETTE, alpha=0.8)
     axes.set_ylim(bottom=0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, groupby
 from typing import TYPE_CHECKING
 
-from deploy.report.evaluated import Evaluated, front
+from deploy.report.eval_results import EvalCell, pareto_front
 from deploy.report.figures import Plot, draw_with_bars, plot
 from deploy.runs.curves import PALETTE
 
@@ -22,20 +22,20 @@ _LINES = {"sft": ":", "control": "--"}
 _FRONT = "#BBBBBB"
 
 
-def quality_by_compute(cells: Mapping[str, Sequence[Evaluated]]) -> Iterator[Plot]:
+def quality_by_compute(cells: Mapping[str, Sequence[EvalCell]]) -> Iterator[Plot]:
     """Yield a plot for each run and task that was evaluated at several lengths or schedules."""
     for name, found in cells.items():
-        for asked, some in groupby(found, key=lambda one: one.asked):
+        for setting, some in groupby(found, key=lambda one: one.setting):
             shown = list(some)
             if len({(one.gen_length, one.schedule) for one in shown}) > 1:
-                yield plot(f"Accuracy by slots and forwards: {name}, {asked}", _NOTE, _draw, shown)
+                yield plot(f"Accuracy by slots and forwards: {name}, {setting}", _NOTE, _draw, shown)
 
 
-def _draw(axes: Axes, cells: Sequence[Evaluated]) -> None:
+def _draw(axes: Axes, cells: Sequence[EvalCell]) -> None:
     from matplotlib.ticker import LogLocator
 
     axes.set(xlabel="forwards of a completion", ylabel="%", xscale="log")
-    best = list(front(cells))
+    best = list(pareto_front(cells))
     points = [one.mean_forwards for one in best], [100 * one.accuracy for one in best]
     axes.plot(*points, color=_FRONT, linewidth=7, alpha=0.5, drawstyle="steps-post", solid_capstyle="butt", zorder=0)
     colors = dict(zip(sorted({one.gen_length for one in cells}), cycle(PALETTE), strict=False))

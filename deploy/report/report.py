@@ -10,13 +10,13 @@ from typing import Any
 from deploy.errors import UserError, reason
 from deploy.printing import duration, printable, share
 from deploy.report.differences import Field, fields_of
-from deploy.report.evaluated import Evaluated, evaluated
-from deploy.report.examples import Example
+from deploy.report.eval_results import EvalCell, read_eval_cells
+from deploy.report.examples import ReportExample
 from deploy.report.figures import plots
 from deploy.report.pareto import quality_by_compute
 from deploy.runs.history import RunHistory, ScheduleScore
 from deploy.runs.listing import Run
-from deploy.runs.report import NAMES, schedule_names, score_text
+from deploy.runs.result_tables import NAMES, schedule_names, score_text
 
 _TEMPLATE = "report.html.j2"
 
@@ -31,7 +31,7 @@ class Table:
     note: str = ""
 
 
-def write_report(runs: Mapping[str, Run], examples: Mapping[str, Sequence[Example]], out: Path) -> None:
+def write_report(runs: Mapping[str, Run], examples: Mapping[str, Sequence[ReportExample]], out: Path) -> None:
     """Write the report of runs, by name.
 
     Raises UserError if a run has nothing to report yet, or the file cannot be written.
@@ -47,7 +47,7 @@ def write_report(runs: Mapping[str, Run], examples: Mapping[str, Sequence[Exampl
         raise UserError(f"cannot write the report to {out}: {reason(error)}") from error
 
 
-def _render(runs: Mapping[str, Run], examples: Mapping[str, Sequence[Example]]) -> str:
+def _render(runs: Mapping[str, Run], examples: Mapping[str, Sequence[ReportExample]]) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -55,7 +55,7 @@ def _render(runs: Mapping[str, Run], examples: Mapping[str, Sequence[Example]]) 
     )
     histories = {name: run.history for name, run in runs.items()}
     fields = fields_of([run.recipe for run in runs.values()])
-    cells = {name: found for name, run in runs.items() if (found := evaluated(run.directory))}
+    cells = {name: found for name, run in runs.items() if (found := read_eval_cells(run.directory))}
     return environment.get_template(_TEMPLATE).render(
         title=printable(" and ".join(runs)),
         subtitle="; ".join(_standing(name, run) for name, run in runs.items()),
@@ -107,13 +107,13 @@ def _schedules(histories: Mapping[str, RunHistory]) -> Iterable[Table]:
         yield Table(title="By schedule, %", head=("policy", *names), rows=rows)
 
 
-def _evaluations(cells: Mapping[str, Sequence[Evaluated]]) -> Iterable[Table]:
+def _evaluations(cells: Mapping[str, Sequence[EvalCell]]) -> Iterable[Table]:
     """Yield tables of the results of `d1 eval` on each run, with a column per policy."""
     for name, found in cells.items():
-        for asked in dict.fromkeys(one.asked for one in found):
+        for setting in dict.fromkeys(one.setting for one in found):
             by_place: dict[tuple[int, str], dict[str, str]] = {}
             for one in found:
-                if one.asked == asked:
+                if one.setting == setting:
                     by_place.setdefault((one.gen_length, one.schedule), {})[one.checkpoint] = _solved(one)
             policies = sorted({policy for row in by_place.values() for policy in row}, key=_by_stage)
             rows = [
@@ -121,7 +121,7 @@ def _evaluations(cells: Mapping[str, Sequence[Evaluated]]) -> Iterable[Table]:
                 for (length, schedule), row in by_place.items()
             ]
             note = "% solved, as d1 eval asked it, with 95 % intervals; of adaptive schedules with their mean steps."
-            title = printable(f"By length and schedule: {name}, {asked}")
+            title = printable(f"By length and schedule: {name}, {setting}")
             yield Table(title=title, head=("slots", "denoising", *policies), rows=rows, note=note)
 
 
@@ -130,7 +130,7 @@ def _by_stage(policy: str) -> tuple[bool, bool, str]:
     return policy != "sft", policy != "control", policy
 
 
-def _solved(one: Evaluated) -> str:
+def _solved(one: EvalCell) -> str:
     return share(one.accuracy, one.interval) + (f" in {one.mean_forwards:.1f}" if one.is_adaptive else "")
 
 

@@ -8,58 +8,58 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from deploy.requests.neutral import Neutral, asks_nothing
-from deploy.requests.refusals import RequestError
+from deploy.requests.errors import RequestError
+from deploy.requests.ignored_fields import IgnoredValues, is_neutral
 
-LARGEST = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 MAX_FIELDS = 256
 """Maximum fields of one object, known or unknown."""
 _EXACT = 2**53
 """Integers below it are exact in float64."""
-_HALF = re.compile("[\ud800-\udfff]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _WHY = {
     "top_logprobs": "only the log-probability of each committed token is recorded",
     "echo": "it serves to ask for log-probabilities of the prompt, which a diffusion policy does not have",
 }
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Base class of JSON objects in requests."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=())
-    neutral: ClassVar[Neutral] = {}
+    ignored_values: ClassVar[IgnoredValues] = {}
     """Unsupported fields, with the values that change nothing and are accepted. Others are rejected by name."""
-    place: ClassVar[str] = ""
+    field_prefix: ClassVar[str] = ""
     """Prefix of field names in error messages."""
 
     @model_validator(mode="before")
     @classmethod
-    def _given(cls, values: Any) -> Any:
+    def _normalize(cls, values: Any) -> Any:
         """Drop null fields, which clients send for unset ones, and reject unsupported fields."""
         if not isinstance(values, Mapping):
             return values
         if len(values) > MAX_FIELDS:
             # Checked first: pydantic would report a separate error for every unknown field.
-            where = cls.place.removesuffix(".") or "the body"
+            where = cls.field_prefix.removesuffix(".") or "the body"
             raise RequestError(f"{where} has {len(values)} fields; an object of a request has at most {MAX_FIELDS}")
         given = {name: _number(value) for name, value in values.items() if value is not None}
-        for name, neutral in cls.neutral.items():
-            if name in given and not asks_nothing(given.pop(name), neutral):
-                field, why = cls.place + name, _WHY.get(name, "this service does not do that")
+        for name, neutral in cls.ignored_values.items():
+            if name in given and not is_neutral(given.pop(name), neutral):
+                field, why = cls.field_prefix + name, _WHY.get(name, "this service does not do that")
                 raise RequestError(f"`{field}` is not supported: {why}", "unsupported_parameter", param=field)
         return given
 
 
-def whole(text: str) -> str:
+def valid_text(text: str) -> str:
     """Return the text. Raises ValueError if it contains a lone surrogate."""
-    if not is_whole(text):
+    if not is_valid_text(text):
         raise ValueError("has half of a surrogate pair, which is no text")
     return text
 
 
-def is_whole(text: str) -> bool:
+def is_valid_text(text: str) -> bool:
     """Return whether the text contains no lone surrogate."""
-    return _HALF.search(text) is None
+    return _LONE_SURROGATE.search(text) is None
 
 
 def is_id(value: Any) -> bool:

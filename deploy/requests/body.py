@@ -6,13 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
-from deploy.requests.base import LARGEST, Body, is_id, whole
+from deploy.requests.base import MAX_INT32, RequestBody, is_id, valid_text
 from deploy.requests.diffusion import Constraints, Diffusion
-from deploy.requests.neutral import OF_REQUESTS, OF_TOKENIZING
+from deploy.requests.errors import RequestError
+from deploy.requests.ignored_fields import OF_REQUESTS, OF_TOKENIZING
 from deploy.requests.parameters import ALL_KEYS, Values
-from deploy.requests.refusals import RequestError
 from deploy.requests.structured.fields import Structured
-from deploy.requests.turns import MAX_CHARACTERS, Conversation, Templated, check_texts
+from deploy.requests.turns import MAX_CHARACTERS, Conversation, TemplateOptions, check_texts
 from learner.keys import fold
 from rollout.request import LEAST_TEMPERATURE
 
@@ -23,11 +23,11 @@ MAX_STOP_LENGTH = 256
 MAX_STOP_IDS = 16
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """OpenAI's `stream_options`."""
 
-    neutral: ClassVar = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
-    place = "stream_options."
+    ignored_values: ClassVar = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    field_prefix = "stream_options."
 
     include_usage: bool = False
 
@@ -39,21 +39,21 @@ _Text = Annotated[str, Field(max_length=MAX_CHARACTERS)]
 _Prompt = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 
 
-class Ask(Structured):
+class CompletionBody(Structured):
     """Common fields of completion, chat and responses requests. Unsupported fields are rejected by name."""
 
-    neutral = OF_REQUESTS
+    ignored_values = OF_REQUESTS
     prompt_field: ClassVar[str] = "prompt"
     """Name of the field that holds the prompt."""
 
     model: Annotated[str, Field(max_length=200)] | None = None
     """`policy`, `policy@v000012`, `base` or the run's name. Absent or empty: `policy`."""
-    max_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     """Maximum tokens of the text. The canvas has `diffusion.gen_length` slots regardless."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     """Sampling temperature. Default 0, as in the held-out evaluation: the most probable token."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=LARGEST)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT32)] | None = None
     """0 and -1 disable it."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """Completions per prompt."""
@@ -67,7 +67,7 @@ class Ask(Structured):
     """Whether the text includes the stop string or id that ended it."""
     no_stop_trim: bool = False
     """SGLang's name of `include_stop_str_in_output`."""
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=MAX_STOP_IDS)] = Field(
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(max_length=MAX_STOP_IDS)] = Field(
         default=[]
     )
     """Stop ids in addition to the policy's own. The text ends before the first of them."""
@@ -86,7 +86,7 @@ class Ask(Structured):
         if len(stops) > MAX_STOPS or not all(_is_text(one) and 1 <= len(one) <= MAX_STOP_LENGTH for one in stops):
             raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters")
         for one in stops:
-            whole(one)
+            valid_text(one)
         return stop
 
     @field_validator("temperature", mode="after")
@@ -158,11 +158,11 @@ class Ask(Structured):
         return self.n or 1
 
     @property
-    def layers(self) -> list[Values]:
+    def parameter_layers(self) -> list[Values]:
         """Denoising parameters of the request, by the sampler's keys. Later layers override earlier ones."""
         diffusion = self.diffusion
         found = dict(self) | dict(diffusion) | dict(diffusion.constraints) | {"schedule": diffusion.remasking}
-        given = {key: found[key] for key in PLACES if key in ALL_KEYS and found.get(key) not in (None, [])}
+        given = {key: found[key] for key in FIELD_PATHS if key in ALL_KEYS and found.get(key) not in (None, [])}
         # Guidance does not work with a KV cache, and a body has no field to turn the cache off.
         return [given | {"cache": "none"} if diffusion.cfg_scale else given]
 
@@ -174,7 +174,7 @@ class Ask(Structured):
     @property
     def names(self) -> dict[str, str]:
         """The body's names of the sampler's fields, for error messages."""
-        return PLACES | {"prompt_ids": self.prompt_field} | self.grammar_name
+        return FIELD_PATHS | {"prompt_ids": self.prompt_field} | self.grammar_name
 
     @property
     def grammar_name(self) -> dict[str, str]:
@@ -206,19 +206,23 @@ class Ask(Structured):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-def _places() -> dict[str, str]:
-    models: dict[str, type[Body]] = {"": Ask, "diffusion.": Diffusion, "diffusion.constraints.": Constraints}
-    places = {name: f"{place}{name}" for place, model in models.items() for name in model.model_fields}
-    places |= {"schedule": places["remasking"], "fixed_tokens": places["fixed"]}
-    places["stop_ids"] = places["stop_token_ids"]
-    return {key: place for key, place in places.items() if key in (*ALL_KEYS, "fixed_tokens", "seed")}
+def _field_paths() -> dict[str, str]:
+    models: dict[str, type[RequestBody]] = {
+        "": CompletionBody,
+        "diffusion.": Diffusion,
+        "diffusion.constraints.": Constraints,
+    }
+    paths = {name: f"{place}{name}" for place, model in models.items() for name in model.model_fields}
+    paths |= {"schedule": paths["remasking"], "fixed_tokens": paths["fixed"]}
+    paths["stop_ids"] = paths["stop_token_ids"]
+    return {key: place for key, place in paths.items() if key in (*ALL_KEYS, "fixed_tokens", "seed")}
 
 
-PLACES = _places()
+FIELD_PATHS = _field_paths()
 """Path of each sampler field in a body."""
 
 
-class CompletionRequest(Ask):
+class CompletionRequest(CompletionBody):
     """`POST /v1/completions`."""
 
     logprobs: Literal[0] | None = None
@@ -235,7 +239,7 @@ class CompletionRequest(Ask):
     No chat template is applied: use `/v1/chat/completions` for conversations."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens, such as BOS, to a text prompt."""
-    suffix: Annotated[str, Field(max_length=65536), AfterValidator(whole)] | None = None
+    suffix: Annotated[str, Field(max_length=65536), AfterValidator(valid_text)] | None = None
     """Text that follows the completion (infill)."""
 
     @field_validator("logprobs", mode="before")
@@ -264,16 +268,16 @@ class CompletionRequest(Ask):
 
     @property
     def num_prompts(self) -> int:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return len(self.prompts)
 
     @property
     def returns_logprobs(self) -> bool:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return self.logprobs is not None
 
 
-class ChatRequest(Ask, Templated):
+class ChatRequest(CompletionBody, TemplateOptions):
     """`POST /v1/chat/completions`."""
 
     prompt_field = "messages"
@@ -281,7 +285,7 @@ class ChatRequest(Ask, Templated):
     messages: Conversation
     logprobs: bool = False
     """Same as `logprobs: 0` in `/v1/completions`."""
-    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     """The newer name of `max_tokens`."""
     add_special_tokens: bool = False
     """Whether the tokenizer adds its special tokens to the prompt. Most chat templates contain them already."""
@@ -293,12 +297,12 @@ class ChatRequest(Ask, Templated):
 
     @property
     def most_tokens(self) -> int | None:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def returns_logprobs(self) -> bool:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return self.logprobs
 
 
@@ -306,14 +310,14 @@ def _with(name: str, kind: str) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"type": kind}}}
 
 
-class TokenizeRequest(Templated):
+class TokenizeRequest(TemplateOptions):
     """`POST /tokenize`: token ids of a text (special tokens parsed) or a conversation (chat template applied)."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [_with("prompt", "string"), _with("messages", "array")]})
-    neutral = OF_TOKENIZING
+    ignored_values = OF_TOKENIZING
 
     model: str | None = None
-    prompt: Annotated[_Text, AfterValidator(whole)] | None = None
+    prompt: Annotated[_Text, AfterValidator(valid_text)] | None = None
     messages: Conversation | None = None
     add_special_tokens: bool | None = None
     """Default as in completions and chats: true for a prompt, false for a conversation."""
@@ -325,7 +329,7 @@ class TokenizeRequest(Templated):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     """`POST /detokenize`."""
 
     model: str | None = None

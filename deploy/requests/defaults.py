@@ -17,7 +17,7 @@ from rollout.request import PARAMETER_OF, Cache, SamplingParams, Schedule
 _SCHEDULE_OF = {name: str(schedule) for schedule, name in PARAMETER_OF.items()}
 _TAKES: dict[str, tuple[str, ...]] = {schedule: (name,) for schedule, name in PARAMETER_OF.items()}
 _TAKES[Schedule.LEFT_TO_RIGHT] = ("threshold",)
-_SURE = 0.9
+_THRESHOLD = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,13 +26,13 @@ class Defaults:
 
     values: Values
     """Default values by the sampler's keys."""
-    room: int | None
+    max_canvas_tokens: int | None
     """Maximum tokens of a canvas, to which the default length is cut; None: the length is not cut."""
 
     @classmethod
     def of_run(cls, sampling: SamplingParams) -> Defaults:
         """Return the parameters of the run's evaluation, at temperature 0."""
-        return cls(values=_at_temperature_0(sampling), room=None)
+        return cls(values=_at_temperature_0(sampling), max_canvas_tokens=None)
 
     @classmethod
     def of_policy(
@@ -51,13 +51,13 @@ class Defaults:
         length = gen_length or params.gen_length
         if block_length is not None:
             params = SamplingParams(
-                gen_length=length, block_length=block_length, steps_per_block=block_length, threshold=_SURE
+                gen_length=length, block_length=block_length, steps_per_block=block_length, threshold=_THRESHOLD
             )
         elif gen_length is not None:
             block = length if length % params.block_length else params.block_length
-            steps = _half_as_many_steps(length, block)
+            steps = _default_steps(length, block)
             params = SamplingParams(gen_length=length, block_length=block, num_denoise_steps=steps)
-        return cls(values=_at_temperature_0(params), room=max_sequence_length)
+        return cls(values=_at_temperature_0(params), max_canvas_tokens=max_sequence_length)
 
     def complete(self, layers: Sequence[Values], num_prompt_tokens: int) -> dict[str, Any]:
         """Complete the values of a request with the defaults. Later layers override earlier ones.
@@ -69,8 +69,10 @@ class Defaults:
             raise FieldError(
                 f"{{{strays[0]}}} is for policies without a mask token, and this one fills masked slots: leave it out"
             )
-        if "gen_length" not in given and self.room is not None:
-            values["gen_length"] = _fitting(values, "block_length" in given, self.room - num_prompt_tokens)
+        if "gen_length" not in given and self.max_canvas_tokens is not None:
+            values["gen_length"] = _fitting_length(
+                values, "block_length" in given, self.max_canvas_tokens - num_prompt_tokens
+            )
         if "block_length" not in given:
             values["block_length"] = self._block_of(values["gen_length"])
         shape = ("gen_length", "block_length")
@@ -78,7 +80,7 @@ class Defaults:
             if "steps_per_block" not in given:
                 values["steps_per_block"] = max(1, min(values["steps_per_block"], values["block_length"]))
         elif "steps" not in given and any(values[key] != self.values[key] for key in shape):
-            values["steps"] = _half_as_many_steps(values["gen_length"], values["block_length"])
+            values["steps"] = _default_steps(values["gen_length"], values["block_length"])
         return values
 
     def _block_of(self, gen_length: int) -> int:
@@ -122,13 +124,13 @@ def _at_temperature_0(sampling: SamplingParams) -> dict[str, Any]:
     return values_of(sampling) | {"temperature": 0.0}
 
 
-def _fitting(values: Values, is_block_given: bool, room: int) -> int:
+def _fitting_length(values: Values, is_block_given: bool, room: int) -> int:
     """Return the default length, cut to the whole blocks that fit. If none fits: the given block, else the room."""
     length, block = min(values["gen_length"], room), max(1, values["block_length"])
     whole = length // block * block
     return whole if whole > 0 else max(1, block if is_block_given else length)
 
 
-def _half_as_many_steps(gen_length: int, block_length: int) -> int:
+def _default_steps(gen_length: int, block_length: int) -> int:
     """Return one step per two tokens, but at least one per block."""
     return max(1, gen_length // max(1, block_length)) * max(1, block_length // 2)

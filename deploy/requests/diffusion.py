@@ -6,17 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from deploy.requests.base import LARGEST, Body, is_id
+from deploy.requests.base import MAX_INT32, RequestBody, is_id
 from rollout.request import MAX_SEED, Schedule
 
 MAX_CONSTRAINTS = 4096
 """Maximum forbidden token ids, and maximum fixed slots."""
-Whole = Annotated[int, Field(le=MAX_SEED, ge=-MAX_SEED)]
+Int64 = Annotated[int, Field(le=MAX_SEED, ge=-MAX_SEED)]
 """Integer that fits into an int64 tensor."""
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Constraints(Body):
+class Constraints(RequestBody):
     """Constraints on the completion: forbidden tokens and fixed tokens."""
 
     forbidden_ids: Annotated[list[int], Field(max_length=MAX_CONSTRAINTS)] = Field(default=[])
@@ -33,16 +33,16 @@ class Constraints(Body):
         return fixed
 
 
-class Diffusion(Body):
+class Diffusion(RequestBody):
     """Denoising parameters. Defaults are those of the run's evaluation, else d1's."""
 
-    steps: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    steps: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     """Denoise steps of the whole completion. DiffusionGemma: maximum steps of a canvas."""
-    steps_per_block: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    steps_per_block: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     """Denoise steps of each block, in place of `steps`. With `threshold`, a step commits at least its even share."""
-    gen_length: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    gen_length: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     """Slots of the completion, in tokens."""
-    block_length: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    block_length: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     """Slots that are denoised together."""
     threshold: float | None = None
     """Probability above which a slot is committed. Selects the schedule `threshold`."""
@@ -50,21 +50,21 @@ class Diffusion(Body):
     """Parameter of the schedule `factor`."""
     entropy_bound: float | None = None
     """Parameter of the schedule `entropy_bound`, in nats. DiffusionGemma: bounds the slots that a step keeps."""
-    t_max: Finite | None = None
+    t_max: FiniteFloat | None = None
     """DiffusionGemma: temperature of a canvas' first step."""
-    t_min: Finite | None = None
+    t_min: FiniteFloat | None = None
     """DiffusionGemma: temperature to which the steps of a canvas decrease."""
-    stability_threshold: Annotated[int, Field(ge=0, le=LARGEST)] | None = None
+    stability_threshold: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None
     """DiffusionGemma: a canvas is finished when its most probable tokens were the same for this many steps before, and
     its entropy is below `confidence_threshold`."""
-    confidence_threshold: Finite | None = None
+    confidence_threshold: FiniteFloat | None = None
     """DiffusionGemma: mean entropy of the slots, in nats, below which a stable canvas is finished."""
     remasking: Annotated[str, Field(max_length=32, json_schema_extra={"enum": [*Schedule]})] | None = None
     """Schedule that selects the slots to commit."""
     editing_threshold: float | None = None
     """Token editing of block-causal policies: a step also replaces tokens of its block if another token has more than
     this probability. Finished blocks do not change."""
-    max_post_steps: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    max_post_steps: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     """With `editing_threshold`: maximum steps of a block after its last masked slot is filled."""
     cfg_scale: float | None = None
     """Scale of classifier-free guidance; 0 disables it."""
@@ -75,32 +75,32 @@ class Diffusion(Body):
     """Whether each choice includes the step and the confidence of each of its tokens."""
 
 
-class Shorthand(Body):
+class SamplerKeys(RequestBody):
     """Additional keys of `d1 sample` lines: the sampler's own parameters, without the service's limits."""
 
     id: Any = None
     """Returned with the answer."""
-    prompt_ids: list[Whole] | None = None
+    prompt_ids: list[Int64] | None = None
     """Token ids of the prompt; nothing is added."""
-    fixed_tokens: dict[str, Whole] | None = None
+    fixed_tokens: dict[str, Int64] | None = None
     """Fixed tokens inside the completion: slot, counted from 0, to token id."""
-    seed: Whole | None = None
-    gen_length: Whole | None = None
-    block_length: Whole | None = None
-    steps: Whole | None = None
-    steps_per_block: Whole | None = None
-    temperature: Finite | None = None
-    cfg_scale: Finite | None = None
+    seed: Int64 | None = None
+    gen_length: Int64 | None = None
+    block_length: Int64 | None = None
+    steps: Int64 | None = None
+    steps_per_block: Int64 | None = None
+    temperature: FiniteFloat | None = None
+    cfg_scale: FiniteFloat | None = None
     schedule: str | None = None
-    threshold: Finite | None = None
-    factor: Finite | None = None
-    entropy_bound: Finite | None = None
-    editing_threshold: Finite | None = None
-    max_post_steps: Whole | None = None
+    threshold: FiniteFloat | None = None
+    factor: FiniteFloat | None = None
+    entropy_bound: FiniteFloat | None = None
+    editing_threshold: FiniteFloat | None = None
+    max_post_steps: Int64 | None = None
     drawing: str | None = None
-    top_p: Finite | None = None
-    top_k: Whole | None = None
-    forbidden_ids: list[Whole] | None = None
-    stop_ids: list[Whole] | None = None
+    top_p: FiniteFloat | None = None
+    top_k: Int64 | None = None
+    forbidden_ids: list[Int64] | None = None
+    stop_ids: list[Int64] | None = None
     cache: str | None = None
-    cache_refresh_steps: Whole | None = None
+    cache_refresh_steps: Int64 | None = None

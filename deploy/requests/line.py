@@ -11,47 +11,47 @@ from typing import Any
 from pydantic import ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
-from deploy.requests.body import PLACES, Ask, ChatRequest, CompletionRequest, is_prompt
-from deploy.requests.diffusion import Shorthand
-from deploy.requests.neutral import OF_REQUESTS
+from deploy.requests.body import FIELD_PATHS, ChatRequest, CompletionBody, CompletionRequest, is_prompt
+from deploy.requests.diffusion import SamplerKeys
+from deploy.requests.errors import RequestError, request_error_of
+from deploy.requests.ignored_fields import OF_REQUESTS
 from deploy.requests.parameters import SAMPLING_KEYS, Values
-from deploy.requests.refusals import RequestError, refusal_of
-from deploy.requests.turns import Message
+from deploy.requests.turns import ChatMessage
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")
 # Recipe keys that users write by mistake.
 _OTHER_NAMES = {"num_denoise_steps": "steps", "num_steps": "steps"}
 
 
-class RequestLine(Shorthand, Ask):
+class RequestLine(SamplerKeys, CompletionBody):
     """Common fields of prompt lines and chat lines."""
 
     @property
-    def shorthand(self) -> dict[str, Any]:
+    def sampler_values(self) -> dict[str, Any]:
         """Denoising parameters given by the sampler's own keys."""
         return {key: value for key in SAMPLING_KEYS if (value := getattr(self, key)) is not None}
 
     @property
-    def layers(self) -> list[Values]:
-        """See `Ask`. The sampler's own keys override the body's."""
-        return [*super().layers, self.shorthand]
+    def parameter_layers(self) -> list[Values]:
+        """See `CompletionBody`. The sampler's own keys override the body's."""
+        return [*super().parameter_layers, self.sampler_values]
 
     @property
     def fixed(self) -> dict[str, int]:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return super().fixed | (self.fixed_tokens or {})
 
     @property
     def names(self) -> dict[str, str]:
-        """See `Ask`. Each given field has the name under which it was given."""
-        body = {key: PLACES.get(key, key) for key in super().layers[0]}
-        own = {key: key for key in Shorthand.model_fields if getattr(self, key) is not None}
+        """See `CompletionBody`. Each given field has the name under which it was given."""
+        body = {key: FIELD_PATHS.get(key, key) for key in super().parameter_layers[0]}
+        own = {key: key for key in SamplerKeys.model_fields if getattr(self, key) is not None}
         if super().fixed:
-            body["fixed_tokens"] = PLACES["fixed_tokens"]
+            body["fixed_tokens"] = FIELD_PATHS["fixed_tokens"]
         return {"prompt_ids": self.prompt_field} | body | own | self.grammar_name
 
     def seeds(self, key: int) -> list[int]:
-        """Return the seeds, see `Ask`. A single completion uses the seed itself."""
+        """Return the seeds, see `CompletionBody`. A single completion uses the seed itself."""
         return [key] if self.num_prompts * self.num_choices == 1 else super().seeds(key)
 
 
@@ -74,14 +74,14 @@ class CompletionLine(RequestLine, CompletionRequest):
         return super().prompts if self.prompt_ids is None else [self.prompt_ids]
 
 
-class LineMessage(Message):
+class LineMessage(ChatMessage):
     """Conversation turn with any role that the chat template supports."""
 
     role: str  # type: ignore[assignment]  # wider than a body's
 
     @property
     def turn(self) -> dict[str, str]:
-        """See `Message`. The role is passed on unchanged."""
+        """See `ChatMessage`. The role is passed on unchanged."""
         return super().turn | {"role": self.role}
 
 
@@ -92,7 +92,7 @@ class ChatLine(RequestLine, ChatRequest):
     """See `ChatRequest`, without the length limits."""
 
 
-_FIELDS = Shorthand.model_fields | CompletionLine.model_fields | ChatLine.model_fields
+_FIELDS = SamplerKeys.model_fields | CompletionLine.model_fields | ChatLine.model_fields
 _KEYS = dict.fromkeys(("id", *_PROMPTS, *(field.alias or name for name, field in _FIELDS.items())))
 
 
@@ -130,7 +130,7 @@ def read_line(data: Mapping[str, Any], names: Mapping[str, str] | None = None) -
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise refusal_of(error, kind, names) from error
+        raise request_error_of(error, kind, names) from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from deploy.recipe.refusals import shortened
-from deploy.requests.any_request import AnyConfig, AnyRequest, block_length_of, check_any_request
-from deploy.requests.body import MAX_CHOICES, Ask, ChatRequest, CompletionRequest
+from deploy.recipe.validation_errors import shortened
+from deploy.requests.body import MAX_CHOICES, ChatRequest, CompletionBody, CompletionRequest
 from deploy.requests.defaults import Defaults
+from deploy.requests.errors import RequestError, request_error_of
+from deploy.requests.families import AnyConfig, AnyRequest, block_length_of, check_any_request
 from deploy.requests.parameters import RENOISING_KEYS, Values, sampler_names, to_params, to_renoising_params
-from deploy.requests.refusals import RequestError, refusal_of
 from deploy.requests.renoising import RenoisingDefaults, check_keys
 from deploy.requests.responses import ResponsesRequest
 from deploy.requests.structured.structure import Structure
@@ -149,33 +149,33 @@ class Planner:
         """
         self._codec, self._defaults, self._given, self._seed = codec, defaults, given or {}, seed
 
-    def plan(self, ask: Ask, names: Mapping[str, str] | None = None) -> RequestPlan:
+    def plan(self, body: CompletionBody, names: Mapping[str, str] | None = None) -> RequestPlan:
         """Plan a request. Raises RequestError, with field names from `names`, by default those of the body."""
         # Checked before tokenization, which takes time.
-        if ask.num_prompts * ask.num_choices > MAX_CHOICES:
+        if body.num_prompts * body.num_choices > MAX_CHOICES:
             raise RequestError(f"A request has at most {MAX_CHOICES} choices: `n` times its prompts", param="n")
         try:
-            return self._plan(ask)
+            return self._plan(body)
         except (FieldError, ValidationError) as error:
             model = RenoisingParams if isinstance(self._defaults, RenoisingDefaults) else SamplingParams
-            raise refusal_of(error, model, sampler_names(names or ask.names)) from error
+            raise request_error_of(error, model, sampler_names(names or body.names)) from error
 
     def check(self, request: AnyRequest) -> None:
         """Raise FieldError if the policy cannot serve the request."""
         check_any_request(request, self._codec.config)
 
-    def _plan(self, ask: Ask) -> RequestPlan:
-        prompts = self._prompts(ask)
-        ends = self._stop_ids(ask)
-        layers, fixed, gap = [self._given, *ask.layers], _fixed(ask.fixed), None
+    def _plan(self, body: CompletionBody) -> RequestPlan:
+        prompts = self._prompts(body)
+        ends = self._stop_ids(body)
+        layers, fixed, gap = [self._given, *body.parameter_layers], _fixed(body.fixed), None
         if ends is not None and isinstance(self._defaults, Defaults):
             layers = [{"stop_ids": ends}, *layers]
-        if isinstance(ask, CompletionRequest) and ask.suffix is not None:
-            layers, fixed, gap = self._with_suffix(ask, ask.suffix, layers, fixed)
-        seed = ask.seed if ask.seed is not None else self._seed
-        seeds = ask.seeds(secrets.randbits(63) if seed is None else seed)
-        choices = [ids for ids in prompts for _ in range(ask.num_choices)]
-        grammar = self._grammar(ask)
+        if isinstance(body, CompletionRequest) and body.suffix is not None:
+            layers, fixed, gap = self._with_suffix(body, body.suffix, layers, fixed)
+        seed = body.seed if body.seed is not None else self._seed
+        seeds = body.seeds(secrets.randbits(63) if seed is None else seed)
+        choices = [ids for ids in prompts for _ in range(body.num_choices)]
+        grammar = self._grammar(body)
         requests = tuple(
             self._request(ids, layers, fixed=fixed, seed=seed, stop_ids=ends, grammar=grammar)
             for ids, seed in zip(choices, seeds, strict=True)
@@ -187,66 +187,70 @@ class Planner:
             block_length=block_length_of(first, config),
             is_block_causal=isinstance(config, TransformerConfig) and config.is_block_causal,
             num_prompt_tokens=sum(map(len, prompts)),
-            most_tokens=min(ask.most_tokens or length, length),
-            stops=ask.stops,
-            includes_stop=ask.includes_stop and grammar is None,
+            most_tokens=min(body.most_tokens or length, length),
+            stops=body.stops,
+            includes_stop=body.includes_stop and grammar is None,
             num_gap_slots=gap,
-            returns_step_map=ask.diffusion.return_step_map,
-            returns_logprobs=ask.returns_logprobs,
-            shows_canvas=ask.shows_canvas,
-            includes_usage=ask.includes_usage,
+            returns_step_map=body.diffusion.return_step_map,
+            returns_logprobs=body.returns_logprobs,
+            shows_canvas=body.shows_canvas,
+            includes_usage=body.includes_usage,
         )
 
-    def _grammar(self, ask: Ask) -> Grammar | None:
-        structure = ask.structure
+    def _grammar(self, body: CompletionBody) -> Grammar | None:
+        structure = body.structure
         if structure is None:
             return None
         if not isinstance(self._defaults, Defaults):
             message = f"`{structure.field}` is not for {MODEL_TYPE} policies: their canvases have no masked slots"
             raise RequestError(message, "unsupported_parameter", param=structure.field)
-        if isinstance(ask, CompletionRequest) and ask.suffix is not None:
+        if isinstance(body, CompletionRequest) and body.suffix is not None:
             raise RequestError(f"`suffix` is not for `{structure.field}`, which says all of a text", param="suffix")
         grammar = self._codec.grammar(structure)
-        return grammar if ask.most_tokens is None else replace(grammar, most_tokens=ask.most_tokens)
+        return grammar if body.most_tokens is None else replace(grammar, most_tokens=body.most_tokens)
 
-    def _prompts(self, ask: Ask) -> list[list[int]]:
-        if isinstance(ask, ChatRequest):
-            adds_special = ask.add_special_tokens
-            return [self._codec.encode_chat(ask.turns, "messages", template=ask.template, adds_special=adds_special)]
-        if isinstance(ask, ResponsesRequest):
-            return [self._codec.encode_chat(ask.turns, "input", template=ask.template, adds_special=False)]
-        assert isinstance(ask, CompletionRequest), "there are three kinds"
-        return [self._prompt(prompt, ask) for prompt in ask.prompts]
+    def _prompts(self, body: CompletionBody) -> list[list[int]]:
+        if isinstance(body, ChatRequest):
+            adds_special = body.add_special_tokens
+            return [
+                self._codec.encode_chat(
+                    body.turns, "messages", template=body.template_variables, adds_special=adds_special
+                )
+            ]
+        if isinstance(body, ResponsesRequest):
+            return [self._codec.encode_chat(body.turns, "input", template=body.template_variables, adds_special=False)]
+        assert isinstance(body, CompletionRequest), "there are three kinds"
+        return [self._prompt(prompt, body) for prompt in body.prompts]
 
-    def _prompt(self, prompt: str | list[int], ask: CompletionRequest) -> list[int]:
+    def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:
         if not isinstance(prompt, str):
             return self._codec.check_ids(prompt, "prompt")
-        return self._codec.encode_prompt(prompt, adds_special=ask.add_special_tokens)
+        return self._codec.encode_prompt(prompt, adds_special=body.add_special_tokens)
 
-    def _stop_ids(self, ask: Ask) -> tuple[int, ...] | None:
+    def _stop_ids(self, body: CompletionBody) -> tuple[int, ...] | None:
         """Return the ids that end the text; None: only the policy's own."""
-        if not ask.ignore_eos and not ask.stop_token_ids:
+        if not body.ignore_eos and not body.stop_token_ids:
             return None
-        own = () if ask.ignore_eos else self._codec.config.stop_ids
-        return tuple(dict.fromkeys((*own, *ask.stop_token_ids)))
+        own = () if body.ignore_eos else self._codec.config.stop_ids
+        return tuple(dict.fromkeys((*own, *body.stop_token_ids)))
 
     def _with_suffix(
-        self, ask: CompletionRequest, suffix: str, layers: list[Values], fixed: dict[int, int]
+        self, body: CompletionRequest, suffix: str, layers: list[Values], fixed: dict[int, int]
     ) -> tuple[list[Values], dict[int, int], int]:
         """Fix the suffix after the gap (infill), padded with end-of-text tokens to a whole block."""
         config = self._codec.config
         if not isinstance(config, TransformerConfig) or not isinstance(self._defaults, Defaults):
             raise RequestError(f"`suffix` is not for {MODEL_TYPE} policies, which fill no gaps", param="suffix")
-        if any("gen_length" in layer for layer in ask.layers):
+        if any("gen_length" in layer for layer in body.parameter_layers):
             raise FieldError("`{gen_length}` follows from `max_tokens` and `suffix`; leave it out")
         suffix_ids = self._codec.encode_text(suffix, "suffix")
         complete = self._defaults.complete(layers, 1)
         block = max(1, int(complete["block_length"]))
-        gap = ask.most_tokens or int(complete["gen_length"])
+        gap = body.most_tokens or int(complete["gen_length"])
         length = -(-(gap + len(suffix_ids)) // block) * block
         most = config.max_sequence_length
         if length > most:
-            said = "" if ask.most_tokens else ", as many as without `max_tokens`; say how many belong there"
+            said = "" if body.most_tokens else ", as many as without `max_tokens`; say how many belong there"
             sentence = (
                 f"The suffix of {len(suffix_ids)} tokens and a gap of {gap} make more than the {most} that this policy "
                 f"reads{said}"

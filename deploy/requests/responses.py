@@ -8,27 +8,27 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from deploy.requests.base import LARGEST, whole
-from deploy.requests.body import Ask
-from deploy.requests.neutral import OF_ITEMS, OF_RESPONSES
-from deploy.requests.refusals import RequestError
+from deploy.requests.base import MAX_INT32, valid_text
+from deploy.requests.body import CompletionBody
+from deploy.requests.errors import RequestError
+from deploy.requests.ignored_fields import OF_ITEMS, OF_RESPONSES
 from deploy.requests.structured.fields import TextOptions
 from deploy.requests.structured.structure import Structure
 from deploy.requests.turns import (
     MAX_CHARACTERS,
     MAX_MESSAGES,
     MAX_PARTS,
-    Templated,
-    TextPart,
+    TemplateOptions,
+    TextContentPart,
     Turn,
     check_texts,
 )
 
 
-class InputPart(TextPart):
+class InputPart(TextContentPart):
     """Content part of an item; only text is supported."""
 
-    place = "input.content."
+    field_prefix = "input.content."
 
 
 _Parts = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
@@ -37,8 +37,8 @@ _Parts = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
 class InputItem(Turn):
     """A turn of a conversation."""
 
-    neutral = OF_ITEMS
-    place = "input."
+    ignored_values = OF_ITEMS
+    field_prefix = "input."
 
     type: Literal["message"] = "message"
     content: _Parts  # type: ignore[assignment]  # the same parts, which refuse by the names of this format
@@ -53,15 +53,15 @@ class InputItem(Turn):
 
 
 _LOGPROBS = "message.output_text.logprobs"
-_Text = Annotated[str, Field(max_length=MAX_CHARACTERS), AfterValidator(whole)]
+_Text = Annotated[str, Field(max_length=MAX_CHARACTERS), AfterValidator(valid_text)]
 _Turn = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 _Items = Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ResponsesRequest(Ask, Templated):
+class ResponsesRequest(CompletionBody, TemplateOptions):
     """`POST /v1/responses`. Stateless: each request contains its whole conversation."""
 
-    neutral = OF_RESPONSES
+    ignored_values = OF_RESPONSES
     prompt_field = "input"
 
     input: _Items
@@ -70,7 +70,7 @@ class ResponsesRequest(Ask, Templated):
     """A response has exactly one text."""
     instructions: _Text | None = None
     """System message, placed before the conversation."""
-    max_output_tokens: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     """Maximum tokens of the text."""
     text: TextOptions | None = None
     """Structured output, like `response_format` of the other endpoints."""
@@ -116,7 +116,7 @@ class ResponsesRequest(Ask, Templated):
 
     @property
     def most_tokens(self) -> int | None:
-        """See `Ask`."""
+        """See `CompletionBody`."""
         return self.max_output_tokens or self.max_tokens
 
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from deploy.requests.base import LARGEST, Body, is_whole, whole
-from deploy.requests.neutral import OF_PARTS, OF_TURNS
-from deploy.requests.refusals import RequestError
+from deploy.requests.base import MAX_INT32, RequestBody, is_valid_text, valid_text
+from deploy.requests.errors import RequestError
+from deploy.requests.ignored_fields import OF_PARTS, OF_TURNS
 
 MAX_CHARACTERS = 2**18
 """Maximum characters of all prompts or messages of a request. Tokenizing them takes half a second of a core. A body has
@@ -29,14 +29,14 @@ def check_texts(texts: list[str]) -> None:
     if sum(map(len, texts)) > MAX_CHARACTERS:
         raise ValueError(f"must have at most {MAX_CHARACTERS} characters in all")
     for text in texts:
-        whole(text)
+        valid_text(text)
 
 
-class TextPart(Body):
+class TextContentPart(RequestBody):
     """Content part of a message; only text is supported."""
 
-    neutral = OF_PARTS
-    place = "messages.content."
+    ignored_values = OF_PARTS
+    field_prefix = "messages.content."
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -45,16 +45,16 @@ class TextPart(Body):
     @classmethod
     def _type(cls, kind: Any) -> Any:
         if kind in _UNSUPPORTED_PARTS:
-            field = cls.place.removesuffix(".")
+            field = cls.field_prefix.removesuffix(".")
             message = f"`{field}` has a part of the type `{kind}`; this service reads text only"
             raise RequestError(message, "unsupported_parameter", param=field)
         return kind
 
 
-_Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+_Parts = Annotated[list[TextContentPart], Field(max_length=MAX_PARTS)]
 
 
-class Turn(Body):
+class Turn(RequestBody):
     """Conversation turn in any format: a role, and text in parts."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -76,11 +76,11 @@ class Turn(Body):
         return {"role": role, "content": "\n".join(part.text for part in self.content)}
 
 
-class Message(Turn):
+class ChatMessage(Turn):
     """Chat turn. The content may be null for an assistant turn without text."""
 
-    neutral = OF_TURNS
-    place = "messages."
+    ignored_values = OF_TURNS
+    field_prefix = "messages."
 
     name: str | None = None
     """Passed to the chat template, like `reasoning`."""
@@ -105,24 +105,24 @@ class Message(Turn):
         return super().turn | {key: value for key, value in more.items() if value is not None}
 
 
-def _conversation(messages: list[Message]) -> list[Message]:
+def _conversation(messages: list[ChatMessage]) -> list[ChatMessage]:
     check_texts([text for message in messages for text in message.turn.values()])
     return messages
 
 
-Conversation = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_conversation)]
+Conversation = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_conversation)]
 
 
-class Reasoning(Body):
+class Reasoning(RequestBody):
     """Reasoning effort, passed to the chat template."""
 
-    neutral: ClassVar = dict.fromkeys(("exclude", "generate_summary", "summary"))
-    place = "reasoning."
+    ignored_values: ClassVar = dict.fromkeys(("exclude", "generate_summary", "summary"))
+    field_prefix = "reasoning."
 
     effort: Effort | None = None
 
 
-class Templated(Body):
+class TemplateOptions(RequestBody):
     """Base class of bodies with variables for the chat template."""
 
     chat_template_kwargs: Annotated[dict[str, bool | int | float | str], Field(max_length=MAX_VARIABLES)] = Field(
@@ -146,7 +146,7 @@ class Templated(Body):
         return given
 
     @property
-    def template(self) -> dict[str, Any]:
+    def template_variables(self) -> dict[str, Any]:
         """Variables for the chat template."""
         effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
         asked = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
@@ -158,5 +158,5 @@ def _is_variable(item: tuple[str, Any]) -> bool:
     if not name.isidentifier() or len(name) > MAX_VARIABLE_LENGTH:
         return False
     if isinstance(value, str):
-        return len(value) <= MAX_VARIABLE_LENGTH and is_whole(value)
-    return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) <= LARGEST)
+        return len(value) <= MAX_VARIABLE_LENGTH and is_valid_text(value)
+    return isinstance(value, bool) or (isinstance(value, int | float) and abs(value) <= MAX_INT32)

@@ -119,12 +119,12 @@ def smooth(values: list[float]) -> list[float]:
     return moving_mean(values, max(1, len(values) // 20))
 
 
-def numbered(history: RunHistory) -> list[float]:
+def round_numbers(history: RunHistory) -> list[float]:
     """Return the numbers of the rounds, counted from 1."""
     return [float(index + 1) for index in history.rounds]
 
 
-def with_bars(scores: Sequence[Interval]) -> tuple[list[float], list[list[float]]]:
+def error_bars(scores: Sequence[Interval]) -> tuple[list[float], list[list[float]]]:
     """Return accuracies in percent, and the lengths of their error bars below and above."""
     middles = [100 * score.accuracy for score in scores]
     # The Wilson interval contains the share, except for rounding errors at 0 and 1.
@@ -142,18 +142,16 @@ def save(figure: Figure, path: Path) -> None:
 
 def _reward(axes: Axes, history: RunHistory) -> None:
     axes.set(title="Reward on training problems", xlabel="round")
-    draw_smooth(axes, numbered(history), history.series("reward"), _RED, "reward")
-    draw_smooth(axes, numbered(history), history.series("correct"), _BLUE, "share correct")
+    draw_smooth(axes, round_numbers(history), history.series("reward"), _RED, "reward")
+    draw_smooth(axes, round_numbers(history), history.series("correct"), _BLUE, "share correct")
     axes.set_ylim(bottom=min(0.0, *history.series("reward")))
     axes.legend(loc="best")
 
 
 def _accuracy(axes: Axes, history: RunHistory) -> None:
     axes.set(title="Held-out accuracy, 95 % interval", xlabel="minutes since the start", ylabel="%")
-    course = history.course
-    axes.plot(
-        [item.drawn_s / 60 for item in course], [_percent(item.score) for item in course], color=_GREY, linewidth=1
-    )
+    curve = history.accuracy_curve
+    axes.plot([item.drawn_s / 60 for item in curve], [_percent(item.score) for item in curve], color=_GREY, linewidth=1)
     for label, (color, name) in _STAGES.items():
         items = [item for item in history.evaluations if item.label == label]
         if items:
@@ -184,7 +182,7 @@ def _schedules(axes: Axes, history: RunHistory) -> None:
 
 
 def _points(axes: Axes, items: list[Evaluation], *, color: str, name: str, is_stage: bool) -> None:
-    middles, bars = with_bars([item.score for item in items])
+    middles, bars = error_bars([item.score for item in items])
     marks: dict[str, Any] = {"markersize": 7, "capsize": 3} if is_stage else {"markersize": 3, "alpha": 0.6}
     axes.errorbar(
         [item.drawn_s / 60 for item in items],
@@ -229,15 +227,15 @@ def _sft_loss(axes: Axes, history: RunHistory) -> None:
 
 def _shares(axes: Axes, history: RunHistory) -> None:
     axes.set(title="Clipped tokens, groups without signal", xlabel="round", ylabel="share")
-    draw_smooth(axes, numbered(history), history.series("clip_ratio/region_mean"), _PURPLE, "clip fraction")
-    draw_smooth(axes, numbered(history), history.series("frac_reward_zero_std"), _YELLOW, "zero-variance groups")
+    draw_smooth(axes, round_numbers(history), history.series("clip_ratio/region_mean"), _PURPLE, "clip fraction")
+    draw_smooth(axes, round_numbers(history), history.series("frac_reward_zero_std"), _YELLOW, "zero-variance groups")
     axes.set_ylim(bottom=0)
     axes.legend(loc="best")
 
 
 def _kl(axes: Axes, history: RunHistory) -> None:
     axes.set(title="KL to the reference", xlabel="round", ylabel="nats per token")
-    draw_smooth(axes, numbered(history), history.series("kl"), _CYAN, "k3 estimate")
+    draw_smooth(axes, round_numbers(history), history.series("kl"), _CYAN, "k3 estimate")
     axes.set_ylim(bottom=0)
 
 
@@ -248,6 +246,6 @@ def _seconds(axes: Axes, history: RunHistory) -> None:
         ("training_s", _BLUE, "training"),
         ("publish_s", _YELLOW, "publishing"),
     ):
-        draw_smooth(axes, numbered(history), history.series(key), color, label)
+        draw_smooth(axes, round_numbers(history), history.series(key), color, label)
     axes.set_ylim(bottom=0)
     axes.legend(loc="best")

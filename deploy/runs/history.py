@@ -78,7 +78,7 @@ class RunHistory:
     """Failures that the run survived. A dead learner counts once, with its workers' errors and its restart."""
     is_learner_down: bool = False
     """Whether the learner group's newest failure is counted, and neither its restart nor a new phase has followed."""
-    num_forgotten: int = 0
+    num_discarded: int = 0
     """How often rounds, steps or evaluations were discarded because a resumed run repeats them."""
     seconds: float = 0.0
     """Duration of the run so far."""
@@ -116,7 +116,7 @@ class RunHistory:
         return [item for item in self.evaluations if item.line == "validation"]
 
     @property
-    def course(self) -> list[Evaluation]:
+    def accuracy_curve(self) -> list[Evaluation]:
         """Evaluations of the accuracy curve: on the validation set, or without one on the held-out problems."""
         return self.validation or self.heldout
 
@@ -180,7 +180,7 @@ def _begin_phase(history: RunHistory, event: Event) -> None:
     for kept in (history.steps, history.sft_losses):
         all_of_it = kept.pop(phase, [])
         before = [event for event in all_of_it if step and event["step"] <= step]
-        history.num_forgotten += len(before) < len(all_of_it)
+        history.num_discarded += len(before) < len(all_of_it)
         if before:
             kept[phase] = before
 
@@ -191,9 +191,9 @@ def _add_round(history: RunHistory, event: Event) -> None:
         raise TypeError(f"no number of a round: {index!r}")
     if next(reversed(history.rounds), -1) >= index:
         history.rounds = {done: kept for done, kept in history.rounds.items() if done < index}
-        history.num_forgotten += 1
+        history.num_discarded += 1
     still = [item for item in history.evaluations if item.label not in ("round", VALIDATION) or item.round <= index]
-    history.num_forgotten += len(still) < len(history.evaluations)
+    history.num_discarded += len(still) < len(history.evaluations)
     history.evaluations = still
     history.rounds[index] = event
 

@@ -40,9 +40,9 @@ class Run:
     """The resolved recipe as plain data, so that runs of an older d1 can be listed too. Empty if unreadable."""
     history: RunHistory
     """What happened."""
-    silent_s: float
+    seconds_since_event: float
     """Seconds since its last event."""
-    is_held: bool
+    is_locked_here: bool
     """Whether a process on this machine holds the directory's lock."""
 
     @property
@@ -57,9 +57,9 @@ class Run:
         The guess is from the time since the last event: a lock held on another machine is not visible here."""
         if self.history.is_finished:
             return "finished"
-        if self.is_held:
+        if self.is_locked_here:
             return "running"
-        return "running?" if self.silent_s < _SILENT_S else "stopped?"
+        return "running?" if self.seconds_since_event < _SILENT_S else "stopped?"
 
     @property
     def task(self) -> str:
@@ -78,8 +78,8 @@ def read_run(directory: Path) -> Run:
         directory=directory,
         recipe=recipe if isinstance(recipe, dict) else {},
         history=read_history(read_events(directory)),
-        silent_s=silent_s,
-        is_held=holder_of(directory) is not None,
+        seconds_since_event=silent_s,
+        is_locked_here=holder_of(directory) is not None,
     )
 
 
@@ -91,7 +91,7 @@ def newest_run(runs_dir: Path) -> Path:
     return max(directories, key=lambda path: (path / METRICS).stat().st_mtime)
 
 
-def newest_to_serve(runs_dir: Path) -> Path:
+def newest_servable_run(runs_dir: Path) -> Path:
     """Return the run with the newest event that has a checkpoint to serve. Raises UserError if there is none."""
     # Imported here because it imports torch, which `d1 runs` need not wait for.
     from actors.checkpoints.selection import checkpoints_to_answer
@@ -108,7 +108,7 @@ def newest_to_serve(runs_dir: Path) -> Path:
 
 def list_runs(runs_dir: Path) -> list[Run]:
     """Read the runs of a directory, the one with the newest event first."""
-    return sorted((read_run(path) for path in _run_dirs(runs_dir)), key=lambda run: run.silent_s)
+    return sorted((read_run(path) for path in _run_dirs(runs_dir)), key=lambda run: run.seconds_since_event)
 
 
 def runs_table(runs: list[Run], width: int) -> Table:
@@ -139,7 +139,7 @@ def _cells(run: Run) -> dict[str, str]:
     return {
         _NAME: run.name,
         "state": run.state,
-        "silent": rough_duration(run.silent_s),
+        "silent": rough_duration(run.seconds_since_event),
         "task": run.task,
         "rounds": str(len(history.rounds)),
         "held-out": f"{100 * accuracies[-1]:.1f} %" if accuracies else "",

@@ -19,7 +19,7 @@ class Cursor:
 
     began_at: int = 0
     """Start of the run, in Unix time; 0 while it has not begun."""
-    num_forgotten: int = 0
+    num_discarded: int = 0
     """How often a resumed run had discarded parts of the history by then."""
     num_rounds: int = 0
     num_steps: int = 0
@@ -42,7 +42,7 @@ BEGINNING = Cursor()
 class HistoryPart:
     """New part of a history."""
 
-    is_whole: bool
+    is_from_start: bool
     """Whether it starts at the beginning: the client must discard what it had."""
     rounds: list[Event]
     """`round` events, ascending."""
@@ -80,7 +80,7 @@ class LiveHistory:
         history = self.history
         rounds, steps = list(history.rounds.values()), history.steps.get("sft", [])
         has = (len(rounds), len(steps), len(history.evaluations))
-        start = Cursor(int(history.began_at or 0), history.num_forgotten)
+        start = Cursor(int(history.began_at or 0), history.num_discarded)
         is_known = astuple(seen)[:2] == astuple(start)[:2] and all(map(le, astuple(seen)[2:], has))
         if not is_known:
             seen = start
@@ -93,4 +93,4 @@ class LiveHistory:
             num_evaluations=len(history.evaluations),
         )
         evaluations = history.evaluations[seen.num_evaluations :]
-        return HistoryPart(is_whole=seen == start, rounds=rounds, steps=steps, evaluations=evaluations, end=end)
+        return HistoryPart(is_from_start=seen == start, rounds=rounds, steps=steps, evaluations=evaluations, end=end)

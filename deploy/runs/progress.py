@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from actors.run_log import VALIDATION, Event
 from deploy.printing import counted, duration, metric, printable, rough_duration
-from deploy.runs.report import score_text
-from deploy.waiting import Waiting
+from deploy.runs.result_tables import score_text
+from deploy.wait_display import WaitDisplay
 from rollout.score import Score
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _LONGEST_PROMPT, _LONGEST_COMPLETION = 60, 160
 # A step that takes this many times as long as the one before it is reported.
 _UNUSUAL = 2.0
 # Events that can arrive at any time, and do not end a wait.
-_BESIDE_THE_WORK = ("run", "status", "failure", "pause", "pause_end", "scale", "loaded")
+_ASYNC_EVENTS = ("run", "status", "failure", "pause", "pause_end", "scale", "loaded")
 # Prefixes of the failures after which the learner group restarts.
 _OF_LEARNERS = ("a learner worker failed", "the learner group restarted")
 _BETWEEN_PHASES = {
@@ -47,12 +47,12 @@ class ProgressDisplay:
     def __init__(self, console: Console) -> None:
         """Show on `console`: a live display where it is a terminal, lines where it is not."""
         self._console = console
-        self._bar = _Bar(console) if console.is_terminal else None
+        self._bar = _PhaseBar(console) if console.is_terminal else None
         self._phase: Event | None = None
         self._last_line_s = float("-inf")
         self._last_step_s = 0.0
         self._validation_loss: float | None = None
-        self._waiting = Waiting(console, f"{'':10}  ")
+        self._waiting = WaitDisplay(console, f"{'':10}  ")
 
     def __enter__(self) -> Self:
         return self
@@ -73,9 +73,9 @@ class ProgressDisplay:
     def __call__(self, event: Event) -> None:
         """Show one event."""
         if event["event"] == "waiting":
-            self._hear_wait(event)
+            self._show_wait(event)
             return
-        if event["event"] not in _BESIDE_THE_WORK and not event.get("beside"):
+        if event["event"] not in _ASYNC_EVENTS and not event.get("beside"):
             self._waiting.end()
         match event["event"]:
             case "status" | "waits":
@@ -89,12 +89,12 @@ class ProgressDisplay:
                 self._validation_loss = event["loss"]
             case "phase_end":
                 self._phase = None
-        if event["event"] in _SENTENCES:
-            self._line(event, _SENTENCES[event["event"]](event))
+        if event["event"] in _FORMATTERS:
+            self._line(event, _FORMATTERS[event["event"]](event))
         if what := self._next(event):
             self._wait(what)
 
-    def _hear_wait(self, event: Event) -> None:
+    def _show_wait(self, event: Event) -> None:
         """Show what the driver waits for: a new wait, or (`goes_on`) the next part of the current one."""
         if event.get("goes_on"):
             self._waiting.change(printable(event["what"]))
@@ -154,7 +154,7 @@ class ProgressDisplay:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class _Bar:
+class _PhaseBar:
     """Progress bar of the current phase, at the bottom of a terminal."""
 
     def __init__(self, console: Console) -> None:
@@ -279,7 +279,7 @@ def _stopped_at(event: Event) -> str:
     return f"after {counted(event['round'], 'round')}, kept in a checkpoint" if event["round"] else "at the beginning"
 
 
-_SENTENCES: dict[str, Callable[[Event], str]] = {
+_FORMATTERS: dict[str, Callable[[Event], str]] = {
     "sft_data": _examples,
     "sft_eval": lambda event: f"validation loss after {event['step']} steps: {metric(event['loss'])}",
     "sft_samples": _samples,

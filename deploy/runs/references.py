@@ -23,7 +23,7 @@ _LEAST_LIKENESS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class ResolvedReference:
     """The run or checkpoint that a reference names."""
 
     directory: Path
@@ -32,7 +32,7 @@ class Found:
     """Whether it is a run, not a checkpoint."""
 
 
-def find(reference: str, runs_dir: Path) -> Found:
+def find(reference: str, runs_dir: Path) -> ResolvedReference:
     """Find the run or checkpoint that a user names.
 
     Args:
@@ -52,8 +52,8 @@ def find(reference: str, runs_dir: Path) -> Found:
         from learner.model.hub import find_checkpoint, is_hub_id
 
         if is_hub_id(reference):
-            return Found(directory=find_checkpoint(reference), is_run=False)
-    raise _miss(reference, runs_dir, f", {reference} is no directory, and no hub id either")
+            return ResolvedReference(directory=find_checkpoint(reference), is_run=False)
+    raise _not_found_error(reference, runs_dir, f", {reference} is no directory, and no hub id either")
 
 
 def find_run(reference: str, runs_dir: Path) -> Path:
@@ -65,7 +65,7 @@ def find_run(reference: str, runs_dir: Path) -> Path:
     if found is not None and (found.directory / METRICS).is_file():
         return found.directory
     if found is None or not _is_checkpoint(found.directory):
-        raise _miss(reference, runs_dir, ", and no run directory of that path")
+        raise _not_found_error(reference, runs_dir, ", and no run directory of that path")
     checkpoints = found.directory.absolute().parent
     if checkpoints.name == CHECKPOINTS and _is_run(checkpoints.parent):
         return found.directory.parent.parent
@@ -80,32 +80,32 @@ def find_checkpoint_of(reference: str, runs_dir: Path, say: Say | None = None) -
     found = find(reference, runs_dir)
     if not found.is_run:
         return found.directory
-    from deploy.runs.reading import newest_to_answer
+    from deploy.runs.checkpoints import newest_servable
 
-    return newest_to_answer(found.directory, say).directory
+    return newest_servable(found.directory, say).directory
 
 
-def newest_of(reference: Path) -> Path:
+def resolve_start(reference: Path) -> Path:
     """Replace a run's directory by its newest intact checkpoint, to start training from; return other paths unchanged.
 
     Raises UserError if the run has none.
     """
     if not _is_run(reference):
         return reference
-    from deploy.runs.reading import newest_to_answer
+    from deploy.runs.checkpoints import newest_servable
 
-    return newest_to_answer(_unlinked(reference)).directory
+    return newest_servable(_unlinked(reference)).directory
 
 
-def from_newest(recipe: Recipe) -> Recipe:
-    """Resolve a run's directory in the recipe's `model.checkpoint`. Raises UserError as `newest_of`."""
+def with_resolved_checkpoint(recipe: Recipe) -> Recipe:
+    """Resolve a run's directory in the recipe's `model.checkpoint`. Raises UserError as `resolve_start`."""
     checkpoint = recipe.model.checkpoint
-    if checkpoint is None or (newest := newest_of(checkpoint)) == checkpoint:
+    if checkpoint is None or (newest := resolve_start(checkpoint)) == checkpoint:
         return recipe
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpoint": newest})})
 
 
-def _find_here(reference: str, runs_dir: Path) -> Found | None:
+def _find_here(reference: str, runs_dir: Path) -> ResolvedReference | None:
     """Find a reference as `find`, but only on local disk; None if there is nothing."""
     try:
         return _find_in(runs_dir, reference)
@@ -114,26 +114,26 @@ def _find_here(reference: str, runs_dir: Path) -> Found | None:
         return None
 
 
-def _find_in(runs_dir: Path, reference: str) -> Found | None:
+def _find_in(runs_dir: Path, reference: str) -> ResolvedReference | None:
     places = runs_dir / reference, Path(reference)
     for place in places:
         if _is_run(place):
-            return Found(directory=_unlinked(place), is_run=True)
+            return ResolvedReference(directory=_unlinked(place), is_run=True)
     for place in (*places, *(place.parent / CHECKPOINTS / place.name for place in places)):
         if _is_checkpoint(place):
-            return Found(directory=place, is_run=False)
+            return ResolvedReference(directory=place, is_run=False)
     for place in places:
         if place.name in (_BEST, _LAST) and not place.exists() and _is_run(place.parent):
-            return Found(directory=_chosen(_unlinked(place.parent), place.name), is_run=False)
+            return ResolvedReference(directory=_alias_target(_unlinked(place.parent), place.name), is_run=False)
     # The code that reads it reports what is wrong with it.
-    return Found(directory=places[1], is_run=False) if places[1].is_dir() else None
+    return ResolvedReference(directory=places[1], is_run=False) if places[1].is_dir() else None
 
 
-def _chosen(run: Path, alias: str) -> Path:
+def _alias_target(run: Path, alias: str) -> Path:
     """Return the checkpoint behind an alias. Raises UserError if there is none."""
-    from deploy.runs.reading import best_to_answer, newest_to_answer
+    from deploy.runs.checkpoints import best_servable, newest_servable
 
-    return best_to_answer(run) if alias == _BEST else newest_to_answer(run).directory
+    return best_servable(run) if alias == _BEST else newest_servable(run).directory
 
 
 def _is_run(directory: Path) -> bool:
@@ -159,7 +159,7 @@ def _parent_run(reference: str, runs_dir: Path) -> Path | None:
     return None
 
 
-def _miss(reference: str, runs_dir: Path, nor: str) -> UserError:
+def _not_found_error(reference: str, runs_dir: Path, nor: str) -> UserError:
     if (run := _parent_run(reference, runs_dir)) is not None:
         names = list(_checkpoint_names(run))
         what = f"the run {run.name} in {run.parent} has no checkpoint {Path(reference).name}"

@@ -33,10 +33,10 @@ from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.objectives import DistillationConfig
 from learner.objectives.distillation import teacher_refusal
 from rewards import Split, make_task
-from rewards.data.dataset import Files
+from rewards.data.dataset import DataSources
 from rewards.data.demonstrations import read_demonstrations
-from rewards.data.draw import TooFewProblemsError
-from rewards.data.sources import from_anywhere
+from rewards.data.sampling import TooFewProblemsError
+from rewards.data.sources import absolute_source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,8 +96,8 @@ def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
 
 def _of_any_directory(recipe: Recipe) -> Recipe:
     """Make the data paths of a recipe absolute, so that it can be read from another directory."""
-    task = recipe.task.from_anywhere() if isinstance(recipe.task, Files) else recipe.task
-    sft = recipe.sft.model_copy(update={"data": recipe.sft.data and from_anywhere(recipe.sft.data)})
+    task = recipe.task.with_absolute_paths() if isinstance(recipe.task, DataSources) else recipe.task
+    sft = recipe.sft.model_copy(update={"data": recipe.sft.data and absolute_source(recipe.sft.data)})
     learner = recipe.learner
     if isinstance(learner.objective, DistillationConfig) and learner.objective.teacher is not None:
         objective = learner.objective.model_copy(update={"teacher": learner.objective.teacher.absolute()})
@@ -322,7 +322,7 @@ def _texts(recipe: Recipe) -> list[str]:
     count = min(recipe.num_train_problems, _NUM_TOKENIZER_TEXTS)
     problems = make_task(recipe.task).problems(Split.TRAIN, count, recipe.seed)
     prompts = [message.content for problem in problems for message in problem.messages]
-    texts = prompts + [problem.demonstration for problem in problems]
+    texts = prompts + [problem.reference_completion for problem in problems]
     if recipe.sft.data is not None:
         for demonstration in read_demonstrations(recipe.sft.data)[:_NUM_TOKENIZER_TEXTS]:
             texts += [*(message.content for message in demonstration.messages), demonstration.completion]

@@ -21,11 +21,11 @@ from deploy.program import program
 
 Kind = Literal["samplers", "graders", "engines"]
 KINDS: tuple[Kind, ...] = ("samplers", "graders", "engines")
-MOST = 100_000
+MAX_ACTORS = 100_000
 """Maximum number of actors of a kind that is accepted: more is a typing error."""
 _REQUEST, _ANSWER = ".scale.json", ".scaled.json"
 _POLL_S = 0.1
-_Size = Annotated[int, Field(ge=1, le=MOST)]
+_Size = Annotated[int, Field(ge=1, le=MAX_ACTORS)]
 
 
 class ScaleRequest(BaseModel):
@@ -52,7 +52,7 @@ class ScaleAnswer(BaseModel):
     """Remarks for the user, in sentences."""
 
 
-def ask(run_dir: Path, sizes: Mapping[Kind, int], within_s: float) -> ScaleAnswer:
+def send_request(run_dir: Path, sizes: Mapping[Kind, int], within_s: float) -> ScaleAnswer:
     """Send a scale request to a run and wait for the answer. Without one in `within_s` seconds it is withdrawn.
 
     Raises UserError if the directory is not writable, or the run does not answer.
@@ -67,28 +67,28 @@ def ask(run_dir: Path, sizes: Mapping[Kind, int], within_s: float) -> ScaleAnswe
         if (answer := _read(run_dir / _ANSWER, ScaleAnswer)) is not None and answer.id == request.id:
             return answer
         time.sleep(_POLL_S)
-    forget(run_dir)
+    withdraw(run_dir)
     raise UserError(
         f"the run {run_dir.name} did not answer within {within_s:.0f} s, and is not asked any more; "
         f"`{program()} status {run_dir.name}` says how it stands"
     )
 
 
-def asked(run_dir: Path) -> ScaleRequest | None:
+def read_request(run_dir: Path) -> ScaleRequest | None:
     """Read the pending request of a run; None if there is none, or it is invalid."""
     return _read(run_dir / _REQUEST, ScaleRequest)
 
 
-def forget(run_dir: Path) -> None:
+def withdraw(run_dir: Path) -> None:
     """Delete the pending request of a run."""
     with suppress(OSError):
         (run_dir / _REQUEST).unlink(missing_ok=True)
 
 
-def answer(run_dir: Path, what: ScaleAnswer) -> None:
+def write_answer(run_dir: Path, what: ScaleAnswer) -> None:
     """Write the answer to a request, and delete the request. Raises OSError if the answer cannot be written."""
     _write(run_dir / _ANSWER, what)
-    forget(run_dir)
+    withdraw(run_dir)
 
 
 def _write(path: Path, what: BaseModel) -> None:

@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.coordination.status import RunStatus
+from actors.coordination.status import SILENT_S, RunStatus
 from actors.coordination.timeline import TIMELINE, Span, idle_shares, num_rounds, read_trace
 from actors.run_log import METRICS, Event, read_events
 from deploy.runs.history import RunHistory, read_history
 from deploy.runs.lock import Holder, holder_of, last_holder_of
-
-SILENT_S = 15.0
-"""Seconds without an update after which something is wrong: a run writes its status every two seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +43,7 @@ class RunSnapshot:
         return not self.has_ended and (self.holder is not None or self.age_s < SILENT_S)
 
 
-def read_standing(directory: Path) -> RunSnapshot:
+def read_snapshot(directory: Path) -> RunSnapshot:
     """Read the status of a run."""
     holder, last = holder_of(directory), last_holder_of(directory)
     status = RunStatus.read(directory)

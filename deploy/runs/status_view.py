@@ -8,10 +8,10 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from actors.coordination.status import ActorState, ActorStatus, RunStatus
+from actors.coordination.status import SILENT_S, ActorState, ActorStatus, RunStatus
 from deploy.printing import counted, duration, printable
 from deploy.runs.history import RunHistory
-from deploy.runs.status import SILENT_S, RunSnapshot
+from deploy.runs.status import RunSnapshot
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -22,7 +22,7 @@ _STAGES = {"untrained": "before training", "sft": "SFT", "rl": "rounds", "contro
 Rows = Iterator[tuple[str, str]]
 
 
-def status_view(standing: RunSnapshot) -> Group:
+def status_view(snapshot: RunSnapshot) -> Group:
     """Build a headline, and rows of what is known."""
     from rich.console import Group
     from rich.table import Table
@@ -32,69 +32,69 @@ def status_view(standing: RunSnapshot) -> Group:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     before = ""
-    for name, value in _rows(standing):
+    for name, value in _rows(snapshot):
         grid.add_row(Text("" if name == before else name, style="dim"), Text(printable(value)))
         before = name
-    title = Text(f"{printable(standing.directory.name)}: {_state(standing)}", style="bold")
+    title = Text(f"{printable(snapshot.directory.name)}: {_state(snapshot)}", style="bold")
     return Group(title, grid)
 
 
-def json_of(standing: RunSnapshot) -> str:
+def json_of(snapshot: RunSnapshot) -> str:
     """Format the same as JSON: `status` has the fields of `RunStatus`, or is null."""
     return json.dumps(
         {
-            "run": standing.directory.name,
-            "directory": str(standing.directory),
-            "is_running": standing.is_running,
-            "age_s": round(standing.age_s, 3),
-            "status": None if standing.status is None else asdict(standing.status),
-            "idle": {track: round(share, 3) for track, share in standing.idle.items()},
+            "run": snapshot.directory.name,
+            "directory": str(snapshot.directory),
+            "is_running": snapshot.is_running,
+            "age_s": round(snapshot.age_s, 3),
+            "status": None if snapshot.status is None else asdict(snapshot.status),
+            "idle": {track: round(share, 3) for track, share in snapshot.idle.items()},
         }
     )
 
 
-def _state(standing: RunSnapshot) -> str:
+def _state(snapshot: RunSnapshot) -> str:
     """Describe whether it runs, and how long it has been silent."""
-    heard = f"last heard of {duration(standing.age_s)} ago"
-    holder, is_finished = standing.holder, standing.history.is_finished
+    heard = f"last heard of {duration(snapshot.age_s)} ago"
+    holder, is_finished = snapshot.holder, snapshot.history.is_finished
     if holder is not None:
         who = f"process {holder.pid} since {_clock(holder.began_at)}"
-        if standing.status is None or standing.status.at < holder.began_at:
+        if snapshot.status is None or snapshot.status.at < holder.began_at:
             return f"starting ({who}); it has said nothing of itself yet"
         if is_finished:
             return f"finished; it still has a process ({who}), as with --serve"
-        return f"running ({who}); " + (heard if standing.age_s < SILENT_S else f"silent: {heard}")
+        return f"running ({who}); " + (heard if snapshot.age_s < SILENT_S else f"silent: {heard}")
     if is_finished:
-        return f"finished, {duration(standing.age_s)} ago"
-    if standing.has_ended:
+        return f"finished, {duration(snapshot.age_s)} ago"
+    if snapshot.has_ended:
         return f"stopped, {heard}"
     # Its process, if any, is on another machine.
-    return f"running; {heard}" if standing.is_running else f"stopped or unreachable: {heard}"
+    return f"running; {heard}" if snapshot.is_running else f"stopped or unreachable: {heard}"
 
 
 def _clock(unix: float) -> str:
     return datetime.fromtimestamp(unix, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _rows(standing: RunSnapshot) -> Rows:
-    status = standing.status
+def _rows(snapshot: RunSnapshot) -> Rows:
+    status = snapshot.status
     if status is not None:
-        yield "stage", _stage(status, standing.history)
-        if standing.is_running:
+        yield "stage", _stage(status, snapshot.history)
+        if snapshot.is_running:
             yield from _under_way(status)
         yield "staleness", f"{status.staleness:.2g} versions in the newest round, {status.max_staleness} at most"
         yield "restarts", _counts(status.num_restarts) or "none"
         if status.seconds:
             yield "newest round", _seconds(status.seconds)
-    if standing.idle:
-        rounds = "the newest round" if standing.num_rounds == 1 else f"the newest {standing.num_rounds} rounds"
+    if snapshot.idle:
+        rounds = "the newest round" if snapshot.num_rounds == 1 else f"the newest {snapshot.num_rounds} rounds"
         yield "idle", f"share of the time of {rounds}:"
-        for row in _in_rows([f"{track} {100 * share:.0f} %" for track, share in standing.idle.items()]):
+        for row in _in_rows([f"{track} {100 * share:.0f} %" for track, share in snapshot.idle.items()]):
             yield "idle", row
-    if status is not None and standing.is_running:
+    if status is not None and snapshot.is_running:
         for what in status.waits or ("nobody waits longer than usual",):
             yield "waits", what
-    yield from _failures(standing)
+    yield from _failures(snapshot)
 
 
 def _stage(status: RunStatus, history: RunHistory) -> str:
@@ -142,11 +142,11 @@ def _in_rows(parts: list[str]) -> Iterator[str]:
         yield ", ".join(parts[index : index + 3])
 
 
-def _failures(standing: RunSnapshot) -> Rows:
+def _failures(snapshot: RunSnapshot) -> Rows:
     """List the newest failures of the run log, including those that needed no retry."""
-    if standing.failures:
-        number = standing.history.num_failures
+    if snapshot.failures:
+        number = snapshot.history.num_failures
         yield "failures", f"{counted(number, 'failure')} survived; the newest entries of the run log:"
-    for event in standing.failures[-_MOST_FAILURES:]:
+    for event in snapshot.failures[-_MOST_FAILURES:]:
         what = str(event["what"]).partition("\n")[0][:_LONGEST_FAILURE]
         yield "failures", f"at {duration(event['time_s'])}: {what}"

@@ -15,21 +15,21 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.printing import counted, duration, printable
-from deploy.sampling.answers import answer, ending, refusal, work
+from deploy.sampling.answers import answer, error_answer, stopped_text, work_summary
 from deploy.sampling.output import show
 from deploy.sampling.policy import ReadyPolicy
-from deploy.sampling.prepare import Item
+from deploy.sampling.prepare import PlannedCompletion
 from deploy.sampling.view import Colour, canvas_of, canvas_text
 from rollout.request import Completion, Request
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-Printer = Callable[[Item, Completion | None], None]
+Printer = Callable[[PlannedCompletion, Completion | None], None]
 """Prints the answer to a request; the completion is None for a rejected request."""
 
 
-def report_refused(items: Sequence[Item]) -> int:
+def report_rejected(items: Sequence[PlannedCompletion]) -> int:
     """Report the rejected requests on stderr. Returns their number."""
     refused = [item for item in items if item.request is None]
     for item in refused:
@@ -38,15 +38,15 @@ def report_refused(items: Sequence[Item]) -> int:
     return len(refused)
 
 
-def sample_items(policy: ReadyPolicy, items: Sequence[Item], colour: Colour, *, as_json: bool) -> bool:
+def sample_items(policy: ReadyPolicy, items: Sequence[PlannedCompletion], colour: Colour, *, as_json: bool) -> bool:
     """Sample all valid requests and print the answers in order.
 
     Returns whether all were completed: after Ctrl-C only the finished answers are printed.
     """
     good = [(item, item.request) for item in items if item.request is not None]
-    with _Bar(len(good)) as bar:
+    with _RequestBar(len(good)) as bar:
         printer = _json_printer(policy, bar.stdout) if as_json else _text_printer(policy, colour, bar.stdout)
-        answers = _InOrder(items, printer)
+        answers = _OrderedPrinter(items, printer)
         try:
             _generate(policy, good, answers, bar)
         except KeyboardInterrupt:
@@ -59,7 +59,9 @@ def sample_items(policy: ReadyPolicy, items: Sequence[Item], colour: Colour, *, 
     return is_complete
 
 
-def _generate(policy: ReadyPolicy, good: Sequence[tuple[Item, Request]], answers: _InOrder, bar: _Bar) -> None:
+def _generate(
+    policy: ReadyPolicy, good: Sequence[tuple[PlannedCompletion, Request]], answers: _OrderedPrinter, bar: _RequestBar
+) -> None:
     def done(index: int, completion: Completion) -> None:
         bar.add(completion)
         answers.add(good[index][0], completion)
@@ -67,16 +69,16 @@ def _generate(policy: ReadyPolicy, good: Sequence[tuple[Item, Request]], answers
     policy.sampler.generate([request for _, request in good], done)
 
 
-class _InOrder:
+class _OrderedPrinter:
     """Buffer that prints answers in request order."""
 
-    def __init__(self, items: Sequence[Item], printer: Printer) -> None:
+    def __init__(self, items: Sequence[PlannedCompletion], printer: Printer) -> None:
         self._items, self._printer = items, printer
         self._held: dict[int, Completion] = {}
         self._next = 0
         self._print_ready()
 
-    def add(self, item: Item, completion: Completion) -> None:
+    def add(self, item: PlannedCompletion, completion: Completion) -> None:
         """Add the completion of a request."""
         self._held[id(item)] = completion
         self._print_ready()
@@ -98,12 +100,12 @@ class _InOrder:
 
     def _print_one(self) -> None:
         item = self._items[self._next]
-        with _uninterrupted():
+        with _delayed_interrupt():
             self._printer(item, self._held.pop(id(item), None))
             self._next += 1
 
 
-class _Bar:
+class _RequestBar:
     """Progress bar of the requests, if stderr is a terminal. It stays below answers printed to the same terminal."""
 
     def __init__(self, num_requests: int) -> None:
@@ -138,7 +140,7 @@ class _Bar:
         if self._num_done < self._total:
             share = f"{self._num_done} of {share}"
         took = duration(time.monotonic() - self._began)
-        return f"{share}, {work(self._num_tokens, self._num_forwards)}, {took}"
+        return f"{share}, {work_summary(self._num_tokens, self._num_forwards)}, {took}"
 
     def _make_progress(self) -> Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -156,7 +158,7 @@ class _Bar:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _delayed_interrupt() -> Iterator[None]:
     """Delay Ctrl-C so that no answer is printed partially or twice. A second Ctrl-C interrupts at once."""
     pressed = False
 
@@ -176,8 +178,8 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _json_printer(policy: ReadyPolicy, console: Console) -> Printer:
-    def print_answer(item: Item, completion: Completion | None) -> None:
-        value = refusal(item) if completion is None else answer(item, completion, policy)
+    def print_answer(item: PlannedCompletion, completion: Completion | None) -> None:
+        value = error_answer(item) if completion is None else answer(item, completion, policy)
         # json.dumps writes ASCII, so the output contains no terminal control sequences.
         show(Text(json.dumps(value, allow_nan=False)), console)
 
@@ -187,12 +189,12 @@ def _json_printer(policy: ReadyPolicy, console: Console) -> Printer:
 def _text_printer(policy: ReadyPolicy, colour: Colour, console: Console) -> Printer:
     tokenizer = policy.tokenizer
 
-    def print_answer(item: Item, completion: Completion | None) -> None:
+    def print_answer(item: PlannedCompletion, completion: Completion | None) -> None:
         if completion is None:
             return
         name = f" {item.id}" if item.id is not None else ""
-        ended = ending(item, completion, policy)
-        facts = f"{work(ended.num_tokens, completion.num_forwards)}, {ended.reason}"
+        ended = stopped_text(item, completion, policy)
+        facts = f"{work_summary(ended.num_tokens, completion.num_forwards)}, {ended.reason}"
         show(Text(printable(f"--- {item.place}{name}: {facts}"), style="dim"), console)
         if tokenizer is None:
             show(Text(" ".join(map(str, completion.token_ids[: ended.num_tokens].tolist()))), console)

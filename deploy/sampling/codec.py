@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.requests.base import is_whole
-from deploy.requests.refusals import TEMPLATE_ERRORS, template_refusal
+from deploy.requests.base import is_valid_text
+from deploy.requests.errors import TEMPLATE_ERRORS, template_error_text
 from deploy.requests.structured.structure import Structure
 from deploy.sampling.policy import ReadyPolicy
 from learner.model.config import TransformerConfig
@@ -46,7 +46,7 @@ class PromptCodec:
         try:
             return tokenizer.encode_chat(messages, template=template, adds_special=adds_special)
         except TEMPLATE_ERRORS as error:
-            what = template_refusal(error)
+            what = template_error_text(error)
             raise FieldError("{prompt_ids} does not fit the chat template: {what}", what=what) from error
 
     def encode_text(self, text: str, param: str) -> list[int]:
@@ -71,6 +71,6 @@ class PromptCodec:
             raise FieldError(f"{{{param}}} is text, and {{name}} has no tokenizer; give prompt_ids", name=name)
         if not texts:
             raise FieldError(f"{{{param}}} is empty; a completion needs something to complete")
-        if not all(map(is_whole, texts)):
+        if not all(map(is_valid_text, texts)):
             raise FieldError(f"{{{param}}} has half of a surrogate pair or bytes that are not UTF-8, which is no text")
         return self.policy.tokenizer

@@ -12,13 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from deploy.errors import UserError, reason
+from deploy.requests.errors import RequestError, request_error_of
 from deploy.requests.line import parse_object, read_line
 from deploy.requests.parameters import SAMPLING_KEYS, sampler_names, to_params
 from deploy.requests.planner import Planner, RequestPlan
-from deploy.requests.refusals import RequestError, refusal_of
 from deploy.sampling.codec import PromptCodec
 from deploy.sampling.policy import ReadyPolicy
-from rewards.data.encoding import decoded
+from rewards.data.encoding import decode_text
 from rollout.field_error import FieldError
 from rollout.request import Request, SamplingParams
 
@@ -53,7 +53,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Item:
+class PlannedCompletion:
     """One requested completion, or a rejected request."""
 
     index: int
@@ -102,7 +102,7 @@ def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]
         raise UserError(f"cannot read the requests {path}: {reason(error)}") from error
     # Undecodable bytes are rejected later, with their line.
     with suppress(ValueError):
-        data = decoded(data).encode()
+        data = decode_text(data).encode()
     lines = data.removeprefix(BOM_UTF8).split(b"\n")
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
@@ -111,7 +111,7 @@ def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]
     return numbered
 
 
-def prepare_file(lines: list[tuple[int, bytes]], policy: ReadyPolicy, options: Options) -> Iterator[Item]:
+def prepare_file(lines: list[tuple[int, bytes]], policy: ReadyPolicy, options: Options) -> Iterator[PlannedCompletion]:
     """Yield the completions of each line, or its error."""
     planner = options.planner(policy)
     for index, (number, text) in enumerate(lines):
@@ -123,13 +123,13 @@ def prepare_file(lines: list[tuple[int, bytes]], policy: ReadyPolicy, options: O
                 raise RequestError(f"stop is text, and {policy.name} has no tokenizer; leave it out")
             plan = planner.plan(line, options.names | line.names)
         except RequestError as error:
-            yield Item(index=index, line_number=number, id=data.get("id"), error=str(error))
+            yield PlannedCompletion(index=index, line_number=number, id=data.get("id"), error=str(error))
         else:
             for choice in range(len(plan.requests)):
-                yield Item(index=index, line_number=number, id=line.id, plan=plan, choice=choice)
+                yield PlannedCompletion(index=index, line_number=number, id=line.id, plan=plan, choice=choice)
 
 
-def prepare_prompt(request: Mapping[str, Any], policy: ReadyPolicy, options: Options) -> Item:
+def prepare_prompt(request: Mapping[str, Any], policy: ReadyPolicy, options: Options) -> PlannedCompletion:
     """Plan the prompt of the command line. Raises UserError, with option names, if it is invalid."""
     if policy.tokenizer is None:
         raise UserError(f"{policy.name} has no tokenizer; give token ids: --requests FILE with prompt_ids")
@@ -138,7 +138,7 @@ def prepare_prompt(request: Mapping[str, Any], policy: ReadyPolicy, options: Opt
         plan = options.planner(policy).plan(line, _OPTIONS | {"prompt_ids": "the prompt"})
     except RequestError as error:
         raise UserError(str(error)) from error
-    return Item(index=0, line_number=1, id=None, plan=plan)
+    return PlannedCompletion(index=0, line_number=1, id=None, plan=plan)
 
 
 def check_options(options: Options) -> None:
@@ -148,10 +148,10 @@ def check_options(options: Options) -> None:
         line = read_line({"prompt_ids": [0], **options.values}, names)
         if (seed := options.values.get("seed", 0)) < 0:
             raise RequestError(f"--seed {seed} is not between 0 and 2**63 - 1")
-        to_params(line.shorthand)
+        to_params(line.sampler_values)
     except RequestError as error:
         raise UserError(str(error)) from error
     except ValidationError as error:
         # Options that conflict with each other here may be consistent with a request.
         if not isinstance(error.errors()[0].get("ctx", {}).get("error"), FieldError):
-            raise UserError(str(refusal_of(error, SamplingParams, names))) from error
+            raise UserError(str(request_error_of(error, SamplingParams, names))) from error

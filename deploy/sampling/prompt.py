@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from deploy.printing import duration, printable
-from deploy.sampling.answers import work
+from deploy.sampling.answers import work_summary
 from deploy.sampling.output import show
 from deploy.sampling.policy import ReadyPolicy
 from deploy.sampling.view import (
@@ -120,7 +120,7 @@ class _Run:
             # Colours are forced, for instance by FORCE_COLOR.
             text = canvas_text(canvas_of(completion), self._tokenizer.decode, self._colour)
         show(text, console)
-        sys.stderr.write(f"{work(completion.num_tokens, completion.num_forwards)}, {duration(self._seconds)}\n")
+        sys.stderr.write(f"{work_summary(completion.num_tokens, completion.num_forwards)}, {duration(self._seconds)}\n")
 
     def print_partial(self, console: Console) -> None:
         """Print the partial canvas, and where it was stopped."""

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from deploy.errors import UserError
 from deploy.printing import printable
-from deploy.requests.base import is_whole
+from deploy.requests.base import is_valid_text
+from deploy.requests.errors import TEMPLATE_ERRORS, RequestError, request_error_of, template_error_text
 from deploy.requests.line import LineMessage, parse_object
 from deploy.requests.parameters import sampler_names, to_renoising_params
-from deploy.requests.refusals import TEMPLATE_ERRORS, RequestError, refusal_of, template_refusal
 from deploy.requests.renoising import RenoisingDefaults, check_keys
-from deploy.sampling.answers import floats, work
+from deploy.sampling.answers import shortest_floats, work_summary
 from deploy.sampling.policy import Device, as_user_errors, read_tokenizer
 from learner.hardware import placed_on
 from learner.model.renoising.policy import load_renoising_policy
@@ -83,7 +83,7 @@ class ReadyRenoising:
             raise ValueError(f"the prompt is text, and {self.name} has no tokenizer; give prompt_ids")
         turns = [message.turn for message in line.messages or ()]
         texts = [text for turn in turns for text in turn.values()] if line.prompt is None else [line.prompt]
-        if not all(map(is_whole, texts)):
+        if not all(map(is_valid_text, texts)):
             name = "messages" if line.prompt is None else "prompt"
             raise ValueError(f"{name} has half of a surrogate pair or bytes that are not UTF-8, which is no text")
         if line.prompt is not None:
@@ -91,7 +91,7 @@ class ReadyRenoising:
         try:
             return self.tokenizer.encode_chat(turns)
         except TEMPLATE_ERRORS as error:
-            raise ValueError(f"the prompt does not fit the chat template: {template_refusal(error)}") from error
+            raise ValueError(f"the prompt does not fit the chat template: {template_error_text(error)}") from error
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode ids to text; without a tokenizer, list the ids."""
@@ -115,7 +115,7 @@ def check_renoising_options(values: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ParsedRequest:
     """Request of a file, or the reason why it was rejected."""
 
     index: int
@@ -125,13 +125,13 @@ class Asked:
     error: str = ""
 
 
-def asked(
+def parse_requests(
     ready: ReadyRenoising,
     lines: Sequence[tuple[int, bytes]],
     values: Mapping[str, Any],
     *,
     keep_after_eos: bool,
-) -> Iterator[Asked]:
+) -> Iterator[ParsedRequest]:
     """Yield the requests of a file; `values` are option values, overridden by each line."""
     for index, (number, text) in enumerate(lines):
         place, data = f"request {index} (line {number})", dict[str, Any]()
@@ -141,15 +141,15 @@ def asked(
             request = ready.request(line, keep_after_eos=keep_after_eos)
         except ValidationError as error:
             kind = RenoisingLine if error.title == RenoisingLine.__name__ else RenoisingParams
-            said = str(refusal_of(error, kind, sampler_names({})))
-            yield Asked(index=index, place=place, id=data.get("id"), request=None, error=said)
+            said = str(request_error_of(error, kind, sampler_names({})))
+            yield ParsedRequest(index=index, place=place, id=data.get("id"), request=None, error=said)
         except (RequestError, ValueError) as error:
-            yield Asked(index=index, place=place, id=data.get("id"), request=None, error=str(error))
+            yield ParsedRequest(index=index, place=place, id=data.get("id"), request=None, error=str(error))
         else:
-            yield Asked(index=index, place=place, id=line.id, request=request)
+            yield ParsedRequest(index=index, place=place, id=line.id, request=request)
 
 
-def answer_all(ready: ReadyRenoising, items: Sequence[Asked], *, as_json: bool) -> int:
+def answer_all(ready: ReadyRenoising, items: Sequence[ParsedRequest], *, as_json: bool) -> int:
     """Sample and print all valid requests, and report the rejected ones. Returns how many were rejected."""
     refused = [item for item in items if item.request is None]
     for item in refused:
@@ -166,10 +166,10 @@ def answer_all(ready: ReadyRenoising, items: Sequence[Asked], *, as_json: bool) 
             _print(json.dumps(head | _answer(ready, completion, ids)))
             continue
         if len(items) > 1:
-            _print(f"--- {item.place}: {work(len(ids), completion.num_forwards)}, {completion.finish_reason}")
+            _print(f"--- {item.place}: {work_summary(len(ids), completion.num_forwards)}, {completion.finish_reason}")
         _print(printable(ready.text(ids)))
         if len(items) == 1:
-            sys.stderr.write(f"{work(len(ids), completion.num_forwards)}, {completion.finish_reason}\n")
+            sys.stderr.write(f"{work_summary(len(ids), completion.num_forwards)}, {completion.finish_reason}\n")
     return len(refused)
 
 
@@ -183,10 +183,10 @@ def _answer(ready: ReadyRenoising, completion: RenoisedCompletion, ids: list[int
             {
                 "seen": canvas.seen.tolist(),
                 "drawn": canvas.drawn.tolist(),
-                "drawn_logp": [floats(step) for step in canvas.drawn_logp],
+                "drawn_logp": [shortest_floats(step) for step in canvas.drawn_logp],
                 "accepted": canvas.accepted.tolist(),
                 "argmax": canvas.argmax.tolist(),
-                "mean_entropy": floats(canvas.mean_entropy),
+                "mean_entropy": shortest_floats(canvas.mean_entropy),
             }
             for canvas in completion.canvases
         ],

@@ -11,7 +11,7 @@ from actors.checkpoints.selection import Position, checkpoints_to_answer, find_p
 from actors.registry.records import BASE, BEST, PolicyVersion
 from actors.run_log import CHECKPOINTS, Event, read_events
 from actors.spec import Phase
-from deploy.runs.reading import newest_to_answer
+from deploy.runs.checkpoints import newest_servable
 
 _TTL_S = 5.0
 _OF_ANOTHER_TOOL = Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0)
@@ -69,8 +69,8 @@ class Checkpoints:
 
 
 def latest_checkpoint(run_dir: Path) -> PolicyVersion:
-    """What `newest_to_answer` finds, with its held-out score if it has one. Raises UserError as that does."""
-    found = newest_to_answer(run_dir)
+    """What `newest_servable` finds, with its held-out score if it has one. Raises UserError as that does."""
+    found = newest_servable(run_dir)
     return _version_of(found.position, found.directory, read_events(run_dir))
 
 

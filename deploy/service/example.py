@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError
 from deploy.recipe.yaml_text import parse_yaml
-from deploy.runs.reading import read_recipe
+from deploy.runs.checkpoints import read_recipe
 from rewards import Split, make_task
 from rewards.problem import Message, chat
 

@@ -13,7 +13,7 @@ from actors.registry.registry import Registry
 from actors.run_log import CHECKPOINTS
 from deploy.requests.defaults import Defaults
 from deploy.requests.renoising import RenoisingDefaults
-from deploy.runs.reading import read_recipe
+from deploy.runs.checkpoints import read_recipe
 from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.run_view import RunView

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
-from rewards.data.conversation import asked, text_of
-from rewards.data.rows import leaves, shown, value_at
+from rewards.data.conversation import parse_conversation, text_of
+from rewards.data.rows import leaves, preview, value_at
 from rewards.problem import Message
 
 _ASKING = ("messages", "prompt", "question")
@@ -38,13 +38,13 @@ class Columns(BaseModel):
     """The reference answer, a text or a number. Default: `answer`."""
 
 
-def asked_in(fields: Mapping[str, object], columns: Columns) -> tuple[Message, ...]:
+def question_of_row(fields: Mapping[str, object], columns: Columns) -> tuple[Message, ...]:
     """Return the question of a row as a conversation. Raises ValueError, without the row's place, if it has none."""
     name = columns.prompt or _asking(fields)
-    return asked(value_at(fields, name), name)
+    return parse_conversation(value_at(fields, name), name)
 
 
-def right_in(fields: Mapping[str, object], columns: Columns) -> tuple[object, str]:
+def answer_of_row(fields: Mapping[str, object], columns: Columns) -> tuple[object, str]:
     """Return the reference answer of a row and its path. Raises ValueError, without the row's place, if it has none."""
     if columns.answer is None and fields.get("answer") is None:
         raise ValueError(f"answer is missing; it should be {_RIGHT}{_elsewhere(fields, 'answer', _RIGHT_ELSEWHERE)}")
@@ -75,7 +75,7 @@ def answer_text(value: object, name: str) -> str:
                 f"{name} is a list of {len(value)}, and there can be one right answer; task.columns.answer={name}.0 "
                 "would take the first"
             )
-    raise ValueError(f"{name} is {shown(value)}; it should be {_RIGHT}")
+    raise ValueError(f"{name} is {preview(value)}; it should be {_RIGHT}")
 
 
 def _asking(fields: Mapping[str, object]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rewards.data.prompts import user_turn
-from rewards.data.rows import json_in, shown
+from rewards.data.rows import json_in, preview
 from rewards.problem import Message
 
 _ROLES = ("system", "user", "assistant")
@@ -13,7 +13,7 @@ _ROLES = ("system", "user", "assistant")
 _DEVELOPER = "developer"
 
 
-def asked(value: object, name: str) -> tuple[Message, ...]:
+def parse_conversation(value: object, name: str) -> tuple[Message, ...]:
     """Return the conversation of a row: a text, which becomes a user turn, or a list of turns.
 
     Args:
@@ -31,7 +31,7 @@ def asked(value: object, name: str) -> tuple[Message, ...]:
             return user_turn(text_of(value, name, meaning))
         value = found
     if not isinstance(value, list):
-        raise ValueError(f"{name} is {shown(value)}; it should be a text or a list of turns: {meaning}")
+        raise ValueError(f"{name} is {preview(value)}; it should be a text or a list of turns: {meaning}")
     turns = turns_of(value, "says what the policy is asked", name)
     if turns[0].role == "assistant":
         raise ValueError(f"{name} begins with the assistant's turn; what it answers should come before it")
@@ -51,14 +51,14 @@ def turns_of(messages: object, what: str, name: str = "messages") -> tuple[Messa
     if isinstance(messages, str) and _is_turns(found := json_in(messages)):
         messages = found
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{name} is {shown(messages)}; it should be a list that {what}")
+        raise ValueError(f"{name} is {preview(messages)}; it should be a list that {what}")
     return tuple(_turn(message, f"{name}[{index}]") for index, message in enumerate(messages))
 
 
 def text_of(value: object, name: str, meaning: str) -> str:
     """Return a text that is not empty and can be encoded. Raises ValueError otherwise."""
     if not isinstance(value, str):
-        raise ValueError(f"{name} is {shown(value)}; it should be a text: {meaning}")
+        raise ValueError(f"{name} is {preview(value)}; it should be a text: {meaning}")
     if not value.strip():
         raise ValueError(f"{name} is empty; it should be {meaning}")
     try:
@@ -75,10 +75,10 @@ def _is_turns(value: object) -> bool:
 
 def _turn(message: object, name: str) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(f"{name} is {shown(message)}; it should be an object with role and content")
+        raise ValueError(f"{name} is {preview(message)}; it should be an object with role and content")
     role = "system" if message.get("role") == _DEVELOPER else message.get("role")
     if role not in _ROLES:
-        raise ValueError(f"{name}.role is {shown(role)}; it should be system, user or assistant")
+        raise ValueError(f"{name}.role is {preview(role)}; it should be system, user or assistant")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
@@ -88,7 +88,7 @@ def _turn(message: object, name: str) -> Message:
 def _part(part: Any, name: str) -> str:
     """Return the text of one part of a turn."""
     if not isinstance(part, dict):
-        raise ValueError(f"{name} is {shown(part)}; it should be an object with type and text")
+        raise ValueError(f"{name} is {preview(part)}; it should be an object with type and text")
     if part.get("type") != "text":
-        raise ValueError(f"{name}.type is {shown(part.get('type'))}; it should be text: a policy reads nothing else")
+        raise ValueError(f"{name}.type is {preview(part.get('type'))}; it should be text: a policy reads nothing else")
     return text_of(part.get("text"), f"{name}.text", "a piece of the turn")

@@ -12,14 +12,14 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
-from rewards.data.draw import TooFewProblemsError, rng_for
 from rewards.data.rows import Row
-from rewards.data.sources import HubSplit, from_anywhere, rows_of
-from rewards.data.split import SplitConfig, kept_split_of, split_of
-from rewards.problem import Problem, Rules, Split
+from rewards.data.sampling import TooFewProblemsError, rng_for
+from rewards.data.sources import HubSplit, absolute_source, rows_of
+from rewards.data.split import SplitConfig, split_of, train_or_validation
+from rewards.problem import GradingRules, Problem, Split
 
 
-class Files(SplitConfig):
+class DataSources(SplitConfig):
     """User-supplied files or datasets for a task's problems."""
 
     train_data: Path | None = None
@@ -28,46 +28,48 @@ class Files(SplitConfig):
     heldout_data: Path | None = None
     """The same for the held-out problems."""
 
-    def from_anywhere(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         """Return a copy that is valid in a process with another current directory."""
         paths = {name: getattr(self, name) for name in ("train_data", "heldout_data")}
-        return self.model_copy(update={name: path and from_anywhere(path) for name, path in paths.items()})
+        return self.model_copy(update={name: path and absolute_source(path) for name, path in paths.items()})
 
 
-class DataConfig(Files):
+class DataConfig(DataSources):
     """Settings common to tasks with loaded problems. Without files they come from the hub. With one file, both splits
     are cut from it and the hub is not used."""
 
     heldout_fraction: Annotated[float, Field(ge=0.05, le=0.5)] = 0.2
     """Fraction of the questions that is held out if both splits are cut from one source."""
-    reward: Rules = "fixed"
+    reward: GradingRules = "fixed"
     """Rules of the training reward."""
-    protocol: Rules = "fixed"
+    protocol: GradingRules = "fixed"
     """Rules for what evaluation counts as correct."""
 
 
 class FileProblems:
     """Problems from files, for a task that generates the splits without a file."""
 
-    def __init__(self, files: Files, pose: Callable[[Row], Problem], solution_of: Callable[[Problem], str]) -> None:
+    def __init__(
+        self, files: DataSources, make_problem: Callable[[Row], Problem], solution_of: Callable[[Problem], str]
+    ) -> None:
         """Store the files; each is read on first use.
 
-        `pose` is the same as for `Dataset`; `solution_of` returns the key by which the task's splits are made.
+        `make_problem` is the same as for `Dataset`; `solution_of` returns the key by which the task's splits are made.
         """
-        self._files, self._pose, self._solution_of = files, pose, solution_of
+        self._files, self._make_problem, self._solution_of = files, make_problem, solution_of
         self._all = cache(self._read)
         self._solutions = cache(self._read_solutions)
-        self.remarks: list[str] = []
-        """Sentences on what was left out of the files read so far."""
+        self.warnings: list[str] = []
+        """Warnings about what was left out of the files read so far."""
 
     def of(self, split: Split) -> tuple[Problem, ...] | None:
-        """Return all problems of a split's file; None if it has none. Raises ValueError as `posed_rows`."""
+        """Return all problems of a split's file; None if it has none. Raises ValueError as `load_problems`."""
         found = self._all(split is Split.HELDOUT)
         if found is None or split is Split.HELDOUT:
             return found
-        return tuple(problem for problem in found if self._kept_split_of(self._solution_of(problem)) is split)
+        return tuple(problem for problem in found if self._train_or_validation(self._solution_of(problem)) is split)
 
-    def is_made_for(self, split: Split, solution: str, heldout_fraction: float) -> bool:
+    def belongs_to(self, split: Split, solution: str, heldout_fraction: float) -> bool:
         """Return whether a generated problem belongs to a split that has no file.
 
         If the other split has a file, solutions in that file are excluded. Without files `split_of` decides.
@@ -75,10 +77,10 @@ class FileProblems:
         taken = self._solutions(split is not Split.HELDOUT)
         if taken is None:
             return split_of(solution, heldout_fraction, self._files.validation_fraction) is split
-        return solution not in taken and (split is Split.HELDOUT or self._kept_split_of(solution) is split)
+        return solution not in taken and (split is Split.HELDOUT or self._train_or_validation(solution) is split)
 
-    def _kept_split_of(self, solution: str) -> Split:
-        return kept_split_of(solution, self._files.validation_fraction)
+    def _train_or_validation(self, solution: str) -> Split:
+        return train_or_validation(solution, self._files.validation_fraction)
 
     def _read_solutions(self, is_heldout: bool) -> frozenset[str] | None:
         found = self._all(is_heldout)
@@ -86,27 +88,27 @@ class FileProblems:
 
     def _read(self, is_heldout: bool) -> tuple[Problem, ...] | None:
         path = self._files.heldout_data if is_heldout else self._files.train_data
-        return None if path is None else posed_rows(path, self._pose, self.remarks)
+        return None if path is None else load_problems(path, self._make_problem, self.warnings)
 
 
 class Dataset:
     """The problems of a task that loads them."""
 
     def __init__(
-        self, task: str, config: DataConfig, hub: Mapping[Split, HubSplit], pose: Callable[[Row], Problem]
+        self, task: str, config: DataConfig, hub: Mapping[Split, HubSplit], make_problem: Callable[[Row], Problem]
     ) -> None:
-        """Store the sources. `pose` makes a problem of a row, or raises ValueError with its place.
+        """Store the sources. `make_problem` makes a problem of a row, or raises ValueError with its place.
 
-        A problem's id is derived from its task, its question and its tests: `pose` should use `problem_id`.
+        A problem's id is derived from its task, its question and its tests: `make_problem` should use `problem_id`.
         """
-        self._task, self._config, self._pose = task, config, pose
+        self._task, self._config, self._make_problem = task, config, make_problem
         given = {Split.TRAIN: config.train_data, Split.HELDOUT: config.heldout_data}
         files = {split: path for split, path in given.items() if path is not None}
         self._sources: Mapping[Split, Path | HubSplit] = files or hub
         # Read once: the preflight needs both splits, and the coordinator needs them again in each of its phases.
         self._all = cache(self._read)
-        self.remarks: list[str] = []
-        """Sentences on what was left out of the data read so far."""
+        self.warnings: list[str] = []
+        """Warnings about what was left out of the data read so far."""
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """Return `count` problems of a split in the order of a seed: a smaller count gives a prefix of a larger one's.
@@ -116,7 +118,7 @@ class Dataset:
         found = self._split(split)
         if not found:
             raise ValueError(f"the {split} split of {self._task} is empty: {self._origin(split)} has no problem for it")
-        return chosen(found, task=self._task, split=split, count=count, seed=seed)
+        return shuffled_prefix(found, task=self._task, split=split, count=count, seed=seed)
 
     def size(self, split: Split) -> int | None:
         """Return the number of problems of a split without downloading it. Raises ValueError as `problems`.
@@ -128,7 +130,7 @@ class Dataset:
             return None if self._is_cut(split) else source.num_rows
         return len(self._split(split))
 
-    def at_most(self, split: Split) -> int:
+    def max_size(self, split: Split) -> int:
         """Return the number of problems of a split, reading it if necessary. Raises ValueError as `problems`."""
         return len(self._split(split))
 
@@ -157,7 +159,7 @@ class Dataset:
 
         Files are used as they are.
         """
-        found = posed_rows(self._sources[split], self._pose, self.remarks)
+        found = load_problems(self._sources[split], self._make_problem, self.warnings)
         if split is Split.HELDOUT or not isinstance(self._sources.get(Split.HELDOUT), HubSplit):
             return found
         asked = {question_of(problem.problem_id) for problem in self._all(Split.HELDOUT)}
@@ -179,7 +181,7 @@ class DataTask:
 
     def __init__(self, config: DataConfig) -> None:
         """Store the config without reading any data."""
-        self._dataset = Dataset(self.name, config, self.hub, self._pose)
+        self._dataset = Dataset(self.name, config, self.hub, self._make_problem)
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """Return the same as `Dataset.problems`."""
@@ -189,25 +191,27 @@ class DataTask:
         """Return the same as `Dataset.size`."""
         return self._dataset.size(split)
 
-    def at_most(self, split: Split) -> int:
-        """Return the same as `Dataset.at_most`."""
-        return self._dataset.at_most(split)
+    def max_size(self, split: Split) -> int:
+        """Return the same as `Dataset.max_size`."""
+        return self._dataset.max_size(split)
 
-    def remarks(self) -> list[str]:
-        """Return sentences on what was left out of the data read so far."""
-        return self._dataset.remarks
+    def warnings(self) -> list[str]:
+        """Return warnings about what was left out of the data read so far."""
+        return self._dataset.warnings
 
     def example(self) -> Problem:
         """Return a built-in example, which needs no data."""
-        return self._pose(Row(place="the example", fields=self.example_row))
+        return self._make_problem(Row(place="the example", fields=self.example_row))
 
-    def _pose(self, row: Row) -> Problem:
+    def _make_problem(self, row: Row) -> Problem:
         """Return the problem of a row. Raises ValueError, with the row's place, if it is not a problem."""
         raise NotImplementedError
 
 
-def posed_rows(source: Path | HubSplit, pose: Callable[[Row], Problem], remarks: list[str]) -> tuple[Problem, ...]:
-    """Return the problems of a source's rows. Of equal ones the first is kept; a remark reports the others.
+def load_problems(
+    source: Path | HubSplit, make_problem: Callable[[Row], Problem], warnings: list[str]
+) -> tuple[Problem, ...]:
+    """Return the problems of a source's rows. Of equal ones the first is kept; a warning reports the others.
 
     Raises ValueError if the source cannot be read or a row is not a problem.
     """
@@ -220,7 +224,7 @@ def posed_rows(source: Path | HubSplit, pose: Callable[[Row], Problem], remarks:
         num_rows += 1
         digest = sha256(repr(row.fields).encode(errors="surrogatepass")).digest()
         if digest not in seen:
-            problem = pose(row)
+            problem = make_problem(row)
             name = problem.problem_id
             first = problems.setdefault(name, problem)
             seen[digest] = name, problem.answer != first.answer
@@ -232,7 +236,7 @@ def posed_rows(source: Path | HubSplit, pose: Callable[[Row], Problem], remarks:
         if differs:
             contradictions.add(row, places[name])
     if repeats.count:
-        remarks.append(_left_out(source, num_rows, repeats, contradictions))
+        warnings.append(_left_out(source, num_rows, repeats, contradictions))
     return tuple(problems.values())
 
 
@@ -252,7 +256,7 @@ class _Found:
 
 
 def _left_out(source: Path | HubSplit, num_rows: int, repeats: _Found, contradictions: _Found) -> str:
-    """Return the remark on rows that repeat a problem."""
+    """Return the warning about rows that repeat a problem."""
 
     def first(found: _Found) -> str:
         # The sentence already begins with the source.
@@ -267,7 +271,7 @@ def _left_out(source: Path | HubSplit, num_rows: int, repeats: _Found, contradic
     return f"{sentence}; {contradictions.count:,} of them {differ} in the answer, {first(contradictions)}"
 
 
-def chosen(found: Sequence[Problem], *, task: str, split: Split, count: int, seed: int) -> list[Problem]:
+def shuffled_prefix(found: Sequence[Problem], *, task: str, split: Split, count: int, seed: int) -> list[Problem]:
     """Return the first `count` problems in the order of a seed. Raises ValueError if there are fewer."""
     if count > len(found):
         raise TooFewProblemsError(task=task, split=split, available=len(found), count=count)
@@ -276,8 +280,8 @@ def chosen(found: Sequence[Problem], *, task: str, split: Split, count: int, see
     return shuffled[:count]
 
 
-def unshuffled(problems: Sequence[Problem], *, task: str, split: Split, seed: int) -> list[Problem]:
-    """Restore the file order of all problems of a split from that of a seed: the inverse of `chosen`."""
+def file_order(problems: Sequence[Problem], *, task: str, split: Split, seed: int) -> list[Problem]:
+    """Restore the file order of all problems of a split from that of a seed: the inverse of `shuffled_prefix`."""
     order = list(range(len(problems)))
     rng_for(f"{task}/{split}/{seed}").shuffle(order)
     return [problem for _, problem in sorted(zip(order, problems, strict=True), key=lambda pair: pair[0])]

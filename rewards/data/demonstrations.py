@@ -18,9 +18,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rewards.data.conversation import asked, text_of, turns_of
-from rewards.data.prompts import D1_FORMAT, demonstration, user_turn
-from rewards.data.rows import Row, shown
+from rewards.data.conversation import parse_conversation, text_of, turns_of
+from rewards.data.prompts import D1_FORMAT, format_completion, user_turn
+from rewards.data.rows import Row, preview
 from rewards.data.sources import rows_of
 from rewards.data.texts import text_files, text_rows
 from rewards.problem import Message
@@ -90,7 +90,7 @@ def _parse(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:
 
 
 def _from_prompt(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:
-    turns = asked(data.get("prompt"), "prompt")
+    turns = parse_conversation(data.get("prompt"), "prompt")
     if turns[-1].role == "assistant":
         raise ValueError("prompt ends with the assistant's turn; what is trained on belongs in completion")
     return turns, _completion(data.get("completion"))
@@ -124,8 +124,8 @@ def _from_s1k(data: Mapping[str, Any]) -> tuple[tuple[Message, ...], str]:
     trajectories = data.get("thinking_trajectories")
     if not isinstance(trajectories, Sequence) or isinstance(trajectories, str) or not trajectories:
         raise ValueError(
-            f"thinking_trajectories is {shown(trajectories)}; it should be a list of texts, of which the first counts"
+            f"thinking_trajectories is {preview(trajectories)}; it should be a list of texts, of which the first counts"
         )
     reasoning = text_of(trajectories[0], "thinking_trajectories[0]", "how it is solved")
     answer = text_of(data.get("attempt"), "attempt", "the answer to train on")
-    return user_turn(f"{D1_FORMAT}\n{question}"), demonstration("d1", reasoning=reasoning, answer=answer)
+    return user_turn(f"{D1_FORMAT}\n{question}"), format_completion("d1", reasoning=reasoning, answer=answer)

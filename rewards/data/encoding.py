@@ -17,7 +17,7 @@ _MARKS = (
 )
 
 
-def decoded(data: bytes) -> str:
+def decode_text(data: bytes) -> str:
     """Return the text of a file without its byte order mark: UTF-8, or UTF-16 or UTF-32 if the mark says so.
 
     Raises ValueError for other bytes, with a clause that begins with the place.

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rewards.data.encoding import MARK, decoded
-from rewards.data.rows import Row, shown
+from rewards.data.encoding import MARK, decode_text
+from rewards.data.rows import Row, preview
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -82,7 +82,7 @@ def _numbered(path: Path, rows: Iterable[Any], unit: str = "row") -> Iterator[Ro
             continue
         place = f"{path}, {unit} {number}"
         if not isinstance(fields, dict):
-            raise ValueError(f"{place} is {shown(fields)}; it should be an object with a value for each column")
+            raise ValueError(f"{place} is {preview(fields)}; it should be an object with a value for each column")
         yield Row(place=place, fields=fields)
 
 
@@ -102,7 +102,7 @@ def _json(path: Path, text: str) -> Iterator[Row]:
         return
     rows = _parsed(text, str(path))
     if not isinstance(rows, list):
-        raise ValueError(f"{path} is {shown(rows)}; it should be a list of objects, one for each row")
+        raise ValueError(f"{path} is {preview(rows)}; it should be a list of objects, one for each row")
     yield from _numbered(path, rows)
 
 
@@ -188,7 +188,7 @@ def _in_short_decimals(batch: RecordBatch) -> RecordBatch:
 def _text(path: Path) -> str:
     data = path.read_bytes()
     try:
-        return decoded(gzip.decompress(data) if path.suffix.lower() == ".gz" or data.startswith(_GZIP) else data)
+        return decode_text(gzip.decompress(data) if path.suffix.lower() == ".gz" or data.startswith(_GZIP) else data)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not gzip: {error}") from error
     except ValueError as error:

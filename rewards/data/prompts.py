@@ -55,7 +55,7 @@ def user_turn(content: str) -> tuple[Message, ...]:
     return (Message(role="user", content=content),)
 
 
-def demonstration(style: PromptStyle, *, reasoning: str, answer: str) -> str:
+def format_completion(style: PromptStyle, *, reasoning: str, answer: str) -> str:
     """Return a correct completion in the format that the prompt requests. The compact format has no reasoning."""
     if style == "compact":
         return f"<answer>{answer}</answer>"

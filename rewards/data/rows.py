@@ -25,7 +25,7 @@ class Row:
         """Return the text in a column. Raises ValueError if the column is missing, not a text, or empty."""
         value = self.value(column)
         if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{self.place}: {column} is {shown(value)}; it should be a text that says something")
+            raise ValueError(f"{self.place}: {column} is {preview(value)}; it should be a text that says something")
         return value
 
     def value(self, column: str) -> Any:
@@ -49,7 +49,7 @@ def value_at(fields: Mapping[str, Any], path: str) -> Any:
         raise ValueError(f"there is no column {path}; the columns are {_names(fields)}")
     if found.has:
         raise ValueError(f"{found.parent} has no {found.part}; it has {found.has}")
-    raise ValueError(f"{found.parent} is {shown(found.value)}, which has no {found.part} inside")
+    raise ValueError(f"{found.parent} is {preview(found.value)}, which has no {found.part} inside")
 
 
 def leaves(fields: Mapping[str, Any], depth: int = _DEEPEST) -> Iterator[tuple[str, str]]:
@@ -65,7 +65,7 @@ def leaves(fields: Mapping[str, Any], depth: int = _DEEPEST) -> Iterator[tuple[s
             yield f"{name}.{path}", own
 
 
-def shown(value: object) -> str:
+def preview(value: object) -> str:
     """Return a value as short text for an error message."""
     if value is None:
         return "missing"

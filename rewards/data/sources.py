@@ -54,7 +54,7 @@ def rows_of(source: Path | HubSplit) -> Iterator[Row]:
     return chain([first], rows)
 
 
-def from_anywhere(path: Path) -> Path:
+def absolute_source(path: Path) -> Path:
     """Return a path that is valid in a process with another current directory. Hub names stay as they are."""
     found = _found(path)
     is_here = not isinstance(found, HubSplit) or Path(found.repo).is_dir()

@@ -24,7 +24,7 @@ class SplitConfig(BaseModel):
     by solution or question."""
 
     @property
-    def longest_grade_s(self) -> float:
+    def max_grading_s(self) -> float:
         """Maximum seconds to grade one completion, for graders that execute or compare it under limits. 0 if grading is
         only parsing."""
         return 0.0
@@ -44,10 +44,10 @@ def split_of(key: str, heldout_fraction: float, validation_fraction: float = 0.0
     validation."""
     if is_heldout(key, heldout_fraction):
         return Split.HELDOUT
-    return kept_split_of(key, validation_fraction)
+    return train_or_validation(key, validation_fraction)
 
 
-def kept_split_of(key: str, validation_fraction: float) -> Split:
+def train_or_validation(key: str, validation_fraction: float) -> Split:
     """Return the split of a key that is known not to be held out."""
     return Split.VALIDATION if _is_among(key, validation_fraction, _VALIDATION_SALT) else Split.TRAIN
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rewards.data.prompts import D1_MATHS, D1_SUDOKU
 from rewards.problem import Problem
 
-PREFIX = "<reasoning>"
+ANSWER_PREFIX = "<reasoning>"
 """Prefix of every answer, as a part of the prompt."""
 LENGTHS = (128, 256, 512)
 """Completion lengths in its results table, in slots."""
@@ -44,12 +44,12 @@ TASKS = tuple(_SYSTEM)
 """The tasks that it evaluates, by our names."""
 
 
-def asked(task: str, problem: Problem) -> str:
+def d1_prompt(task: str, problem: Problem) -> str:
     """Return the user's turn for a problem of one of `TASKS` in the compact style, without the answer prefix."""
     return f"{_SYSTEM[task]}\n\n{_question(task, problem)}"
 
 
-def chosen(task: str, problems: Sequence[Problem]) -> list[Problem]:
+def evaluated_problems(task: str, problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems of a test file that it evaluates, in its order.
 
     These are 256 of Countdown and Sudoku, chosen by NumPy with seed 42, and all of the others.

@@ -76,7 +76,7 @@ def math_answer(text: str) -> str | None:
 def equivalent(a: str, b: str) -> bool:
     """Return whether d1's `is_equiv` considers two answers equal: they are normalized and compared as strings."""
     try:
-        return _respelled(a) == _respelled(b)
+        return _normalized(a) == _normalized(b)
     except _D1RaisesError:
         return a == b
 
@@ -102,7 +102,7 @@ def _float(text: str) -> float | None:
         return None
 
 
-def _respelled(text: str) -> str:
+def _normalized(text: str) -> str:
     """Normalize a text as `strip_string` does. Raises _D1RaisesError where that raises."""
     for old, new in _REMOVED_FIRST:
         text = text.replace(old, new)

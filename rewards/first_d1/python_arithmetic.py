@@ -25,7 +25,7 @@ _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 _UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
-def python_value(text: str) -> complex | None:
+def evaluate_python_arithmetic(text: str) -> complex | None:
     """Return Python's value of digits, points, parentheses and + - * / ** //; None if it is no number.
 
     The same as `evaluate_equation` of the first d1 (`diffu-grpo/reward_func.py`), except that texts and powers beyond

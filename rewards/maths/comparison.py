@@ -35,7 +35,7 @@ from sympy import (
     simplify,
 )
 
-from rewards.maths.exact import MAX_BITS, TooLargeError, bits, evaluated, exact, of_percent
+from rewards.maths.exact import MAX_BITS, NumberTooLargeError, bits, evaluated, exact, of_percent
 
 # Units and boxes have already been removed.
 _SPELLING = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all")
@@ -111,7 +111,7 @@ def _parsed_either(latex: str) -> Any:
     terms."""
     try:
         return _parsed(latex)
-    except TooLargeError:
+    except NumberTooLargeError:
         raise
     except Exception:
         if latex.count(r"\pm") != 1:
@@ -125,16 +125,16 @@ def _parsed(latex: str) -> Any:
     tries = [(text, mode) for text in dict.fromkeys((latex, last)) for mode in (PredictionMode.SLL, PredictionMode.LL)]
     for text, mode in tries[:-1]:
         try:
-            return _Reader(text, mode).parse(text)
-        except TooLargeError:
+            return _LatexParser(text, mode).parse(text)
+        except NumberTooLargeError:
             raise
         except Exception:  # noqa: S112 - the grammar raises whatever it likes
             continue
     text, mode = tries[-1]
-    return _Reader(text, mode).parse(text)
+    return _LatexParser(text, mode).parse(text)
 
 
-class _Reader(_Latex2Sympy):
+class _LatexParser(_Latex2Sympy):
     """Math-Verify's parser, with exact decimals, and `2(3)` as a product instead of a mixed number."""
 
     def __init__(self, latex: str, mode: Any) -> None:
@@ -149,11 +149,11 @@ class _Reader(_Latex2Sympy):
     def parse_number(self, text: str) -> Any:
         digits, _, exponent = text.replace(",", "").lower().partition("e")
         if abs(int(exponent or 0)) * 4 > MAX_BITS:
-            raise TooLargeError
+            raise NumberTooLargeError
         return Rational(digits) * Rational(10) ** int(exponent or 0)
 
     def convert_interval(self, expr: Any) -> Any:
-        # The parent compares its ends. Evaluating them first raises TooLargeError if that would take too long.
+        # The parent compares its ends. Evaluating them first raises NumberTooLargeError if that would take too long.
         for end in expr.expr():
             evaluated(self.convert_expr(end))
         return super().convert_interval(expr)
@@ -211,7 +211,7 @@ def _same_value(gold: Any, answer: Any, *_: Any) -> bool:
     of_gold, of_answer = of_percent(gold), of_percent(answer)
     if (of_gold is None) != (of_answer is None):
         return _same_share(gold, answer)
-    gold, answer = _done(gold), _done(answer)
+    gold, answer = _evaluate_unevaluated(gold), _evaluate_unevaluated(answer)
     if gold == answer:
         return gold is not nan
     return gold.is_number and answer.is_number and _same_number(gold, answer)
@@ -272,7 +272,7 @@ def _is_rounded(gold: Expr, answer: Expr) -> bool:
     return is_decimal and bool(Abs(number.evalf(_DIGITS) - decimal) <= _ROUNDING * abs(decimal))
 
 
-def _done(term: Any) -> Any:
+def _evaluate_unevaluated(term: Any) -> Any:
     """Evaluate the sums, products, limits, integrals and derivatives in a term."""
     return term.doit() if term.has(*_WORK) else term
 

@@ -40,12 +40,12 @@ HUNDREDTH = UnevaluatedExpr(Rational(1, 100))
 """The factor by which Math-Verify represents a percent sign."""
 
 
-class TooLargeError(Exception):
+class NumberTooLargeError(Exception):
     """A number has too many digits to be evaluated."""
 
 
 def exact(tree: Any) -> Any:
-    """Evaluate all rational numbers of an answer. Raises TooLargeError."""
+    """Evaluate all rational numbers of an answer. Raises NumberTooLargeError."""
     if isinstance(tree, Tuple | And | FiniteSet):
         return type(tree)(*map(exact, getattr(tree, "_unsorted_args", tree.args)))
     if isinstance(tree, Interval):
@@ -63,7 +63,7 @@ def of_percent(tree: Any) -> Any:
 
 
 def evaluated(tree: Any) -> Any:
-    """Return a term with all its rational numbers evaluated. Raises TooLargeError."""
+    """Return a term with all its rational numbers evaluated. Raises NumberTooLargeError."""
     if isinstance(tree, MatrixBase):
         return tree.applyfunc(evaluated)
     if isinstance(tree, Symbol) and tree.name == "i":
@@ -81,9 +81,9 @@ def bits(number: Rational) -> int:
 
 
 def check(num_bits: Any) -> None:
-    """Raise TooLargeError for more than `MAX_BITS`."""
+    """Raise NumberTooLargeError for more than `MAX_BITS`."""
     if num_bits > MAX_BITS:
-        raise TooLargeError
+        raise NumberTooLargeError
 
 
 def _interval(tree: Interval) -> Any:

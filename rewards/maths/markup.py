@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from rewards.reading.boxed import last_boxed
+from rewards.parsing.boxed import last_boxed
 
 TEXT = r"\\(?:text|textrm|textbf|textit|textnormal|textsf|mbox|hbox|mathrm|mathbf|mathit|mathsf|operatorname)\s*\{"
 """A regular expression for the start of a text group."""

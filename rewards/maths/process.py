@@ -25,7 +25,7 @@ class WorkerEndedError(Exception):
     """The worker ended instead of answering. `args` has the signal that ended it, 0 if unknown."""
 
 
-class NotStartedError(Exception):
+class WorkerStartError(Exception):
     """The zygote did not start."""
 
 
@@ -36,22 +36,22 @@ class KillableWorker:
     (A parent-death signal would not work for the zygote: it is sent when the thread that started it ends.)
     """
 
-    def __init__(self, script: Path, arguments: Sequence[str], *, start_s: float, wall_s: float) -> None:
+    def __init__(self, script: Path, arguments: Sequence[str], *, start_timeout_s: float, timeout_s: float) -> None:
         self._script, self._arguments = script, arguments
-        self._start_s, self._wall_s = start_s, wall_s
+        self._start_timeout_s, self._timeout_s = start_timeout_s, timeout_s
         self._processes = _Processes()
         # Also runs at exit, and when this object is garbage collected.
         self._at_the_end = weakref.finalize(self, self._processes.end)
 
-    def ask(self, request: bytes) -> bytes:
+    def request(self, request: bytes) -> bytes:
         """Send a request line and return the worker's reply line; both end in a line end.
 
-        Raises TimeoutError after `wall_s`, WorkerEndedError, and NotStartedError. After an error the next request
+        Raises TimeoutError after `timeout_s`, WorkerEndedError, and WorkerStartError. After an error the next request
         starts a new worker.
         """
         worker = self._processes.worker or self._fork()
         try:
-            reply = _exchange(worker, request, time.monotonic() + self._wall_s)
+            reply = _exchange(worker, request, time.monotonic() + self._timeout_s)
         except ConnectionError:
             reply = b""
         except BaseException:
@@ -78,7 +78,7 @@ class KillableWorker:
             socket.send_fds(control, [b"w"], [theirs.fileno()])
         except OSError as error:
             self.close()
-            raise NotStartedError("the zygote has ended") from error
+            raise WorkerStartError("the zygote has ended") from error
         finally:
             theirs.close()
         return ours
@@ -98,15 +98,15 @@ class KillableWorker:
         )
         theirs.close()
         self._processes.zygote, self._processes.control = zygote, control
-        control.settimeout(self._start_s)
+        control.settimeout(self._start_timeout_s)
         try:
             is_ready = bool(control.recv(1))
         except TimeoutError as error:
             self.close()
-            raise NotStartedError(f"Math-Verify did not start within {self._start_s:g} s") from error
+            raise WorkerStartError(f"Math-Verify did not start within {self._start_timeout_s:g} s") from error
         if not is_ready:
             self.close()
-            raise NotStartedError(f"Math-Verify cannot be imported (exit status {zygote.returncode})")
+            raise WorkerStartError(f"Math-Verify cannot be imported (exit status {zygote.returncode})")
         control.settimeout(_KILL_S)
         return control
 

@@ -12,17 +12,17 @@ _SPACING = re.compile(r"(?<!\\)\\[,;: ]|\\?\$|~|\\(?:left|right|displaystyle|qua
 _SILENT_SPACE = re.compile(r" +(?![\w ])|(?<![\w, ]) +|(?<=,) +(?![0-9]{3}(?![0-9]))")
 
 
-def spelled_alike(a: str, b: str) -> bool:
+def same_spelling(a: str, b: str) -> bool:
     """Return whether two expressions differ only in spacing, sizes, dollar signs and a full stop; false for empty ones.
 
     Takes time linear in their lengths.
     """
-    spelling = respelled(a)
-    return bool(spelling) and spelling == respelled(b)
+    spelling = normalized_latex(a)
+    return bool(spelling) and spelling == normalized_latex(b)
 
 
-def respelled(text: str) -> str:
-    """Return the normalized spelling that `spelled_alike` compares."""
+def normalized_latex(text: str) -> str:
+    """Return the normalized spelling that `same_spelling` compares."""
     text = _TIGHT.sub("", _DISPLAY_FRACTION.sub(r"\\frac", text))
     text = _SILENT_SPACE.sub("", " ".join(_SPACING.sub(" ", text).split())).rstrip(" .")
     return _TIGHT_COMMA.sub(",", text)

@@ -1,7 +1,7 @@
 """Sandboxed execution of model-written programs, graded by tests that they cannot access."""
 
 from rewards.sandbox.config import SandboxConfig
-from rewards.sandbox.sandbox import ProgramEnding, Ran, Sandbox
+from rewards.sandbox.sandbox import ExitReason, RunResult, Sandbox
 from rewards.sandbox.suite import Suite, SuiteVerdict
 
-__all__ = ["ProgramEnding", "Ran", "Sandbox", "SandboxConfig", "Suite", "SuiteVerdict"]
+__all__ = ["ExitReason", "RunResult", "Sandbox", "SandboxConfig", "Suite", "SuiteVerdict"]

@@ -65,10 +65,10 @@ def command(config: SandboxConfig, python: Interpreter, seccomp_fd: int) -> list
         arguments += ["--setenv", name, value]
     # Parent folders that bwrap creates implicitly are accessible only to root.
     for folder in sorted(
-        {str(parent) for _, target in (*python.binds, ("", "/dev/null")) for parent in _above(target)}
+        {str(parent) for _, target in (*python.mounts, ("", "/dev/null")) for parent in _above(target)}
     ):
         arguments += ["--perms", "0755", "--dir", folder]
-    for source, target in python.binds:
+    for source, target in python.mounts:
         arguments += ["--ro-bind", source, target]
     for target, path in python.links:
         arguments += ["--symlink", target, path]

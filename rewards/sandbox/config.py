@@ -37,6 +37,6 @@ class SandboxConfig(BaseModel):
     """Maximum output of a program; it is killed if it writes more."""
 
     @property
-    def longest_s(self) -> float:
+    def max_s(self) -> float:
         """Maximum seconds for a program with its tests, until all its processes are dead."""
         return self.wall_s + _ENDING_S

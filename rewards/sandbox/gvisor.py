@@ -34,8 +34,8 @@ def command(
     The bundle format: https://github.com/opencontainers/runtime-spec; `runsc`'s flags: `runsc help run`.
     """
     root = folder / "rootfs"
-    for path in ("tmp", "dev", *(target.lstrip("/") for _, target in python.binds)):
-        is_file = any(target == f"/{path}" and Path(source).is_file() for source, target in python.binds)
+    for path in ("tmp", "dev", *(target.lstrip("/") for _, target in python.mounts)):
+        is_file = any(target == f"/{path}" and Path(source).is_file() for source, target in python.mounts)
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).touch() if is_file else (root / path).mkdir(exist_ok=True)
     for target, path in python.links:
@@ -49,7 +49,7 @@ def command(
 def _bundle(config: SandboxConfig, python: Interpreter, arguments: tuple[str, ...]) -> dict[str, Any]:
     mounts = [
         {"destination": target, "type": "bind", "source": source, "options": ["rbind", "ro", "nosuid"]}
-        for source, target in python.binds
+        for source, target in python.mounts
     ]
     options = ["nosuid", "nodev", f"size={max(config.file_bytes, 4096)}"]
     tmp = {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": options}  # noqa: S108

@@ -24,7 +24,7 @@ class Interpreter:
     """The executable in the sandbox, its flags and the code that starts a role; the role's arguments follow."""
     environment: dict[str, str]
     """The complete environment."""
-    binds: tuple[tuple[str, str], ...]
+    mounts: tuple[tuple[str, str], ...]
     """(source on this machine, target in the sandbox) of files and folders, mounted read-only."""
     links: tuple[tuple[str, str], ...]
     """(target, path) of symbolic links in the sandbox."""
@@ -42,15 +42,15 @@ def interpreter(role: str, *, confined: bool) -> Interpreter:
     python = f"{there}/bin/{Path(executable).name}" if confined else executable
     folder = "/d1" if confined else str(_INSIDE.parent)
     present = [path for path in _SYSTEM_LIBRARIES if os.path.isdir(path)]
-    binds = {path: path for path in present if not os.path.islink(path)}
-    if f"{there}/lib" not in binds:
-        binds[f"{prefix}/lib"] = f"{there}/lib"
-    binds[executable] = python
-    binds[str(_INSIDE)] = f"{folder}/inside"
+    mounts = {path: path for path in present if not os.path.islink(path)}
+    if f"{there}/lib" not in mounts:
+        mounts[f"{prefix}/lib"] = f"{there}/lib"
+    mounts[executable] = python
+    mounts[str(_INSIDE)] = f"{folder}/inside"
     return Interpreter(
         command=(python, *_FLAGS, "-c", _start(role, folder)),
         environment={"LD_LIBRARY_PATH": f"{there}/lib", "PYTHONHASHSEED": "0"},
-        binds=tuple(binds.items()),
+        mounts=tuple(mounts.items()),
         links=tuple((os.readlink(path), path) for path in present if os.path.islink(path)),
     )
 

@@ -33,18 +33,18 @@ from typing import Any
 from rewards.problem import Outcome
 from rewards.sandbox import bubblewrap, gvisor
 from rewards.sandbox.config import SandboxConfig
-from rewards.sandbox.confined import Confined, deadline, memory_file
 from rewards.sandbox.inside import wire
+from rewards.sandbox.process import SandboxedProcess, deadline, memory_file
 from rewards.sandbox.suite import Suite, SuiteVerdict
 
 _GRACE_S = 3.0
 _PROBE_S = 60.0
 _KILLED = 128 + 9
-_LONGEST_COMPLAINT = 300
+_MAX_ERROR_LINE = 300
 _OVERLOADED = "the seconds by the clock ran out while the program had hardly any of the processor"
 
 
-class ProgramEnding(StrEnum):
+class ExitReason(StrEnum):
     """How a run of a program ended."""
 
     FINISHED = "finished"
@@ -59,18 +59,18 @@ class ProgramEnding(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ran:
+class RunResult:
     """Result of running a program."""
 
     stdout: bytes
     """Its standard output."""
     exit_status: int | None
     """As a shell reports it, 128 + n for signal n; None if we killed it."""
-    ending: ProgramEnding
+    exit_reason: ExitReason
     """How it ended."""
     seconds: float
     """Wall-clock seconds, including the start of the sandbox."""
-    complaint: str
+    last_error_line: str
     """The last line of standard error."""
 
 
@@ -91,11 +91,11 @@ class Sandbox:
         probe = _run(config.model_copy(update={"wall_s": _PROBE_S}), "print('up')", b"")
         if probe.stdout != b"up\n":
             raise ValueError(
-                f"the sandbox {config.kind} does not start here ({probe.complaint or probe.ending}): it needs user "
-                "namespaces, or root with the right to mount; sandbox.kind: none runs code without one"
+                f"the sandbox {config.kind} does not start here ({probe.last_error_line or probe.exit_reason}): it "
+                "needs user namespaces, or root with the right to mount; sandbox.kind: none runs code without one"
             )
 
-    def run(self, program: str, stdin: bytes = b"") -> Ran:
+    def run(self, program: str, stdin: bytes = b"") -> RunResult:
         """Run a program as `__main__`. Takes at most `wall_s` plus a few seconds."""
         return _run(self._config, program, stdin)
 
@@ -109,18 +109,20 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         source, tests = program.encode(errors="replace"), wire.encode(asdict(suite))
         with ours, theirs, memory_file(source) as program_fd, memory_file(tests) as suite_fd:
-            candidate = Confined(
+            candidate = SandboxedProcess(
                 self._config, "candidate", (program_fd, theirs.fileno()), subprocess.DEVNULL, subprocess.DEVNULL
             )
             with contextlib.closing(candidate), candidate:
-                judge = Confined(self._config, "judge", (suite_fd, ours.fileno()), subprocess.PIPE, subprocess.DEVNULL)
+                judge = SandboxedProcess(
+                    self._config, "judge", (suite_fd, ours.fileno()), subprocess.PIPE, subprocess.DEVNULL
+                )
                 with contextlib.closing(judge), judge:
                     # Only these two processes hold the ends, so each notices when the other ends.
                     ours.close()
                     theirs.close()
                     return self._await(candidate, judge, suite)
 
-    def _await(self, candidate: Confined, judge: Confined, suite: Suite) -> SuiteVerdict:
+    def _await(self, candidate: SandboxedProcess, judge: SandboxedProcess, suite: Suite) -> SuiteVerdict:
         end, messages = deadline(self._config.wall_s), _Messages(judge.stdout.fileno())
         none = (False,) * len(suite.tests)
         started = messages.next(end) == ("started",)
@@ -150,21 +152,21 @@ class Sandbox:
         why = next(filter(None, map(_last_line, map(bytes, said.values()))), "it said nothing")
         return SuiteVerdict(passed=none, outcome=Outcome.ERROR, detail=f"the sandbox did not start: {why}")
 
-    def _explained(self, candidate: Confined, detail: str) -> str:
+    def _explained(self, candidate: SandboxedProcess, detail: str) -> str:
         """Return a detail with the limit that killed the program, if one did."""
         if "the program ended" in detail and candidate.wait(_GRACE_S) == _KILLED:
             return f"{detail}: it used up its {self._config.cpu_s} CPU seconds"
         return detail
 
 
-def _run(config: SandboxConfig, program: str, stdin: bytes) -> Ran:
+def _run(config: SandboxConfig, program: str, stdin: bytes) -> RunResult:
     began, end = time.monotonic(), deadline(config.wall_s)
     with (
         memory_file(program.encode(errors="replace")) as source,
         memory_file(stdin) as given,
         _pipe() as (up, upper),
     ):
-        confined = Confined(config, "program", (source, upper), stdout=subprocess.PIPE, stdin=given)
+        confined = SandboxedProcess(config, "program", (source, upper), stdout=subprocess.PIPE, stdin=given)
         with contextlib.closing(confined), confined:
             os.close(upper)
             said = {confined.stdout.fileno(): bytearray(), confined.stderr.fileno(): bytearray()}
@@ -174,12 +176,12 @@ def _run(config: SandboxConfig, program: str, stdin: bytes) -> Ran:
             confined.end()
             started = os.read(up, 1) == b"1"
     stdout, stderr = said.values()
-    return Ran(
+    return RunResult(
         stdout=bytes(stdout),
         exit_status=status,
-        ending=_ending(started, status, over_time),
+        exit_reason=_exit_reason(started, status, over_time),
         seconds=time.monotonic() - began,
-        complaint=_last_line(bytes(stderr)),
+        last_error_line=_last_line(bytes(stderr)),
     )
 
 
@@ -213,12 +215,12 @@ class _Messages:
         return message if isinstance(message, tuple) else ()
 
 
-def _ending(started: bool, status: int | None, over_time: bool) -> ProgramEnding:
+def _exit_reason(started: bool, status: int | None, over_time: bool) -> ExitReason:
     if not started:
-        return ProgramEnding.NOT_STARTED
+        return ExitReason.NOT_STARTED
     if status is None:
-        return ProgramEnding.WALL_LIMIT if over_time else ProgramEnding.OUTPUT_LIMIT
-    return ProgramEnding.CPU_LIMIT if status == _KILLED else ProgramEnding.FINISHED
+        return ExitReason.WALL_LIMIT if over_time else ExitReason.OUTPUT_LIMIT
+    return ExitReason.CPU_LIMIT if status == _KILLED else ExitReason.FINISHED
 
 
 def _read(said: dict[int, bytearray], limit: int, end: float) -> bool:
@@ -240,7 +242,7 @@ def _read(said: dict[int, bytearray], limit: int, end: float) -> bool:
 
 
 def _last_line(text: bytes) -> str:
-    return text.decode(errors="replace").strip().rpartition("\n")[2][:_LONGEST_COMPLAINT]
+    return text.decode(errors="replace").strip().rpartition("\n")[2][:_MAX_ERROR_LINE]
 
 
 def _readable(fds: Iterable[int], end: float) -> list[int]:

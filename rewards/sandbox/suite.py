@@ -18,7 +18,7 @@ class Suite:
     fixtures."""
     entry_point: str | None = None
     """The function under test, called `candidate` in the tests. None: the program is the module `solution`."""
-    below: bool = False
+    appended: bool = False
     """Whether setup and tests see the program's names as if they were appended to it."""
     redefines: tuple[str, ...] = ()
     """Builtins that the program is supposed to define itself. For all others the tests use Python's own; otherwise a

@@ -13,24 +13,24 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rewards.data.dataset import FileProblems, Files, chosen
-from rewards.data.draw import draw_distinct, rng_for
-from rewards.data.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
-from rewards.data.rows import Row, shown
+from rewards.data.dataset import DataSources, FileProblems, shuffled_prefix
+from rewards.data.prompts import D1_FORMAT, PromptStyle, format_completion, user_turn
+from rewards.data.rows import Row, preview
+from rewards.data.sampling import rng_for, sample_distinct
 from rewards.first_d1 import parsers as d1_parsers
-from rewards.first_d1.python_arithmetic import python_value
-from rewards.problem import Grade, Message, Problem, Rules, Split
-from rewards.reading.answers import last_answer
-from rewards.reading.arithmetic import EvaluatedExpression, Operator
-from rewards.reading.equations import final_equation, read_statements
-from rewards.reading.expressions import (
+from rewards.first_d1.python_arithmetic import evaluate_python_arithmetic
+from rewards.parsing.answers import last_answer
+from rewards.parsing.arithmetic import EvaluatedExpression, Operator
+from rewards.parsing.equations import final_equation, read_statements
+from rewards.parsing.expressions import (
     Expression,
-    num_right_steps,
+    count_correct_steps,
     random_expression,
     steps_of,
     text_of,
     value_of,
 )
+from rewards.problem import Grade, GradingRules, Message, Problem, Split
 
 _ALL_OPERATORS: tuple[Operator, ...] = ("+", "-", "*", "/")
 
@@ -49,7 +49,7 @@ _D1_QUESTION = (
 )
 
 
-class CountdownConfig(Files):
+class CountdownConfig(DataSources):
     """Settings of the Countdown problems. The defaults cover d1's evaluation set."""
 
     name: Literal["countdown"] = "countdown"
@@ -69,9 +69,9 @@ class CountdownConfig(Files):
     """`d1` for the wording of the d1 code, `compact` for `9 3 7 = 66`."""
     heldout_fraction: float = Field(default=0.1, ge=0.05, le=0.5)
     """Fraction of all multisets of numbers that is held out. All targets of one are in the same split."""
-    reward: Rules = "fixed"
+    reward: GradingRules = "fixed"
     """Rules of the training reward."""
-    protocol: Rules = "fixed"
+    protocol: GradingRules = "fixed"
     """Rules for what evaluation counts as correct."""
     shaping: float = Field(default=0.0, ge=0, le=1)
     """Weight of two more parts of the fixed reward, for policies that rarely reach the target: `numbers` for an
@@ -107,7 +107,7 @@ class Countdown:
 
     def __init__(self, config: CountdownConfig) -> None:
         self._config = config
-        self._files = FileProblems(config, self._pose_row, lambda problem: problem.problem_id.partition("=")[0])
+        self._files = FileProblems(config, self._problem_of_row, lambda problem: problem.problem_id.partition("=")[0])
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """Return `count` problems of a split, unique by numbers and target, determined by (split, count, seed).
@@ -118,24 +118,24 @@ class Countdown:
         numbers. Raises ValueError if the split has too few problems or its file cannot be used.
         """
         if (found := self._files.of(split)) is not None:
-            return chosen(found, task=self.name, split=split, count=count, seed=seed)
-        return draw_distinct(lambda rng: self._draw(rng, split), task=self.name, split=split, count=count, seed=seed)
+            return shuffled_prefix(found, task=self.name, split=split, count=count, seed=seed)
+        return sample_distinct(lambda rng: self._draw(rng, split), task=self.name, split=split, count=count, seed=seed)
 
     def size(self, split: Split) -> int | None:
         """Return the number of problems in the split's file; None if they are generated."""
         found = self._files.of(split)
         return None if found is None else len(found)
 
-    def at_most(self, split: Split) -> int:
+    def max_size(self, split: Split) -> int:
         """Return the size of the file; else the number of multisets times targets, most of which cannot be reached."""
         if (found := self._files.of(split)) is not None:
             return len(found)
         num_choices = self._config.max_number - self._config.min_number + 1
         return comb(num_choices + self._config.num_numbers - 1, self._config.num_numbers) * self._config.max_target
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Return sentences on what was left out of the files read so far."""
-        return self._files.remarks
+        return self._files.warnings
 
     def example(self) -> Problem:
         """Return the first training problem of seed 0."""
@@ -150,7 +150,7 @@ class Countdown:
         signs (`-3+7`), line breaks.
         """
         answer = final_equation(text)
-        uses, misses_by = self._looked_at(problem, answer)
+        uses, misses_by = self._check_expression(problem, answer)
         is_solved = uses and misses_by == 0
         is_answered, is_rewarded = answer is not None, is_solved
         if self._config.reward == "d1":
@@ -168,10 +168,10 @@ class Countdown:
             numbers = _numbers_of(problem)
             # A problem from a file may have only one number, and then there is no step.
             num_steps = max(1, len(numbers) - 1)
-            parts["working"] = self._config.working * num_right_steps(_working_of(text), numbers) / num_steps
+            parts["working"] = self._config.working * count_correct_steps(_working_of(text), numbers) / num_steps
         return Grade(reward=sum(parts.values()), parts=parts, correct=is_solved, answer=answer)
 
-    def posed(self, question: str, truth: object) -> Problem:
+    def from_ground_truth(self, question: str, truth: object) -> Problem:
         """Return the problem of a truth `[[numbers], target]`, as published by d1, or an object of both, as by
         TinyZero.
 
@@ -179,19 +179,19 @@ class Countdown:
         """
         match truth:
             case {"numbers": numbers, "target": target} | {"nums": numbers, "target": target}:
-                return self.posed(question, [numbers, target])
+                return self.from_ground_truth(question, [numbers, target])
             case [list() as numbers, int() as target] if numbers and all(type(number) is int for number in numbers):
                 return self._given(user_turn(question), numbers, target)
-        raise ValueError(f"the ground truth is {shown(truth)}; a countdown line has [[numbers], target]")
+        raise ValueError(f"the ground truth is {preview(truth)}; a countdown line has [[numbers], target]")
 
-    def _pose_row(self, row: Row) -> Problem:
+    def _problem_of_row(self, row: Row) -> Problem:
         """Return the problem of a row with `nums` and `target` (Jiayi-Pan/Countdown-Tasks-3to4), or d1's `input` and
         `output`."""
         if "input" in row.fields:
             numbers, target = _integers(row, "input"), _integers(row, "output")[:1]
         else:
             numbers, target = _integers(row, "nums"), _integers(row, "target")[:1]
-        return self._given(self._asked(numbers, target[0]), numbers, target[0])
+        return self._given(self._messages(numbers, target[0]), numbers, target[0])
 
     def _given(self, messages: tuple[Message, ...], numbers: Sequence[int], target: int) -> Problem:
         """Return a problem without a known solution."""
@@ -199,19 +199,19 @@ class Countdown:
             problem_id=f"{self._key(numbers)}={target}",
             messages=messages,
             answer=str(target),
-            demonstration="",
+            reference_completion="",
             metadata={"numbers": " ".join(map(str, numbers))},
         )
 
     def _key(self, numbers: Sequence[int]) -> str:
         return f"{self.name}/{','.join(map(str, sorted(numbers)))}"
 
-    def _asked(self, numbers: Sequence[int], target: int) -> tuple[Message, ...]:
+    def _messages(self, numbers: Sequence[int], target: int) -> tuple[Message, ...]:
         if self._config.prompt == "compact":
             return user_turn(f"{' '.join(map(str, numbers))} = {target}")
         return user_turn(f"{D1_FORMAT}\n{_D1_QUESTION.format(numbers=list(numbers), target=target)}")
 
-    def _looked_at(self, problem: Problem, answer: str | None) -> tuple[bool, Fraction]:
+    def _check_expression(self, problem: Problem, answer: str | None) -> tuple[bool, Fraction]:
         """Return whether an answer uses the given numbers by the fixed rules, and its distance from the target.
 
         The last statement has to use them. All statements that do are considered, with all sides of an equation, and
@@ -234,23 +234,23 @@ class Countdown:
         config = self._config
         numbers = sorted(rng.randint(config.min_number, config.max_number) for _ in range(config.num_numbers))
         key = self._key(numbers)
-        if not self._files.is_made_for(split, key, config.heldout_fraction):
+        if not self._files.belongs_to(split, key, config.heldout_fraction):
             return None
         for _ in range(_EXPRESSIONS_PER_DRAW):
             expression = random_expression(rng, numbers, config.operators)
             if expression is not None and 0 < value_of(expression) <= config.max_target:
-                return self._pose(f"{key}={value_of(expression)}", numbers, expression)
+                return self._make_problem(f"{key}={value_of(expression)}", numbers, expression)
         return None
 
-    def _pose(self, problem_id: str, numbers: list[int], solution: Expression) -> Problem:
+    def _make_problem(self, problem_id: str, numbers: list[int], solution: Expression) -> Problem:
         # The order shown is part of the prompt, so it depends on the problem alone and not on the seed.
         target, asked = value_of(solution), list(numbers)
         rng_for(problem_id).shuffle(asked)
         steps = steps_of(solution)
-        label = demonstration(self._config.prompt, reasoning="\n".join(steps), answer=text_of(solution))
+        label = format_completion(self._config.prompt, reasoning="\n".join(steps), answer=text_of(solution))
         if self._config.show_working:
             label = ";".join(steps).replace(" ", "") + label
-        return replace(self._given(self._asked(asked, target), asked, target), demonstration=label)
+        return replace(self._given(self._messages(asked, target), asked, target), reference_completion=label)
 
 
 def _numbers_of(problem: Problem) -> list[int]:
@@ -272,7 +272,7 @@ def _comes_to_target(problem: Problem, expression: str) -> bool:
     except ValueError:
         # Python refuses to convert thousands of digits.
         return False
-    value = python_value(expression) if numbers == _numbers_of(problem) else None
+    value = evaluate_python_arithmetic(expression) if numbers == _numbers_of(problem) else None
     return value is not None and abs(value - int(problem.answer)) < _D1_TOLERANCE
 
 
@@ -285,5 +285,5 @@ def _integers(row: Row, column: str) -> list[int]:
     except (OverflowError, TypeError, ValueError):
         whole = []
     if not whole or any(isinstance(number, float) and not number.is_integer() for number in numbers):
-        raise ValueError(f"{row.place}: {column} is {shown(value)}; it should be whole numbers")
+        raise ValueError(f"{row.place}: {column} is {preview(value)}; it should be whole numbers")
     return whole

@@ -7,14 +7,14 @@ from fractions import Fraction
 from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
-from rewards.data.prompts import D1_FORMAT, PromptStyle, demonstration, user_turn
-from rewards.data.rows import Row, shown
+from rewards.data.prompts import D1_FORMAT, PromptStyle, format_completion, user_turn
+from rewards.data.rows import Row, preview
 from rewards.data.sources import HubSplit
 from rewards.first_d1.maths import gsm8k_number, gsm8k_truth
 from rewards.first_d1.training_rewards import gsm8k_parts
+from rewards.parsing.answers import last_answer
+from rewards.parsing.quantities import NO_NUMBER_FOUND, final_quantity, read_quantity
 from rewards.problem import Grade, Problem, Split
-from rewards.reading.answers import last_answer
-from rewards.reading.quantities import NOTHING_READ, final_quantity, read_quantity
 
 _HUB = {
     Split.TRAIN: HubSplit(repo="openai/gsm8k", config="main", split="train", num_rows=7473),
@@ -57,7 +57,7 @@ class Gsm8k(DataTask):
         answer = final_quantity(text)
         read = None if answer is None else read_quantity(answer)
         is_right = read is not None and str(read) == problem.answer
-        detail = NOTHING_READ if answer is not None and read is None else ""
+        detail = NO_NUMBER_FOUND if answer is not None and read is None else ""
         if self._config.reward == "d1":
             parts = gsm8k_parts(text, problem.metadata["written"])
         else:
@@ -69,7 +69,7 @@ class Gsm8k(DataTask):
             answer, detail = None if number is None else repr(number), ""
         return Grade(reward=sum(parts.values()), parts=parts, correct=is_right, answer=answer, detail=detail)
 
-    def posed(self, question: str, truth: object) -> Problem:
+    def from_ground_truth(self, question: str, truth: object) -> Problem:
         """Return the problem of a published line, whose truth is a number, also within a text or solution. Raises
         ValueError.
 
@@ -81,29 +81,29 @@ class Gsm8k(DataTask):
         elif isinstance(truth, str):
             number = read_quantity(truth.rpartition(_MARK)[2])
         if truth is not None and (number is None or abs(number) >= _TOO_LARGE):
-            raise ValueError(f"the ground truth is {shown(truth)}; a gsm8k line has a number")
+            raise ValueError(f"the ground truth is {preview(truth)}; a gsm8k line has a number")
         answer = "" if number is None else str(number)
         return Problem(
             problem_id=problem_id(self.name, question),
             messages=user_turn(question),
             answer=answer,
-            demonstration="",
+            reference_completion="",
             metadata={"written": answer, "d1": "" if number is None else repr(float(number))},
         )
 
-    def _pose(self, row: Row) -> Problem:
+    def _make_problem(self, row: Row) -> Problem:
         question, solution = row.text("question"), row.text("answer")
         written = _written(row, solution)
         number = read_quantity(written)
         if number is None:
-            raise ValueError(f"{row.place}: answer ends in {shown(written)}; after {_MARK} it should have a number")
+            raise ValueError(f"{row.place}: answer ends in {preview(written)}; after {_MARK} it should have a number")
         style = self._config.prompt
         reasoning = _CALCULATION.sub("", solution.partition(_MARK)[0]).strip()
         return Problem(
             problem_id=problem_id(self.name, question),
             messages=user_turn(question if style == "compact" else f"{D1_FORMAT}\n\n{question}"),
             answer=str(number),
-            demonstration=demonstration(style, reasoning=reasoning, answer=written),
+            reference_completion=format_completion(style, reasoning=reasoning, answer=written),
             metadata={"written": written, "d1": repr(gsm8k_truth(solution))},
         )
 
@@ -111,5 +111,5 @@ class Gsm8k(DataTask):
 def _written(row: Row, solution: str) -> str:
     """Return the answer as the data spells it, which d1's training compares with: `extract_hash_answer`."""
     if _MARK not in solution:
-        raise ValueError(f"{row.place}: answer is {shown(solution)}; it should end in {_MARK} and a number")
+        raise ValueError(f"{row.place}: answer is {preview(solution)}; it should end in {_MARK} and a number")
     return solution.split(_MARK)[1].strip()

@@ -9,11 +9,11 @@ from typing import Literal
 
 from rewards.data.dataset import problem_id
 from rewards.data.prompts import user_turn
-from rewards.data.rows import Row, shown
+from rewards.data.rows import Row, preview
 from rewards.data.sources import HubSplit
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.programs import ProgramsConfig, ProgramTask, instruction, label, metadata_of, program_in
+from rewards.tasks.code_task import CodeTask, ProgramsConfig, code_demonstration, instruction, metadata_of, program_in
 
 _HUB = {Split.TRAIN: HubSplit(repo="openai/openai_humaneval", split="test")}
 _EXAMPLE = {
@@ -32,7 +32,7 @@ class HumanEvalConfig(ProgramsConfig):
     """Selects this task."""
 
 
-class HumanEval(ProgramTask):
+class HumanEval(CodeTask):
     """HumanEval: complete a Python function from its signature and docstring."""
 
     name = "humaneval"
@@ -48,19 +48,19 @@ class HumanEval(ProgramTask):
         found = program_in(text)
         return self.grade_program(problem, text, None if found is None else _completed(problem, found))
 
-    def posed(self, question: str, truth: object) -> Problem:
+    def from_ground_truth(self, question: str, truth: object) -> Problem:
         """Return the problem whose question is a row's prompt, and whose truth has its `test` and `entry_point`.
 
         Raises ValueError for any other truth.
         """
         self._check()
         if not isinstance(truth, dict):
-            raise ValueError(f"the ground truth is {shown(truth)}; a humaneval line has {_TRUTH}")
-        return self._pose(
+            raise ValueError(f"the ground truth is {preview(truth)}; a humaneval line has {_TRUTH}")
+        return self._make_problem(
             Row(place="the ground truth", fields={"canonical_solution": "    pass", **truth, "prompt": question})
         )
 
-    def _pose(self, row: Row) -> Problem:
+    def _make_problem(self, row: Row) -> Problem:
         prompt, entry_point = row.text("prompt"), row.text("entry_point")
         solution = row.text("canonical_solution")
         suite = Suite(
@@ -73,7 +73,7 @@ class HumanEval(ProgramTask):
             problem_id=problem_id(self.name, prompt),
             messages=user_turn(instruction(task)),
             answer=solution,
-            demonstration=label(f"{prompt}{solution}"),
+            reference_completion=code_demonstration(f"{prompt}{solution}"),
             metadata={**metadata_of(suite), "prompt": prompt},
         )
 

@@ -9,16 +9,16 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from rewards.data.columns import Columns, answer_text, asked_in, right_in
-from rewards.data.conversation import asked
+from rewards.data.columns import Columns, answer_of_row, answer_text, question_of_row
+from rewards.data.conversation import parse_conversation
 from rewards.data.dataset import DataConfig, DataTask, problem_id
-from rewards.data.prompts import D1_FORMAT, demonstration
-from rewards.data.rows import Row, json_in, shown
+from rewards.data.prompts import D1_FORMAT, format_completion
+from rewards.data.rows import Row, json_in, preview
 from rewards.data.sources import HubSplit
-from rewards.maths import Limits, MathVerifier, Verdict, answers, final_term
+from rewards.maths import AnswerVerdict, Limits, MathVerifier, final_term, judge_answer
+from rewards.parsing.answers import final_answer
+from rewards.parsing.quantities import NO_NUMBER_FOUND, final_quantity, read_quantity
 from rewards.problem import Grade, Message, Problem, Split
-from rewards.reading.answers import final_answer
-from rewards.reading.quantities import NOTHING_READ, final_quantity, read_quantity
 
 GraderName = Literal["exact", "choice", "number", "math", "none"]
 """How an answer is compared with the reference."""
@@ -53,9 +53,9 @@ class JsonlConfig(DataConfig):
         return self
 
     @property
-    def longest_grade_s(self) -> float:
+    def max_grading_s(self) -> float:
         """The limit of a Math-Verify comparison for grader `math`, otherwise 0."""
-        return Limits().longest_s if self.grader == "math" else 0.0
+        return Limits().max_comparison_s if self.grader == "math" else 0.0
 
 
 class Jsonl(DataTask):
@@ -87,18 +87,18 @@ class Jsonl(DataTask):
 
     def example(self) -> Problem:
         """Return a built-in example, which needs no data."""
-        return self._made(asked(_EXAMPLE["prompt"], "prompt"), self._right(_EXAMPLE["answer"], "answer"))
+        return self._made(parse_conversation(_EXAMPLE["prompt"], "prompt"), self._right(_EXAMPLE["answer"], "answer"))
 
-    def posed(self, question: str, truth: object) -> Problem:
+    def from_ground_truth(self, question: str, truth: object) -> Problem:
         """Return the problem with this question and this answer. Raises ValueError if it is none."""
-        return self._made(asked(question, "question"), self._right(truth, "ground_truth"))
+        return self._made(parse_conversation(question, "question"), self._right(truth, "ground_truth"))
 
-    def _pose(self, row: Row) -> Problem:
+    def _make_problem(self, row: Row) -> Problem:
         columns = self._config.columns
         try:
-            messages = asked_in(row.fields, columns)
+            messages = question_of_row(row.fields, columns)
             # Without a comparison, rows need no answer.
-            right = "" if self._config.grader == "none" else self._right(*right_in(row.fields, columns))
+            right = "" if self._config.grader == "none" else self._right(*answer_of_row(row.fields, columns))
             return self._made(messages, right)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}") from error
@@ -122,16 +122,16 @@ class Jsonl(DataTask):
         if messages[-1].role == "assistant":
             label, messages = messages[-1].content, messages[:-1]
         else:
-            label = demonstration("d1" if self._config.prompt == "d1" else "compact", reasoning="", answer=answer)
+            label = format_completion("d1" if self._config.prompt == "d1" else "compact", reasoning="", answer=answer)
         problem = Problem(
             problem_id=problem_id(self.name, "\n".join(f"{turn.role}: {turn.content}" for turn in messages)),
             messages=_with_format(messages) if self._config.prompt == "d1" else messages,
             answer=answer,
-            demonstration=label,
+            reference_completion=label,
         )
         if answer and not self.grade(problem, answer).correct:
             raise ValueError(
-                f"answer is {shown(answer)}, which the grader {self._config.grader} cannot match with anything; take "
+                f"answer is {preview(answer)}, which the grader {self._config.grader} cannot match with anything; take "
                 "another grader or mend the answer"
             )
         return problem
@@ -144,17 +144,17 @@ def _with_format(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return (*messages[:first], turn, *messages[first + 1 :])
 
 
-def _comparison(grader: GraderName) -> Callable[[str, Problem], Verdict]:
+def _comparison(grader: GraderName) -> Callable[[str, Problem], AnswerVerdict]:
     """Return the function that compares an answer with a problem's reference answer."""
     if grader == "math":
         verifier = MathVerifier()
-        return lambda answer, problem: answers(
+        return lambda answer, problem: judge_answer(
             verifier, question=problem.messages[-1].content, gold=problem.answer, answer=answer
         )
     if grader == "number":
         return lambda answer, problem: _as_number(answer, problem.answer)
     is_right = _COMPARISONS[grader]
-    return lambda answer, problem: Verdict(right=is_right(answer, problem.answer))
+    return lambda answer, problem: AnswerVerdict(right=is_right(answer, problem.answer))
 
 
 def _is_same_text(answer: str, right: str) -> bool:
@@ -166,9 +166,11 @@ def _is_same_choice(answer: str, right: str) -> bool:
     return given is not None and wanted is not None and given[1].casefold() == wanted[1].casefold()
 
 
-def _as_number(answer: str, right: str) -> Verdict:
+def _as_number(answer: str, right: str) -> AnswerVerdict:
     number = read_quantity(answer)
-    return Verdict(detail=NOTHING_READ) if number is None else Verdict(right=number == read_quantity(right))
+    return (
+        AnswerVerdict(detail=NO_NUMBER_FOUND) if number is None else AnswerVerdict(right=number == read_quantity(right))
+    )
 
 
 _FINAL: Mapping[GraderName, Callable[[str], str | None]] = {"number": final_quantity, "math": final_term}

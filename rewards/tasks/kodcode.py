@@ -6,11 +6,11 @@ import re
 from typing import Literal
 
 from rewards.data.dataset import problem_id
-from rewards.data.rows import Row, shown
+from rewards.data.rows import Row, preview
 from rewards.data.sources import HubSplit
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.programs import ProgramsConfig, ProgramTask, posed, program_in
+from rewards.tasks.code_task import CodeTask, ProgramsConfig, make_problem, program_in
 
 # The first d1's training set (its paper, section 4).
 _HUB = {Split.TRAIN: HubSplit(repo="KodCode/KodCode-Light-RL-10K", split="train")}
@@ -37,7 +37,7 @@ class KodcodeConfig(ProgramsConfig):
     """Selects this task."""
 
 
-class Kodcode(ProgramTask):
+class Kodcode(CodeTask):
     """KodCode: write a Python program that passes pytest tests."""
 
     name = "kodcode"
@@ -52,20 +52,22 @@ class Kodcode(ProgramTask):
         """
         return self.grade_program(problem, text, program_in(text))
 
-    def posed(self, question: str, truth: object) -> Problem:
+    def from_ground_truth(self, question: str, truth: object) -> Problem:
         """Return the problem of a question whose truth is its tests: a text, or an object with `test`. Raises
         ValueError."""
         self._check()
         fields = truth if isinstance(truth, dict) else {"test": truth}
-        return self._pose(Row(place="the ground truth", fields={"solution": "pass", **fields, "question": question}))
+        return self._make_problem(
+            Row(place="the ground truth", fields={"solution": "pass", **fields, "question": question})
+        )
 
-    def _pose(self, row: Row) -> Problem:
+    def _make_problem(self, row: Row) -> Problem:
         text, test = row.text("question"), row.text("test")
         tests = _tests(test)
         if not tests:
-            raise ValueError(f"{row.place}: test is {shown(test)}; it should define functions test_...")
+            raise ValueError(f"{row.place}: test is {preview(test)}; it should define functions test_...")
         task = f"{text.strip()}\n\n{_interface(row, test)}".strip()
-        return posed(problem_id(self.name, text), task, row.text("solution"), Suite(tests=tests, setup=test))
+        return make_problem(problem_id(self.name, text), task, row.text("solution"), Suite(tests=tests, setup=test))
 
 
 def _tests(source: str) -> tuple[str, ...]:

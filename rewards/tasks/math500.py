@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Literal
 
 from rewards.data.dataset import DataConfig, DataTask, problem_id
-from rewards.data.prompts import D1_FORMAT, D1_MATHS, PromptStyle, demonstration, user_turn
-from rewards.data.rows import Row, shown
+from rewards.data.prompts import D1_FORMAT, D1_MATHS, PromptStyle, format_completion, user_turn
+from rewards.data.rows import Row, preview
 from rewards.data.sources import HubSplit
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.first_d1.maths import equivalent, math_answer
 from rewards.first_d1.training_rewards import math_parts
-from rewards.maths import Limits, MathVerifier, Verdict, answers, final_term, spelled_alike
+from rewards.maths import AnswerVerdict, Limits, MathVerifier, final_term, judge_answer, same_spelling
+from rewards.parsing.answers import last_answer
+from rewards.parsing.boxed import last_boxed
 from rewards.problem import Grade, Problem, Split
-from rewards.reading.answers import last_answer
-from rewards.reading.boxed import last_boxed
 
 _HUB = {
     Split.TRAIN: HubSplit(repo="ankner/math-500", split="train", num_rows=7500),
@@ -40,9 +40,9 @@ class Math500Config(DataConfig):
     """`d1` for the wording of the d1 code, `compact` for the problem alone."""
 
     @property
-    def longest_grade_s(self) -> float:
+    def max_grading_s(self) -> float:
         """The limit of a comparison."""
-        return Limits().longest_s
+        return Limits().max_comparison_s
 
 
 class Math500(DataTask):
@@ -63,10 +63,10 @@ class Math500(DataTask):
         Fixed parts: `answer` (0 or 0.1) for a closed answer tag, `correct` (0 or 0.9). d1's are those of `math_parts`.
         """
         answer = final_term(text)
-        verdict = Verdict()
+        verdict = AnswerVerdict()
         if answer is not None and "fixed" in (self._config.reward, self._config.protocol):
             question = problem.messages[-1].content
-            verdict = answers(self._verifier, question=question, gold=problem.answer, answer=answer)
+            verdict = judge_answer(self._verifier, question=question, gold=problem.answer, answer=answer)
         if self._config.reward == "d1":
             parts = math_parts(text, problem.metadata["d1"])
         else:
@@ -85,19 +85,19 @@ class Math500(DataTask):
             detail=verdict.detail,
         )
 
-    def posed(self, question: str, truth: object) -> Problem:
+    def from_ground_truth(self, question: str, truth: object) -> Problem:
         """Return the problem of a published line, whose truth is a text. Raises ValueError."""
         if not isinstance(truth, str) or not truth.strip():
-            raise ValueError(f"the ground truth is {shown(truth)}; a math500 line has a text")
+            raise ValueError(f"the ground truth is {preview(truth)}; a math500 line has a text")
         return Problem(
             problem_id=problem_id(self.name, question),
             messages=user_turn(question),
             answer=truth,
-            demonstration="",
+            reference_completion="",
             metadata={"d1": truth},
         )
 
-    def _pose(self, row: Row) -> Problem:
+    def _make_problem(self, row: Row) -> Problem:
         question, solution = row.text("problem"), row.text("solution")
         answer, published = _answers(row, solution)
         style = self._config.prompt
@@ -106,7 +106,7 @@ class Math500(DataTask):
             problem_id=problem_id(self.name, question),
             messages=user_turn(question if style == "compact" else prompt),
             answer=answer,
-            demonstration=demonstration(style, reasoning=solution, answer=f"\\boxed{{{answer}}}"),
+            reference_completion=format_completion(style, reasoning=solution, answer=f"\\boxed{{{answer}}}"),
             metadata={"d1": published},
         )
 
@@ -120,9 +120,10 @@ def _answers(row: Row, solution: str) -> tuple[str, str]:
         published = solution if boxed is None else boxed
         # MATH also has `\boxed 5`, which d1 reads up to a dollar sign.
         answer = last_boxed(solution) or (published.strip() if published != solution else "")
-    if not spelled_alike(answer, answer):
+    if not same_spelling(answer, answer):
         raise ValueError(
-            f"{row.place}: no answer in solution, {shown(solution)}; it should be in a \\boxed{{}}, or in column answer"
+            f"{row.place}: no answer in solution, {preview(solution)}; it should be in a \\boxed{{}}, or in column "
+            "answer"
         )
     if len(answer) > _MAX_GOLD_CHARS:
         raise ValueError(f"{row.place}: the answer has {len(answer)} characters; {_MAX_GOLD_CHARS} can be compared")

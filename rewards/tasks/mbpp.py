@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rewards.data.dataset import problem_id
-from rewards.data.rows import Row, shown
+from rewards.data.rows import Row, preview
 from rewards.data.sources import HubSplit
 from rewards.problem import Grade, Problem, Split
 from rewards.sandbox import Suite
-from rewards.tasks.programs import ProgramsConfig, ProgramTask, posed, program_in
+from rewards.tasks.code_task import CodeTask, ProgramsConfig, make_problem, program_in
 
 # Three of its 374 training rows repeat a question of the test split and are left out.
 _HUB = {
@@ -31,7 +31,7 @@ class MbppConfig(ProgramsConfig):
     """Selects this task."""
 
 
-class Mbpp(ProgramTask):
+class Mbpp(CodeTask):
     """MBPP: write a Python function from one sentence and one of its tests."""
 
     name = "mbpp"
@@ -43,16 +43,16 @@ class Mbpp(ProgramTask):
         raises."""
         return self.grade_program(problem, text, program_in(text))
 
-    def posed(self, question: str, truth: object) -> Problem:
+    def from_ground_truth(self, question: str, truth: object) -> Problem:
         """Return the problem of a description whose truth is a list of assertions, or an object with `test_list`.
 
         Raises ValueError for any other truth.
         """
         self._check()
         fields = truth if isinstance(truth, dict) else {"test_list": truth}
-        return self._pose(Row(place="the ground truth", fields={"code": "pass", **fields, "text": question}))
+        return self._make_problem(Row(place="the ground truth", fields={"code": "pass", **fields, "text": question}))
 
-    def _pose(self, row: Row) -> Problem:
+    def _make_problem(self, row: Row) -> Problem:
         # The hub's config `sanitized` has this column name.
         text = row.text("prompt" if "text" not in row.fields and "prompt" in row.fields else "text")
         tests = (*_statements(row.fields, row, "test_list"), *_statements(row.fields, row, "challenge_test_list"))
@@ -61,12 +61,12 @@ class Mbpp(ProgramTask):
         setup = "\n".join([*_statements(row.fields, row, "test_imports"), str(row.fields.get("test_setup_code") or "")])
         # Papers show all tests, but then a lookup table of their values would pass.
         task = f"{text.strip()} It should pass this test:\n\n```python\n{tests[0]}\n```"
-        suite = Suite(tests=tests, setup=setup, below=True)
-        return posed(problem_id(self.name, text, *tests), task, row.text("code"), suite)
+        suite = Suite(tests=tests, setup=setup, appended=True)
+        return make_problem(problem_id(self.name, text, *tests), task, row.text("code"), suite)
 
 
 def _statements(fields: Mapping[str, Any], row: Row, column: str) -> tuple[str, ...]:
     value = row.value(column) if column == "test_list" else fields.get(column) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{row.place}: {column} is {shown(value)}; it should be a list of statements")
+        raise ValueError(f"{row.place}: {column} is {preview(value)}; it should be a list of statements")
     return tuple(value)

@@ -12,13 +12,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rewards.data.dataset import FileProblems, Files, chosen
-from rewards.data.draw import TooFewProblemsError, draw_distinct
-from rewards.data.prompts import D1_SUDOKU, PromptStyle, demonstration, user_turn
-from rewards.data.rows import Row, shown
+from rewards.data.dataset import DataSources, FileProblems, shuffled_prefix
+from rewards.data.prompts import D1_SUDOKU, PromptStyle, format_completion, user_turn
+from rewards.data.rows import Row, preview
+from rewards.data.sampling import TooFewProblemsError, sample_distinct
 from rewards.first_d1 import parsers as d1_parsers
-from rewards.problem import Grade, Problem, Rules, Split
-from rewards.reading.answers import ascii_digits, final_answer, last_answer
+from rewards.parsing.answers import ascii_digits, final_answer, last_answer
+from rewards.problem import Grade, GradingRules, Problem, Split
 
 NUM_CELLS = 16
 EMPTY = "0"
@@ -29,7 +29,7 @@ _LABEL = re.compile(r"\brow\s*[1-4]\b|\b4\s*[x\u00d7]\s*4\b", re.IGNORECASE)
 _SOLVED = re.compile(r"[1-4]{16}")
 
 
-class SudokuConfig(Files):
+class SudokuConfig(DataSources):
     """Settings of the Sudoku puzzles."""
 
     name: Literal["sudoku"] = "sudoku"
@@ -43,9 +43,9 @@ class SudokuConfig(Files):
     """`d1` for the wording of the d1 code, `compact` for the 16 characters of the puzzle alone."""
     heldout_fraction: float = Field(default=0.3, ge=0.05, le=0.5)
     """Fraction of the 288 solved grids that is held out. SPG, which first split by solution, holds out 88."""
-    reward: Rules = "fixed"
+    reward: GradingRules = "fixed"
     """Rules of the training reward."""
-    protocol: Rules = "fixed"
+    protocol: GradingRules = "fixed"
     """Rules for what evaluation counts as correct."""
 
     @model_validator(mode="after")
@@ -85,7 +85,7 @@ class Sudoku:
 
     def __init__(self, config: SudokuConfig) -> None:
         self._config = config
-        self._files = FileProblems(config, self._pose_row, lambda problem: self._key(problem.answer))
+        self._files = FileProblems(config, self._problem_of_row, lambda problem: self._key(problem.answer))
 
     def problems(self, split: Split, count: int, seed: int) -> list[Problem]:
         """Return `count` distinct puzzles of a split, each with one solution, determined by (split, count, seed).
@@ -95,18 +95,18 @@ class Sudoku:
         few puzzles or its file cannot be used.
         """
         if (found := self._files.of(split)) is not None:
-            return chosen(found, task=self.name, split=split, count=count, seed=seed)
+            return shuffled_prefix(found, task=self.name, split=split, count=count, seed=seed)
         grids = self._grids(split)
         if not grids:
             raise TooFewProblemsError(task=self.name, split=split, available=0, count=count)
-        return draw_distinct(lambda rng: self._draw(rng, grids), task=self.name, split=split, count=count, seed=seed)
+        return sample_distinct(lambda rng: self._draw(rng, grids), task=self.name, split=split, count=count, seed=seed)
 
     def size(self, split: Split) -> int | None:
         """Return the number of puzzles in the split's file; None if they are generated."""
         found = self._files.of(split)
         return None if found is None else len(found)
 
-    def at_most(self, split: Split) -> int:
+    def max_size(self, split: Split) -> int:
         """Return the size of the file; else the number of ways to empty cells, some of which leave several
         solutions."""
         if (found := self._files.of(split)) is not None:
@@ -114,9 +114,9 @@ class Sudoku:
         num_empty = range(self._config.min_empty, self._config.max_empty + 1)
         return len(self._grids(split)) * sum(comb(NUM_CELLS, count) for count in num_empty)
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Return sentences on what was left out of the files read so far."""
-        return self._files.remarks
+        return self._files.warnings
 
     def example(self) -> Problem:
         """Return the first training problem of seed 0."""
@@ -145,29 +145,29 @@ class Sudoku:
             items=(num_right, len(empty)),
         )
 
-    def posed(self, question: str, truth: object) -> Problem:
+    def from_ground_truth(self, question: str, truth: object) -> Problem:
         """Return the problem whose question has its 16 characters and whose truth is the solved grid. Raises
         ValueError."""
         found = _PUZZLE.match(question) or _NAMED_PUZZLE.search(question)
         if found is None:
             raise ValueError(
-                f"the question {shown(question)} has no puzzle; it should begin with its 16 digits, or say "
+                f"the question {preview(question)} has no puzzle; it should begin with its 16 digits, or say "
                 "`Sudoku puzzle: ` before them"
             )
-        return replace(self._pose(*_checked(found[1], truth)), messages=user_turn(question))
+        return replace(self._make_problem(*_checked(found[1], truth)), messages=user_turn(question))
 
-    def _pose_row(self, row: Row) -> Problem:
+    def _problem_of_row(self, row: Row) -> Problem:
         """Return the problem of a row with `Puzzle` and `Solution`, as in d1's files and on the hub
         (Mayfull/sudoku)."""
         try:
-            return self._pose(*_checked(row.text("Puzzle"), row.value("Solution")))
+            return self._make_problem(*_checked(row.text("Puzzle"), row.value("Solution")))
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}".replace(f"{row.place}: {row.place}", row.place)) from error
 
     def _grids(self, split: Split) -> list[str]:
         """Return the solutions of a generated split."""
         fraction = self._config.heldout_fraction
-        return [grid for grid in solved_grids() if self._files.is_made_for(split, self._key(grid), fraction)]
+        return [grid for grid in solved_grids() if self._files.belongs_to(split, self._key(grid), fraction)]
 
     def _key(self, grid: str) -> str:
         return f"{self.name}/{grid}"
@@ -178,9 +178,9 @@ class Sudoku:
         puzzle = _dig(rng, solution, num_empty)
         while num_solutions(puzzle) > 1:
             puzzle = _dig(rng, solution, num_empty)
-        return self._pose(puzzle, solution)
+        return self._make_problem(puzzle, solution)
 
-    def _pose(self, puzzle: str, solution: str) -> Problem:
+    def _make_problem(self, puzzle: str, solution: str) -> Problem:
         question = f"{D1_SUDOKU}\n\nSolve the following Sudoku puzzle: {puzzle}\n"
         rows = range(0, NUM_CELLS, 4)
         reasoning = "\n".join(f"{puzzle[row : row + 4]} -> {solution[row : row + 4]}" for row in rows)
@@ -188,7 +188,7 @@ class Sudoku:
             problem_id=f"{self.name}/{puzzle}",
             messages=user_turn(puzzle if self._config.prompt == "compact" else question),
             answer=solution,
-            demonstration=demonstration(self._config.prompt, reasoning=reasoning, answer=solution),
+            reference_completion=format_completion(self._config.prompt, reasoning=reasoning, answer=solution),
             metadata={"puzzle": puzzle},
         )
 
@@ -196,9 +196,9 @@ class Sudoku:
 def _checked(puzzle: str, solution: object) -> tuple[str, str]:
     """Validate a puzzle and its solution. Raises ValueError if they are not a puzzle and its solved grid."""
     if not _PUZZLE.fullmatch(puzzle) or EMPTY not in puzzle:
-        raise ValueError(f"the puzzle is {shown(puzzle)}; it should be 16 digits 0-4, 0 for each empty cell")
+        raise ValueError(f"the puzzle is {preview(puzzle)}; it should be 16 digits 0-4, 0 for each empty cell")
     if not isinstance(solution, str) or not _SOLVED.fullmatch(solution):
-        raise ValueError(f"the solution is {shown(solution)}; it should be the 16 digits 1-4 of the solved grid")
+        raise ValueError(f"the solution is {preview(solution)}; it should be the 16 digits 1-4 of the solved grid")
     if any(given not in (EMPTY, digit) for given, digit in zip(puzzle, solution, strict=True)):
         raise ValueError(f"the solution {solution} changes a given of the puzzle {puzzle}")
     return puzzle, solution

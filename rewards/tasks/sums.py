@@ -8,12 +8,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from rewards.data.draw import TooFewProblemsError, rng_for
-from rewards.data.prompts import demonstration, user_turn
-from rewards.data.rows import shown
+from rewards.data.prompts import format_completion, user_turn
+from rewards.data.rows import preview
+from rewards.data.sampling import TooFewProblemsError, rng_for
 from rewards.data.split import SplitConfig, split_of
+from rewards.parsing.answers import ascii_digits, last_answer
 from rewards.problem import Grade, Problem, Split
-from rewards.reading.answers import ascii_digits, last_answer
 
 
 class SumsConfig(SplitConfig):
@@ -49,18 +49,18 @@ class Sums:
         if count > len(operands):
             raise TooFewProblemsError(task=self.name, split=split, available=len(operands), count=count)
         rng_for(f"{self.name}/{split}/{seed}").shuffle(operands)
-        return [self._pose(terms) for terms in operands[:count]]
+        return [self._make_problem(terms) for terms in operands[:count]]
 
     def size(self, split: Split) -> int:
         """Return the number of problems of a split."""
         return len(self._operands(split))
 
-    def at_most(self, split: Split) -> int:
+    def max_size(self, split: Split) -> int:
         """Return the exact size."""
         return self.size(split)
 
-    def remarks(self) -> list[str]:
-        """Return no remarks: all problems are generated."""
+    def warnings(self) -> list[str]:
+        """Return no warnings: all problems are generated."""
         return []
 
     def example(self) -> Problem:
@@ -78,7 +78,7 @@ class Sums:
         reward = num_right / len(problem.answer)
         return Grade(reward=reward, parts={"digits": reward}, correct=digits == problem.answer)
 
-    def posed(self, question: str, truth: object) -> Problem:
+    def from_ground_truth(self, question: str, truth: object) -> Problem:
         """Return the problem whose question is its digits, `3 7 9`, and whose truth is its answer. Raises
         ValueError."""
         terms = question.split()
@@ -87,8 +87,8 @@ class Sums:
             or len(terms) != len(truth)
             or not all(t.isascii() and t.isdigit() for t in terms)
         ):
-            raise ValueError(f"the ground truth {shown(truth)} does not fit the question {shown(question)}")
-        return replace(self._pose(tuple(map(int, terms))), answer=truth)
+            raise ValueError(f"the ground truth {preview(truth)} does not fit the question {preview(question)}")
+        return replace(self._make_problem(tuple(map(int, terms))), answer=truth)
 
     def _operands(self, split: Split) -> list[tuple[int, ...]]:
         """Return the operands of every problem of a split in ascending order."""
@@ -98,13 +98,13 @@ class Sums:
         ours = {terms for terms in multisets if split_of(f"{self.name}/{_joined(terms, ',')}", *fractions) is split}
         return [terms for terms in product(range(10), repeat=num_terms) if tuple(sorted(terms)) in ours]
 
-    def _pose(self, terms: tuple[int, ...]) -> Problem:
+    def _make_problem(self, terms: tuple[int, ...]) -> Problem:
         answer = "".join(str(total % self._config.modulus) for total in accumulate(terms))
         return Problem(
             problem_id=f"{self.name}/{_joined(terms, ',')}",
             messages=user_turn(_joined(terms, " ")),
             answer=answer,
-            demonstration=demonstration("compact", reasoning="", answer=answer),
+            reference_completion=format_completion("compact", reasoning="", answer=answer),
         )
 
 

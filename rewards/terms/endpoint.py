@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from rewards.terms.post import Answer, TooLargeError, post
+from rewards.terms.post import HttpResponse, ResponseTooLargeError, post
 from rewards.terms.term import RewardUnavailableError, TermConfig
 
 LONGEST_WAIT_S = 8.0
@@ -23,7 +23,7 @@ here: graders have a time limit."""
 
 _FIRST_WAIT_S = 0.5
 # Transient failures: another try may succeed.
-_PASSING = (
+_TRANSIENT_STATUSES = (
     HTTPStatus.REQUEST_TIMEOUT,
     HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.INTERNAL_SERVER_ERROR,
@@ -42,11 +42,11 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 
-class RefusedError(Exception):
+class RequestRejectedError(Exception):
     """The endpoint works, but has no usable answer to this request; the message says why."""
 
 
-class _PassingError(Exception):
+class _TransientError(Exception):
     """A try failed in a possibly transient way; the message says how."""
 
     def __init__(self, what: str, retry_after_s: float | None = None) -> None:
@@ -54,7 +54,7 @@ class _PassingError(Exception):
         self.retry_after_s = retry_after_s
 
 
-class AskingConfig(TermConfig):
+class RemoteTermConfig(TermConfig):
     """Settings common to the terms that query a server."""
 
     timeout_s: PositiveFloat = 12.0
@@ -67,7 +67,7 @@ class AskingConfig(TermConfig):
     """Maximum size of a response, in bytes."""
 
     @property
-    def patience_s(self) -> float:
+    def total_timeout_s(self) -> float:
         """Total timeout of a request to a server that does not answer, over all tries and waits, in seconds."""
         return self.num_tries * self.timeout_s + (self.num_tries - 1) * LONGEST_WAIT_S
 
@@ -89,18 +89,19 @@ class Endpoint:
     before_try: Callable[[], None]
     """Called before every try, to limit the rate and to count."""
 
-    def ask(self, question: Mapping[str, Any]) -> bytes:
+    def post_json(self, value: Mapping[str, Any]) -> bytes:
         """Post a JSON object and return the body of the response.
 
         Raises:
-            RefusedError: this request has no usable answer (status 400, 413 or 422, or a response that is too large).
+            RequestRejectedError: this request has no usable answer (status 400, 413 or 422, or a response that is too
+                large).
             RewardUnavailableError: no try succeeded, or the endpoint would refuse any request.
         """
-        body = json.dumps(question).encode()
+        body = json.dumps(value).encode()
         for attempt in range(1, self.num_tries + 1):
             try:
                 return self._try(body)
-            except _PassingError as error:
+            except _TransientError as error:
                 wait_s = error.retry_after_s
                 if wait_s is None:
                     wait_s = min(LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** (attempt - 1))
@@ -114,41 +115,41 @@ class Endpoint:
         headers = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
         self.before_try()
         try:
-            answer = post(self.url, body, headers, timeout_s=self.timeout_s, max_bytes=self.max_bytes)
-        except TooLargeError as error:
-            raise RefusedError(f"{self.url} answered with more than {self.max_bytes} bytes") from error
+            response = post(self.url, body, headers, timeout_s=self.timeout_s, max_bytes=self.max_bytes)
+        except ResponseTooLargeError as error:
+            raise RequestRejectedError(f"{self.url} answered with more than {self.max_bytes} bytes") from error
         except (OSError, http.client.HTTPException) as error:
-            raise _PassingError(str(error) or type(error).__name__) from error
-        if answer.status in _PASSING:
-            raise _PassingError(f"status {answer.status}", _retry_after_s(answer))
-        if answer.status in _ABOUT_THE_REQUEST:
-            raise RefusedError(f"{self.url} answered {answer.status}")
-        if answer.status != HTTPStatus.OK:
-            raise RewardUnavailableError(f"{self.url} refuses to answer: status {answer.status}{_redirect(answer)}")
-        return answer.body
+            raise _TransientError(str(error) or type(error).__name__) from error
+        if response.status in _TRANSIENT_STATUSES:
+            raise _TransientError(f"status {response.status}", _retry_after_s(response))
+        if response.status in _ABOUT_THE_REQUEST:
+            raise RequestRejectedError(f"{self.url} answered {response.status}")
+        if response.status != HTTPStatus.OK:
+            raise RewardUnavailableError(f"{self.url} refuses to answer: status {response.status}{_redirect(response)}")
+        return response.body
 
 
-def ask_all(ask: Callable[[Q], R], questions: Iterable[Q], max_concurrency: int) -> list[R]:
-    """Return `ask`'s result for each question, in order, with at most `max_concurrency` at a time.
+def map_concurrently(function: Callable[[Q], R], items: Iterable[Q], max_concurrency: int) -> list[R]:
+    """Return `function`'s result for each item, in order, with at most `max_concurrency` at a time.
 
-    Raises the first RewardUnavailableError and skips the questions that have not started. Otherwise an endpoint that
-    never answers would cost the full timeout for each question, and graders have a time limit.
+    Raises the first RewardUnavailableError and skips the items that have not started. Otherwise an endpoint that
+    never answers would cost the full timeout for each item, and graders have a time limit.
     """
     # The message and not the error, which keeps its frames alive, and with them the connection.
     found: list[str] = []
 
-    def unless_nobody_answers(question: Q) -> R:
-        # A thread whose question failed takes the next one before the pool can be cancelled.
+    def unless_unavailable(item: Q) -> R:
+        # A thread whose item failed takes the next one before the pool can be cancelled.
         if found:
             raise RewardUnavailableError(found[0])
         try:
-            return ask(question)
+            return function(item)
         except RewardUnavailableError as error:
             found.append(str(error))
             raise
 
     with ThreadPoolExecutor(max_concurrency) as pool:
-        return list(pool.map(unless_nobody_answers, questions))
+        return list(pool.map(unless_unavailable, items))
 
 
 def checked_url(url: str) -> str:
@@ -167,14 +168,14 @@ def checked_url(url: str) -> str:
     return url
 
 
-def _retry_after_s(answer: Answer) -> float | None:
+def _retry_after_s(response: HttpResponse) -> float | None:
     """Return the seconds of the Retry-After header; None if there are none (dates are not parsed)."""
     try:
-        return max(0.0, float(answer.headers["retry-after"]))
+        return max(0.0, float(response.headers["retry-after"]))
     except (KeyError, ValueError):
         return None
 
 
-def _redirect(answer: Answer) -> str:
-    place = answer.headers.get("location")
+def _redirect(response: HttpResponse) -> str:
+    place = response.headers.get("location")
     return "" if place is None else f", a redirect to {place[:200]!r}, which is not followed"

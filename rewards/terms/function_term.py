@@ -16,7 +16,7 @@ from rewards.sample import Sample
 from rewards.terms.term import NoValue, TermConfig, Value, as_value
 
 _NO_SAMPLE = Sample(
-    problem=Problem(problem_id="", messages=(Message(role="user", content=""),), answer="", demonstration=""),
+    problem=Problem(problem_id="", messages=(Message(role="user", content=""),), answer="", reference_completion=""),
     text="",
     num_tokens=1,
     num_forwards=1,
@@ -42,9 +42,9 @@ class FunctionConfig(TermConfig):
         """Raise ValueError unless the function can be imported and takes the keyword arguments of a sample."""
         function = load_function(self)
         try:
-            inspect.signature(function).bind(**_NO_SAMPLE.facts())
+            inspect.signature(function).bind(**_NO_SAMPLE.reward_arguments())
         except TypeError as error:
-            names = ", ".join(_NO_SAMPLE.facts())
+            names = ", ".join(_NO_SAMPLE.reward_arguments())
             raise ValueError(
                 f"{self.path} does not take what it is called with ({error}); it is given {names}: "
                 "name those that it needs, and **rest for the others"
@@ -74,7 +74,7 @@ class FunctionTerm:
 
     def _value(self, sample: Sample) -> Value:
         try:
-            given = self._function(**sample.facts())
+            given = self._function(**sample.reward_arguments())
         except Exception as error:
             return NoValue(detail=f"{self._path} raised {type(error).__name__}: {error}")
         return as_value(given, self._path)

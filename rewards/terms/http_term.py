@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from rewards.sample import Sample
-from rewards.terms.endpoint import AskingConfig, Endpoint, RefusedError, ask_all, checked_url
+from rewards.terms.endpoint import Endpoint, RemoteTermConfig, RequestRejectedError, checked_url, map_concurrently
 from rewards.terms.term import EnvironmentName, NoValue, Value, as_value, secret_of
 
 
-class HttpConfig(AskingConfig):
+class HttpConfig(RemoteTermConfig):
     """An HTTP endpoint. Redirects are not followed and no proxy is used."""
 
     kind: Literal["http"] = "http"
@@ -56,7 +56,7 @@ class HttpTerm:
         """
         size = self._config.batch_size
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
-        return list(chain.from_iterable(ask_all(self._batch, batches, self._config.max_concurrency)))
+        return list(chain.from_iterable(map_concurrently(self._batch, batches, self._config.max_concurrency)))
 
     def take_costs(self) -> Mapping[str, float]:
         """Return no costs."""
@@ -64,8 +64,8 @@ class HttpTerm:
 
     def _batch(self, samples: Sequence[Sample]) -> list[Value]:
         try:
-            body = self._endpoint.ask({"samples": [sample.facts() for sample in samples]})
-        except RefusedError as error:
+            body = self._endpoint.post_json({"samples": [sample.reward_arguments() for sample in samples]})
+        except RequestRejectedError as error:
             return [NoValue(detail=str(error))] * len(samples)
         return _values_of(body, len(samples), self._config.url)
 

@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 _CHUNK_BYTES = 65536
 
 
-class TooLargeError(Exception):
+class ResponseTooLargeError(Exception):
     """A response is larger than allowed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class HttpResponse:
     """A server's response, whatever its status."""
 
     status: int
@@ -27,11 +27,11 @@ class Answer:
     """Empty if the status is not 200: other bodies are not read."""
 
 
-def post(url: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float, max_bytes: int) -> Answer:
+def post(url: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float, max_bytes: int) -> HttpResponse:
     """Send `body` to `url` and read the response, all within about `timeout_s` seconds.
 
     Raises OSError (including TimeoutError) or http.client.HTTPException if the server cannot be reached or the
-    connection breaks, and TooLargeError if the response has more than `max_bytes`.
+    connection breaks, and ResponseTooLargeError if the response has more than `max_bytes`.
     """
     parts = urlsplit(url)
     deadline = time.monotonic() + timeout_s
@@ -51,12 +51,12 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, timeout_s: float,
                 break
             read += chunk
             if len(read) > max_bytes:
-                raise TooLargeError
+                raise ResponseTooLargeError
         if response.status == http.client.OK and response.length:
             # Unlike `read`, `read1` does not report a body that ends too early.
             raise http.client.IncompleteRead(bytes(read), response.length)
         named = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(status=response.status, headers=named, body=bytes(read))
+        return HttpResponse(status=response.status, headers=named, body=bytes(read))
     finally:
         connection.close()
 

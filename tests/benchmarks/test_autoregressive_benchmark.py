@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.adapted import autoregressive
 from benchmarks.adapted.stories import stories
-from deploy.adapt.generation import Response, TransformersGenerator
+from deploy.adapt.generation import ModelResponse, TransformersGenerator
 from learner.model.autoregressive.source import Source, open_source
 from rewards import Split, SumsConfig, make_task
 from tests.learner.model.autoregressive.tiny_autoregressive import write_source
@@ -53,8 +53,10 @@ def test_what_the_model_says_is_graded_up_to_its_end_of_turn(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [problem] = make_task(TASK).problems(Split.HELDOUT, 1, seed=0)
-    ids = source.tokenizer()(problem.demonstration)["input_ids"]
-    monkeypatch.setattr(TransformersGenerator, "generate", lambda *_: [Response(token_ids=tuple(ids), is_ended=True)])
+    ids = source.tokenizer()(problem.reference_completion)["input_ids"]
+    monkeypatch.setattr(
+        TransformersGenerator, "generate", lambda *_: [ModelResponse(token_ids=tuple(ids), is_ended=True)]
+    )
     found = autoregressive.scored(source, TASK, tmp_path, count=1, max_new_tokens=64, batch_size=1)
     assert (found["num_correct"], found["mean_tokens"], found["truncated"]) == (1, len(ids) + 1, 0)
 

@@ -74,11 +74,11 @@ class Ended:
 @pytest.fixture
 def d1(workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
     """Runs `d1 ...` in this process, through its entry point."""
-    from deploy import waiting
+    from deploy import wait_display
     from deploy.cli import main
 
     # On a busy machine an import takes seconds: what is said of that is no part of what a command prints.
-    monkeypatch.setattr(waiting, "EVERY_S", 600.0)
+    monkeypatch.setattr(wait_display, "EVERY_S", 600.0)
     # Commands are printed as this user calls them: as `d1`.
     monkeypatch.setenv("PATH", sysconfig.get_path("scripts"), prepend=os.pathsep)
 

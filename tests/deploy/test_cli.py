@@ -74,7 +74,7 @@ def test_help_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
 
 def test_a_refusal_of_the_real_command_is_one_sentence(recipe_file: Path) -> None:
     # Without what a busy machine has said of long imports.
-    quiet = f"import deploy.waiting; deploy.waiting.EVERY_S = 600; {_MAIN}"
+    quiet = f"import deploy.wait_display; deploy.wait_display.EVERY_S = 600; {_MAIN}"
     ended = _python(quiet, "train", "tiny.yaml", "learner.lr=-1", cwd=recipe_file.parent)
     assert ended.returncode == 2
     assert ended.stdout == ""

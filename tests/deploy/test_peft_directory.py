@@ -70,7 +70,9 @@ def test_sample_and_export_have_the_adapter_on_its_base(adapter: Path, d1: Calla
 
 def test_eval_tells_adapters_apart(adapter: Path, d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     # One worker in this process: another takes seconds to start.
-    monkeypatch.setattr("deploy.evaluation.evaluate.answers", lambda config, _, some: map(Worker(config).answer, some))
+    monkeypatch.setattr(
+        "deploy.evaluation.evaluate.answer_batches", lambda config, _, some: map(Worker(config).answer, some)
+    )
     asked = ("eval", "adapter", "--tasks", "sums", "--problems", "2", "--lengths", "16", "--json")
     ended = d1(*asked)
     assert ended.status == 0, ended.err

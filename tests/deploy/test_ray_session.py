@@ -17,7 +17,7 @@ from ray._private import ray_constants, services, worker
 
 from deploy.errors import RunFailedError, UserError
 from deploy.orphans import descendants
-from deploy.ray_session import connected, ray_session
+from deploy.ray_session import connect_with_retries, ray_session
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_start_that_failed_leaves_no_process_and_no_warning(monkeypatch: pytes
         return "a context"
 
     monkeypatch.setattr(sys, "unraisablehook", said.append)
-    assert connected(connect, 2) == "a context"
+    assert connect_with_retries(connect, 2) == "a context"
     gc.collect()
     assert len(started) == 2
     assert not set(started) & descendants(os.getpid())

@@ -115,7 +115,11 @@ def fast_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_sample(text: str = "309", answer: str = "309", **changes: Any) -> Sample:
     """A completion of a running sum."""
     problem = Problem(
-        problem_id="sums/3,7,9", messages=user_turn("3 7 9"), answer=answer, demonstration="", metadata={"k": "v"}
+        problem_id="sums/3,7,9",
+        messages=user_turn("3 7 9"),
+        answer=answer,
+        reference_completion="",
+        metadata={"k": "v"},
     )
     facts = {"num_tokens": 6, "num_forwards": 3, "max_tokens": 8, "is_truncated": False} | changes
     return Sample(problem=problem, text=text, **facts)

@@ -78,7 +78,7 @@ def test_so_is_one_of_a_task_of_two_parts_without_terms(task_weight: float) -> N
     """A weight times a sum is not always the sum of the weighted."""
     task = CountdownConfig()
     (problem,) = Countdown(task).problems(Split.TRAIN, 1, seed=0)
-    sample = replace(make_sample(problem.demonstration), problem=problem)
+    sample = replace(make_sample(problem.reference_completion), problem=problem)
     (grade,) = Grader(task, _reward(task_weight=task_weight)).grade([sample])
     assert len(grade.parts) == 2
     assert grade.reward == sum(grade.parts.values())

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards import Outcome
-from rewards.maths import Limits, MathVerifier, process, respelled, spelled_alike, verifier
+from rewards.maths import Limits, MathVerifier, normalized_latex, process, same_spelling, verifier
 
 _ROOT = Path(__file__).parents[2]
 _DATA = _ROOT.parent / "shared" / "data" / "llada-generations" / "math500_256.jsonl"
@@ -43,7 +43,7 @@ def maths() -> Iterator[MathVerifier]:
 @pytest.fixture(scope="module")
 def strict() -> Iterator[MathVerifier]:
     """Little time, and no limit on the length: everything is read."""
-    maths = MathVerifier(Limits(cpu_s=0.4, wall_s=_WALL_S, max_chars=10_000_000, memory_bytes=400 << 20))
+    maths = MathVerifier(Limits(cpu_s=0.4, timeout_s=_WALL_S, max_chars=10_000_000, memory_bytes=400 << 20))
     assert maths.verify(*_HALF).right
     yield maths
     maths.close()
@@ -98,7 +98,7 @@ def others() -> frozenset[int]:
 @pytest.fixture
 def alone(others: frozenset[int]) -> Iterator[MathVerifier]:
     """A verifier that leaves nothing behind."""
-    maths = MathVerifier(Limits(cpu_s=0.4, wall_s=60.0))
+    maths = MathVerifier(Limits(cpu_s=0.4, timeout_s=60.0))
     yield maths
     maths.close()
     assert set(_descendants()) <= others
@@ -108,8 +108,8 @@ def alone(others: frozenset[int]) -> Iterator[MathVerifier]:
 def _impatient(maths: MathVerifier) -> Iterator[None]:
     """Within the block two seconds are too long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maths, "_limits", replace(maths._limits, wall_s=2.0))
-        patch.setattr(maths._worker, "_wall_s", 2.0)
+        patch.setattr(maths, "_limits", replace(maths._limits, timeout_s=2.0))
+        patch.setattr(maths._worker, "_timeout_s", 2.0)
         yield
 
 
@@ -253,12 +253,12 @@ def test_what_cannot_start_is_an_error(tmp_path: Path, others: frozenset[int], m
     broken.write_text("import no_such_module")
     slow.write_text("import time; time.sleep(60)")
     monkeypatch.setattr(process, "_KILL_S", 0.3)
-    worker = process.KillableWorker(broken, [], start_s=60, wall_s=1)
-    with pytest.raises(process.NotStartedError, match=r"cannot be imported \(exit status 1\)"):
-        worker.ask(b"{}\n")
-    worker = process.KillableWorker(slow, [], start_s=0.3, wall_s=1)
-    with pytest.raises(process.NotStartedError, match=r"did not start within 0.3 s"):
-        worker.ask(b"{}\n")
+    worker = process.KillableWorker(broken, [], start_timeout_s=60, timeout_s=1)
+    with pytest.raises(process.WorkerStartError, match=r"cannot be imported \(exit status 1\)"):
+        worker.request(b"{}\n")
+    worker = process.KillableWorker(slow, [], start_timeout_s=0.3, timeout_s=1)
+    with pytest.raises(process.WorkerStartError, match=r"did not start within 0.3 s"):
+        worker.request(b"{}\n")
     assert set(_descendants()) <= others
 
 
@@ -305,7 +305,7 @@ def test_an_interrupted_request_does_not_answer_the_next(maths: MathVerifier, mo
 _PARENT = """
 import sys
 from rewards.maths import Limits, MathVerifier
-maths = MathVerifier(Limits(cpu_s=60, wall_s=60))
+maths = MathVerifier(Limits(cpu_s=60, timeout_s=60))
 maths.verify("5", "10/2")
 print("ready", flush=True)
 maths.verify("5", sys.argv[1])
@@ -353,21 +353,21 @@ def test_a_forgotten_verifier_leaves_no_process(others: frozenset[int]) -> None:
     ],
 )
 def test_spelled_alike(a: str, b: str, alike: bool) -> None:
-    assert spelled_alike(a, b) == alike == spelled_alike(b, a)
+    assert same_spelling(a, b) == alike == same_spelling(b, a)
 
 
 @given(st.lists(st.sampled_from(["\\left", "(", "1", "23", "x", ",", " ", "\\frac", "{", "}", ".", "\\!", "$"])))
 def test_a_spelling_is_its_own_spelling(pieces: list[str]) -> None:
-    spelling = respelled("".join(pieces))
-    assert respelled(spelling) == spelling
+    spelling = normalized_latex("".join(pieces))
+    assert normalized_latex(spelling) == spelling
 
 
 @pytest.mark.skipif(not _DATA.is_file(), reason="needs shared/data beside the repository")
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.nightly)])
 def test_what_is_spelled_alike_means_the_same(maths: MathVerifier, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     golds = {json.loads(line)["ground_truth"] for line in _DATA.read_text().splitlines()}
-    monkeypatch.setattr(verifier, "spelled_alike", lambda a, b: False)
+    monkeypatch.setattr(verifier, "same_spelling", lambda a, b: False)
     for gold in sorted(golds)[::every]:
-        for respelling in (respelled(gold), f"$ {gold} $.", gold.replace("\\frac", "\\dfrac")):
-            assert spelled_alike(gold, respelling)
+        for respelling in (normalized_latex(gold), f"$ {gold} $.", gold.replace("\\frac", "\\dfrac")):
+            assert same_spelling(gold, respelling)
             assert maths.verify(gold, respelling).right, (gold, respelling)

@@ -54,7 +54,7 @@ def test_sudoku_rewards_equal_a_slow_reference() -> None:
     for item in _generations("sudoku"):
         puzzle, solution = re.findall(r"\d{16}", item["question"])[0], item["ground_truth"]
         problem = Problem(
-            problem_id=puzzle, messages=(), answer=solution, demonstration="", metadata={"puzzle": puzzle}
+            problem_id=puzzle, messages=(), answer=solution, reference_completion="", metadata={"puzzle": puzzle}
         )
         cells = "".join(c for c in _d1_answer(item["generation"]) or "" if c.isdigit()).ljust(16, "0")[:16]
         empty = [cell for cell in range(16) if puzzle[cell] == "0"]
@@ -71,7 +71,7 @@ def test_countdown_rewards_are_those_of_d1s_training() -> None:
     countdown = Countdown(CountdownConfig(reward="d1"))
     num_unboxed_right = 0
     for item in _generations("countdown"):
-        problem = countdown.posed(item["question"], item["ground_truth"])
+        problem = countdown.from_ground_truth(item["question"], item["ground_truth"])
         text = item["generation"]
         # Evaluation asks for \boxed, which d1's training reward holds for illegal characters.
         assert countdown.grade(problem, text).reward == (0.0 if _d1_answer(text) is None else 0.1)
@@ -82,7 +82,7 @@ def test_countdown_rewards_are_those_of_d1s_training() -> None:
 def _score(config: TaskConfig) -> tuple[int, int]:
     task = make_task(config)
     grades = [
-        task.grade(task.posed(item["question"], item["ground_truth"]), item["generation"])
+        task.grade(task.from_ground_truth(item["question"], item["ground_truth"]), item["generation"])
         for item in _generations(config.name)
     ]
     return sum(grade.score[0] for grade in grades), sum(grade.score[1] for grade in grades)
@@ -130,7 +130,7 @@ def test_d1s_evaluation_puzzles_are_solved_as_they_say_but_a_quarter_is_ambiguou
 def test_maths_is_judged_as_published_and_by_our_rules(config: TaskConfig, correct: int, total: int) -> None:
     task = make_task(config)
     grades = [
-        task.grade(task.posed(item["question"], item["ground_truth"]), item["generation"])
+        task.grade(task.from_ground_truth(item["question"], item["ground_truth"]), item["generation"])
         for item in _generations(config.name)
     ]
     assert {grade.outcome for grade in grades} == {Outcome.GRADED}
@@ -143,4 +143,4 @@ def test_every_row_of_gsm8k_is_a_problem_whose_demonstration_is_right() -> None:
     assert (task.size(Split.TRAIN), task.size(Split.HELDOUT)) == (7473, 1319)
     problems = task.problems(Split.TRAIN, 7473, seed=0) + task.problems(Split.HELDOUT, 1319, seed=0)
     for problem in problems:
-        assert task.grade(problem, problem.demonstration).reward == 1.0
+        assert task.grade(problem, problem.reference_completion).reward == 1.0

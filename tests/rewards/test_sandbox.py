@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rewards.sandbox import ProgramEnding, Ran, Sandbox, SandboxConfig, bubblewrap, gvisor
+from rewards.sandbox import ExitReason, RunResult, Sandbox, SandboxConfig, bubblewrap, gvisor
 
 _CONFIG = SandboxConfig(cpu_s=1, wall_s=60, num_processes=6, memory_bytes=256 * 2**20, file_bytes=2**20)
 
@@ -36,8 +36,8 @@ def sandbox() -> Iterator[Sandbox]:
     assert _left() == []
 
 
-def _said(ran: Ran) -> str:
-    assert ran.ending is ProgramEnding.FINISHED, ran
+def _said(ran: RunResult) -> str:
+    assert ran.exit_reason is ExitReason.FINISHED, ran
     return ran.stdout.decode()
 
 
@@ -52,27 +52,27 @@ def test_a_program_runs_with_the_standard_library_and_its_own_files(sandbox: San
     assert _said(ran) == 'kept\n{"in": "given", "name": "__main__"}\n'
     assert ran.exit_status == 0
     assert sandbox.run("import sys; sys.exit(3)").exit_status == 3
-    assert "ZeroDivisionError" in sandbox.run("1 / 0").complaint
+    assert "ZeroDivisionError" in sandbox.run("1 / 0").last_error_line
 
 
 def test_an_endless_loop_ends_with_its_cpu_seconds(sandbox: Sandbox) -> None:
-    assert sandbox.run("while True: pass").ending is ProgramEnding.CPU_LIMIT
+    assert sandbox.run("while True: pass").exit_reason is ExitReason.CPU_LIMIT
 
 
 def test_the_cpu_limit_cannot_be_caught(sandbox: Sandbox) -> None:
     ran = sandbox.run("import signal\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass")
-    assert ran.ending is ProgramEnding.CPU_LIMIT
+    assert ran.exit_reason is ExitReason.CPU_LIMIT
 
 
 def test_a_program_that_waits_ends_with_the_wall_seconds() -> None:
     ran = _run_started(SandboxConfig(wall_s=3), "import time; time.sleep(1000)")
-    assert ran.ending is ProgramEnding.WALL_LIMIT
+    assert ran.exit_reason is ExitReason.WALL_LIMIT
     assert 3 <= ran.seconds < 20
 
 
-def _run_started(config: SandboxConfig, source: str) -> Ran:
+def _run_started(config: SandboxConfig, source: str) -> RunResult:
     """On a busy machine its seconds may be over before it is up."""
-    while (ran := Sandbox(config).run(source)).ending is ProgramEnding.NOT_STARTED:
+    while (ran := Sandbox(config).run(source)).exit_reason is ExitReason.NOT_STARTED:
         pass
     return ran
 
@@ -80,7 +80,7 @@ def _run_started(config: SandboxConfig, source: str) -> Ran:
 def test_a_sandbox_that_is_slow_to_start_is_there_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = Sandbox(SandboxConfig(wall_s=0.001))
     monkeypatch.setattr(bubblewrap, "command", lambda *_: ["/bin/sh", "-c", "exec sleep 60"])
-    assert sandbox.run("pass").ending is ProgramEnding.NOT_STARTED
+    assert sandbox.run("pass").exit_reason is ExitReason.NOT_STARTED
 
 
 def test_a_fork_bomb_stays_below_its_limit_and_nothing_of_it_is_left() -> None:
@@ -97,7 +97,7 @@ def test_a_fork_bomb_stays_below_its_limit_and_nothing_of_it_is_left() -> None:
         "time.sleep(1000)\n"
     )
     ran = _run_started(_CONFIG.model_copy(update={"wall_s": 6.0}), source)
-    assert ran.ending is ProgramEnding.WALL_LIMIT
+    assert ran.exit_reason is ExitReason.WALL_LIMIT
     assert int(ran.stdout) == _CONFIG.num_processes - 1
     assert _left() == []
 
@@ -105,7 +105,7 @@ def test_a_fork_bomb_stays_below_its_limit_and_nothing_of_it_is_left() -> None:
 def test_a_fork_bomb_of_all_its_children_ends() -> None:
     source = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
     ran = _run_started(_CONFIG.model_copy(update={"wall_s": 3.0}), source)
-    assert ran.ending in (ProgramEnding.WALL_LIMIT, ProgramEnding.CPU_LIMIT)
+    assert ran.exit_reason in (ExitReason.WALL_LIMIT, ExitReason.CPU_LIMIT)
     assert _left() == []
 
 
@@ -125,7 +125,7 @@ def test_threads_count_as_processes(sandbox: Sandbox) -> None:
 def test_a_memory_bomb_meets_a_memory_error(sandbox: Sandbox) -> None:
     ran = sandbox.run("kept = []\nwhile True: kept.append(bytearray(2**20))")
     assert ran.exit_status == 1
-    assert "MemoryError" in ran.complaint
+    assert "MemoryError" in ran.last_error_line
 
 
 @pytest.mark.parametrize("call", ["shmget(0, 2**28, 0o1600)", "memfd_create(b'x', 0)", "msgget(0, 0o1600)"])
@@ -136,8 +136,8 @@ def test_memory_cannot_be_had_beside_the_limit(sandbox: Sandbox, call: str) -> N
 @pytest.mark.parametrize("fd", [1, 2])
 def test_a_gigabyte_of_output_is_cut_and_its_program_killed(sandbox: Sandbox, fd: int) -> None:
     ran = sandbox.run(f"import os\nfor _ in range(1024): os.write({fd}, b'x' * 2**20)")
-    assert ran.ending is ProgramEnding.OUTPUT_LIMIT
-    assert (len(ran.stdout), len(ran.complaint)) == ((_CONFIG.output_bytes, 0), (0, 300))[fd - 1]
+    assert ran.exit_reason is ExitReason.OUTPUT_LIMIT
+    assert (len(ran.stdout), len(ran.last_error_line)) == ((_CONFIG.output_bytes, 0), (0, 300))[fd - 1]
 
 
 def test_files_are_limited_one_by_one_and_in_all(sandbox: Sandbox) -> None:
@@ -145,7 +145,7 @@ def test_files_are_limited_one_by_one_and_in_all(sandbox: Sandbox) -> None:
     many = f"for i in range(8): open(f'/tmp/{{i}}', 'wb').write(b'x' * {_CONFIG.file_bytes // 4})"
     handles = "kept = [open('/dev/null') for _ in range(100)]"
     for source, complaint in ((one, "File too large"), (many, "No space left"), (handles, "Too many open files")):
-        assert complaint in sandbox.run(source).complaint
+        assert complaint in sandbox.run(source).last_error_line
 
 
 def test_the_environment_is_empty(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_abstract_sockets_of_this_machine_cannot_be_reached(sandbox: Sandbox) ->
         server.bind("\0d1-test")
         server.listen()
         source = "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0d1-test')"
-        assert "ConnectionRefusedError" in sandbox.run(source).complaint
+        assert "ConnectionRefusedError" in sandbox.run(source).last_error_line
 
 
 def test_nothing_can_be_written_outside_tmp_and_tmp_is_gone_afterwards(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -220,7 +220,10 @@ def test_rights_cannot_be_had_back(sandbox: Sandbox, call: str) -> None:
 
 
 def test_no_command_of_the_system_is_there(sandbox: Sandbox) -> None:
-    assert "FileNotFoundError" in sandbox.run("import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])").complaint
+    assert (
+        "FileNotFoundError"
+        in sandbox.run("import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])").last_error_line
+    )
 
 
 def test_the_order_of_sets_is_the_same_in_every_run(sandbox: Sandbox) -> None:
@@ -230,7 +233,7 @@ def test_the_order_of_sets_is_the_same_in_every_run(sandbox: Sandbox) -> None:
 
 def test_a_text_that_utf8_cannot_say_runs(sandbox: Sandbox) -> None:
     assert _said(sandbox.run("print(len('\ud800'))")) == "1\n"
-    assert "SyntaxError" in sandbox.run("\x00").complaint or sandbox.run("\x00").exit_status == 1
+    assert "SyntaxError" in sandbox.run("\x00").last_error_line or sandbox.run("\x00").exit_status == 1
 
 
 def test_a_missing_sandbox_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,8 +269,8 @@ def test_an_old_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_without_a_sandbox_only_the_limits_hold() -> None:
     sandbox = Sandbox(_CONFIG.model_copy(update={"kind": "none"}))
     assert _said(sandbox.run("import os; print(os.path.exists('/usr/bin'))")) == "True\n"
-    assert sandbox.run("while True: pass").ending is ProgramEnding.CPU_LIMIT
-    assert "MemoryError" in sandbox.run("kept = bytearray(2**30)").complaint
+    assert sandbox.run("while True: pass").exit_reason is ExitReason.CPU_LIMIT
+    assert "MemoryError" in sandbox.run("kept = bytearray(2**30)").last_error_line
 
 
 @pytest.mark.skipif(shutil.which("runsc") is None, reason="needs gVisor's runsc")

@@ -78,7 +78,7 @@ def _of_task(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> tuple[li
     problems = plan.train[: spec.sft.num_labels]
     train, held_out = fitting(problems), fitting(plan.to_test_loss_by[: spec.sft.num_eval])
     if not train:
-        shortest = min(len(tokenizer.encode_completion(problem.demonstration)) for problem in problems)
+        shortest = min(len(tokenizer.encode_completion(problem.reference_completion)) for problem in problems)
         raise ValueError(
             f"the shortest demonstration of task {spec.task.name} has {shortest} tokens; "
             f"rollout.sampling.gen_length {gen_length} must be at least that"
@@ -87,7 +87,7 @@ def _of_task(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> tuple[li
 
 
 def _of_problem(plan: RunPlan, tokenizer: ChatTokenizer, problem: Problem, gen_length: int) -> Example:
-    completion = tokenizer.encode_completion(problem.demonstration)
+    completion = tokenizer.encode_completion(problem.reference_completion)
     return Example(prompt_ids=plan.prompt_ids(problem), completion_ids=tuple(completion), num_slots=gen_length)
 
 

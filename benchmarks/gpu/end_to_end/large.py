@@ -69,7 +69,7 @@ def trained(visit: Visit) -> None:
                 command.wait_until(lambda: len(_of(events(), "round")) > number, f"round {number}")  # noqa: B023
                 _tell_round(visit, _of(events(), "round")[number], plan)
         visit.row("requests while versions were swapped", load.in_words())
-        planned = {memory.who: f"plan {memory.num_bytes / 1e9:.2f} GB" for memory in plan.processes}
+        planned = {memory.label: f"plan {memory.num_bytes / 1e9:.2f} GB" for memory in plan.processes}
         tell_memory(visit, command.memory, planned)
 
 

@@ -33,9 +33,9 @@ _EOS = 256
 _FORBIDDEN_IN_STRINGS = (*range(0x20), ord('"'), ord("\\"), 0x7F)
 # The library also builds, and drops, an unanchored automaton: for `.{0,30}` it has 2 ** 30 states. A prefix prevents
 # that, if it is longer than the repetition counts of expressions and does not overlap itself.
-_BEGIN = b"\x01" + 63 * b"\x00"
+_PREFIX = b"\x01" + 63 * b"\x00"
 # Detects an expression that closes a group it has not opened. No text contains this byte.
-_END = 2
+_SUFFIX = 2
 _NO_EXPRESSION = (
     "is no regular expression that can be served: it has a mistake, or an anchor, a word boundary, a lookaround or a "
     "reference, which no finite automaton has"
@@ -143,13 +143,13 @@ def _patterns(schema: Any) -> list[str]:
 
 
 def _index(expression: str) -> Any:
-    """Build the automaton of an expression framed by `_BEGIN` and `_END`."""
+    """Build the automaton of an expression framed by `_PREFIX` and `_SUFFIX`."""
     from outlines_core import Index, Vocabulary
 
     _check_classes(expression)
     # In outlines-core these classes match all of Unicode.
     expression = _ASCII.sub(lambda found: found[1] + _CLASSES[found[2]], expression)
-    framed = f"\\x01\\x00{{{len(_BEGIN) - 1}}}(?:{expression})\\x0{_END}"
+    framed = f"\\x01\\x00{{{len(_PREFIX) - 1}}}(?:{expression})\\x0{_SUFFIX}"
     try:
         return Index(framed, Vocabulary(_EOS, {bytes([byte]): [byte] for byte in range(256)}))
     except ValueError as error:
@@ -176,16 +176,16 @@ def _check_classes(expression: str) -> None:
 
 
 def _numbered(index: Any) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
-    """Extract the automaton between `_BEGIN` and `_END`, without dead states, renumbered from the start state."""
+    """Extract the automaton between `_PREFIX` and `_SUFFIX`, without dead states, renumbered from the start state."""
     transitions, finals, first = index.get_transitions(), index.get_final_states(), index.get_initial_state()
-    for byte in _BEGIN:
+    for byte in _PREFIX:
         first = transitions.get(first, {}).get(byte)
     strays = {
-        target for reached in transitions.values() for byte, target in reached.items() if byte not in (_END, _EOS)
+        target for reached in transitions.values() for byte, target in reached.items() if byte not in (_SUFFIX, _EOS)
     } & finals
     if first is None or first in finals or strays:
         raise AutomatonError(_NO_EXPRESSION)
-    accepting = {state for state, reached in transitions.items() if reached.get(_END) in finals}
+    accepting = {state for state, reached in transitions.items() if reached.get(_SUFFIX) in finals}
     useful = _useful(transitions, accepting)
     numbers = {first: 0}
     for state in sorted((useful & _reached(transitions, first)) - {first}):
@@ -195,7 +195,7 @@ def _numbered(index: Any) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
     next_state = np.full((len(numbers), 256), NOWHERE, dtype=np.int16)
     for state, number in numbers.items():
         for byte, target in transitions.get(state, {}).items():
-            if byte not in (_END, _EOS) and target in useful:
+            if byte not in (_SUFFIX, _EOS) and target in useful:
                 next_state[number, byte] = numbers[target]
     return next_state, np.array([state in accepting for state in numbers])
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from deploy.requests.base import Body, whole
-from deploy.requests.refusals import RequestError
+from deploy.requests.base import RequestBody, valid_text
+from deploy.requests.errors import RequestError
 from deploy.requests.structured.byte_automaton import MAX_TEXT
 from deploy.requests.structured.schema import MAX_DEPTH
 from deploy.requests.structured.structure import Structure
@@ -48,15 +48,15 @@ def _object(schema: Any) -> Any:
 
 
 _Schema = Annotated[dict[str, Any], AfterValidator(_shallow), BeforeValidator(_object)]
-_Regex = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(whole)]
-_Choice = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_LENGTH), AfterValidator(whole)]
+_Regex = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(valid_text)]
+_Choice = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_LENGTH), AfterValidator(valid_text)]
 _Choices = Annotated[list[_Choice], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
-class JsonSchema(Body):
+class JsonSchema(RequestBody):
     """Named JSON schema of `response_format`."""
 
-    place = "response_format.json_schema."
+    field_prefix = "response_format.json_schema."
 
     name: _Name | None = None
     description: str | None = None
@@ -66,10 +66,10 @@ class JsonSchema(Body):
     """Not used: every answer is strict."""
 
 
-class ResponseFormat(Body):
+class ResponseFormat(RequestBody):
     """OpenAI's `response_format`."""
 
-    place = "response_format."
+    field_prefix = "response_format."
 
     type: _Kind
     json_schema: JsonSchema | None = None
@@ -91,10 +91,10 @@ class ResponseFormat(Body):
         return self.bare_schema if self.json_schema is None else self.json_schema.json_schema
 
 
-class TextFormat(Body):
+class TextFormat(RequestBody):
     """`text.format` of `/v1/responses`: `response_format` flattened to one object."""
 
-    place = "text.format."
+    field_prefix = "text.format."
 
     type: _Kind
     name: _Name | None = None
@@ -108,11 +108,11 @@ class TextFormat(Body):
         return self
 
 
-class TextOptions(Body):
+class TextOptions(RequestBody):
     """`text` of `/v1/responses`."""
 
-    neutral: ClassVar = {"verbosity": ("medium",)}
-    place = "text."
+    ignored_values: ClassVar = {"verbosity": ("medium",)}
+    field_prefix = "text."
 
     format: TextFormat | None = None
 
@@ -132,10 +132,10 @@ def _structure_of(kind: _Kind, schema: dict[str, Any] | None, field: str) -> Str
     return None if kind == "text" else Structure.of_schema(_ANY_OBJECT if schema is None else schema, field)
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(RequestBody):
     """vLLM's `structured_outputs`: exactly one of these fields."""
 
-    neutral: ClassVar = {
+    ignored_values: ClassVar = {
         "disable_additional_properties": (False,),
         "disable_any_whitespace": (False,),
         "disable_fallback": None,
@@ -143,7 +143,7 @@ class StructuredOutputs(Body):
         "structural_tag": (),
         "whitespace_pattern": (),
     }
-    place = "structured_outputs."
+    field_prefix = "structured_outputs."
 
     json_schema: Annotated[_Schema | None, Field(alias="json")] = None
     """A JSON schema."""
@@ -172,7 +172,7 @@ class StructuredOutputs(Body):
         return Structure.of_schema(_ANY_OBJECT if self.json_schema is None else self.json_schema, field)
 
 
-class Structured(Body):
+class Structured(RequestBody):
     """Structured output fields of a request; at most one is set."""
 
     response_format: ResponseFormat | None = None

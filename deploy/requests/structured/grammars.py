@@ -53,7 +53,7 @@ class Grammars:
         try:
             # Checked before references are resolved, which takes time.
             check_length(structure.text)
-            return self._trie.grammar(*byte_automaton(*in_words_of_the_library(structure)))
+            return self._trie.grammar(*byte_automaton(*library_arguments(structure)))
         except (SchemaError, AutomatonError, ValueError) as error:
             return str(error)
 
@@ -62,7 +62,7 @@ class Grammars:
         return TokenTrie(self._tokenizer.token_bytes(), self._vocab_size)
 
 
-def in_words_of_the_library(structure: Structure) -> tuple[str, str]:
+def library_arguments(structure: Structure) -> tuple[str, str]:
     """Return the arguments for `byte_automaton`. Raises SchemaError if the schema is not supported."""
     if structure.kind == "regex":
         return structure.kind, structure.text

@@ -67,10 +67,10 @@ class SchemaError(ValueError):
 
 def library_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Rewrite a schema so that the grammar library interprets it correctly. Raises SchemaError if unsupported."""
-    return _Reader(schema).read(schema, (), "")
+    return _SchemaRewriter(schema).read(schema, (), "")
 
 
-class _Reader:
+class _SchemaRewriter:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root, self._num_nodes, self._depth, self._num_values = root, 0, 0, 0
 

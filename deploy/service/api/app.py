@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from actors.registry.records import POLICY, PolicyVersion
 from deploy.page.routes import page_router
 from deploy.program import version_of
-from deploy.requests.body import Ask, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deploy.requests.body import ChatRequest, CompletionBody, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.requests.planner import RequestPlan
 from deploy.requests.responses import ResponsesRequest
 from deploy.runs.live_history import BEGINNING, Cursor
@@ -133,7 +133,7 @@ class _Inference:
         """Requests under way."""
         return self._num_open
 
-    async def complete(self, ask: Ask, request: Request) -> Response:
+    async def complete(self, ask: CompletionBody, request: Request) -> Response:
         """The answer to a body: one object, or a stream."""
         service = self._service
         self._admit()
@@ -153,13 +153,13 @@ class _Inference:
             if not is_streamed:
                 self._num_open -= 1
 
-    def _writer(self, ask: Ask, plan: RequestPlan) -> AnswerWriter | ResponseWriter:
+    def _writer(self, ask: CompletionBody, plan: RequestPlan) -> AnswerWriter | ResponseWriter:
         codec, model, run = self._service.codec, ask.model or POLICY, self._service.planner.name
         if isinstance(ask, ResponsesRequest):
             return ResponseWriter(codec, plan, ask, model, run)
         return AnswerWriter(codec, plan, model, run, is_chat=isinstance(ask, ChatRequest))
 
-    async def _plan(self, ask: Ask, request: Request) -> RequestPlan:
+    async def _plan(self, ask: CompletionBody, request: Request) -> RequestPlan:
         is_short = int(request.headers.get("content-length", MAX_BODY_BYTES)) <= _SHORT_BYTES
         if ask.structure is not None and not self._service.codec.has_grammar(ask.structure):
             return await _unless_gone(request, self._plan_with_grammar(ask))
@@ -168,7 +168,7 @@ class _Inference:
         # Tokenizing a long text, or laying a grammar on a canvas, would hold up every stream.
         return await asyncio.to_thread(self._service.planner.plan, ask)
 
-    async def _plan_with_grammar(self, ask: Ask) -> RequestPlan:
+    async def _plan_with_grammar(self, ask: CompletionBody) -> RequestPlan:
         making = asyncio.get_running_loop().run_in_executor(self._grammar_makers, self._service.planner.plan, ask)
         try:
             async with asyncio.timeout(GRAMMAR_TIMEOUT_S):
@@ -287,7 +287,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     def tokens(body: TokenizeRequest) -> bytes:
         if body.messages is not None:
             turns, adds_special = [message.turn for message in body.messages], bool(body.add_special_tokens)
-            ids = codec.encode_chat(turns, template=body.template, adds_special=adds_special)
+            ids = codec.encode_chat(turns, template=body.template_variables, adds_special=adds_special)
         else:
             ids = codec.encode_any(body.prompt or "", adds_special=body.add_special_tokens is not False)
         most = codec.config.max_sequence_length
@@ -337,8 +337,8 @@ def _add_run(app: FastAPI, service: Service, watch: EngineWatch) -> None:
             raise ServiceError(404, "A checkpoint is served here, without a run.", "no_run")
         return service.run
 
-    @app.get("/v1/run", **described(replies.Run, 404))
-    async def summary() -> replies.Run:
+    @app.get("/v1/run", **described(replies.RunReply, 404))
+    async def summary() -> replies.RunReply:
         return await asyncio.to_thread(run().summary)
 
     # Also without a run: a checkpoint's model card may have examples.
@@ -351,8 +351,8 @@ def _add_run(app: FastAPI, service: Service, watch: EngineWatch) -> None:
     async def events(after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> replies.RunEvents:
         return await asyncio.to_thread(run().events, after)
 
-    @app.get("/v1/run/history", **described(replies.RunHistory, 400, 404))
-    async def history(after: _Cursor = _BEGINNING) -> replies.RunHistory:
+    @app.get("/v1/run/history", **described(replies.RunHistoryReply, 400, 404))
+    async def history(after: _Cursor = _BEGINNING) -> replies.RunHistoryReply:
         return await asyncio.to_thread(run().history, Cursor.parse(after))
 
     @app.get("/v1/run/samples", **described(replies.Samples, 400, 404))

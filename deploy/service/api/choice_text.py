@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deploy.requests.any_request import AnyRequest
-from deploy.requests.ending import BROKEN, ending_of
+from deploy.requests.families import AnyRequest
 from deploy.requests.planner import RequestPlan
+from deploy.requests.stopping import BROKEN, stop_text
 from deploy.service.api.replies import ChatLogprobs, Slot, StepMap, TextLogprobs, TokenLogprob
 from deploy.service.api.text_codec import MASKED, TextCodec
 from deploy.service.contract import BlocksDone, Done
@@ -112,7 +112,7 @@ class ChoiceText:
     def _read(self) -> None:
         codec = self._codec
         ends = codec.config.stop_ids
-        ending = ending_of(self._plan, self._record["token_ids"], codec.decode, ends, is_whole=self._is_whole)
+        ending = stop_text(self._plan, self._record["token_ids"], codec.decode, ends, is_complete=self._is_whole)
         self.num_tokens = ending.num_tokens
         if ending.reason is not None:
             self.text, self.finish_reason = ending.text, "length" if ending.reason == "length" else "stop"

@@ -10,9 +10,9 @@ from structlog.contextvars import get_contextvars
 
 from actors.registry.records import BASE, BEST, POLICY
 from deploy.requests import planner
-from deploy.requests.any_request import AnyRequest, num_slots_of
-from deploy.requests.body import Ask
+from deploy.requests.body import CompletionBody
 from deploy.requests.defaults import Defaults
+from deploy.requests.families import AnyRequest, num_slots_of
 from deploy.requests.planner import RequestPlan
 from deploy.requests.renoising import RenoisingDefaults
 from deploy.service.api.text_codec import TextCodec
@@ -66,7 +66,7 @@ class ServicePlanner(planner.Planner):
             raise ServiceError(404, message, "model_not_found", param="model")
         return int(match[1])
 
-    def plan(self, ask: Ask, names: Mapping[str, str] | None = None) -> RequestPlan:
+    def plan(self, ask: CompletionBody, names: Mapping[str, str] | None = None) -> RequestPlan:
         """What a body asks for. Raises RequestError or ServiceError."""
         self.wanted(ask.model)
         try:
@@ -76,7 +76,7 @@ class ServicePlanner(planner.Planner):
             error.param = error.param or ask.prompt_field
             raise
 
-    def job(self, ask: Ask, plan: RequestPlan) -> Job:
+    def job(self, ask: CompletionBody, plan: RequestPlan) -> Job:
         """What the engines do for a body."""
         return Job(
             requests=tuple(

@@ -58,7 +58,7 @@ def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
         paused=state.follower.admin.is_paused,
         live=sorted({version.version for one in states for version in one.live}),
         num_swaps=state.num_swaps,
-        refused=[replies.RefusedVersion(version=refused.version, why=refused.why) for refused in state.refused],
+        refused=[replies.RefusedVersionReply(version=refused.version, why=refused.why) for refused in state.refused],
         last_error=state.follower.last_error,
     )
 

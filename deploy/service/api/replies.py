@@ -257,7 +257,7 @@ class Lag(Body):
     behind: int
 
 
-class RefusedVersion(Body):
+class RefusedVersionReply(Body):
     """A version that stays out."""
 
     version: int
@@ -283,7 +283,7 @@ class Policy(_Version):
     paused: bool
     live: list[int]
     num_swaps: int
-    refused: list[RefusedVersion]
+    refused: list[RefusedVersionReply]
     last_error: str | None
 
 
@@ -294,7 +294,7 @@ class PolicyOfVersion(_Version):
     is_serving: bool
 
 
-class Run(Body):
+class RunReply(Body):
     """The run whose policy it is."""
 
     name: str
@@ -351,7 +351,7 @@ class DrawnEvaluation(Body):
     high: float
 
 
-class RunHistory(Body):
+class RunHistoryReply(Body):
     """What the run has come to; of its lists what is new after `after`."""
 
     name: str

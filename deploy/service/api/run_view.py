@@ -22,9 +22,9 @@ from deploy.service.api.replies import (
     DrawnEvaluation,
     DrawnRound,
     DrawnStep,
-    Run,
     RunEvents,
-    RunHistory,
+    RunHistoryReply,
+    RunReply,
     Samples,
 )
 from deploy.service.checkpoints import Checkpoints
@@ -47,13 +47,13 @@ class RunView:
         self._versions: tuple[int, ...] = ()
         self._looked_at = -math.inf
 
-    def summary(self) -> Run:
+    def summary(self) -> RunReply:
         """Its name, when it began, and where it is."""
         with self._history_lock:
             history = self._caught_up().history
             began_at, phase = history.began_at, "done" if history.is_finished else history.phase
         recipe = parse_yaml((self._directory / RECIPE).read_text(encoding="utf-8"))
-        return Run(
+        return RunReply(
             name=self._directory.name,
             began_at=began_at,
             phase=phase,
@@ -66,7 +66,7 @@ class RunView:
         events = self._metrics.objects(after, MAX_EVENTS)
         return RunEvents(events=events, next=after + len(events))
 
-    def history(self, seen: Cursor) -> RunHistory:
+    def history(self, seen: Cursor) -> RunHistoryReply:
         """What the run has come to; of its rounds, steps and evaluations those after what was seen."""
         with self._history_lock:
             live = self._caught_up()
@@ -143,10 +143,10 @@ class _GrowingFile:
         self._end = file.tell()
 
 
-def history_body(live: LiveHistory, part: HistoryPart) -> RunHistory:
+def history_body(live: LiveHistory, part: HistoryPart) -> RunHistoryReply:
     """The answer of `GET /v1/run/history`."""
     history = live.history
-    return RunHistory(
+    return RunHistoryReply(
         name=history.name,
         phase=history.phase,
         is_finished=history.is_finished,
@@ -155,7 +155,7 @@ def history_body(live: LiveHistory, part: HistoryPart) -> RunHistory:
         num_failures=history.num_failures,
         num_unreadable=live.num_unreadable,
         newest_round=history.newest_round,
-        is_whole=part.is_whole,
+        is_whole=part.is_from_start,
         rounds=[_drawn_round(event) for event in part.rounds],
         steps=[DrawnStep(step=event["step"], loss=event.get("loss")) for event in part.steps],
         evaluations=[_drawn_evaluation(item) for item in part.evaluations],

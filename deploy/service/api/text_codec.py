@@ -9,9 +9,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from deploy.requests.any_request import AnyConfig
-from deploy.requests.ending import BROKEN
-from deploy.requests.refusals import TEMPLATE_ERRORS, template_refusal
+from deploy.requests.errors import TEMPLATE_ERRORS, template_error_text
+from deploy.requests.families import AnyConfig
+from deploy.requests.stopping import BROKEN
 from deploy.requests.structured.grammars import Grammars
 from deploy.requests.structured.structure import Structure
 from deploy.service.errors import ServiceError
@@ -74,7 +74,7 @@ class TextCodec:
                 for turns in (messages, [dict.fromkeys(turn, "x") | {"role": turn["role"]} for turn in messages])
             )
         except TEMPLATE_ERRORS as error:
-            what = template_refusal(error)
+            what = template_error_text(error)
             raise ServiceError(
                 400, f"The chat template refuses this: {what}.", "invalid_prompt", param=param
             ) from error

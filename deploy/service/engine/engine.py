@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from deploy.requests.any_request import check_any_request
+from deploy.requests.families import check_any_request
 from deploy.service.contract import ENGINE_FAILED, BlocksDone, CanvasSeen, Done, Event, Job, Refused
 from deploy.service.engine.loaded_version import Batch, LoadedVersion
 from deploy.service.engine.versions import Versions

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from actors.registry.records import PolicyVersion
-from deploy.requests.any_request import AnyConfig, AnyRequest
+from deploy.requests.families import AnyConfig, AnyRequest
 from learner.model.renoising.config import RenoisingConfig
 from learner.model.renoising.policy import RenoisingPolicy
 from learner.model.transformer import Transformer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import UserError, reason
-from rewards.data.encoding import decoded
+from rewards.data.encoding import decode_text
 
 TOKEN_VARIABLE = "D1_API_TOKEN"  # noqa: S105 - a name
 KEYS_FILE_VARIABLE = "D1_API_KEYS_FILE"
@@ -128,7 +128,7 @@ def read_keys(directory: Path, source: KeySource = OF_SERVICE) -> ApiKeys:
 
 def _text_of(path: Path, called: str, advice: str = "") -> str:
     try:
-        return decoded(path.read_bytes())
+        return decode_text(path.read_bytes())
     except OSError as error:
         raise UserError(f"cannot read {called}: {reason(error)}{advice}") from error
     except ValueError as error:

@@ -12,7 +12,7 @@ from actors.checkpoints.selection import checkpoints_to_answer
 from actors.registry.server import registry_url
 from actors.run_log import CHECKPOINTS
 from deploy.errors import UserError
-from deploy.runs.reading import read_recipe
+from deploy.runs.checkpoints import read_recipe
 from deploy.service.gateway.address import Address
 from deploy.service.link.contact import LOOPBACK
 from deploy.service.on_ray.launch import bound_application

@@ -31,7 +31,7 @@ from deploy.service.gateway.api_keys import (
 )
 from deploy.service.gateway.callers import is_loopback
 from deploy.service.source import Source
-from deploy.waiting import saying
+from deploy.wait_display import wait_display
 from learner.model.checkpoint_files import checkpoint_chain, most_weight_bytes, stated_length, weight_files
 from learner.parallel.patience import patience_s
 
@@ -51,15 +51,15 @@ def serve_run(run_dir: Path, host: str | None, port: int | None, admin_port: int
     until Ctrl-C or SIGTERM; then it finishes what is under way. Raises UserError when there is nothing to serve, the
     address cannot be used or there can be no registry; RunFailedError when it does not come up.
     """
-    from deploy.runs.reading import newest_to_answer, read_recipe
+    from deploy.runs.checkpoints import newest_servable, read_recipe
 
     run_dir = run_dir.resolve()
     service = read_recipe(run_dir).service
     address = Address(host=host or service.host, port=port or service.port)
     source = Source(directory=str(run_dir), is_run=True, registry_url=None)
     _check_listeners(source, address, admin_port)
-    with saying(f"checking the newest checkpoint of {run_dir.name}", at_once=True) as waiting:
-        newest_to_answer(run_dir, waiting.change)
+    with wait_display(f"checking the newest checkpoint of {run_dir.name}", at_once=True) as waiting:
+        newest_servable(run_dir, waiting.change)
     with _ray() as ray:
         source = replace(source, registry_url=registry_of_cluster())
         _serve(source, address, service.num_replicas, is_ours=ray.is_ours, admin_port=admin_port)
@@ -78,7 +78,7 @@ def serve_checkpoint(
     directory, service = directory.resolve(), ServiceSection()
     address = Address(host=host or service.host, port=port or service.port)
     source = Source(directory=str(directory), is_run=False, registry_url=None, dtype=dtype)
-    with saying(f"looking at the checkpoint {directory.name}", at_once=True):
+    with wait_display(f"looking at the checkpoint {directory.name}", at_once=True):
         try:
             TextCodec(directory)
             chain = read_chain(directory)
@@ -120,7 +120,7 @@ def _check_admin(admin: Address, address: Address) -> None:
 @contextmanager
 def _ray() -> Iterator[RaySession]:
     with ExitStack() as ray:
-        with saying("connecting to Ray" if "RAY_ADDRESS" in os.environ else "starting Ray", at_once=True):
+        with wait_display("connecting to Ray" if "RAY_ADDRESS" in os.environ else "starting Ray", at_once=True):
             session = ray.enter_context(ray_session(dashboard=False))
         yield session
 
@@ -167,7 +167,7 @@ def _serve(
     # On a cluster the GPUs are a run's; a Ray of our own has nobody else to ask for them.
     num_gpus = 1 if is_ours and ray.available_resources().get("GPU", 0) >= num_replicas else 0
     with suppress(KeyboardInterrupt), terminated_by_sigterm():
-        with saying("starting the service", at_once=True) as waiting:
+        with wait_display("starting the service", at_once=True) as waiting:
             url = deploy_source(
                 source,
                 address.host,

@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 
 from rewards.sandbox.inside import limits, wire
-from rewards.sandbox.inside.peer import Gone, Peer
+from rewards.sandbox.inside.peer import Peer, PeerGone
 
 
 def main() -> None:
@@ -18,9 +18,9 @@ def main() -> None:
     spec, program_fd, channel = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     source = wire.read_all(program_fd)
     limits.apply(spec)
-    peer = Peer(channel, allows=lambda name, args: True)  # noqa: ARG005
+    peer = Peer(channel, is_allowed=lambda name, args: True)  # noqa: ARG005
     peer.send(("ready",))
-    wire.without_output()
+    wire.redirect_stdio_to_null()
     sys.argv = ["solution"]
     module = ModuleType("solution")
     sys.modules["solution"] = module
@@ -33,7 +33,7 @@ def main() -> None:
         peer.send(("loaded", module, tuple(bound)))
     try:
         peer.serve_forever()
-    except Gone:
+    except PeerGone:
         # Not `sys.exit`, which would run exit hooks of the program.
         os._exit(0)
 

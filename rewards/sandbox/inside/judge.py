@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 
 from rewards.sandbox.inside import limits, operations, pytest_shim, wire
-from rewards.sandbox.inside.peer import Gone, Peer
+from rewards.sandbox.inside.peer import Peer, PeerGone
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ def main() -> None:
     suite = wire.decode(wire.read_all(suite_fd))
     limits.apply(spec)
     verdict_fd = os.dup(1)
-    wire.without_output()
-    peer = Peer(channel, allows=_allows)
+    wire.redirect_stdio_to_null()
+    peer = Peer(channel, is_allowed=_is_allowed)
     try:
         peer.receive()
-    except Gone:
+    except PeerGone:
         os._exit(1)
     wire.send(verdict_fd, wire.encode(("started",)))
     wire.send(verdict_fd, wire.encode(("judged", *_judge(peer, suite))))
@@ -51,7 +51,7 @@ def _judge(peer: Peer, suite: dict[str, Any]) -> tuple[str, tuple[bool, ...], st
                 return "graded", none, f"the program does not load: {why}"[:_LONGEST_DETAIL]
             case _:
                 return "graded", none, "the program said nothing that could be read"
-    except Gone:
+    except PeerGone:
         return "graded", none, "the program ended before its tests began"
     namespace = _namespace()
     sys.modules["pytest"] = pytest_shim
@@ -59,7 +59,7 @@ def _judge(peer: Peer, suite: dict[str, Any]) -> tuple[str, tuple[bool, ...], st
         setup = compile(suite["setup"], "tests", "exec", _ONLY_TREE)
         if not suite["entry_point"]:
             _fill(namespace, suite, solution, names, set(_imported(setup.body)))
-            peer.asked = False
+            peer.has_called = False
         pytest_shim.refuse(suite["setup"])
         exec(compile(setup, "tests", "exec"), namespace)
         if suite["entry_point"]:
@@ -67,10 +67,10 @@ def _judge(peer: Peer, suite: dict[str, Any]) -> tuple[str, tuple[bool, ...], st
             # HumanEval/33 calls the function by its real name.
             namespace["candidate"] = namespace[name] = getattr(solution, name)
         peer.plain_only = suite["plain_only"]
-    except Gone:
+    except PeerGone:
         return "graded", none, "the program ended before its tests began"
     except BaseException as error:
-        kind = "graded" if peer.asked or _lacks_something(error, suite) else "error"
+        kind = "graded" if peer.has_called or _lacks_something(error, suite) else "error"
         return kind, none, f"before the first test: {_said(error)}"[:_LONGEST_DETAIL]
     return _run(peer, suite["tests"], namespace)
 
@@ -102,7 +102,7 @@ def _fill(
     given = [name for name in bound if name not in taken]
     # The names of `from solution import *`.
     module.__dict__["__all__"] = [name for name in given if not name.startswith("_")]
-    if suite["below"]:
+    if suite["appended"]:
         namespace.update({name: vars(module)[name] for name in given})
 
 
@@ -122,7 +122,7 @@ def _lacks_something(error: BaseException, suite: dict[str, Any]) -> bool:
     """Return whether the tests fail because the program does not define something."""
     module = sys.modules.get("solution")
     if isinstance(error, NameError):
-        return bool(suite["below"])
+        return bool(suite["appended"])
     return (isinstance(error, ImportError) and error.name == "solution") or (
         isinstance(error, AttributeError) and error.obj is module
     )
@@ -134,7 +134,7 @@ def _run(peer: Peer, tests: list[str], namespace: dict[str, Any]) -> tuple[str, 
         problem = ""
         try:
             exec(compile(test, "tests", "exec"), namespace)
-        except pytest_shim.Unsupported as error:
+        except pytest_shim.UnsupportedTestError as error:
             return "error", (False,) * len(tests), str(error)[:_LONGEST_DETAIL]
         except BaseException as error:
             problem = _said(error)
@@ -155,7 +155,7 @@ def _said(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _allows(name: str, args: tuple[Any, ...]) -> bool:
+def _is_allowed(name: str, args: tuple[Any, ...]) -> bool:
     """Return whether the program may perform an operation on an object of the tests.
 
     It may call functions, iterate, and use public names of instances of the tests' own classes. No attribute of a

@@ -29,16 +29,16 @@ else:
 _MUTABLE = (list, dict, set, bytearray, deque)
 
 
-class Gone(BaseException):
+class PeerGone(BaseException):
     """The other side has ended, or sent something unreadable. `except Exception` in a test does not catch it."""
 
 
 class Peer:
     """This side's end of the RPC channel."""
 
-    def __init__(self, fd: int, allows: Callable[[str, tuple[Any, ...]], bool]) -> None:
-        """Communicate over the socket `fd`. `allows` decides which operations the other side may perform here."""
-        self._fd, self._allows = fd, allows
+    def __init__(self, fd: int, is_allowed: Callable[[str, tuple[Any, ...]], bool]) -> None:
+        """Communicate over the socket `fd`. `is_allowed` decides which operations the other side may perform here."""
+        self._fd, self._is_allowed = fd, is_allowed
         self._mine: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._theirs: dict[int, Any] = {}
@@ -46,20 +46,20 @@ class Peer:
         """Whether only plain data is accepted from the other side: neither objects nor changes to arguments."""
         self.gone = False
         """Whether the other side has ended."""
-        self.asked = False
+        self.has_called = False
         """Whether any request was sent: only then can the other side be the cause of a failure."""
 
     def send(self, message: Any) -> None:
-        """Send a message. Raises ValueError if it cannot be encoded, and `Gone`."""
+        """Send a message. Raises ValueError if it cannot be encoded, and `PeerGone`."""
         data = wire.encode(message, self._refer)
         try:
             wire.send(self._fd, data)
         except OSError:
             self.gone = True
-            raise Gone from None
+            raise PeerGone from None
 
     def receive(self) -> tuple[Any, ...]:
-        """Return the next message. Raises `Gone`."""
+        """Return the next message. Raises `PeerGone`."""
         data = wire.receive(self._fd)
         try:
             message = None if data is None else wire.decode(data, self._resolve)
@@ -69,13 +69,13 @@ class Peer:
             message = None
         if not isinstance(message, tuple) or not message:
             self.gone = True
-            raise Gone
+            raise PeerGone
         return message
 
-    def ask(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, operation: str, /, *args: Any, **kwargs: Any) -> Any:
         """Perform an operation on the other side and return its result. Raises what it raises there, TypeError, or
-        `Gone`."""
-        self.asked = True
+        `PeerGone`."""
+        self.has_called = True
         given = _mutable_by_place(args, kwargs)
         try:
             self.send(("do", operation, args, kwargs))
@@ -95,20 +95,20 @@ class Peer:
                     raise _made(kind, details) from None
                 case _:
                     self.gone = True
-                    raise Gone
+                    raise PeerGone
 
     def serve_forever(self) -> None:
-        """Perform the operations that the other side requests until it is gone. Raises `Gone`."""
+        """Perform the operations that the other side requests until it is gone. Raises `PeerGone`."""
         while True:
             match self.receive():
                 case ("do", str(name), tuple(args), dict(kwargs)):
                     self._serve(name, args, kwargs)
                 case _:
-                    raise Gone
+                    raise PeerGone
 
     def _serve(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            if name not in operations.ALL or not self._allows(name, args):
+            if name not in operations.ALL or not self._is_allowed(name, args):
                 raise TypeError(f"{name} is not possible here")
             given = _mutable_by_place(args, kwargs)
             before = {place: wire.encode(a, self._refer) for place, a in given.items()}
@@ -117,7 +117,7 @@ class Peer:
             same = [place for place, a in given.items() if a is result]
             reply = ("gave argument", same[0], changed) if same else ("gave", result, changed)
             self.send(reply)
-        except Gone:
+        except PeerGone:
             raise
         except BaseException as error:
             self.send(("raised", type(error), tuple(_plain(detail) for detail in error.args)))

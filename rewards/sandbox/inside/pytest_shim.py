@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Unsupported(BaseException):
+class UnsupportedTestError(BaseException):
     """A test needs an unsupported feature of pytest, so that it says nothing about the program."""
 
 
@@ -19,7 +19,7 @@ class FailedError(AssertionError):
 
 
 def __getattr__(name: str) -> Any:
-    raise Unsupported(f"the tests use pytest.{name}, which is not supported here")
+    raise UnsupportedTestError(f"the tests use pytest.{name}, which is not supported here")
 
 
 class raises:  # noqa: N801 (pytest's name)
@@ -135,10 +135,10 @@ _NEEDS = (
 
 
 def refuse(tests: str) -> None:
-    """Raise `Unsupported` for tests that use unsupported features which would not fail by themselves."""
+    """Raise `UnsupportedTestError` for tests that use unsupported features which would not fail by themselves."""
     for need in _NEEDS:
         if need in tests:
-            raise Unsupported(f"the tests have `{need}`, which is not supported here")
+            raise UnsupportedTestError(f"the tests have `{need}`, which is not supported here")
 
 
 _IS_GENERATOR = 0x20
@@ -164,7 +164,7 @@ def runner(namespace: dict[str, Any]) -> Callable[[Any], None]:
     def value(name: str) -> Any:
         made: Any = namespace.get(name)
         if not getattr(made, "d1_fixture", False):
-            raise Unsupported(f"the tests use the fixture {name}, which is not supported here")
+            raise UnsupportedTestError(f"the tests use the fixture {name}, which is not supported here")
         given = {needed: value(needed) for needed in _parameters(made)}
         result = made(**given)
         return next(result) if made.__code__.co_flags & _IS_GENERATOR else result

@@ -22,51 +22,51 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name in ("__set_name__", "__wrapped__"):
             raise AttributeError(name)
-        return self._d1_peer.ask("getattr", self, name)
+        return self._d1_peer.call("getattr", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._d1_peer.ask("setattr", self, name, value)
+        self._d1_peer.call("setattr", self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        self._d1_peer.ask("delattr", self, name)
+        self._d1_peer.call("delattr", self, name)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._d1_peer.ask("call", self, *args, **kwargs)
+        return self._d1_peer.call("call", self, *args, **kwargs)
 
     def __enter__(self) -> Any:
-        return self._d1_peer.ask("enter", self)
+        return self._d1_peer.call("enter", self)
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
-        return self._d1_peer.ask("exit", self, kind, None if error is None else str(error))
+        return self._d1_peer.call("exit", self, kind, None if error is None else str(error))
 
 
 class RemoteClass(Remote):
     """Proxy of a class in the other process. Plain data is never an instance of it."""
 
     def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, Remote) and bool(self._d1_peer.ask("isinstance", value, self))
+        return isinstance(value, Remote) and bool(self._d1_peer.call("isinstance", value, self))
 
     def __subclasscheck__(self, value: Any) -> bool:
-        return isinstance(value, RemoteClass) and bool(self._d1_peer.ask("issubclass", value, self))
+        return isinstance(value, RemoteClass) and bool(self._d1_peer.call("issubclass", value, self))
 
 
 def _asks(name: str) -> Callable[..., Any]:
     def method(self: Remote, *args: Any) -> Any:
-        return self._d1_peer.ask(name, self, *args)
+        return self._d1_peer.call(name, self, *args)
 
     return method
 
 
 def _compares(name: str) -> Callable[[Remote, Any], Any]:
     def method(self: Remote, other: Any) -> Any:
-        return self._d1_peer.ask(name, self, other) if isinstance(other, Remote) else NotImplemented
+        return self._d1_peer.call(name, self, other) if isinstance(other, Remote) else NotImplemented
 
     return method
 
 
 def _calculates(name: str) -> Callable[[Remote, Any], Any]:
     def method(self: Remote, other: Any) -> Any:
-        result = self._d1_peer.ask(name, self, other)
+        result = self._d1_peer.call(name, self, other)
         return result if isinstance(other, Remote) or isinstance(result, Remote) else NotImplemented
 
     return method

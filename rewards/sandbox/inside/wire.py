@@ -49,7 +49,7 @@ def _no_references(value: Any) -> Any:
 
 def encode(value: Any, refer: Refer = _no_references) -> bytes:
     """Encode a value. Raises ValueError if it is too deep or too large, and what `refer` raises."""
-    writer = _Writer(refer)
+    writer = _Encoder(refer)
     writer.put(value, 0)
     return b"".join(writer.parts)
 
@@ -59,14 +59,14 @@ def decode(data: bytes, resolve: Refer = _no_references) -> Any:
 
     Raises ValueError (and whatever the constructors of the listed types raise) if they do not encode a value.
     """
-    reader = _Reader(data, resolve)
+    reader = _Decoder(data, resolve)
     value = reader.value(0)
     if reader.at != len(data):
         raise ValueError("bytes are left over")
     return value
 
 
-class _Writer:
+class _Encoder:
     def __init__(self, refer: Refer) -> None:
         self.parts: list[bytes] = []
         self._size = 0
@@ -126,7 +126,7 @@ class _Writer:
         self.parts.append(head)
 
 
-class _Reader:
+class _Decoder:
     def __init__(self, data: bytes, resolve: Refer) -> None:
         self.at = 0
         self._data = data
@@ -221,7 +221,7 @@ def read_all(fd: int) -> bytes:
         return file.read()
 
 
-def without_output() -> None:
+def redirect_stdio_to_null() -> None:
     """Redirect standard input, output and error of this process to /dev/null."""
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):

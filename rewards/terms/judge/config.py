@@ -8,16 +8,16 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, field_validator, model_validator
 
-from rewards.terms.endpoint import AskingConfig, checked_url
+from rewards.terms.endpoint import RemoteTermConfig, checked_url
 from rewards.terms.judge.cache import open_cache
 from rewards.terms.judge.server import VllmConfig
-from rewards.terms.judge.verdict import ChoiceVerdict, Verdict
+from rewards.terms.judge.verdict import ChoiceVerdict, VerdictFormat
 from rewards.terms.term import EnvironmentName, secret_of
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class JudgeConfig(AskingConfig):
+class JudgeConfig(RemoteTermConfig):
     """A language model behind any OpenAI-compatible server, which judges each sample."""
 
     kind: Literal["judge"] = "judge"
@@ -31,7 +31,7 @@ class JudgeConfig(AskingConfig):
     """Environment variable with the API key, never the key itself. On a cluster it must be set on every machine."""
     criteria: Annotated[str, Field(min_length=1)]
     """What to judge; becomes part of the system prompt."""
-    verdict: Verdict = ChoiceVerdict()
+    verdict: VerdictFormat = ChoiceVerdict()
     """The set of possible verdicts."""
     with_answer: bool = True
     """Whether the judge sees the reference answer."""

@@ -8,11 +8,11 @@ from hashlib import sha256
 from typing import Any
 
 from rewards.sample import Sample
-from rewards.terms.endpoint import Endpoint, RefusedError, ask_all
+from rewards.terms.endpoint import Endpoint, RequestRejectedError, map_concurrently
 from rewards.terms.judge.cache import open_cache
 from rewards.terms.judge.config import JudgeConfig
 from rewards.terms.judge.limits import Costs, RateLimit
-from rewards.terms.judge.prompt import Message, asked_again, judge_messages
+from rewards.terms.judge.prompt import Message, judge_messages, retry_messages
 from rewards.terms.term import NoValue, Value, secret_of
 
 _DEFAULTS = {"temperature": 0, "max_tokens": 64}
@@ -47,7 +47,9 @@ class Judge:
         asked = [self._messages(sample) for sample in samples]
         keys = [self._key(messages) for messages in asked]
         different = dict(zip(keys, asked, strict=True))
-        verdicts = ask_all(lambda asked: self._verdict(*asked), different.items(), self._config.max_concurrency)
+        verdicts = map_concurrently(
+            lambda asked: self._verdict(*asked), different.items(), self._config.max_concurrency
+        )
         by_key = dict(zip(different, verdicts, strict=True))
         self._costs.add(num_cached=len(keys) - len(different))
         return [by_key[key] for key in keys]
@@ -85,28 +87,28 @@ class Judge:
             self._costs.add(num_cached=1)
             return value
         try:
-            for question in (messages, asked_again(messages, self._config.verdict)):
+            for question in (messages, retry_messages(messages, self._config.verdict)):
                 answer = self._answer(question)
                 if (value := read(answer)) is not None:
                     self._cache.put(key, answer)
                     return value
-        except RefusedError as error:
+        except RequestRejectedError as error:
             return NoValue(detail=f"the judge {self._config.model} has no answer: {error}")
         shown = repr(answer[:_LONGEST_SHOWN])
         return NoValue(detail=f"the judge {self._config.model} gave no verdict when asked twice, but {shown}")
 
     def _answer(self, messages: Sequence[Message]) -> str:
-        """Return the model's reply. Raises RefusedError if the server's response is not a chat completion."""
+        """Return the model's reply. Raises RequestRejectedError if the server's response is not a chat completion."""
         request = self._request(messages)
         if self._is_constrained:
             try:
-                return self._read(self._endpoint.ask(request | self._constraint()))
-            except RefusedError:
-                answer = self._read(self._endpoint.ask(request))
+                return self._read(self._endpoint.post_json(request | self._constraint()))
+            except RequestRejectedError:
+                answer = self._read(self._endpoint.post_json(request))
                 # The constraint was the cause: the same request without it succeeded.
                 self._is_constrained = False
                 return answer
-        return self._read(self._endpoint.ask(request))
+        return self._read(self._endpoint.post_json(request))
 
     def _request(self, messages: Sequence[Message]) -> dict[str, Any]:
         parameters = _DEFAULTS | self._config.parameters
@@ -132,7 +134,9 @@ class Judge:
             usage = reply.get("usage") or {}
             counts = {name: int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")}
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise RefusedError(f"its server answered with no chat completion ({type(error).__name__})") from error
+            raise RequestRejectedError(
+                f"its server answered with no chat completion ({type(error).__name__})"
+            ) from error
         self._costs.add(**counts)
         # A reply without content (a refusal, a tool call) counts as an answer that cannot be read.
         return text if isinstance(text, str) else ""

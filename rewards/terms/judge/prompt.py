@@ -5,13 +5,13 @@ from __future__ import annotations
 from hashlib import sha256
 
 from rewards.sample import Sample
-from rewards.terms.judge.verdict import Verdict
+from rewards.terms.judge.verdict import VerdictFormat
 
 Message = dict[str, str]
 
 
 def judge_messages(
-    sample: Sample, *, criteria: str, verdict: Verdict, max_chars: int, with_answer: bool
+    sample: Sample, *, criteria: str, verdict: VerdictFormat, max_chars: int, with_answer: bool
 ) -> list[Message]:
     """Return the conversation that asks a judge about a sample.
 
@@ -19,7 +19,7 @@ def judge_messages(
     own hash, so no completion can close its delimiters and continue as the user. A judge may still follow instructions
     between them; no prompt prevents that (docs/rewards.md).
     """
-    completion = capped(sample.text, max_chars)
+    completion = truncate_middle(sample.text, max_chars)
     mark = sha256(completion.encode(errors="surrogatepass")).hexdigest()[:16]
     conversation = "\n\n".join(f"{message.role}: {message.content}" for message in sample.problem.messages)
     reference = f"The reference answer is:\n{sample.problem.answer}\n\n" if with_answer else ""
@@ -35,7 +35,7 @@ def judge_messages(
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
-def asked_again(messages: list[Message], verdict: Verdict) -> list[Message]:
+def retry_messages(messages: list[Message], verdict: VerdictFormat) -> list[Message]:
     """Return the conversation that asks again after an unreadable answer.
 
     That answer is left out: it may repeat the untrusted text without its delimiters.
@@ -44,7 +44,7 @@ def asked_again(messages: list[Message], verdict: Verdict) -> list[Message]:
     return [*messages[:-1], {"role": "user", "content": reminder}]
 
 
-def capped(text: str, max_chars: int) -> str:
+def truncate_middle(text: str, max_chars: int) -> str:
     """Shorten a text to about `max_chars` characters: its beginning and its end, where an answer usually is.
 
     Characters that UTF-8 cannot encode (lone surrogates) become question marks.

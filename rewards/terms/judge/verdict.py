@@ -104,5 +104,5 @@ class ScoreVerdict(_Verdict):
         return {str(score): (score - lowest) / (highest - lowest) for score in range(lowest, highest + 1)}
 
 
-Verdict = Annotated[ChoiceVerdict | ScoreVerdict, Field(discriminator="kind")]
+VerdictFormat = Annotated[ChoiceVerdict | ScoreVerdict, Field(discriminator="kind")]
 """The form of a verdict, discriminated by its `kind`."""

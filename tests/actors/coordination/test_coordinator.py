@@ -730,7 +730,7 @@ def test_a_controller_that_is_silent_is_ended_unless_it_may_be_starting_ranks(
 def test_a_grader_is_given_up_after_the_time_that_a_portion_may_use_up(
     case: _Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SumsConfig, "longest_grade_s", 2.5)
+    monkeypatch.setattr(SumsConfig, "max_grading_s", 2.5)
     limit_s = case.coordinator()._pools._graders.timeout_s
     assert limit_s == case.spec.grading_timeout_s == case.spec.grading.timeout_s + 8 * 2.5
 

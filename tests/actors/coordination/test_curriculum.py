@@ -36,7 +36,8 @@ def _asked(plan: RunPlan, round_index: int) -> list[str]:
 
 def _problems(count: int) -> list[tuple[Problem, int]]:
     return [
-        (Problem(problem_id=f"problem {index}", messages=(), answer="", demonstration=""), 0) for index in range(count)
+        (Problem(problem_id=f"problem {index}", messages=(), answer="", reference_completion=""), 0)
+        for index in range(count)
     ]
 
 

@@ -167,7 +167,7 @@ def _impatient(spec: RunSpec) -> RunSpec:
 def test_a_round_waits_for_programs_and_comparisons_too(
     spec: RunSpec, plan: RunPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SumsConfig, "longest_grade_s", 0.1)
+    monkeypatch.setattr(SumsConfig, "max_grading_s", 0.1)
     rounds = OpenRounds(_impatient(spec), plan, _Paused([math.inf]), lambda *_: None)
     with pytest.raises(TimeoutError, match="round 0: no portion came back for 1 s"):
         asyncio.run(asyncio.wait_for(_complete(rounds, 0), 60))

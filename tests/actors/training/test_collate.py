@@ -147,18 +147,18 @@ def test_costs_of_the_terms_add_up_over_a_round(plan: RunPlan) -> None:
 def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: RunPlan) -> None:
     grader, portion = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint), plan.round_portion(0, 0)
     tokenizer = ChatTokenizer(spec.initial_checkpoint)
-    demonstration = [*tokenizer.encode_completion(plan.train[0].demonstration), tokenizer.eos_id]
+    demonstration = [*tokenizer.encode_completion(plan.train[0].reference_completion), tokenizer.eos_id]
     # What follows the end of text would spoil the answer, were it graded.
     completion = replace(_completion([*demonstration, *demonstration], version=0), num_tokens=len(demonstration))
     portion = replace(portion, problems=(plan.train[0],) * 8)
     scored, summary = grader.grade(portion, [completion] * 8)
     assert all(grade.correct for grade in scored.grades)
-    assert set(summary.texts) == {plan.train[0].demonstration}
+    assert set(summary.texts) == {plan.train[0].reference_completion}
     stats = round_stats([portion.group_ids], [summary], GroupChoice(num_groups=5, most_groups=5))
     assert (stats["reward"], stats["correct"], stats["num_completions"]) == (1, 1, 8)
     assert stats["num_failed_groups"] == 3
     (sample, *_) = readable_samples({portion.key: summary}, 4, lambda _: portion, plan.prompt_text)
-    assert sample["completion"] == plan.train[0].demonstration
+    assert sample["completion"] == plan.train[0].reference_completion
     assert sample["prompt"] == plan.train[0].messages[0].content
 
 

@@ -47,10 +47,10 @@ def test_without_a_file_they_are_the_first_training_and_held_out_problems(spec: 
     data, tokenizer = _load(spec, num_eval=3), ChatTokenizer(spec.initial_checkpoint)
     for documents, problems in ((data.train, plan.train[:10]), (data.held_out, plan.heldout[:3])):
         assert documents is not None
-        assert [completion for _, completion in _texts(spec, documents)] == [p.demonstration for p in problems]
+        assert [completion for _, completion in _texts(spec, documents)] == [p.reference_completion for p in problems]
         for row, problem in enumerate(problems):
             prompt = plan.prompt_ids(problem)
-            end = len(prompt) + len(tokenizer.encode_completion(problem.demonstration))
+            end = len(prompt) + len(tokenizer.encode_completion(problem.reference_completion))
             ids = documents.ids[row].tolist()
             assert tuple(ids[: len(prompt)]) == prompt
             assert ids[end : int(documents.lengths[row])] == [tokenizer.eos_id] * (8 - (end - len(prompt)))
@@ -72,7 +72,9 @@ def test_demonstrations_that_do_not_fit_are_left_out_and_counted(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = ChatTokenizer.encode_completion
-    texts = [problem.demonstration for problem in RunPlan(spec, ChatTokenizer(spec.initial_checkpoint)).train[:10]]
+    texts = [
+        problem.reference_completion for problem in RunPlan(spec, ChatTokenizer(spec.initial_checkpoint)).train[:10]
+    ]
     longer = [*encode(ChatTokenizer(spec.initial_checkpoint), texts[0]), 2, 2, 2, 2]
     monkeypatch.setattr(
         ChatTokenizer, "encode_completion", lambda self, text: longer if text == texts[0] else encode(self, text)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from deploy.adapt import generation, responses
-from deploy.adapt.generation import Response, Sampling, TransformersGenerator, encoded, open_generator
+from deploy.adapt.generation import ModelResponse, Sampling, TransformersGenerator, encode_prompts, open_generator
 from deploy.adapt.prompts import Conversation, file_prompts, task_prompts
-from deploy.adapt.response_file import Written
+from deploy.adapt.response_file import ResponseProgress
 from deploy.adapt.responses import write_responses
 from deploy.errors import UserError
 from learner.model.autoregressive.source import Source, open_source
@@ -46,14 +46,14 @@ class Says:
         self._tokenizer, self._texts, self._dies_at = tokenizer, texts, dies_at
         self.seeds: list[int] = []
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[Response]:
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[ModelResponse]:
         """One text after another; one that ends in ... is cut there."""
         if len(self.seeds) // self.batch_size == self._dies_at:
             raise KeyboardInterrupt
         self.seeds += seeds
         texts = [self._texts[(len(self.seeds) - len(prompts) + row) % len(self._texts)] for row in range(len(prompts))]
         return [
-            Response(
+            ModelResponse(
                 token_ids=tuple(self._tokenizer(text.removesuffix("..."))["input_ids"]), is_ended=text[-3:] != "..."
             )
             for text in texts
@@ -83,7 +83,7 @@ def in_order(path: Path) -> list[str]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_response_does_not_depend_on_its_batch(source: Source, temperature: float) -> None:
     tokenizer = source.tokenizer()
-    asked = encoded(source, tokenizer, [*PROMPTS[:5], user_turn("hi")], 12)
+    asked = encode_prompts(source, tokenizer, [*PROMPTS[:5], user_turn("hi")], 12)
     generator = TransformersGenerator(source, [2], replace(SAMPLING, temperature=temperature), "cpu")
     generator._model.float()
     together = generator.generate([one.ids for one in asked], [one.index for one in asked])
@@ -96,7 +96,7 @@ def test_a_response_does_not_depend_on_its_batch(source: Source, temperature: fl
 def test_greedy_responses_are_those_of_transformers(source: Source) -> None:
     import torch
 
-    [asked] = encoded(source, source.tokenizer(), PROMPTS[:1], 12)
+    [asked] = encode_prompts(source, source.tokenizer(), PROMPTS[:1], 12)
     generator = TransformersGenerator(source, [2], replace(SAMPLING, temperature=0.0), "cpu")
     generator._model.float()
     ids = torch.tensor([asked.ids])
@@ -134,8 +134,8 @@ def test_vllm_is_taken_where_it_can_run_and_is_asked_by_seed_and_tokens(
     assert isinstance(open_generator(packed, tokenizer, SAMPLING), TransformersGenerator)
     generator = open_generator(source, tokenizer, replace(SAMPLING, max_new_tokens=3))
     assert generator.generate([[5], [5, 6]], [70, 80]) == [
-        Response(token_ids=(70, 5), is_ended=True),
-        Response(token_ids=(80, 5, 6), is_ended=False),
+        ModelResponse(token_ids=(70, 5), is_ended=True),
+        ModelResponse(token_ids=(80, 5, 6), is_ended=False),
     ]
 
 
@@ -205,19 +205,19 @@ def test_prompts_without_room_are_counted_and_all_of_them_refused(source: Source
     long = user_turn("sky " * CONTEXT)
     written = write_responses(source, [PROMPTS[0], long, PROMPTS[1]], tmp_path / "own.jsonl", SAMPLING)
     assert (written.num_kept, written.num_overlong, len(says.seeds)) == (2, 1, 2)
-    assert written.is_whole
+    assert written.is_complete
     with pytest.raises(UserError, match="no prompt fits into the context"):
         write_responses(source, [long], tmp_path / "long.jsonl", SAMPLING)
     assert not (tmp_path / "long.jsonl").exists()
     # The longest that fits leaves room for every token of an answer.
-    [one] = encoded(source, source.tokenizer(), PROMPTS[:1], CONTEXT - len(source_ids(source, PROMPTS[0])))
+    [one] = encode_prompts(source, source.tokenizer(), PROMPTS[:1], CONTEXT - len(source_ids(source, PROMPTS[0])))
     assert one.index == 0
     with pytest.raises(ValueError, match="no prompt fits"):
-        encoded(source, source.tokenizer(), PROMPTS[:1], CONTEXT + 1 - len(source_ids(source, PROMPTS[0])))
+        encode_prompts(source, source.tokenizer(), PROMPTS[:1], CONTEXT + 1 - len(source_ids(source, PROMPTS[0])))
 
 
 def source_ids(source: Source, turns: Conversation) -> Sequence[int]:
-    return encoded(source, source.tokenizer(), [turns], 0)[0].ids
+    return encode_prompts(source, source.tokenizer(), [turns], 0)[0].ids
 
 
 def test_a_model_that_says_nothing_or_cannot_be_asked_is_refused(source: Source, tmp_path: Path, speaker: Any) -> None:
@@ -236,7 +236,7 @@ def test_a_part_of_the_prompts_is_a_fair_sample_and_batches_are_of_like_lengths(
 ) -> None:
     monkeypatch.setattr(generation, "_SORTED", 4)
     turns = [user_turn("sky " * (length % 5)) if length % 5 else user_turn("a") for length in range(8)]
-    found = encoded(source, source.tokenizer(), turns, 1)
+    found = encode_prompts(source, source.tokenizer(), turns, 1)
     assert [{one.index for one in found[:4]}, {one.index for one in found[4:]}] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
     lengths = [len(one.ids) for one in found]
     assert lengths[:4] == sorted(lengths[:4])
@@ -298,4 +298,4 @@ def test_what_holds_no_prompts_is_refused_in_a_sentence(
 
 
 def test_a_summary_of_nothing_to_do_is_whole() -> None:
-    assert Written(num_prompts=0).is_whole
+    assert ResponseProgress(num_prompts=0).is_complete

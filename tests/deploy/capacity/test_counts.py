@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from actors.spec import sampler_facts
 from deploy.capacity.activations import kept_bytes, saved_bytes_of_token
-from deploy.capacity.arithmetic import full_group, learning_flops, sampling_flops
+from deploy.capacity.flops import full_group, learning_flops, sampling_flops
 from deploy.capacity.shape import ParameterCounts, policy_shape
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe

@@ -140,12 +140,12 @@ def test_a_learner_asleep_takes_main_memory(llada: Callable[..., Recipe]) -> Non
 def test_what_does_not_fit_says_by_how_much_and_what_helps(llada: Callable[..., Recipe]) -> None:
     plan = _plan(llada("rollout.engine.dtype=float32"), 8, "L4")
     assert plan.best is None
-    assert plan.splits[0].limit == (
+    assert plan.splits[0].why_not == (
         "a sampler takes at least 36.3 GB of GPU memory (weights 32.1), and one L4 has 24.0; take "
         "rollout.engine.dtype=bfloat16"
     )
     fitting = llada("rollout.engine.num_slots=1", "model.lora={rank: 0}", "learner.num_workers=1")
-    learner = _plan(fitting, 2).splits[0].limit
+    learner = _plan(fitting, 2).splits[0].why_not
     assert learner is not None
     assert learner.startswith("a learner worker takes at least ")
     assert learner.endswith("and one H100 has 85.9; take more learner.num_workers or LoRA (model.lora.rank)")
@@ -190,18 +190,18 @@ def _parts(recipe: Recipe, num_workers: int = 4) -> dict[str, float]:
 def test_sft_counts_where_it_takes_more_than_the_rounds(llada: Callable[..., Recipe]) -> None:
     """A worker has its share of a batch at once, or a micro-batch of that."""
     rounds, sft = learner_memory(llada(), LLADA_8B, 4), learner_memory(llada(*S1K), LLADA_8B, 4)
-    assert (rounds.who, sft.who) == ("a learner worker", "a learner worker in SFT")
+    assert (rounds.label, sft.label) == ("a learner worker", "a learner worker in SFT")
     # 16 documents of 4,096 tokens, eight times the micro-batch of the rounds.
     assert _parts(llada(*S1K))["activations"] == 8 * _parts(llada())["activations"]
     micro = llada(*S1K, "sft.micro_batch_tokens=8192")
     assert _parts(micro)["activations"] == _parts(llada())["activations"]
-    assert learner_memory(micro, LLADA_8B, 4).who == "a learner worker", "which then has SFT's adapter too"
+    assert learner_memory(micro, LLADA_8B, 4).label == "a learner worker", "which then has SFT's adapter too"
     # No less than one document.
     assert _parts(llada(*S1K, "sft.micro_batch_tokens=1", "learner.micro_batch_tokens=1"))["activations"] == (
         _parts(llada())["activations"] / 2
     )
     small = GpuKind(name="small", memory_bytes=40 * 10**9, flop_per_s=1e15)
-    limit = make_plan(llada(*S1K), 2, small).splits[0].limit
+    limit = make_plan(llada(*S1K), 2, small).splits[0].why_not
     assert limit is not None
     assert limit.startswith("a learner worker in SFT takes at least ")
     assert limit.endswith("take a smaller sft.micro_batch_tokens")
@@ -210,19 +210,19 @@ def test_sft_counts_where_it_takes_more_than_the_rounds(llada: Callable[..., Rec
 def test_only_the_stages_of_a_run_count(llada: Callable[..., Recipe]) -> None:
     """The control is SFT again, beside the adapter of the first SFT."""
     both = learner_memory(llada(*S1K, "control.enabled=true"), LLADA_8B, 4)
-    assert both.who == "a learner worker in the control"
+    assert both.label == "a learner worker in the control"
     assert "the adapter of SFT" in {part.name for part in both.parts}
     large = ("learner.micro_batch_tokens=1000000", "sft.micro_batch_tokens=4096")
-    assert learner_memory(llada(*S1K, *large), LLADA_8B, 4).who == "a learner worker"
+    assert learner_memory(llada(*S1K, *large), LLADA_8B, 4).label == "a learner worker"
     alone = learner_memory(llada(*S1K, *large, "learner.num_rounds=0"), LLADA_8B, 4)
-    assert alone.who == "a learner worker in SFT"
+    assert alone.label == "a learner worker in SFT"
 
 
 def test_what_one_canvas_takes_is_made_smaller_by_a_shorter_one(llada: Callable[..., Recipe]) -> None:
     tight = GpuKind(name="tight", memory_bytes=20 * 10**9, flop_per_s=1e15)
     one = ("sft.micro_batch_tokens=1", "sharding.activation_checkpointing=false", "learner.micro_batch_tokens=1")
     limits = [
-        make_plan(llada(*given, *one, "rollout.engine.num_slots=1"), 8, tight).splits[0].limit for given in ((), S1K)
+        make_plan(llada(*given, *one, "rollout.engine.num_slots=1"), 8, tight).splits[0].why_not for given in ((), S1K)
     ]
     assert limits[0] is None
     assert limits[1] is not None

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from deploy.evaluation.pool import Wanted
-from deploy.evaluation.problems import Batch
-from deploy.evaluation.worker import Answered, Worker, WorkerConfig
+from deploy.evaluation.pool import PoolSettings
+from deploy.evaluation.problems import EvaluationBatch
+from deploy.evaluation.worker import AnsweredBatch, Worker, WorkerConfig
 
 
 @pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+def inline(monkeypatch: pytest.MonkeyPatch) -> list[EvaluationBatch]:
     """One worker in this process in place of a pool; the batches that it was asked, as they come."""
-    asked: list[Batch] = []
+    asked: list[EvaluationBatch] = []
 
-    def answers(config: WorkerConfig, _: Wanted, batches: Sequence[Batch]) -> Iterator[Answered]:
+    def answers(config: WorkerConfig, _: PoolSettings, batches: Sequence[EvaluationBatch]) -> Iterator[AnsweredBatch]:
         worker = Worker(config)
         for batch in batches:
             asked.append(batch)
             yield worker.answer(batch)
 
-    monkeypatch.setattr("deploy.evaluation.evaluate.answers", answers)
+    monkeypatch.setattr("deploy.evaluation.evaluate.answer_batches", answers)
     return asked
 
 

@@ -21,10 +21,10 @@ import pytest
 
 from actors.grader import GraderWorker
 from actors.plan import RunPlan
-from deploy.evaluation.problems import Batch
-from deploy.evaluation.worker import Answered, Worker, WorkerConfig
+from deploy.evaluation.problems import EvaluationBatch
+from deploy.evaluation.worker import AnsweredBatch, Worker, WorkerConfig
 from deploy.recipe.recipe import Stages
-from deploy.runs.reading import read_recipe
+from deploy.runs.checkpoints import read_recipe
 from deploy.runs.run_directory import make_spec
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import EOS, ChatTokenizer
@@ -94,7 +94,7 @@ def test_a_run_of_one_block_has_one_at_any_length(evaluate: Callable, workdir: P
     assert _lines(workdir / "out" / cell["answers"])[0]["asked"]["params"]["block_length"] == 4
 
 
-def test_it_goes_on_where_it_was_stopped(evaluate: Callable, inline: list[Batch], workdir: Path) -> None:
+def test_it_goes_on_where_it_was_stopped(evaluate: Callable, inline: list[EvaluationBatch], workdir: Path) -> None:
     whole = _cells(evaluate("--json"))
     path = workdir / "out" / "sums.8.4-steps.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -112,7 +112,7 @@ def test_it_goes_on_where_it_was_stopped(evaluate: Callable, inline: list[Batch]
 
 
 def test_a_worker_on_a_gpu_gives_the_answers_of_one_on_a_cpu(
-    evaluate: Callable, inline: list[Batch], runs: Path
+    evaluate: Callable, inline: list[EvaluationBatch], runs: Path
 ) -> None:
     evaluate("--json")
     checkpoint, batch = runs / "tiny" / "checkpoints" / "rl-000003", inline[0]
@@ -133,7 +133,9 @@ def _without_seconds(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "seconds"}
 
 
-def test_samples_differ_and_are_the_same_again(evaluate: Callable, inline: list[Batch], workdir: Path) -> None:
+def test_samples_differ_and_are_the_same_again(
+    evaluate: Callable, inline: list[EvaluationBatch], workdir: Path
+) -> None:
     words = ("--samples", "4", "--temperature", "1", "--problems", "6", "--schedules", "0.5", "--json")
     (cell,) = _cells(evaluate(*words))
     assert (cell["num_problems"], cell["num_samples"]) == (6, 4)
@@ -178,7 +180,7 @@ def test_a_directory_that_is_no_checkpoint_is_named(d1: Callable, workdir: Path)
 
 
 def test_the_first_d1_is_followed_to_the_letter(
-    evaluate: Callable, d1: Callable, inline: list[Batch], runs: Path, workdir: Path, shared: Path
+    evaluate: Callable, d1: Callable, inline: list[EvaluationBatch], runs: Path, workdir: Path, shared: Path
 ) -> None:
     data = shared / "data" / "d1-eval" / "4x4_test_sudoku.csv"
     words = ("--tasks", "sudoku", "--protocol", "d1", f"sudoku.heldout_data={data}", "--problems", "2", "--json")
@@ -212,7 +214,7 @@ def _of_lengths(workdir: Path, *lengths: int) -> list[str]:
 
 
 def test_a_prompt_without_room_counts_as_wrong_and_is_named(
-    evaluate: Callable, inline: list[Batch], workdir: Path
+    evaluate: Callable, inline: list[EvaluationBatch], workdir: Path
 ) -> None:
     words = [*_of_lengths(workdir, 4, 90, 5, 6, 90, 7), "--schedules", "0.5"]
     (cell,) = _cells(evaluate(*words, "--json"))
@@ -235,7 +237,7 @@ def test_a_prompt_without_room_counts_as_wrong_and_is_named(
 
 
 def test_prompts_that_the_run_leaves_out_of_its_rounds_are_answered_apart(
-    evaluate: Callable, inline: list[Batch], runs: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate: Callable, inline: list[EvaluationBatch], runs: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = read_recipe(runs / "tiny")
     rollout = recipe.rollout.model_copy(update={"max_prompt_tokens": 20})
@@ -314,13 +316,17 @@ def test_what_is_named_twice_is_asked_once(evaluate: Callable, workdir: Path) ->
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_is_answered(
-    sent: signal.Signals, evaluate: Callable, inline: list[Batch], monkeypatch: pytest.MonkeyPatch, workdir: Path
+    sent: signal.Signals,
+    evaluate: Callable,
+    inline: list[EvaluationBatch],
+    monkeypatch: pytest.MonkeyPatch,
+    workdir: Path,
 ) -> None:
     # Whoever runs the tests in the background of a script has Ctrl-C ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     whole = Worker.answer
 
-    def interrupted(self: Worker, batch: Batch) -> Answered:
+    def interrupted(self: Worker, batch: EvaluationBatch) -> AnsweredBatch:
         if len(inline) == 3:
             signal.raise_signal(sent)
         return whole(self, batch)
@@ -381,7 +387,7 @@ def test_a_file_of_answers_can_be_graded_again(evaluate: Callable, d1: Callable,
 
 
 def test_processes_answer_as_one_does(
-    evaluate: Callable, inline: list[Batch], monkeypatch: pytest.MonkeyPatch, workdir: Path
+    evaluate: Callable, inline: list[EvaluationBatch], monkeypatch: pytest.MonkeyPatch, workdir: Path
 ) -> None:
     alone = _cells(evaluate("--json"))
     (workdir / "out").rename(workdir / "alone")

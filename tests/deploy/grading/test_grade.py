@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from deploy.grading.tasks import described
-from rewards.tasks.table import task_names
+from deploy.grading.tasks import describe_task
+from rewards.tasks.registry import task_names
 
 _QUESTION = "Numbers: [2, 3, 4]\nTarget: 5"
 _GENERATIONS = [
@@ -196,6 +196,6 @@ def test_tasks_are_listed_with_sizes_and_an_example(d1: Callable[..., Any]) -> N
 
 def test_one_task_is_shown_with_its_prompt(d1: Callable[..., Any]) -> None:
     out = d1("tasks", "countdown", "prompt=compact").out
-    example = described("countdown", ["prompt=compact"])
+    example = describe_task("countdown", ["prompt=compact"])
     assert example["prompt"] in out
     assert example["demonstration"] in out

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from deploy.interrupts import Terminated, terminated_by_sigterm
 from deploy.job import following as module
-from deploy.job.following import RunFollower, following, stopping_in_order
+from deploy.job.following import RunFollower, checkpoint_on_stop, following
 
 
 class _Coordinator:
@@ -152,7 +152,7 @@ def test_who_waits_for_whom_is_said(coordinator: _Coordinator, clock: list[float
 
 def _interrupted(coordinator: _Coordinator, fitted: Future[None], kind: type[BaseException]) -> list[str]:
     said: list[str] = []
-    with pytest.raises(kind), stopping_in_order(fitted, coordinator, lambda event: said.append(event["what"])):
+    with pytest.raises(kind), checkpoint_on_stop(fitted, coordinator, lambda event: said.append(event["what"])):
         raise kind
     return said
 
@@ -177,15 +177,15 @@ def test_the_grace_is_as_long_as_the_bytes_of_a_checkpoint_take(
 ) -> None:
     fitted, waited = Future[None](), list[float]()
 
-    def has_ended(_: Future[None], within_s: float) -> bool:
+    def wait_until_done(_: Future[None], within_s: float) -> bool:
         waited.append(within_s)
         return False
 
-    monkeypatch.setattr(module, "has_ended", has_ended)
+    monkeypatch.setattr(module, "wait_until_done", wait_until_done)
     said: list[str] = []
     with (
         pytest.raises(KeyboardInterrupt),
-        stopping_in_order(fitted, coordinator, lambda event: said.append(event["what"]), 4_000_000_000),
+        checkpoint_on_stop(fitted, coordinator, lambda event: said.append(event["what"]), 4_000_000_000),
     ):
         raise KeyboardInterrupt
     assert waited == [140.0]

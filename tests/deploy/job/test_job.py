@@ -32,7 +32,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(job, "registry_of_cluster", lambda: "redis://nowhere")
     monkeypatch.setattr(job, "_dead_actor", lambda _: None)
     monkeypatch.setattr(job, "_NODE_ENDS_S", 0.0)
-    for name in ("mirrored", "following", "scaling", "stopping_in_order"):
+    for name in ("mirrored", "following", "scaling", "checkpoint_on_stop"):
         monkeypatch.setattr(job, name, lambda *_: nullcontext(None))
     return ended
 

@@ -26,7 +26,7 @@ from deploy.recipe.overrides import load_recipe
 from learner.model.config import TransformerConfig
 from learner.model.families import llada2
 from learner.model.families.llada import write_config
-from rewards.data.draw import draw_distinct
+from rewards.data.sampling import sample_distinct
 
 ROOMY = {"object_store_bytes": 10**11, "gpu_memory_bytes": None, "num_machines": 1}
 PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, **ROOMY, is_ours=True)
@@ -274,10 +274,10 @@ def test_so_many_problems_that_they_cannot_exist_are_refused_without_making_them
 ) -> None:
     def draw(draw_one: object, *, count: int, **arguments: object) -> object:
         assert count == 1, "an example or the held-out problem"
-        return draw_distinct(draw_one, count=count, **arguments)
+        return sample_distinct(draw_one, count=count, **arguments)
 
     for task in ("countdown", "sudoku"):
-        monkeypatch.setattr(f"rewards.tasks.{task}.draw_distinct", draw)
+        monkeypatch.setattr(f"rewards.tasks.{task}.sample_distinct", draw)
     huge = replace(PLENTY, memory_bytes=10**14)
     words = (*overrides, TOO_MANY, "evaluation.num_problems=1", "sft.num_steps=0")
     (problem,) = _problems(recipe_file, *words, available=huge)
@@ -287,14 +287,14 @@ def test_so_many_problems_that_they_cannot_exist_are_refused_without_making_them
 def test_of_problems_that_exist_a_few_are_made_and_the_memory_of_all_counts(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.job.preflight.MOST_LOOKED_AT", 50)
+    monkeypatch.setattr("deploy.job.preflight.MAX_CHECKED_PROBLEMS", 50)
     made: list[int] = []
 
     def draw(draw_one: object, *, count: int, **arguments: object) -> object:
         made.append(count)
-        return draw_distinct(draw_one, count=count, **arguments)
+        return sample_distinct(draw_one, count=count, **arguments)
 
-    monkeypatch.setattr("rewards.tasks.countdown.draw_distinct", draw)
+    monkeypatch.setattr("rewards.tasks.countdown.sample_distinct", draw)
     available = replace(PLENTY, memory_bytes=32 * 10**9)
     (problem,) = _problems(recipe_file, MANY_COUNTDOWNS, TOO_MANY, available=available)
     assert "GB of memory" in problem
@@ -549,7 +549,7 @@ def test_data_that_cannot_be_used_is_refused_before_anything_starts(recipe_file:
     assert "x.jsonl, line 1: answer is missing; it should be a text or a number: what is right" in _problems(recipe)[0]
     (workdir / "x.jsonl").write_text("".join(f'{{"prompt": "{n % 90}?", "answer": 7}}\n' for n in range(100)))
     told: list[str] = []
-    assert _problems(recipe, tell=told.append) == []
+    assert _problems(recipe, on_warning=told.append) == []
     assert told == [
         f"{workdir / 'x.jsonl'}: 10 of 100 rows repeat an earlier problem and are left out, first line 91 (as line 1)"
     ]

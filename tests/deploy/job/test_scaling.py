@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import deploy.cli.under_way
+import deploy.cli.status
 import deploy.job.scaling
 from actors import cluster
 from actors.cluster import RunActors
@@ -21,7 +21,7 @@ from deploy.job.scaling import scaling
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import make_spec
-from deploy.runs.scale_request import ScaleAnswer, answer, asked
+from deploy.runs.scale_request import ScaleAnswer, read_request, write_answer
 
 ROOM = Resources(
     where="the cluster at 10.0.0.1:6379",
@@ -160,13 +160,13 @@ def test_what_ray_says_to_it_is_an_answer_and_the_next_is_carried_out(
 def test_a_run_that_is_not_under_way_or_does_not_answer_is_not_asked_any_more(
     make_run: Callable, events: list[Event], d1: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deploy.cli.under_way, "_ANSWERED_WITHIN_S", 0.2)
+    monkeypatch.setattr(deploy.cli.status, "_ANSWERED_WITHIN_S", 0.2)
     run_dir = make_run("tiny", events[:20])
-    answer(run_dir, ScaleAnswer(id="of another"))
+    write_answer(run_dir, ScaleAnswer(id="of another"))
     d1("scale", "tiny", "samplers=2").assert_refused(
         "did not answer within 0 s, and is not asked any more", "status tiny"
     )
-    assert asked(run_dir) is None
+    assert read_request(run_dir) is None
     make_run("old", events)
     d1("scale", "old", "samplers=2").assert_refused("the run old is not under way, and only then it can be scaled")
 
@@ -175,5 +175,5 @@ def test_a_request_from_before_the_run_was_started_is_not_carried_out(under_way:
     Path("runs/tiny/.scale.json").write_text('{"id": "x", "sizes": {"samplers": 3}}')
     with under_way() as run_dir:
         time.sleep(0.1)
-        assert asked(run_dir) is None
+        assert read_request(run_dir) is None
     assert ray.scaled == []

@@ -223,7 +223,7 @@ def test_a_dashboard_that_is_away_for_a_while_is_asked_again(monkeypatch: pytest
 
 def test_a_dashboard_that_stays_away_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.job.submit._POLL_S", 0.01)
-    monkeypatch.setattr("deploy.job.submit._AWAY_S", 0.05)
+    monkeypatch.setattr("deploy.job.submit._HEAD_RESTART_TIMEOUT_S", 0.05)
     cluster = Away(jobs={"a": Job("a", "RUNNING")})
     cluster.num_away = 10**6
     with pytest.raises(

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from deploy.evaluation.record import Record, fingerprint
-from deploy.evaluation.worker import Answer
-from deploy.evaluation.worker import Answered as AnsweredBatch
+from deploy.evaluation.record import RecordWriter, fingerprint
+from deploy.evaluation.worker import Answer, AnsweredBatch
 from deploy.report.differences import fields_of
-from deploy.report.evaluated import evaluated, front
-from deploy.report.examples import Answered, Example, Token, examples
+from deploy.report.eval_results import pareto_front, read_eval_cells
+from deploy.report.examples import GradedCompletion, ReportExample, Token, make_examples
 from deploy.report.report import write_report
+from deploy.runs.checkpoints import read_recipe
 from deploy.runs.listing import read_run
-from deploy.runs.reading import read_recipe
 from rollout.request import SamplingParams
 
 Events = list[dict[str, Any]]
@@ -102,8 +101,8 @@ def test_hostile_texts_stay_texts(d1: Callable, make_run: Callable, events: Even
 
 def test_hostile_completions_stay_texts(make_run: Callable, events: Events, tmp_path: Path) -> None:
     token = Token(text=HOSTILE, step=1, shade=3)
-    answered = Answered(policy=HOSTILE, correct=False, num_steps=1, tokens=[token])
-    example = Example(prompt=HOSTILE, completions=[answered])
+    answered = GradedCompletion(policy=HOSTILE, correct=False, num_steps=1, tokens=[token])
+    example = ReportExample(prompt=HOSTILE, completions=[answered])
     write_report({HOSTILE: read_run(make_run("tiny", events))}, {HOSTILE: [example]}, tmp_path / "report.html")
     page = Page((tmp_path / "report.html").read_text())
     _assert_is_self_contained(page)
@@ -130,7 +129,7 @@ def test_what_cannot_be_reported_is_a_sentence(
 def test_examples_are_the_first_problems_before_and_after(runs: Path) -> None:
     run = runs / "tiny"
     # More than a batch of eight.
-    found = examples(run, read_recipe(run), 11)
+    found = make_examples(run, read_recipe(run), 11)
     assert len(found) == len({example.prompt for example in found}) == 11
     for example in found:
         before, after = example.completions
@@ -138,7 +137,7 @@ def test_examples_are_the_first_problems_before_and_after(runs: Path) -> None:
         assert {token.step for token in before.tokens} == set(range(1, before.num_steps + 1))
         assert [token.shade for token in before.tokens if token.step == 1] == [0] * 2
     assert any(before.tokens != after.tokens for before, after in (example.completions for example in found))
-    assert examples(run, read_recipe(run), 0) == []
+    assert make_examples(run, read_recipe(run), 0) == []
 
 
 def test_fields_of_recipes_side_by_side() -> None:
@@ -214,7 +213,7 @@ def _evaluate(run: Path, checkpoint: str, slots: int, steps: int, num_correct: i
         "dtype": "float32",
     }
     answers = [_answer(number, correct=number < num_correct, num_forwards=steps) for number in range(20)]
-    record = Record(place / f"{task}.{slots}.{steps}-steps.jsonl", facts, [20])
+    record = RecordWriter(place / f"{task}.{slots}.{steps}-steps.jsonl", facts, [20])
     record.add(AnsweredBatch(index=0, seconds=1.0, answers=tuple(answers)))
     return record.path
 
@@ -256,7 +255,7 @@ def test_only_whole_evaluations_of_these_weights_are_reported(make_run: Callable
     _evaluate(run, "rl-000001", 8, 4, 5)
     shutil.rmtree(run / "checkpoints" / "rl-000001")
     _evaluate(run, "sft", 8, 8, 5, task="countdown")
-    found = [(one.asked, one.checkpoint, one.gen_length, one.schedule, one.accuracy) for one in evaluated(run)]
+    found = [(one.setting, one.checkpoint, one.gen_length, one.schedule, one.accuracy) for one in read_eval_cells(run)]
     assert found == [("countdown", "sft", 8, "8 steps", 0.25), ("sums", "sft", 8, "4 steps", 0.25)]
 
 
@@ -277,5 +276,5 @@ def test_the_front_has_what_nothing_beats_at_its_cost(make_run: Callable, events
     run = make_run("tiny", events)
     for steps, slots, right in ((1, 8, 3), (2, 8, 2), (4, 8, 6), (4, 16, 7), (6, 8, 7), (8, 8, 7), (8, 16, 9)):
         _evaluate(run, "sft", slots, steps, right)
-    places = [(one.mean_forwards, one.gen_length) for one in front(evaluated(run))]
+    places = [(one.mean_forwards, one.gen_length) for one in pareto_front(read_eval_cells(run))]
     assert places == [(1.0, 8), (4.0, 16), (8.0, 16)]

@@ -43,14 +43,14 @@ def test_validation_is_the_course_of_a_run_and_no_held_out_accuracy(recorder: An
     recorder.evaluation("rl", 90, 3)
     recorder.evaluation("control", 70, 3)
     history = read_history(recorder.events)
-    assert [(item.round, item.score.num_correct) for item in history.course] == [(0, 50), (2, 101)]
+    assert [(item.round, item.score.num_correct) for item in history.accuracy_curve] == [(0, 50), (2, 101)]
     assert [item.label for item in history.heldout] == ["sft", "rl"]
 
 
 def test_without_validation_the_held_out_accuracy_is_the_course(events: Events) -> None:
     history = read_history(events)
-    assert history.course == history.heldout
-    assert [item.label for item in history.course] == ["untrained", "sft", "round", "rl"]
+    assert history.accuracy_curve == history.heldout
+    assert [item.label for item in history.accuracy_curve] == ["untrained", "sft", "round", "rl"]
 
 
 def test_a_stage_that_begins_anew_forgets_its_first_try(recorder: Any) -> None:

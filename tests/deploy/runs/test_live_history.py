@@ -27,7 +27,7 @@ class Follower:
         for count in range(1, 1000):
             part = live.since(Cursor.parse(self.place))
             for name, had in self.lists.items():
-                self.lists[name] = ([] if part.is_whole else had) + getattr(part, name)
+                self.lists[name] = ([] if part.is_from_start else had) + getattr(part, name)
             if str(part.end) == self.place:
                 return count
             self.place = str(part.end)
@@ -88,7 +88,7 @@ def test_what_was_had_is_not_told_again() -> None:
     seen = live.since(BEGINNING).end
     live.add([_round(5)])
     part = live.since(seen)
-    assert (part.is_whole, part.rounds) == (False, [_round(5)])
+    assert (part.is_from_start, part.rounds) == (False, [_round(5)])
     assert live.since(part.end).end == part.end
 
 
@@ -105,7 +105,7 @@ def test_the_place_of_another_history_is_the_beginning_of_this(seen: str) -> Non
     live = LiveHistory()
     live.add(map(_round, range(5)))
     part = live.since(Cursor.parse(seen))
-    assert (part.is_whole, len(part.rounds)) == (True, 5)
+    assert (part.is_from_start, len(part.rounds)) == (True, 5)
 
 
 def test_an_event_that_lacks_what_its_kind_has_is_counted_and_the_rest_told() -> None:

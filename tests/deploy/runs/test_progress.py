@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deploy import waiting
+from deploy import wait_display
 from deploy.runs import progress
 from deploy.runs.progress import ProgressDisplay
-from deploy.waiting import Waiting
+from deploy.wait_display import WaitDisplay
 
 Events = list[dict[str, Any]]
 
@@ -141,18 +141,18 @@ def test_what_the_driver_waits_for_is_said_at_once() -> None:
 
 def _waited_for(events: Events, monkeypatch: pytest.MonkeyPatch) -> str:
     """What is said of a silence after the events."""
-    monkeypatch.setattr(waiting, "EVERY_S", 0.01)
+    monkeypatch.setattr(wait_display, "EVERY_S", 0.01)
     said, file = threading.Event(), io.StringIO()
     display = ProgressDisplay(Console(file=file, width=140))
-    write = Waiting._print
+    write = WaitDisplay._print
 
-    def heard(wait: Waiting, text: str) -> None:
+    def heard(wait: WaitDisplay, text: str) -> None:
         write(wait, text)
         said.set()
 
     for event in events:
         display(event)
-    monkeypatch.setattr(Waiting, "_print", heard)
+    monkeypatch.setattr(WaitDisplay, "_print", heard)
     if events[-1]["event"] == "done":
         display.stop()
         display.wait_for_end()
@@ -209,7 +209,7 @@ def test_stopping_twice_is_no_error(events: Events) -> None:
 
 
 def test_what_goes_on_is_said_with_the_seconds_of_what_it_is_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "EVERY_S", 0.01)
+    monkeypatch.setattr(wait_display, "EVERY_S", 0.01)
     shown = io.StringIO()
     with ProgressDisplay(Console(file=shown, width=140)) as display:
         display({"event": "waiting", "what": "making the run directory"})

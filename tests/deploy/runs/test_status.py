@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-import deploy.cli.under_way
+import deploy.cli.status
 from actors.coordination.pool import Work
 from actors.coordination.status import ActorState, ActorStatus, RunStatus
 from actors.coordination.timeline import TIMELINE, Timeline, read_trace
@@ -219,7 +219,7 @@ def test_watching_shows_it_again_until_ctrl_c(run_dir: Path, d1: Callable, monke
         replace(STATUS, at=_just_now(), round=77).write(run_dir)
 
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(deploy.cli.under_way.time, "sleep", wait)
+    monkeypatch.setattr(deploy.cli.status.time, "sleep", wait)
     ended = d1("status", "--watch")
     assert ended.status == 0
     assert waits == [2.0, 2.0]

@@ -87,7 +87,7 @@ def test_an_answer_is_printed_as_soon_as_those_before_it_are(monkeypatch: pytest
     items = [SimpleNamespace(index=index, request=index != 2) for index in range(5)]
     for item in items:
         item.request = None if item.index == 2 else item.request
-    answers = batch._InOrder(items, lambda item, completion: shown.append(item.index))  # type: ignore[arg-type]
+    answers = batch._OrderedPrinter(items, lambda item, completion: shown.append(item.index))  # type: ignore[arg-type]
     seen = []
     for index in (1, 3, 0, 4):
         answers.add(items[index], completion=object())  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def test_ctrl_c_prints_what_was_done(
 def test_a_reader_that_goes_is_no_traceback(checkpoints: Path, workdir: Path) -> None:
     (workdir / "r").write_text(f"{json.dumps({'prompt_ids': [5], **SHORT})}\n" * 200)
     # Without what a busy machine has said of long imports.
-    quiet = "import deploy.waiting; deploy.waiting.EVERY_S = 600; from deploy.cli import main; main()"
+    quiet = "import deploy.wait_display; deploy.wait_display.EVERY_S = 600; from deploy.cli import main; main()"
     command = [sys.executable, "-c", quiet, "sample", str(checkpoints / "with")]
     root = Path(__file__).parents[3]
     with subprocess.Popen(
@@ -154,7 +154,7 @@ def test_ctrl_c_waits_until_an_answer_is_printed_and_a_second_one_does_not(times
     printed = []
 
     def print_one() -> None:
-        with batch._uninterrupted():
+        with batch._delayed_interrupt():
             for _ in range(times):
                 signal.raise_signal(signal.SIGINT)
             printed.append("whole")
@@ -264,11 +264,11 @@ def test_writes_are_those_of_the_original_editing_sampler(d1: Callable, shared: 
 def test_the_bar_shows_answers_above_it_where_both_go_to_one_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Screen())
     monkeypatch.setattr(sys, "stderr", Screen())
-    bar = batch._Bar(3)
+    bar = batch._RequestBar(3)
     assert bar._progress is not None
     assert bar._progress.console is bar.stdout
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    elsewhere = batch._Bar(3)
+    elsewhere = batch._RequestBar(3)
     assert elsewhere._progress is not None
     assert isinstance(elsewhere._progress.console, Console)
     assert elsewhere._progress.console.stderr

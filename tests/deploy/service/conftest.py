@@ -19,9 +19,9 @@ from actors.registry.registry import Registry
 from actors.registry.server import ValkeyServer
 from actors.registry.server import free_port as find_free_port
 from benchmarks.service.deployment import forget_serve
-from deploy.ray_session import MOST_STARTS, connected
+from deploy.ray_session import MAX_STARTS, connect_with_retries
 from deploy.requests.defaults import Defaults
-from deploy.runs.reading import read_recipe
+from deploy.runs.checkpoints import read_recipe
 from deploy.service.api.app import Service, create_app, guarded
 from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.run_view import RunView
@@ -301,7 +301,7 @@ def serve_cluster(monkeypatch):
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")
     start = partial(ray.init, address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    connected(partial(start, object_store_memory=10**8), MOST_STARTS)
+    connect_with_retries(partial(start, object_store_memory=10**8), MAX_STARTS)
     yield ray.get_runtime_context().gcs_address
     shut_down_ray()
     forget_serve()

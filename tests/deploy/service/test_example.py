@@ -37,7 +37,7 @@ def test_it_is_the_shortest_of_some(run_dir, task):
     _recipe(run_dir, task=task)
     (turn,) = json.loads(shlex.split(example_request(run_dir)[1])[0])["messages"]
     prompt = turn["content"]
-    from deploy.runs.reading import read_recipe
+    from deploy.runs.checkpoints import read_recipe
 
     recipe = read_recipe(run_dir)
     count = min(8, recipe.evaluation.num_problems)

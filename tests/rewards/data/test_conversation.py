@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rewards import Message
-from rewards.data.conversation import asked
+from rewards.data.conversation import parse_conversation
 
 SYSTEM, USER = Message(role="system", content="Be brief."), Message(role="user", content="3 + 4?")
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 + 4?"}]
@@ -34,7 +34,7 @@ TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
     ],
 )
 def test_a_text_and_turns_are_conversations(value: Any, messages: tuple[Message, ...]) -> None:
-    assert asked(value, "prompt") == messages
+    assert parse_conversation(value, "prompt") == messages
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,5 @@ def test_a_text_and_turns_are_conversations(value: Any, messages: tuple[Message,
 )
 def test_what_asks_nothing_is_said(value: Any, sentence: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 - compared below, without escapes
-        asked(value, "prompt")
+        parse_conversation(value, "prompt")
     assert str(refusal.value).startswith(sentence)

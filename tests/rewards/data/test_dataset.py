@@ -25,7 +25,7 @@ def _pose(row: Row) -> Problem:
         problem_id=problem_id("quiz", question),
         messages=user_turn(question),
         answer=row.text("answer"),
-        demonstration=row.text("answer"),
+        reference_completion=row.text("answer"),
     )
 
 
@@ -91,8 +91,8 @@ def test_what_the_hub_also_holds_out_is_not_trained_on(tmp_path: Path) -> None:
     }
     data = Dataset("quiz", DataConfig(), hub, _pose)
     assert {p.answer for p in data.problems(Split.TRAIN, 3, seed=0)} == {"2", "3", "5"}
-    assert data.at_most(Split.TRAIN) == data.size(Split.TRAIN) == 3
-    assert data.at_most(Split.HELDOUT) == 2
+    assert data.max_size(Split.TRAIN) == data.size(Split.TRAIN) == 3
+    assert data.max_size(Split.HELDOUT) == 2
 
 
 def test_problems_that_ask_the_same_and_test_otherwise_are_two_and_in_one_split() -> None:
@@ -119,11 +119,11 @@ def test_of_equal_problems_the_first_is_kept_and_the_others_are_told_once(tmp_pa
     path = _write(tmp_path / "all.jsonl", [1, 2, 1, 2, 1])
     whole = _write(tmp_path / "test.jsonl", [3])
     data = _dataset(DataConfig(train_data=path, heldout_data=whole))
-    assert data.remarks == []
-    assert data.size(Split.TRAIN) == data.at_most(Split.TRAIN) == len(data.problems(Split.TRAIN, 2, seed=0)) == 2
+    assert data.warnings == []
+    assert data.size(Split.TRAIN) == data.max_size(Split.TRAIN) == len(data.problems(Split.TRAIN, 2, seed=0)) == 2
     assert data.size(Split.HELDOUT) == 1
     sentence = f"{path}: 3 of 5 rows repeat an earlier problem and are left out, first line 3 (as line 1)"
-    assert data.remarks == [sentence]
+    assert data.warnings == [sentence]
 
 
 def test_equal_questions_with_other_answers_are_counted_apart(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_equal_questions_with_other_answers_are_counted_apart(tmp_path: Path) ->
     data = _dataset(DataConfig(train_data=path, heldout_data=_write(tmp_path / "test.jsonl", [3])))
     (problem,) = data.problems(Split.TRAIN, 1, seed=0)
     assert problem.answer == "1"
-    (remark,) = data.remarks
+    (remark,) = data.warnings
     assert remark.endswith("first line 2 (as line 1); 2 of them differ in the answer, first line 3 (as line 1)")
 
 
@@ -145,7 +145,7 @@ def test_repeats_change_neither_splits_nor_orders(tmp_path: Path) -> None:
         size = once.size(split)
         assert size is not None
         assert once.problems(split, size, seed=3) == twice.problems(split, size, seed=3)
-    assert len(twice.remarks) == 1
+    assert len(twice.warnings) == 1
 
 
 def test_an_empty_split_is_said(tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_paths_mean_the_same_from_anywhere_and_names_of_the_hub_stay(
 ) -> None:
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    found = DataConfig(train_data=Path("x.jsonl"), heldout_data=Path("folder:test")).from_anywhere()
+    found = DataConfig(train_data=Path("x.jsonl"), heldout_data=Path("folder:test")).with_absolute_paths()
     assert (found.train_data, found.heldout_data) == (tmp_path / "x.jsonl", tmp_path / "folder:test")
-    found = DataConfig(train_data=Path("org/name/main:test")).from_anywhere()
+    found = DataConfig(train_data=Path("org/name/main:test")).with_absolute_paths()
     assert (found.train_data, found.heldout_data) == (Path("org/name/main:test"), None)
 
 

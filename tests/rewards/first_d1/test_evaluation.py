@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rewards import Countdown, CountdownConfig, Gsm8k, Gsm8kConfig, Math500, Math500Config, Split, Sudoku, SudokuConfig
-from rewards.data.dataset import unshuffled
-from rewards.first_d1.evaluation import TASKS, asked, chosen
+from rewards.data.dataset import file_order
+from rewards.first_d1.evaluation import TASKS, d1_prompt, evaluated_problems
 
 # sha256 of its `CTD_SYSTEM_PROMPT`, `GSM_SYSTEM_PROMPT`, `MATH500_SYSTEM_PROMPT`, `SUDOKU_SYSTEM_PROMPT`.
 PROMPTS = {
@@ -36,7 +36,7 @@ def test_the_words_are_its_own(task: str) -> None:
         "math500": problem.messages[0].content,
         "sudoku": f"Solve the following Sudoku puzzle: {problem.metadata.get('puzzle')}\n",
     }
-    turn = asked(task, problem)
+    turn = d1_prompt(task, problem)
     assert turn.endswith(f"\n\n{words[task]}")
     system = turn.removesuffix(f"\n\n{words[task]}")
     assert sha256(system.encode()).hexdigest()[:16] == PROMPTS[task]
@@ -45,11 +45,11 @@ def test_the_words_are_its_own(task: str) -> None:
 def test_it_asks_256_puzzles_of_its_file_as_published(shared: Path) -> None:
     config = SudokuConfig(prompt="compact", heldout_data=shared / "data" / "d1-eval" / "4x4_test_sudoku.csv")
     task = Sudoku(config)
-    found = task.problems(Split.HELDOUT, task.at_most(Split.HELDOUT), seed=0)
-    in_order = unshuffled(found, task="sudoku", split=Split.HELDOUT, seed=0)
+    found = task.problems(Split.HELDOUT, task.max_size(Split.HELDOUT), seed=0)
+    in_order = file_order(found, task="sudoku", split=Split.HELDOUT, seed=0)
     lines = (shared / "data" / "d1-eval" / "4x4_test_sudoku.csv").read_text().splitlines()
     assert [problem.metadata["puzzle"] for problem in in_order] == [line[:16] for line in lines[1:]]
-    puzzles = [problem.metadata["puzzle"] for problem in chosen("sudoku", in_order)]
+    puzzles = [problem.metadata["puzzle"] for problem in evaluated_problems("sudoku", in_order)]
     # The first two that its published generations could begin with, and how many: `np.random.choice` after seed 42.
     assert len(puzzles) == len(set(puzzles)) == 256
     assert puzzles[:2] == ["4320004330100004", "0002403020033024"]
@@ -57,5 +57,5 @@ def test_it_asks_256_puzzles_of_its_file_as_published(shared: Path) -> None:
 
 def test_it_asks_all_of_a_smaller_file_and_of_other_tasks() -> None:
     problems = EXAMPLES["sudoku"].problems(Split.HELDOUT, 10, seed=0)
-    assert chosen("sudoku", problems) == problems
-    assert chosen("gsm8k", problems * 30) == problems * 30
+    assert evaluated_problems("sudoku", problems) == problems
+    assert evaluated_problems("gsm8k", problems * 30) == problems * 30

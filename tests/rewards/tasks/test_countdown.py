@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from rewards import Countdown, CountdownConfig, Problem, Split, evaluate
-from rewards.first_d1.python_arithmetic import python_value
+from rewards.first_d1.python_arithmetic import evaluate_python_arithmetic
 
 _D1_TURN = """
 Respond in the following format:
@@ -29,7 +29,9 @@ the target number. For example, if the numbers are [2, 3, 4] and the target is 5
 
 
 def _problem(numbers: str, target: int) -> Problem:
-    return Problem(problem_id="p", messages=(), answer=str(target), demonstration="", metadata={"numbers": numbers})
+    return Problem(
+        problem_id="p", messages=(), answer=str(target), reference_completion="", metadata={"numbers": numbers}
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,10 +168,10 @@ def test_compact_demonstrations_show_their_working_where_asked() -> None:
     )
     problems = zip(plain.problems(Split.TRAIN, 200, 0), shown.problems(Split.TRAIN, 200, 0), strict=True)
     for without, problem in problems:
-        assert problem.demonstration.endswith(without.demonstration)
+        assert problem.reference_completion.endswith(without.reference_completion)
         assert problem.messages == without.messages
-        assert shown.grade(problem, problem.demonstration).parts["working"] == 0.5
-        assert shown.grade(problem, without.demonstration).parts["working"] == 0.0
+        assert shown.grade(problem, problem.reference_completion).parts["working"] == 0.5
+        assert shown.grade(problem, without.reference_completion).parts["working"] == 0.0
 
 
 def test_working_that_nobody_would_see_is_refused() -> None:
@@ -214,7 +216,7 @@ def test_the_d1_protocol(text: str, is_correct: bool) -> None:
 
 def test_what_d1s_eval_takes_the_restatement_takes() -> None:
     for expression, value in {"2**3//3": 2, "2.5*2": 5, "-3+8": 5, "+3": 3, "4--1": 5, "(2\n+3)": 5}.items():
-        assert python_value(expression) == value, expression
+        assert evaluate_python_arithmetic(expression) == value, expression
     for nothing in (
         "",
         "()",
@@ -229,7 +231,7 @@ def test_what_d1s_eval_takes_the_restatement_takes() -> None:
         "1e5",
         "2;3",
     ):
-        assert python_value(nothing) is None, nothing
+        assert evaluate_python_arithmetic(nothing) is None, nothing
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,9 @@ def test_what_d1s_eval_takes_the_restatement_takes() -> None:
 )
 def test_a_line_has_numbers_and_target_as_a_list_or_an_object(truth: object) -> None:
     task = Countdown(CountdownConfig())
-    assert [task.grade(task.posed("?", truth), f"<answer>{sum_}</answer>").correct for sum_ in ("2+3", "2*3")] == [1, 0]
+    assert [
+        task.grade(task.from_ground_truth("?", truth), f"<answer>{sum_}</answer>").correct for sum_ in ("2+3", "2*3")
+    ] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +249,7 @@ def test_a_line_has_numbers_and_target_as_a_list_or_an_object(truth: object) -> 
 )
 def test_a_line_without_numbers_and_target_is_refused(truth: object) -> None:
     with pytest.raises(ValueError, match=r"a countdown line has \[\[numbers\], target\]"):
-        Countdown(CountdownConfig()).posed("?", truth)
+        Countdown(CountdownConfig()).from_ground_truth("?", truth)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +297,7 @@ def test_the_d1_prompt_is_d1s_to_the_letter() -> None:
 
 def test_the_d1_demonstration_has_d1s_format() -> None:
     for problem in Countdown(CountdownConfig()).problems(Split.TRAIN, 20, seed=3):
-        reasoning, answer = problem.demonstration.split("\n</reasoning>\n<answer>\n")
+        reasoning, answer = problem.reference_completion.split("\n</reasoning>\n<answer>\n")
         assert reasoning.startswith("<reasoning>\n")
         assert reasoning.endswith(f" = {problem.answer}")
         assert answer.endswith("\n</answer>")
@@ -302,8 +306,8 @@ def test_the_d1_demonstration_has_d1s_format() -> None:
 def test_the_compact_prompt_is_numbers_and_target() -> None:
     for problem in Countdown(CountdownConfig(prompt="compact", max_number=9)).problems(Split.TRAIN, 20, seed=3):
         assert problem.messages[0].content == f"{problem.metadata['numbers']} = {problem.answer}"
-        assert problem.demonstration.startswith("<answer>")
-        assert problem.demonstration.endswith("</answer>")
+        assert problem.reference_completion.startswith("<answer>")
+        assert problem.reference_completion.endswith("</answer>")
 
 
 def test_problems_stay_in_the_configured_range() -> None:
@@ -317,7 +321,7 @@ def test_problems_stay_in_the_configured_range() -> None:
 
 def test_problems_use_all_operators_and_show_numbers_in_no_order() -> None:
     problems = Countdown(CountdownConfig(max_number=12, prompt="compact")).problems(Split.TRAIN, 500, seed=0)
-    assert set("+-*/") <= set("".join(problem.demonstration.replace("</", "") for problem in problems))
+    assert set("+-*/") <= set("".join(problem.reference_completion.replace("</", "") for problem in problems))
     shown = [[int(number) for number in problem.metadata["numbers"].split()] for problem in problems]
     assert sum(numbers == sorted(numbers) for numbers in shown) < 250
 
@@ -367,7 +371,7 @@ def test_an_exhausted_split_says_how_many_problems_it_has() -> None:
 def test_the_longest_demonstrations_are_within_the_evaluators_bound() -> None:
     config = CountdownConfig(num_numbers=6, min_number=1000, max_number=1000, max_target=100_000, prompt="compact")
     (problem,) = Countdown(config.model_copy(update={"heldout_fraction": 0.0})).problems(Split.TRAIN, 1, seed=0)
-    answer = problem.demonstration.removeprefix("<answer>").removesuffix("</answer>")
+    answer = problem.reference_completion.removeprefix("<answer>").removesuffix("</answer>")
     assert evaluate(answer) is not None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rewards import Gsm8k, Gsm8kConfig, Outcome, Problem, Split
-from rewards.problem import Rules
+from rewards.problem import GradingRules
 
 _ROWS = [
     ("How many legs have two cats?", "Each has <<4=4>>4.\n2 * 4 = <<2*4=8>>8\n#### 8"),
@@ -37,20 +37,22 @@ def test_a_row_becomes_a_problem_in_d1s_words(tmp_path: Path) -> None:
         "\nRespond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
         "\n\nHow many legs have two cats?"
     )
-    assert problems["8"].demonstration == ("<reasoning>\nEach has 4.\n2 * 4 = 8\n</reasoning>\n<answer>\n8\n</answer>")
+    assert problems["8"].reference_completion == (
+        "<reasoning>\nEach has 4.\n2 * 4 = 8\n</reasoning>\n<answer>\n8\n</answer>"
+    )
 
 
 def test_the_compact_style_is_the_question_and_the_answer(tmp_path: Path) -> None:
     _, problems = _problems(tmp_path, prompt="compact")
     assert problems["1250"].messages[0].content == "What do 50 books for $25 cost?"
-    assert problems["1250"].demonstration == "<answer>1,250</answer>"
+    assert problems["1250"].reference_completion == "<answer>1,250</answer>"
 
 
 @pytest.mark.parametrize("prompt", ["d1", "compact"])
 def test_demonstrations_get_full_reward(tmp_path: Path, prompt: str) -> None:
     task, problems = _problems(tmp_path, prompt=prompt)
     for problem in problems.values():
-        grade = task.grade(problem, problem.demonstration)
+        grade = task.grade(problem, problem.reference_completion)
         assert (grade.reward, grade.correct, grade.outcome) == (1.0, True, Outcome.GRADED)
 
 
@@ -107,7 +109,7 @@ def test_the_d1_reward_compares_what_is_written_and_charges_for_length(tmp_path:
     ],
 )
 def test_what_the_two_protocols_take(tmp_path: Path, text: str, fixed: bool, d1: bool) -> None:
-    rules: list[tuple[Rules, bool]] = [("fixed", fixed), ("d1", d1)]
+    rules: list[tuple[GradingRules, bool]] = [("fixed", fixed), ("d1", d1)]
     for protocol, correct in rules:
         task, problems = _problems(tmp_path, protocol=protocol)
         assert task.grade(problems["1250"], text).correct == correct
@@ -139,7 +141,7 @@ def test_an_answer_that_nothing_could_match_is_refused(tmp_path: Path, answer: s
 def test_a_published_line_is_posed_with_its_number(truth: float) -> None:
     for protocol in ("fixed", "d1"):
         task = Gsm8k(Gsm8kConfig(protocol=protocol))
-        problem = task.posed("How many?", truth)
+        problem = task.from_ground_truth("How many?", truth)
         assert task.grade(problem, f"\\boxed{{{truth}}}").correct
         assert not task.grade(problem, "\\boxed{9}").correct
 
@@ -148,23 +150,23 @@ def test_a_published_line_without_a_number_is_never_right() -> None:
     for protocol in ("fixed", "d1"):
         task = Gsm8k(Gsm8kConfig(protocol=protocol))
         for text in ("\\boxed{}", "\\boxed{None}", "\\boxed{0}", "", "\\boxed{nan}"):
-            assert not task.grade(task.posed("How many?", None), text).correct
+            assert not task.grade(task.from_ground_truth("How many?", None), text).correct
 
 
 @pytest.mark.parametrize("truth", ["18", "$1,250.50", "-3", "2 + 6 = 8\n#### 1,008"])
 def test_a_published_number_may_be_a_text(truth: str) -> None:
-    problem = Gsm8k(Gsm8kConfig()).posed("How many?", truth)
+    problem = Gsm8k(Gsm8kConfig()).from_ground_truth("How many?", truth)
     assert Gsm8k(Gsm8kConfig()).grade(problem, f"<answer>{truth.rpartition('#')[2]}</answer>").reward == 1.0
 
 
 @pytest.mark.parametrize("truth", ["eight", "", "9" * 200, True, [8], float("nan"), float("inf"), 10**400])
 def test_a_published_line_with_something_else_is_refused(truth: object) -> None:
     with pytest.raises(ValueError, match=r"^the ground truth is .*; a gsm8k line has a number$"):
-        Gsm8k(Gsm8kConfig()).posed("How many?", truth)
+        Gsm8k(Gsm8kConfig()).from_ground_truth("How many?", truth)
 
 
 def test_the_example_needs_no_data() -> None:
     task = Gsm8k(Gsm8kConfig())
     example = task.example()
     assert example.answer == "10"
-    assert task.grade(example, example.demonstration).reward == 1.0
+    assert task.grade(example, example.reference_completion).reward == 1.0

@@ -29,8 +29,8 @@ def test_a_conversation_and_its_answer_become_a_problem(tmp_path: Path) -> None:
     task = _task(tmp_path, {"messages": turns, "answer": "Paris"})
     (problem,) = task.problems(Split.TRAIN, 1, seed=0)
     assert problem.messages == tuple(Message(**turn) for turn in turns)
-    assert problem.demonstration == "<answer>Paris</answer>"
-    assert task.grade(problem, problem.demonstration).reward == 1
+    assert problem.reference_completion == "<answer>Paris</answer>"
+    assert task.grade(problem, problem.reference_completion).reward == 1
     assert task.grade(problem, " paris\n").correct
     assert not task.grade(problem, "Rome").correct
 
@@ -39,7 +39,7 @@ def test_a_last_turn_of_the_assistant_is_the_demonstration(tmp_path: Path) -> No
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": r"It is \boxed{4}"}]
     (problem,) = _task(tmp_path, {"messages": turns, "answer": "4"}).problems(Split.TRAIN, 1, seed=0)
     assert [turn.role for turn in problem.messages] == ["user"]
-    assert problem.demonstration == r"It is \boxed{4}"
+    assert problem.reference_completion == r"It is \boxed{4}"
 
 
 def test_the_format_is_asked_for_where_the_recipe_says_so(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_format_is_asked_for_where_the_recipe_says_so(tmp_path: Path) -> Non
     assert problem.messages[0].content == "Be brief."
     assert problem.messages[1].content.startswith("\nRespond in the following format:\n<reasoning>")
     assert problem.messages[1].content.endswith("\n\nWhy?")
-    assert problem.demonstration == "<reasoning>\n\n</reasoning>\n<answer>\nSo\n</answer>"
+    assert problem.reference_completion == "<reasoning>\n\n</reasoning>\n<answer>\nSo\n</answer>"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_columns_come_before_the_usual_names(tmp_path: Path) -> None:
     task = _task(tmp_path, row, grader="number", columns=Columns(prompt="problem", answer="solution"))
     (problem,) = task.problems(Split.TRAIN, 1, seed=0)
     assert (problem.messages[-1].content, problem.answer) == ("3 + 4?", "7")
-    assert task.example().answer == task.posed("3 + 4?", 7).answer == "7"
+    assert task.example().answer == task.from_ground_truth("3 + 4?", 7).answer == "7"
 
 
 @pytest.mark.parametrize(

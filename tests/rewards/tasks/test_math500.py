@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from rewards import Math500, Math500Config, Outcome, Problem, Split, TaskConfig
-from rewards.maths import MathVerifier, Verdict
+from rewards.maths import AnswerVerdict, MathVerifier
 
 _ROWS = [
     {"problem": "Compute $\\frac{1}{4} + \\frac{1}{4}$.", "solution": "They add up to $\\boxed{\\frac{1}{2}}.$"},
@@ -54,7 +54,7 @@ def test_a_row_becomes_a_problem_in_d1s_words(tmp_path: Path) -> None:
         "\n\nYou are a math expert. You will be given a question to solve. Solve it step by step. "
         "Wrap the final answer in a \\boxed{}. \n\nWhat is $3 + 4$?"
     )
-    assert problems["7"].demonstration == (
+    assert problems["7"].reference_completion == (
         "<reasoning>\nIt is $\\boxed 7$ at last.\n</reasoning>\n<answer>\n\\boxed{7}\n</answer>"
     )
 
@@ -62,14 +62,14 @@ def test_a_row_becomes_a_problem_in_d1s_words(tmp_path: Path) -> None:
 def test_the_compact_style_is_the_problem_and_the_answer(tmp_path: Path) -> None:
     _, problems = _problems(tmp_path, prompt="compact")
     assert problems["7"].messages[0].content == "What is $3 + 4$?"
-    assert problems["7"].demonstration == "<answer>\\boxed{7}</answer>"
+    assert problems["7"].reference_completion == "<answer>\\boxed{7}</answer>"
 
 
 @pytest.mark.parametrize("prompt", ["d1", "compact"])
 def test_demonstrations_get_full_reward(tmp_path: Path, prompt: str) -> None:
     task, problems = _problems(tmp_path, prompt=prompt)
     for problem in problems.values():
-        grade = task.grade(problem, problem.demonstration)
+        grade = task.grade(problem, problem.reference_completion)
         assert (grade.reward, grade.correct, grade.outcome) == (1.0, True, Outcome.GRADED)
 
 
@@ -132,8 +132,8 @@ def test_what_the_two_protocols_take(tmp_path: Path, text: str, fixed: bool, d1:
 
 
 class _Slow(MathVerifier):
-    def verify(self, gold: str, answer: str) -> Verdict:
-        return Verdict(outcome=Outcome.TIMEOUT, detail="too slow")
+    def verify(self, gold: str, answer: str) -> AnswerVerdict:
+        return AnswerVerdict(outcome=Outcome.TIMEOUT, detail="too slow")
 
 
 def test_a_comparison_without_a_verdict_is_a_grade_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_an_answer_that_nothing_could_match_is_refused(tmp_path: Path, row: dict
 def test_a_published_line_is_posed_with_its_text() -> None:
     for protocol in ("fixed", "d1"):
         task = Math500(Math500Config(protocol=protocol))
-        problem = task.posed("What is it?", "\\frac{1}{2}")
+        problem = task.from_ground_truth("What is it?", "\\frac{1}{2}")
         assert task.grade(problem, "\\boxed{\\frac12}").correct
         assert not task.grade(problem, "\\boxed{2}").correct
 
@@ -183,7 +183,7 @@ def test_a_published_line_is_posed_with_its_text() -> None:
 @pytest.mark.parametrize("truth", [None, 7, "", " ", ["7"]])
 def test_a_published_line_with_something_else_is_refused(truth: object) -> None:
     with pytest.raises(ValueError, match=r"^the ground truth is .*; a math500 line has a text$"):
-        Math500(Math500Config()).posed("What is it?", truth)
+        Math500(Math500Config()).from_ground_truth("What is it?", truth)
 
 
 def test_the_name_selects_the_task() -> None:
@@ -195,4 +195,4 @@ def test_the_example_needs_no_data() -> None:
     task = Math500(Math500Config())
     example = task.example()
     assert example.answer == "\\frac{1}{2}"
-    assert task.grade(example, example.demonstration).reward == 1.0
+    assert task.grade(example, example.reference_completion).reward == 1.0

@@ -89,7 +89,9 @@ def _solutions_by_search(puzzle: str) -> int:
     ],
 )
 def test_rewards_are_d1s(text: str, reward: float, correct: bool) -> None:
-    problem = Problem(problem_id="p", messages=(), answer=_SOLUTION, demonstration="", metadata={"puzzle": _PUZZLE})
+    problem = Problem(
+        problem_id="p", messages=(), answer=_SOLUTION, reference_completion="", metadata={"puzzle": _PUZZLE}
+    )
     grade = Sudoku(SudokuConfig()).grade(problem, text)
     assert (grade.reward, grade.correct) == (reward, correct)
     assert grade.parts == {"cells": reward}
@@ -152,14 +154,14 @@ def test_the_d1_prompt_is_d1s_to_the_letter() -> None:
     (message,) = problem.messages
     assert message.role == "user"
     assert message.content == _D1_TURN.format(puzzle=problem.metadata["puzzle"])
-    assert problem.demonstration.startswith("<reasoning>\n")
-    assert problem.demonstration.endswith(f"\n</reasoning>\n<answer>\n{problem.answer}\n</answer>")
+    assert problem.reference_completion.startswith("<reasoning>\n")
+    assert problem.reference_completion.endswith(f"\n</reasoning>\n<answer>\n{problem.answer}\n</answer>")
 
 
 def test_the_compact_prompt_is_the_puzzle() -> None:
     (problem,) = Sudoku(SudokuConfig(prompt="compact")).problems(Split.TRAIN, 1, seed=0)
     assert problem.messages[0].content == problem.metadata["puzzle"]
-    assert problem.demonstration == f"<answer>{problem.answer}</answer>"
+    assert problem.reference_completion == f"<answer>{problem.answer}</answer>"
 
 
 def test_an_exhausted_split_says_how_many_puzzles_it_has() -> None:
@@ -190,7 +192,7 @@ def test_puzzles_come_from_a_file_and_their_solutions_are_not_made_beside_it(tmp
     task = Sudoku(SudokuConfig(heldout_data=path))
     heldout = task.problems(Split.HELDOUT, 2, seed=0)
     assert {problem.metadata["puzzle"] for problem in heldout} == {"0234341221434321", "1230341221434300"}
-    assert all(task.grade(problem, problem.demonstration).reward == 1 for problem in heldout)
+    assert all(task.grade(problem, problem.reference_completion).reward == 1 for problem in heldout)
     made = {problem.answer for problem in task.problems(Split.TRAIN, 3000, seed=0)}
     assert len(made) == 287
     assert "1234341221434321" not in made

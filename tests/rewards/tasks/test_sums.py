@@ -29,7 +29,7 @@ def _all_problems(config: SumsConfig) -> dict[str, Problem]:
 def test_answers_are_running_sums(modulus: int, prompt: str, answer: str) -> None:
     problem = _all_problems(SumsConfig(modulus=modulus))[prompt]
     assert problem.answer == answer
-    assert problem.demonstration == f"<answer>{answer}</answer>"
+    assert problem.reference_completion == f"<answer>{answer}</answer>"
 
 
 def test_both_splits_together_have_every_problem_once() -> None:
@@ -67,7 +67,7 @@ def test_no_permutation_of_a_heldout_problem_is_in_train() -> None:
     ],
 )
 def test_reward_is_the_fraction_of_right_digits(text: str, reward: float, correct: bool) -> None:
-    problem = Problem(problem_id="p", messages=(), answer="309", demonstration="")
+    problem = Problem(problem_id="p", messages=(), answer="309", reference_completion="")
     grade = Sums(SumsConfig()).grade(problem, text)
     assert (grade.reward, grade.correct) == (reward, correct)
     assert grade.parts == {"digits": reward}

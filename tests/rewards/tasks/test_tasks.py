@@ -71,7 +71,7 @@ def test_splits_are_disjoint_across_seeds(task: Task) -> None:
 @pytest.mark.parametrize("split", Split)
 def test_demonstrations_get_full_reward(task: Task, split: Split) -> None:
     for problem in task.problems(split, 100, seed=2):
-        grade = task.grade(problem, problem.demonstration)
+        grade = task.grade(problem, problem.reference_completion)
         assert (grade.reward, grade.correct, grade.outcome) == (1.0, True, Outcome.GRADED)
 
 
@@ -80,7 +80,7 @@ def test_another_problems_demonstration_does_not_solve_this_one(task: Task) -> N
     problems = task.problems(Split.TRAIN, 40, seed=2)
     for problem, other in pairwise(problems):
         if problem.answer != other.answer:
-            assert not task.grade(problem, other.demonstration).correct
+            assert not task.grade(problem, other.reference_completion).correct
 
 
 @pytest.mark.parametrize("hostile", _HOSTILE_ANSWERS.values(), ids=list(_HOSTILE_ANSWERS))

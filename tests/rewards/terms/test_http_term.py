@@ -33,7 +33,7 @@ def test_samples_are_posted_in_batches_and_come_back_in_order(server: Server, sa
     assert values == [float(n) for n in range(10)]
     assert sorted(len(asked.body["samples"]) for asked in server.asked) == [2, 4, 4]
     asked = next(asked for asked in server.asked if asked.body["samples"][0]["completion"] == "")
-    assert asked.body["samples"][0] == sample("").facts()
+    assert asked.body["samples"][0] == sample("").reward_arguments()
     assert asked.path == "/grade?v=1"
     assert asked.headers["content-type"] == "application/json"
     assert "authorization" not in asked.headers

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from rewards import Sample
+from rewards.terms.registry import make_term
 from rewards.terms.shaping import LengthPenaltyConfig, SpeedConfig, length_penalty, speed
-from rewards.terms.table import make_term
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from actors.checkpoints.selection import checkpoints_to_answer
-from deploy.runs.reading import read_recipe
+from deploy.runs.checkpoints import read_recipe
 from deploy.service.api import run_view
 from deploy.service.api.run_view import RunView
 from rewards import Split, make_task

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.requests.body import ChatRequest, CompletionRequest
-from deploy.requests.refusals import RequestError
+from deploy.requests.errors import RequestError
 from deploy.requests.responses import ResponsesRequest
 from rollout.request import LEAST_TEMPERATURE
 from tests.deploy.service.app.asking import ASK, CHAT, assert_error, events_of
@@ -78,14 +78,14 @@ def test_what_clients_send_is_answered_and_nothing_that_they_ask_is_dropped(clie
 def test_a_field_that_this_service_does_not_have_is_taken_where_it_changes_nothing(path):
     kind, ask = KINDS[path], ask_of(path)
     plain = kind.model_validate(ask)
-    for field, values in kind.neutral.items():
+    for field, values in kind.ignored_values.items():
         for value in (None, *(["anything", 5, {"a": [1]}] if values is None else values)):
             assert kind.model_validate(ask | {field: value}) == plain, field
 
 
 @PATHS
 def test_every_other_value_of_it_is_refused_by_name(path):
-    for field in [field for field, values in KINDS[path].neutral.items() if values is not None]:
+    for field in [field for field, values in KINDS[path].ignored_values.items() if values is not None]:
         with pytest.raises(RequestError, match=f"^`{field}` is not supported") as refused:
             KINDS[path].model_validate(ask_of(path) | {field: "x"})
         assert (refused.value.param, refused.value.code) == (field, "unsupported_parameter")

@@ -336,7 +336,7 @@ def test_unsupported_fields_that_ask_for_nothing_are_fine(client):
     "nulls",
     [
         *({field: None} for field in CompletionRequest.model_fields if field not in ASK),
-        *({field: None} for field in CompletionRequest.neutral),
+        *({field: None} for field in CompletionRequest.ignored_values),
         *({"diffusion": {field: None}} for field in Diffusion.model_fields),
         {"diffusion": {"constraints": {"forbidden_ids": None, "fixed": None}}},
     ],

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from actors.plan import RunPlan
 from actors.registry.files import rebuild
 from deploy.recipe.recipe import CanarySection, Recipe, Stages
-from deploy.runs.reading import read_recipe
+from deploy.runs.checkpoints import read_recipe
 from deploy.runs.run_directory import make_spec
 from deploy.service.api.policy_view import policy_body
 from deploy.service.checkpoints import latest_checkpoint

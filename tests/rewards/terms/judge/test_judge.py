@@ -25,7 +25,7 @@ from rewards.terms.judge.cache import FileCache, MemoryCache
 from rewards.terms.judge.config import JudgeConfig
 from rewards.terms.judge.judge import Judge
 from rewards.terms.judge.limits import RateLimit
-from rewards.terms.judge.prompt import capped, judge_messages
+from rewards.terms.judge.prompt import judge_messages, truncate_middle
 from rewards.terms.judge.verdict import ChoiceVerdict, ScoreVerdict
 from rewards.terms.term import NoValue
 from tests.rewards.conftest import Reply, Server, make_sample
@@ -106,9 +106,9 @@ def _user(sample: Sample) -> str:
 
 
 def test_a_long_completion_loses_its_middle() -> None:
-    assert capped("ab" * 50, 10) == "ababa\n[90 characters left out]\nbabab"
-    assert capped("abc", 3) == "abc"
-    assert capped("a\ud800b", 9) == "a?b"
+    assert truncate_middle("ab" * 50, 10) == "ababa\n[90 characters left out]\nbabab"
+    assert truncate_middle("abc", 3) == "abc"
+    assert truncate_middle("a\ud800b", 9) == "a?b"
 
 
 def test_a_default_can_be_taken_out_of_the_request(server: Server) -> None:

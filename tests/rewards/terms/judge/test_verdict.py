@@ -141,7 +141,7 @@ def test_a_program_without_what_the_tests_import_is_wrong() -> None:
     for setup in ("from solution import f", "import solution\nf = solution.f"):
         verdict = _SANDBOX.judge("def g(x): return x", Suite(tests=("assert True",), setup=setup))
         assert (verdict.passed, verdict.outcome) == ((False,), Outcome.GRADED)
-    verdict = _SANDBOX.judge("def g(x): return x", Suite(tests=("assert True",), setup="root = Node(1)", below=True))
+    verdict = _SANDBOX.judge("def g(x): return x", Suite(tests=("assert True",), setup="root = Node(1)", appended=True))
     assert (verdict.passed, verdict.outcome) == ((False,), Outcome.GRADED)
 
 
@@ -212,7 +212,7 @@ def test_a_plain_result_that_is_a_changed_argument_is_what_it_was_changed_to() -
     assert _SANDBOX.judge(empties, plain).passed == (False, False)
 
 
-@pytest.mark.parametrize("suite", [Suite(tests=(), below=True), Suite(tests=(), setup="from solution import *")])
+@pytest.mark.parametrize("suite", [Suite(tests=(), appended=True), Suite(tests=(), setup="from solution import *")])
 def test_builtins_of_the_tests_are_not_the_programs(suite: Suite) -> None:
     program = (
         "def f(): return 0\ndef set(x): return 0\ndef sorted(x): return 0\nlen = abs = set\n"
@@ -260,7 +260,7 @@ def test_a_program_that_speaks_for_itself_brings_no_builtins() -> None:
         "peer.send(('loaded', Module, ('f', '__builtins__')))\n"
         "peer.serve_forever()\n"
     )
-    suite = Suite(tests=("assert set(f()) == set((4, 5))", "assert f() is not None"), below=True)
+    suite = Suite(tests=("assert set(f()) == set((4, 5))", "assert f() is not None"), appended=True)
     assert _SANDBOX.judge(program, suite).passed == (False, True), "the second: it is heard at all"
 
 
@@ -296,7 +296,7 @@ def test_what_a_program_takes_from_the_standard_library_is_its_own_too() -> None
         "from decimal import Decimal\nassert RATE == Decimal('0.5') and VOTES['a'] == 2",
         "assert gcd(12, 18) == 5",
     )
-    for suite in (Suite(tests=tests, below=True), Suite(tests=tests, setup="from solution import *")):
+    for suite in (Suite(tests=tests, appended=True), Suite(tests=tests, setup="from solution import *")):
         assert _SANDBOX.judge(program, suite).passed == (True, True, True, False)
     assert _judge(program, "assert gcd(4, 6) == 2", setup="from solution import gcd, lcm, RATE").passed == (True,)
 

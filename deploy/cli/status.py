@@ -1,0 +1,148 @@
+"""`d1 status` and `d1 scale`: the state of a run, and the size of its pools while it runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deploy.cli.options import RunName, RunsDir
+from deploy.errors import UserError, reason
+
+if TYPE_CHECKING:
+    from deploy.runs.scale_request import Kind
+
+_EVERY_S = 2.0
+# The driver may still handle an earlier request, whose calls have a timeout of a minute.
+_ANSWERED_WITHIN_S = 90.0
+
+
+def status(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="A run, by name or path; by default the one with the newest event."),
+    ] = None,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.json", help="Write what the actors did in the newest rounds, as a Chrome trace."),
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show the state of a run: stage, round, which actor waits for which, restarts, seconds of each phase.
+
+    It is read from the run directory, so it works on any machine that can access that.
+    """
+    from deploy.runs.listing import newest_run
+    from deploy.runs.references import find_run
+
+    if as_json + watch + (timeline is not None) > 1:
+        raise UserError("--json, --watch and --timeline each print something else; give one of them")
+    run_dir = newest_run(runs_dir) if name is None else find_run(name, runs_dir)
+    if timeline is not None:
+        typer.echo(_written(run_dir, timeline))
+    elif watch:
+        _watch(run_dir)
+    else:
+        _print(run_dir, as_json=as_json)
+
+
+def scale(
+    name: RunName,
+    sizes: Annotated[
+        list[str], typer.Argument(metavar="POOL=NUMBER", help="samplers=4, graders=2 or engines=3; several at once.")
+    ],
+    *,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Change the number of samplers, graders or engines of a run while it is active.
+
+    A surplus actor finishes its work unit first. With learner.max_staleness 0, what the run learns does not depend on
+    it.
+    """
+    from deploy.runs.references import find_run
+    from deploy.runs.scale_request import send_request
+    from deploy.runs.status import read_snapshot
+    from deploy.wait_display import wait_display
+
+    wanted = _sizes(sizes)
+    run_dir = find_run(name, runs_dir)
+    if not read_snapshot(run_dir).is_running:
+        raise UserError(f"the run {run_dir.name} is not under way, and only then it can be scaled")
+    with wait_display(f"waiting for {run_dir.name} to answer"):
+        answer = send_request(run_dir, wanted, _ANSWERED_WITHIN_S)
+    if answer.refusal:
+        raise UserError(answer.refusal)
+    for kind, (before, after) in answer.changes.items():
+        typer.echo(f"{kind}: {before} now, {after} to be" if before != after else f"{kind}: {after} already")
+    for note in answer.notes:
+        typer.echo(f"note: {note}")
+
+
+def _sizes(words: list[str]) -> dict[Kind, int]:
+    from deploy.runs.scale_request import KINDS, MAX_ACTORS
+
+    sizes: dict[Kind, int] = {}
+    for word in words:
+        kind, _, number = word.partition("=")
+        if kind not in KINDS:
+            raise UserError(f"{word}: a run has {', '.join(KINDS)}; write samplers=4")
+        if kind in sizes:
+            raise UserError(f"{word}: {kind} is there twice; say once how many there shall be")
+        if not re.fullmatch(r"[0-9]{1,9}", number) or not 1 <= int(number) <= MAX_ACTORS:
+            raise UserError(f"{word}: {number or 'nothing'} is no number of {kind}: 1 at least, {MAX_ACTORS} at most")
+        sizes[kind] = int(number)
+    return sizes
+
+
+def _print(run_dir: Path, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from deploy.runs.status import read_snapshot
+    from deploy.runs.status_view import json_of, status_view
+
+    snapshot = read_snapshot(run_dir)
+    if as_json:
+        typer.echo(json_of(snapshot))
+    else:
+        Console(highlight=False).print(status_view(snapshot))
+
+
+def _watch(run_dir: Path) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from deploy.runs.status import read_snapshot
+    from deploy.runs.status_view import status_view
+
+    if not sys.stdout.isatty():
+        raise UserError("--watch is for a terminal, and this is none; --json prints the same for a program, once")
+    with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="visible") as live:
+        try:
+            while True:
+                live.update(status_view(read_snapshot(run_dir)), refresh=True)
+                time.sleep(_EVERY_S)
+        except KeyboardInterrupt:
+            return
+
+
+def _written(run_dir: Path, out: Path) -> str:
+    """Copy a run's trace to `out`. Returns a sentence about its contents."""
+    from actors.coordination.timeline import TIMELINE, num_rounds, read_trace
+    from deploy.printing import counted
+
+    spans = read_trace(run_dir / TIMELINE)
+    if not spans:
+        raise UserError(f"the run in {run_dir} has no {TIMELINE} yet: it begins with the first evaluation or round")
+    try:
+        out.write_text((run_dir / TIMELINE).read_text(encoding="utf-8"), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--timeline {out} cannot be written: {reason(error)}") from error
+    what = f"{counted(num_rounds(spans), 'round')}, {counted(len(spans), 'span')}"
+    return f"{out}: {what}; open it at https://ui.perfetto.dev or in chrome://tracing"

@@ -1,0 +1,64 @@
+"""Access to a run directory from outside the run: its recipe, and its newest or best checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from actors.checkpoints.best import has_validation, validated_best
+from actors.checkpoints.selection import FoundCheckpoint, checkpoints_to_answer, newest_checkpoint, to_answer
+from actors.run_log import CHECKPOINTS, RECIPE, read_events
+from deploy.errors import UserError
+from deploy.printing import printable
+from deploy.recipe.recipe import Recipe
+from deploy.recipe.validation_errors import first_problem
+from deploy.recipe.yaml_text import parse_yaml
+from learner.model.storage.throughput import Say
+
+
+def read_recipe(run_dir: Path) -> Recipe:
+    """Read the resolved recipe of a run. Raises UserError if the directory has none, or it is invalid."""
+    path = run_dir / RECIPE
+    if not path.is_file():
+        raise UserError(f"{run_dir} is not a run: it has no {RECIPE}")
+    try:
+        return Recipe.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        problem, _ = first_problem(error, Recipe.model_json_schema())
+        raise UserError(f"{path} is not a recipe of this d1: {problem.sentence}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not a recipe of this d1: {error}") from error
+
+
+def newest_servable(run_dir: Path, say: Say | None = None) -> FoundCheckpoint:
+    """Find the newest intact checkpoint that a service may use; damaged ones are reported on stderr.
+
+    `say` reports the throughput of reading it. Raises UserError if there is none.
+    """
+    try:
+        found = newest_checkpoint(run_dir / CHECKPOINTS, to_answer, say)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if found is None:
+        raise UserError(f"{run_dir} has no checkpoint to serve yet")
+    for what in found.passed_over:
+        sys.stderr.write(f"d1: {printable(what)}\n")
+    return found
+
+
+def best_servable(run_dir: Path) -> Path:
+    """Find the checkpoint that solves most validation problems. Raises UserError if there is none."""
+    events = read_events(run_dir)
+    if not has_validation(events):
+        raise UserError(
+            f"{run_dir} has asked no validation problems, and the held-out ones are not to choose by; a recipe with "
+            f"task.validation_fraction and evaluation.num_validation has a best checkpoint, and {run_dir.name}/last is "
+            "the newest"
+        )
+    version = validated_best(events)
+    for position, directory in checkpoints_to_answer(run_dir / CHECKPOINTS):
+        if position.policy_version == version:
+            return directory
+    raise UserError(f"{run_dir} has no checkpoint of version {version}, its best; {run_dir.name}/last is the newest")

@@ -1,0 +1,86 @@
+"""Nobody is left without a word: what is waited for is said, and for how long already."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+
+import pytest
+from rich.console import Console
+
+from deploy import wait_display as module
+from deploy.wait_display import WaitDisplay, wait_display
+
+
+class _File(io.StringIO):
+    """Knows when it has so many lines with a word in them."""
+
+    def __init__(self, num_lines: int, word: str = "") -> None:
+        super().__init__()
+        self._missing, self._word, self.has_lines = num_lines, word, threading.Event()
+
+    def write(self, text: str) -> int:
+        self._missing -= text.count("\n") if self._word in text else 0
+        if self._missing <= 0:
+            self.has_lines.set()
+        return super().write(text)
+
+
+def _waiting(file: _File, *, is_terminal: bool = False) -> WaitDisplay:
+    return WaitDisplay(Console(file=file, force_terminal=is_terminal, width=80), "d1: ")
+
+
+def test_a_log_has_line_after_line_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EVERY_S", 0.01)
+    file = _File(3)
+    wait = _waiting(file)
+    wait.begin("starting [Ray]")
+    assert file.has_lines.wait(60)
+    wait.end()
+    said = file.getvalue()
+    assert all(re.fullmatch(r"d1: starting \[Ray\]: \d+ s", line) for line in said.splitlines())
+    threads = [thread for thread in threading.enumerate() if thread.name == "d1-waiting"]
+    for thread in threads:
+        thread.join(60)
+    assert file.getvalue() == said
+    wait.end()
+
+
+def test_what_is_quick_is_not_mentioned_but_where_it_should_be(capsys: pytest.CaptureFixture[str]) -> None:
+    with wait_display("loading"):
+        pass
+    assert capsys.readouterr().err == ""
+    with wait_display("loading", at_once=True):
+        pass
+    assert capsys.readouterr() == ("", "d1: loading\n")
+
+
+def test_it_can_become_something_else_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EVERY_S", 0.01)
+    file = _File(1, "port")
+    wait = _waiting(file)
+    wait.begin("starting the service", at_once=True)
+    wait.change("waiting for port 8000")
+    assert file.has_lines.wait(60)
+    wait.end()
+    first, *later = file.getvalue().splitlines()
+    assert first == "d1: starting the service"
+    # On a busy machine it may say once more what it waited for before.
+    assert re.fullmatch(r"d1: waiting for port 8000: \d+ s", later[-1])
+
+
+def test_a_terminal_has_a_spinner_at_once_that_leaves_nothing_behind() -> None:
+    file = _File(1)
+    wait = _waiting(file, is_terminal=True)
+    wait.begin("starting [Ray]")
+    wait.end()
+    said = file.getvalue()
+    assert "starting [Ray]" in said
+    assert said.endswith(("\x1b[2K", "\x1b[?25h", "\x1b[1A\x1b[2K"))
+
+
+def test_a_failure_ends_it() -> None:
+    with pytest.raises(ValueError, match="no"), wait_display("loading"):
+        raise ValueError("no")
+    assert not [thread for thread in threading.enumerate() if thread.name == "d1-waiting" and not thread.daemon]
