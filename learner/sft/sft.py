@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from learner.batch import uploaded
+from learner.batch import to_device_async
 from learner.counter import uniform
 from learner.estimators.block_views import views_of
 from learner.estimators.views import SOFTMAX, token_logps
-from learner.keys import fold
 from learner.model.deferred import torch
-from learner.model.wanted import Wanted, query_grid
+from learner.model.targets import Targets, query_grid
+from learner.seeds import fold
 from learner.sft.documents import Documents
 from learner.sft.packing import pack
 
@@ -118,12 +118,12 @@ class SftConfig(BaseModel):
                 f"attention_annealing_steps is {self.attention_annealing_steps} and num_steps is {self.num_steps}: the "
                 f"stage would end before attention is open; take at most {self.num_steps}"
             )
-        if self.num_steps and self.refusal is not None:
-            raise ValueError(self.refusal)
+        if self.num_steps and self.config_error is not None:
+            raise ValueError(self.config_error)
         return self
 
     @property
-    def refusal(self) -> str | None:
+    def config_error(self) -> str | None:
         """Why the examples are not determined; None if they are. It does not apply to a stage that is skipped."""
         if self.data is not None:
             return None
@@ -232,8 +232,8 @@ def masked_logps(
     masked: MaskedDocuments,
     *,
     packing: bool = False,
-    spares_padding: bool = False,
-    opened_SS: Tensor | None = None,
+    concatenates_rows: bool = False,
+    annealing_mask_SS: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
     """Compute the log-probability, in nats, of the token of each masked slot: [N] float32.
@@ -242,21 +242,21 @@ def masked_logps(
         model: the policy.
         masked: on the CPU.
         packing: whether several short documents share a row.
-        spares_padding: whether all documents are concatenated without padding; `packing` then has no effect.
-        opened_SS: attention mask, if not the policy's own (`annealing.py`); not for concatenated documents.
+        concatenates_rows: whether all documents are concatenated without padding; `packing` then has no effect.
+        annealing_mask_SS: attention mask, if not the policy's own (`annealing.py`); not for concatenated documents.
         device: where the model computes; None: where its weights are.
     """
     device = device or next(model.parameters()).device
-    if packing and not spares_padding:
-        return _packed_logps(model, masked, opened_SS, device)
+    if packing and not concatenates_rows:
+        return _packed_logps(model, masked, annealing_mask_SS, device)
     scored = masked.lengths, masked.rows, masked.columns, masked.targets
     views = views_of(masked.ids, *scored, clean_RS=masked.clean, block_length=model.config.block_length)
-    views = replace(views, spares_padding=spares_padding, opened=opened_SS)
+    views = replace(views, concatenates_rows=concatenates_rows, attention_mask=annealing_mask_SS)
     return token_logps(model, views, SOFTMAX, device)
 
 
 def _packed_logps(
-    model: Transformer, masked: MaskedDocuments, opened_SS: Tensor | None, device: torch.device
+    model: Transformer, masked: MaskedDocuments, annealing_mask_SS: Tensor | None, device: torch.device
 ) -> Tensor:
     assert not model.config.is_block_causal, "the run refuses to pack: rows of blocks are no documents"
     # No row is wider than the widest document: it takes no more memory than a row that is not packed.
@@ -264,10 +264,16 @@ def _packed_logps(
     num_rows, width = packed.ids.shape
     slots_N = packed.rows[masked.rows] * width + packed.starts[masked.rows] + masked.columns
     ascending_N, order_N = slots_N.sort()
-    queries = (uploaded(part, device) for part in query_grid(ascending_N, num_rows, width))
+    queries = (to_device_async(part, device) for part in query_grid(ascending_N, num_rows, width))
     slot_N = torch.arange(len(order_N))
-    wanted = Wanted(slot=uploaded(slot_N, device), slot_on_host=slot_N, token=uploaded(masked.targets[order_N], device))
-    ids_RW, documents_RW = uploaded(packed.ids, device), uploaded(packed.documents, device)
-    opened_SS = None if opened_SS is None else uploaded(opened_SS, device)
-    logps_N: Tensor = model(ids_RW, None, *queries, documents_BL=documents_RW, opened_SS=opened_SS, wanted=wanted)
-    return logps_N[uploaded(order_N.argsort(), device)]
+    targets = Targets(
+        slot=to_device_async(slot_N, device),
+        slot_on_host=slot_N,
+        token=to_device_async(masked.targets[order_N], device),
+    )
+    ids_RW, documents_RW = to_device_async(packed.ids, device), to_device_async(packed.documents, device)
+    annealing_mask_SS = None if annealing_mask_SS is None else to_device_async(annealing_mask_SS, device)
+    logps_N: Tensor = model(
+        ids_RW, None, *queries, documents_BL=documents_RW, annealing_mask_SS=annealing_mask_SS, targets=targets
+    )
+    return logps_N[to_device_async(order_N.argsort(), device)]

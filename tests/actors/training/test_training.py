@@ -37,7 +37,7 @@ from learner.model.checkpoint_files import LEARNER_STATE, verify_checkpoint, wei
 from learner.model.lora import merge_adapters
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import ShardedPolicy, local_part
 from learner.sft.learner import SftLearner
 from learner.sft.sft import SftConfig
