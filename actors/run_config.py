@@ -21,7 +21,7 @@ from learner.config import LearnerConfig
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 from learner.parallel.sharding_config import ShardingConfig
-from learner.sft.sft import SftConfig
+from learner.sft.config import SftConfig
 from rewards import RewardConfig, TaskConfig
 from rewards.terms.endpoint import AskingConfig
 from rewards.terms.judge.config import JudgeConfig

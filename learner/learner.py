@@ -198,7 +198,7 @@ class Learner:
 
     def _in_one_sweep(self, work: Round, plan: StepPlan, cached: CachedLogps, metrics: UpdateMetrics) -> None:
         news = []
-        for micro, inside, counts in zip(plan.micro_batches, plan.inside, plan.counts, strict=True):
+        for micro, inside, counts in zip(plan.micro_batches, plan.term_slices, plan.counts, strict=True):
             new_N = self._values(work, micro)
             news.append(new_N.detach())
             loss = self._loss(work, micro, new_N, cached, inside)
@@ -216,7 +216,7 @@ class Learner:
         gradient_N = loss_gradient(lambda new_N: self._loss(work, plan.terms, new_N, cached, whole).total, all_N)
         loss = self._loss(work, plan.terms, all_N, cached, whole)
         metrics.add(loss, self._token_logps(plan.terms, all_N), counts=any(plan.counts))
-        for micro, inside in zip(plan.micro_batches, plan.inside, strict=True):
+        for micro, inside in zip(plan.micro_batches, plan.term_slices, strict=True):
             new_N = self._values(work, micro)
             weight_N = gradient_N[inside] if inside.stop > inside.start else torch.zeros_like(new_N)
             self._accumulate((new_N * weight_N).sum())

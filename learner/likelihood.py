@@ -34,7 +34,7 @@ def evidence_lower_bound(
         prompt: ids before the text; may be empty.
         text: the ids that are scored; 0.0 is returned for none.
         num_draws: number of masks; their counts are spread evenly over 1..L.
-        most_rows: maximum canvases of a forward.
+        max_rows: maximum canvases of a forward.
         seed: the random key of the masks.
     """
     if not text:

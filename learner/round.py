@@ -46,7 +46,7 @@ class StepPlan:
     """Sizes of the canvases of a forward; zero if no term has a weight."""
 
     @property
-    def inside(self) -> list[slice]:
+    def term_slices(self) -> list[slice]:
         """The range of each micro-batch's terms among all terms; empty for the added weightless ones."""
         slices, begin = [], 0
         for micro in self.micro_batches:

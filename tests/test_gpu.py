@@ -29,9 +29,9 @@ from learner.model.transformer import Transformer, init_weights
 from learner.parallel import sharding
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
+from learner.sft.config import SftConfig
 from learner.sft.documents import TokenizedExample, make_documents
 from learner.sft.learner import SftLearner
-from learner.sft.sft import SftConfig
 from rollout import sampler as rollout_sampler
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams

@@ -44,7 +44,7 @@ def edited(
         writes_BE3: as `RolloutBatch.writes`.
         write_logp_BE: as `RolloutBatch.write_logp`.
         importance_BK: the weight in the loss of each step's writes.
-        law: the distribution that tokens are scored under.
+        distribution: the distribution that tokens are scored under.
     """
     rows_R, steps_R = (importance_BK > 0).nonzero(as_tuple=True)
     step_RE, slot_RE, token_RE = writes_BE3[rows_R].unbind(dim=2)

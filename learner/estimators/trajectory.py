@@ -148,7 +148,7 @@ class TrajectoryConfig(BaseModel):
             parts=parts_R,
             weights=self._shares(batch, rows_R, scored_RL) if is_of_value else None,
             importance=None if is_of_value else importance_BK[rows_R, parts_R][:, None].expand_as(scored_RL),
-            law=self._scoring_distribution(sampler),
+            distribution=self._scoring_distribution(sampler),
         )
 
     def mask_key(self, update: InnerUpdate) -> int:
@@ -182,7 +182,8 @@ class TrajectoryConfig(BaseModel):
         if self.num_shown_steps >= sampler.max_denoise_steps:
             return (
                 f"estimator.num_shown_steps is {self.num_shown_steps}, and a completion takes at most "
-                f"{sampler.most_steps} of rollout.sampling's denoise steps: nothing would be scored; make it less"
+                f"{sampler.max_denoise_steps} of rollout.sampling's denoise steps: nothing would be scored; "
+                "make it less"
             )
         return None
 
@@ -294,7 +295,7 @@ class TrajectoryConfig(BaseModel):
 
 
 def _sample_uniformly(sample_keys: Tensor, has_scored_BK: Tensor, num_sampled: int, update: InnerUpdate) -> Tensor:
-    """Sample `num_sampled` wanted segments, or all, without replacement: [B, K] float32, inverse probability or 0."""
+    """Sample `num_sampled` scored segments, or all, without replacement: [B, K] float32, inverse probability or 0."""
     segments_K = torch.arange(has_scored_BK.shape[1], device=has_scored_BK.device)
     luck_BK = uniform(sample_keys[:, None], update.index, CHOICE_KEY, segments_K).masked_fill(~has_scored_BK, torch.inf)
     is_sampled_BK = has_scored_BK & (luck_BK.argsort(dim=1).argsort(dim=1) < num_sampled)

@@ -118,10 +118,10 @@ def token_logps(
     Args:
         model: the policy.
         views: on the CPU, so that sizes are known without waiting for a device.
-        law: the distribution.
+        distribution: the distribution.
         device: where the model computes; None: where its weights are.
-        compared: a teacher's distributions, in the order of the scored tokens; the result is then the divergence from
-            them.
+        teacher: a teacher's hidden states, in the order of the scored tokens; the result is then the divergence from
+            its distributions.
     """
     device = device or next(model.parameters()).device
     rows, keywords = _rows(views, device)

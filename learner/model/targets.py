@@ -1,4 +1,4 @@
-"""Scoring request to a policy: queried slots, target tokens, and an optional teacher.
+"""Target tokens of a forward, the distribution that they are scored under, and an optional teacher.
 
 Shape letters: B rows, Q queries of a row, L slots of a row, N target tokens.
 """
@@ -20,7 +20,7 @@ CLEAN, PADDING = -1, -2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherStates:
-    """Teacher of a distillation, whose distributions are computed chunk by chunk, and the divergence from it."""
+    """Hidden states and head of a teacher, of which distributions are computed by chunk, and the divergence from it."""
 
     head_input: Tensor
     """[N, D of the teacher] input of the teacher's head at each target token's slot."""

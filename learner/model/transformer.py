@@ -212,7 +212,7 @@ class Transformer(nn.Module):
                 attention annealing (`learner/sft/annealing.py`); not with `kv_cache`. None: the policy's own attention.
             flex: use FlexAttention, which skips hidden slots, instead of a mask. Meant to be compiled, and for
                 inference only.
-            wanted: target tokens at the scored slots; only their log-probabilities are computed.
+            targets: target tokens at the scored slots; only their log-probabilities are computed.
             before_head: return the head's input, [N, D], instead of logits.
 
         Returns:
@@ -290,7 +290,7 @@ class Transformer(nn.Module):
         """Return the block length: of each row, or the config's."""
         if block_lengths_B is not None:
             return block_lengths_B
-        assert self.config.block_length is not None, "it is asked of block-causal policies"
+        assert self.config.block_length is not None, "only block-causal policies have one"
         return self.config.block_length
 
     def pattern(self, lengths_B: Tensor | None, block_lengths_B: Tensor | None = None) -> Pattern | None:

@@ -1,8 +1,8 @@
 """Consensus of a learner's ranks: rank 0 decides and broadcasts its decisions.
 
 A rank that takes one step more than another, or finds another checkpoint, runs another collective than its peers: gloo
-aborts at best. So everything that ranks branch on goes through `Ranks.agreed` or `Ranks.shared`, and never comes from a
-rank's own clock or disk.
+aborts at best. So everything that ranks branch on goes through `Ranks.broadcast_decision` or `Ranks.broadcast_tensors`,
+and never comes from a rank's own clock or disk.
 """
 
 from __future__ import annotations

@@ -51,12 +51,12 @@ def make_micro_batches(
 def cut_rows(
     lengths: list[int], max_tokens: int, is_preferred_cut: list[bool] | None = None, *, concatenates_rows: bool = False
 ) -> tuple[list[slice], bool]:
-    """Cut rows into runs of at most `max_tokens` tokens, and return whether any ends elsewhere than at a seam.
+    """Cut rows into runs of at most `max_tokens` tokens, and return whether any ends elsewhere than at a preferred cut.
 
     Args:
         lengths: tokens of each row.
         max_tokens: as for `make_micro_batches`.
-        is_seam: [rows + 1] whether a run should end before each row, and after the last; None: anywhere.
+        is_preferred_cut: [rows + 1] whether a run should end before each row, and after the last; None: anywhere.
         concatenates_rows: as for `make_micro_batches`.
     """
     preferred_cuts = [True] * (len(lengths) + 1) if is_preferred_cut is None else is_preferred_cut
@@ -76,7 +76,7 @@ def _preferred_cuts(view_N: Tensor, unit_N: Tensor, num_views: int) -> Tensor:
     count = int(unit_N.max()) + 1
     first_U = view_N.new_full((count,), num_views).scatter_reduce_(0, unit_N, view_N, "amin")
     last_U = view_N.new_zeros(count).scatter_reduce_(0, unit_N, view_N, "amax")
-    # A unit over views 2 to 5 forbids the seams before 3, 4 and 5.
+    # A unit over views 2 to 5 forbids the cuts before 3, 4 and 5.
     steps = view_N.new_zeros(num_views + 2)
     steps.index_add_(0, first_U + 1, torch.ones_like(first_U)).index_add_(0, last_U + 1, -torch.ones_like(last_U))
     return steps.cumsum(0)[: num_views + 1] == 0

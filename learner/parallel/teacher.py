@@ -48,7 +48,7 @@ class Teacher:
         return cls(model, objective)
 
     def states(self, terms: Terms, batch: CompletionBatch) -> TeacherStates:
-        """Compute its distributions at the slots of terms, conditioned on the completed text before. A collective.
+        """Compute its hidden states at the slots of terms, conditioned on the completed text before. A collective.
 
         Args:
             terms: terms of rows of `batch`.

@@ -12,9 +12,10 @@ from learner.batch import to_device_async
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.sharding import ShardedPolicy
 from learner.sft.annealing import annealing_mask
+from learner.sft.config import SftConfig
 from learner.sft.documents import Documents
+from learner.sft.masking import MaskedDocuments, mask_documents, masked_logps, plan_sft, sft_rows
 from learner.sft.micro_batches import micro_batches
-from learner.sft.sft import MaskedDocuments, SftConfig, mask_documents, masked_logps, plan_sft, sft_rows
 
 Metrics = dict[str, float]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from learner.model.deferred import torch
 from learner.parallel.micro_batches import cut_rows
+from learner.sft.masking import MaskedDocuments
 from learner.sft.packing import first_fit_decreasing
-from learner.sft.sft import MaskedDocuments
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,7 @@ from learner.model.lora_config import LoraConfig
 from learner.model.networks import make_model
 from learner.model.tokenizer import ChatTokenizer
 from learner.model.transformer import Transformer, init_weights
-from learner.sft.sft import SftConfig
+from learner.sft.config import SftConfig
 from rewards import TaskConfig
 from rewards.maths import Limits
 from rewards.sandbox import SandboxConfig

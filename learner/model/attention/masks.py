@@ -79,7 +79,7 @@ def annealed(pattern: Pattern | None, annealing_mask_SS: Tensor, positions_BL: T
     """Return the pattern of attention annealing: `pattern`, restricted to the pairs that are open so far.
 
     Args:
-        sees: the policy's own pattern; None: all is visible.
+        pattern: the policy's own pattern; None: all is visible.
         annealing_mask_SS: [query position, key position] bool, whether the pair is open.
         positions_BL: position of each slot in its canvas or document; None: its column.
     """

@@ -58,7 +58,7 @@ class RaggedRows:
 
         Args:
             lengths_B: tokens of each row, on the CPU.
-            asked_B: queried slots of each row, on the CPU.
+            num_queries_B: queried slots of each row, on the CPU.
             upload: copies a tensor to the policy's device.
         """
         columns_BL = torch.arange(int(lengths_B.max())).expand(len(lengths_B), -1)

@@ -20,7 +20,7 @@ from learner.model.networks import make_model
 from learner.model.targets import PADDING
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.micro_batches import make_micro_batches
-from learner.sft.sft import MaskedDocuments, masked_logps
+from learner.sft.masking import MaskedDocuments, masked_logps
 from tests.learner.batches import batch_of
 
 BLOCK, MASK = 4, 38

@@ -19,9 +19,9 @@ from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import ShardedPolicy, gather_on_rank_0, gathered, make_mesh
+from learner.sft.config import SftConfig
 from learner.sft.documents import Documents
 from learner.sft.learner import SftLearner, evaluation_loss
-from learner.sft.sft import SftConfig
 from tests.ranks import run_ranks
 
 # ALLREDUCE, ALLGATHER and BROADCAST on gloo. A name of more than 15 characters would be freed, perhaps by two threads.

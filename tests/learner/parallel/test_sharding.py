@@ -24,9 +24,9 @@ from learner.model.transformer import Transformer, init_weights
 from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
 from learner.parallel.sharding_config import ShardingConfig
+from learner.sft.config import SftConfig
 from learner.sft.documents import Documents
 from learner.sft.learner import SftLearner, evaluation_loss
-from learner.sft.sft import SftConfig
 from tests.ranks import run_ranks
 
 RL = LearnerConfig(

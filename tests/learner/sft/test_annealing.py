@@ -10,9 +10,10 @@ from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
 from learner.sft.annealing import annealing_mask
+from learner.sft.config import SftConfig
 from learner.sft.documents import Documents, TokenizedExample, make_documents
 from learner.sft.learner import SftLearner
-from learner.sft.sft import MaskedDocuments, SftConfig, mask_documents, masked_logps
+from learner.sft.masking import MaskedDocuments, mask_documents, masked_logps
 
 MASK_ID, EOS_ID = 38, 39
 BLOCK_LENGTH = 4

@@ -15,10 +15,11 @@ from learner.model.transformer import init_weights
 from learner.optimizer import StepResult
 from learner.parallel import sharding
 from learner.parallel.sharding import ShardedPolicy
+from learner.sft.config import SftConfig
 from learner.sft.documents import TokenizedExample, make_documents
 from learner.sft.learner import SftLearner
+from learner.sft.masking import mask_documents
 from learner.sft.micro_batches import micro_batches
-from learner.sft.sft import SftConfig, mask_documents
 
 LENGTHS = (12, 5, 9, 6, 12, 7, 5)
 """Tokens of each document, its end of text among them."""

@@ -7,9 +7,10 @@ from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
+from learner.sft.config import SftConfig
 from learner.sft.documents import Documents, TokenizedExample, make_documents
 from learner.sft.learner import EVALUATION_T, SftLearner, evaluation_loss
-from learner.sft.sft import MaskedDocuments, SftConfig, mask_documents, masked_logps, plan_sft, sft_rows
+from learner.sft.masking import MaskedDocuments, mask_documents, masked_logps, plan_sft, sft_rows
 
 CONFIG = SftConfig(num_labels=12, num_steps=1, batch_size=6, num_warmup_steps=0)
 PACKED = CONFIG.model_copy(update={"eos_padding": "ignored", "packing": True})
