@@ -187,7 +187,7 @@ def find_base(directory: Path, find: Callable[[Path | str], Path] = find_checkpo
             in peft, or else against this one.
         find: fetches the needed files of a base on the hub.
 
-    Raises ValueError that names the base if it is missing, or as `PeftConfig.read`.
+    Raises ValueError that names the base if it is missing, or as `PeftAdapterConfig.read`.
     """
     config = PeftAdapterConfig.read(directory)
     named = config.base_model_name_or_path or ""
