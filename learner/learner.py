@@ -26,7 +26,7 @@ from learner.parallel.micro_batches import loss_gradient
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.teacher import Teacher
 from learner.probes import mask_variance, sampling_gap
-from learner.round import WEIGHING, Round, StepPlan, joined, scored_logps
+from learner.round import WEIGHING, Round, StepPlan, concatenate_values, scored_logps
 from learner.update_metrics import UpdateMetrics, batch_metrics
 
 Metrics = dict[str, float]
@@ -205,7 +205,7 @@ class Learner:
             self._accumulate(loss.total)
             metrics.add(loss, self._token_logps(micro, new_N), counts=counts)
         if cached.old is None:
-            cached.old = joined(news, plan)
+            cached.old = concatenate_values(news, plan)
 
     def _in_two_sweeps(self, work: Round, plan: StepPlan, cached: CachedLogps, metrics: UpdateMetrics) -> None:
         """Compute the derivative of the loss by each log-probability first, then backpropagate it by micro-batch."""

@@ -177,9 +177,9 @@ def scored_logps(policy: ShardedPolicy, plan: StepPlan, logps: Callable[[Terms],
         return token_logps(policy.module, micro.views, micro.distribution, policy.device)
 
     with policy.without_gradients():
-        return joined([(logps or of_policy)(micro) for micro in plan.micro_batches], plan)
+        return concatenate_values([(logps or of_policy)(micro) for micro in plan.micro_batches], plan)
 
 
-def joined(parts: list[Tensor], plan: StepPlan) -> Tensor:
+def concatenate_values(parts: list[Tensor], plan: StepPlan) -> Tensor:
     """Concatenate the values of all terms, [N], without those of the added weightless micro-batches."""
     return torch.cat(parts)[: plan.terms.num_terms]

@@ -125,7 +125,7 @@ class ElboConfig(BaseModel):
     def _of_blocks(self, batch: GroupedBatch, key: int, sampler: SamplerFacts) -> Corruption:
         rows_R, numbers_R = repeat_rows(batch, self.num_draws)
         block_BL = sampler.blocks(batch) if sampler.is_block_causal else torch.zeros_like(batch.completion_ids)
-        drawn = block_noise(
+        noise = block_noise(
             covered_slots(batch, self.slots)[rows_R],
             block_BL[rows_R],
             self._noise(batch, rows_R, numbers_R, key),
@@ -134,10 +134,10 @@ class ElboConfig(BaseModel):
         )
         return Corruption(
             rows=rows_R,
-            masked=drawn.masked,
-            scored=drawn.masked,
+            masked=noise.masked,
+            scored=noise.masked,
             parts=numbers_R,
-            weights=drawn.weights / (1 if self.values == "draws" else self.num_draws),
+            weights=noise.weights / (1 if self.values == "draws" else self.num_draws),
         )
 
     def _noise(self, batch: GroupedBatch, rows_R: Tensor, numbers_R: Tensor, key: int) -> Tensor:

@@ -285,12 +285,12 @@ def verify_own_files(
     directory: Path, names: Collection[str] | None = None, report: ReportProgress | None = None
 ) -> None:
     """Check a checkpoint's files as `verify_checkpoint` does, without its base checkpoints."""
-    listed = _listed(directory)
+    listed = _read_manifest(directory)
     expected = {directory / name: listed.get(name) for name in (listed if names is None else names)}
     elsewhere = read_references(directory) if names is None else {}
     for path, digest in expected.items():
         if digest is None or not path.is_file():
-            raise ValueError(_why_damaged(path))
+            raise ValueError(_damaged_message(path))
     for reference in elsewhere.values():
         if not reference.path.is_file():
             raise ValueError(missing_message(directory, reference))
@@ -300,13 +300,13 @@ def verify_own_files(
     )
     for path, digest in expected.items():
         if found[path] != digest:
-            raise ValueError(_why_damaged(path))
+            raise ValueError(_damaged_message(path))
     for reference in elsewhere.values():
         if found[reference.path] != reference.sha256:
             raise ValueError(changed_message(directory, reference))
 
 
-def _listed(directory: Path) -> dict[str, str]:
+def _read_manifest(directory: Path) -> dict[str, str]:
     """Read the checksums of a checkpoint's files by name. Raises ValueError if its manifest is missing or damaged."""
     path = directory / MANIFEST
     if not path.is_file():
@@ -317,5 +317,5 @@ def _listed(directory: Path) -> dict[str, str]:
         raise ValueError(f"{path} is damaged: it lists no checksums") from error
 
 
-def _why_damaged(path: Path) -> str:
+def _damaged_message(path: Path) -> str:
     return f"{path} is damaged: it is not what {MANIFEST} lists"

@@ -59,7 +59,7 @@ class DistributionMatchingConfig(BaseModel):
         counts_B = importance_B > 0
         # A softmax within a group is the same for rewards and mean-centred advantages, which differ by a constant.
         tilt_B, of_groups = rows.advantages / self.alpha, (rows.groups, counts_B, rows.num_groups)
-        wanted_B = group_softmax(rows.log_weights + tilt_B, *of_groups)
-        unwanted_B = group_softmax(rows.log_weights - tilt_B, *of_groups)
-        loss_B = -(wanted_B - unwanted_B) * elbo_B / rows.sizes
+        positive_B = group_softmax(rows.log_weights + tilt_B, *of_groups)
+        negative_B = group_softmax(rows.log_weights - tilt_B, *of_groups)
+        loss_B = -(positive_B - negative_B) * elbo_B / rows.sizes
         return Loss(total=(loss_B * importance_B).sum())

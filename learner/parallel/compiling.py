@@ -31,10 +31,10 @@ def compile_blocks(model: Transformer) -> None:
     # One function for all blocks and policies of the process: its graphs hold no state of a block.
     compiled = torch.compile(Block.forward, fullgraph=True)
     for block in model.blocks:
-        block.forward = MethodType(_of_any_size(compiled), block)
+        block.forward = MethodType(_with_dynamic_sizes(compiled), block)
 
 
-def _of_any_size(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _with_dynamic_sizes(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap `Block.forward`, without a KV cache, so that sizes are symbolic from the first batch on."""
 
     def forward(
