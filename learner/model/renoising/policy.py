@@ -53,7 +53,7 @@ class RenoisingPolicy(nn.Module):
 
         return PrefixCache(DynamicCache(config=self.network.config.get_text_config(decoder=True)))
 
-    def finish(self, prefix: PrefixCache, ids: Tensor) -> None:
+    def append(self, prefix: PrefixCache, ids: Tensor) -> None:
         """Append the finished slots [L] to a prefix."""
         positions = torch.arange(prefix.num_slots, prefix.num_slots + len(ids), device=ids.device)
         self.network.model.encoder(input_ids=ids[None], past_key_values=prefix.cache, position_ids=positions[None])
