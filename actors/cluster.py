@@ -24,7 +24,7 @@ from actors.sampler import SamplerWorker, read_from
 from actors.spec import RunSpec
 from actors.training.run_client import Heartbeat, RunClient
 from actors.weights.store import WeightStore, store_name
-from learner.parallel.ranks import LeaderFailedError, Ranks, is_lost_peer
+from learner.parallel.consensus import LeaderFailedError, Ranks, is_peer_failure
 
 _START_TIMEOUT_S = 600.0
 _VERDICT_TIMEOUT_S = 120.0
@@ -211,7 +211,7 @@ def train_worker(config: Mapping[str, Any]) -> None:
     spec, coordinator = config["spec"], config["coordinator"]
     ranks = Ranks(spec.collective_timeout_s)
     client = RunClient(coordinator, config["store"], spec.weight_transport)
-    if (tokens := ranks.agreed(client.starting)) is None:
+    if (tokens := ranks.broadcast_decision(client.starting)) is None:
         return
     heartbeat = Heartbeat(coordinator, ranks.rank)
     try:
@@ -219,7 +219,7 @@ def train_worker(config: Mapping[str, Any]) -> None:
     except LeaderFailedError:
         raise  # Rank 0 reports the cause.
     except Exception as error:
-        may_start_again = heartbeat.report(error, is_echo=is_lost_peer(error))
+        may_start_again = heartbeat.report(error, is_echo=is_peer_failure(error))
         # Other ranks may be blocked in a collective, which only the end of this process breaks. If the run gave up, the
         # next group then ends at its start.
         if may_start_again or ranks.size > 1:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from actors.run_log import SOLVE_RATES
-from learner.keys import fold, key_of
+from learner.seeds import fold, key_of
 from rewards import Grade, Problem
 
 _KEY = 15

@@ -13,9 +13,9 @@ from actors.curriculum import Outcomes, SolveRates, chosen
 from actors.messages import EVALUATION_ROUND, Portion, PortionKey
 from actors.portioning import evaluated_together, in_order, portioned
 from actors.spec import RunSpec
-from learner.keys import fold, key_of
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer
+from learner.seeds import fold, key_of
 from rewards import Problem, Split, make_task
 from rewards.problem import chat
 from rollout.request import Request, SamplingParams, canvas_of

@@ -21,7 +21,7 @@ from learner.config import LearnerConfig
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 from learner.parallel.sharding_config import ShardingConfig
-from learner.sft.sft import SftConfig
+from learner.sft.config import SftConfig
 from rewards import RewardConfig, TaskConfig
 from rewards.terms.endpoint import RemoteTermConfig
 from rewards.terms.judge.config import JudgeConfig
@@ -267,8 +267,10 @@ class RunConfig(BaseModel):
                 f"rollout.max_oversampling is {self.rollout.max_oversampling:g} and replaces groups whose rewards are "
                 f"all equal, and learner.objective {self.learner.objective.name} looks at no reward: take 1"
             )
-        if self.control.enabled and self.sft.refusal is not None:
-            raise ValueError(f"sft.{self.sft.refusal}; the control trains on them too, unless control.enabled is false")
+        if self.control.enabled and self.sft.config_error is not None:
+            raise ValueError(
+                f"sft.{self.sft.config_error}; the control trains on them too, unless control.enabled is false"
+            )
         if self.learner.num_workers % (self.sharding.workers_per_copy or 1):
             raise ValueError(
                 f"sharding.workers_per_copy {self.sharding.workers_per_copy} does not divide learner.num_workers "

@@ -57,12 +57,12 @@ class SamplerWorker:
         import torch
 
         from actors.weights.fetching import PolicyLoader, StagingReader
-        from learner.hardware import limit_memory, placed_on
+        from learner.hardware import indexed_device, limit_memory
         from learner.model.checkpoint import empty_policy
         from rollout.sampler import Sampler
 
         torch.set_num_threads(1)
-        self._device, self._is_asleep = placed_on(device), is_asleep
+        self._device, self._is_asleep = indexed_device(device), is_asleep
         limit_memory(self._device, gpu_share)
         self._policy = empty_policy(checkpoint, engine.torch_dtype, "meta" if is_asleep else self._device)
         self._make_sampler = partial(Sampler, self._policy)

@@ -9,9 +9,9 @@ from pathlib import Path
 from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS
 from learner.estimators import SamplerFacts
-from learner.model.checkpoint_files import most_weight_bytes
+from learner.model.checkpoint_files import max_float32_bytes
 from learner.model.lora_config import LoraConfig
-from learner.parallel.patience import COLLECTIVE_TIMEOUT_S, patience_s
+from learner.parallel.timeouts import COLLECTIVE_TIMEOUT_S, transfer_timeout_s
 from rollout.request import Cache, SamplingParams, Schedule
 
 
@@ -46,12 +46,12 @@ class RunSpec(RunConfig):
     def collective_timeout_s(self) -> float:
         """Timeout of a rank in one collective: `COLLECTIVE_TIMEOUT_S`, plus the time to read a checkpoint twice, for
         verifying and for loading."""
-        return patience_s(COLLECTIVE_TIMEOUT_S, 2 * most_weight_bytes(self.initial_checkpoint))
+        return transfer_timeout_s(COLLECTIVE_TIMEOUT_S, 2 * max_float32_bytes(self.initial_checkpoint))
 
     @property
     def sampling_timeout_s(self) -> float:
         """Timeout of one work unit: `rollout.timeout_s`, plus the time for its weights to arrive."""
-        return patience_s(self.rollout.timeout_s, most_weight_bytes(self.initial_checkpoint))
+        return transfer_timeout_s(self.rollout.timeout_s, max_float32_bytes(self.initial_checkpoint))
 
     def with_micro_batches(self, tokens: Mapping[str, int]) -> RunSpec:
         """Return the spec with other micro-batch sizes, by recipe section (`sft`, `learner`). The gradient stays the
@@ -73,10 +73,10 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> S
     return SamplerFacts(
         temperature=params.temperature,
         block_length=params.block_length,
-        most_steps=_most_steps(params, is_block_causal=is_block_causal),
+        max_denoise_steps=_most_steps(params, is_block_causal=is_block_causal),
         forbidden_ids=params.forbidden_ids,
-        records_law=is_whole and params.cache is Cache.NONE,
-        draws_law=params.logp_exact,
+        has_reproducible_logps=is_whole and params.cache is Cache.NONE,
+        has_exact_logps=params.logp_exact,
         # The other schedules have no acceptance test, or one that the first slot always passes.
         has_fallback=params.threshold is not None or params.schedule is Schedule.FACTOR,
         has_varying_steps=not params.is_by_shares or params.edits,

@@ -27,7 +27,7 @@ from rich.table import Table
 from benchmarks.measure import in_fresh_process, in_turn
 from benchmarks.models import CASES, make_prompts
 from learner.estimators.block_views import views_of_blocks
-from learner.estimators.views import Views, share_equal_views, token_logps
+from learner.estimators.views import Views, deduplicated_views, token_logps
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
@@ -162,7 +162,7 @@ def _views(model: Transformer, prompts: torch.Tensor, completions: list[Completi
         noisy = torch.where(hidden, model.config.mask_token_id, clean)
         order = steps.argsort(stable=True)
         asked = torch.full((num_steps,), len(clean)), steps[order], len(prompt) + order, tokens[order]
-        plain.append(share_equal_views(noisy, *asked))
+        plain.append(deduplicated_views(noisy, *asked))
         rows.append(views_of_blocks(noisy, *asked, clean_RS=clean.expand(num_steps, -1), block_length=BLOCK))
     return {"a forward of each step": plain, "one row a completion": rows}
 

@@ -177,7 +177,7 @@ def methods(setting: Setting, rounds: int) -> list[Row]:
     for name in METHODS:
         config = method_config(setting, name)
         model = make_policy(setting.shape, setting.canvas_tokens, setting.device)
-        facts = SamplerFacts(block_length=BLOCK_LENGTH, records_law=False)
+        facts = SamplerFacts(block_length=BLOCK_LENGTH, has_reproducible_logps=False)
         learners[name] = Learner(ShardedPolicy(model, None), config, facts)
     counted = {name: _canvases(learner, batch) for name, learner in learners.items()}
     works = {name: (lambda learner=learner: learner.update(batch, 0)) for name, learner in learners.items()}

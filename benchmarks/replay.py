@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from learner.model.targets import query_grid
 from learner.model.transformer import Transformer
-from learner.model.wanted import query_grid
 from rollout.drawing import predictions, truncate
 from rollout.request import Completion, Request
 

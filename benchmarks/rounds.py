@@ -134,7 +134,7 @@ def make_learner(setting: Setting, dtype: torch.dtype = torch.float32) -> Learne
     """Ours, on the setting's random policy."""
     model = make_policy(setting.shape, setting.canvas_tokens, setting.device).to(dtype)
     # These completions are random: there is no sampler to measure a gap to.
-    return Learner(ShardedPolicy(model, None), learner_config(setting), SamplerFacts(records_law=False))
+    return Learner(ShardedPolicy(model, None), learner_config(setting), SamplerFacts(has_reproducible_logps=False))
 
 
 def make_reference(setting: Setting, *, is_stacked: bool = False) -> ReferenceUpdate:

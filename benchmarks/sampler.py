@@ -36,7 +36,7 @@ from benchmarks.measure import Ratio, in_fresh_process, in_turn, ratio
 from benchmarks.models import CASES, make_policy, make_prompts, peak_of_step, random_adapter
 from benchmarks.reference import Net, ReferenceNet, Work, generate, generate_lockstep
 from benchmarks.replay import replay
-from learner.model.adapter import put_beside
+from learner.model.adapter import attach_adapters
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.request import Completion, Request, SamplingParams
@@ -126,8 +126,8 @@ def _adapters_case(name: str, rounds: int, device: str) -> list[Row]:
     )
     adapter = random_adapter(plain, shape.d_model // 32)
     one, two = copy.deepcopy(plain), copy.deepcopy(plain)
-    put_beside(one, adapter.matrices, adapter.scaling, None)
-    put_beside(two, adapter.matrices, adapter.scaling, adapter)
+    attach_adapters(one, adapter.matrices, adapter.scaling, None)
+    attach_adapters(two, adapter.matrices, adapter.scaling, adapter)
     policies = {"no adapter": plain, "one adapter": one, "two adapters": two}
     works = {which: partial(Sampler(model, 0).generate, requests) for which, model in policies.items()}
     taken = in_turn(works, rounds, device)

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from learner.counter import uniform
-from learner.keys import fold
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
+from learner.seeds import fold
 from learner.sft.documents import Documents
-from learner.sft.sft import masked_logps, plan_sft
+from learner.sft.masking import masked_logps, plan_sft
 
 BASE = 96
 """Numbers are 0 to 95, and so are their token ids."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from learner.flops import CanvasSums, forward_flops
 from learner.model.config import TransformerConfig
-from learner.model.lora_config import WHOLE
+from learner.model.lora_config import FULL_FINE_TUNING
 
 COLUMNS = {"network": "network", "way": "way", "tflop": "TFLOP a round", "ratio": "of the first"}
 
@@ -48,12 +48,12 @@ def forward(config: TransformerConfig, counts: Counts, *, spares_head: bool, spa
     canvases = CanvasSums(
         tokens=slots,
         pairs=slots * counts.canvas_tokens,
-        asked=asked,
-        asked_pairs=asked * counts.canvas_tokens,
+        queries=asked,
+        query_pairs=asked * counts.canvas_tokens,
         scored=counts.text_tokens if spares_block else slots,
     )
     of_head = replace(canvases, scored=counts.text_tokens if spares_head else slots)
-    return forward_flops(config, WHOLE, canvases).body, forward_flops(config, WHOLE, of_head).head
+    return forward_flops(config, FULL_FINE_TUNING, canvases).body, forward_flops(config, FULL_FINE_TUNING, of_head).head
 
 
 def round_flops(config: TransformerConfig, counts: Counts) -> dict[str, float]:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from deploy.errors import UserError, reason
 from deploy.runs.references import find_checkpoint_of
 from deploy.sampling.policy import read_tokenizer
-from learner.model.adapter import Adapter, check_under_peft, read_chain, write_peft_adapter
+from learner.model.adapter import Adapter, check_peft_copies, read_chain, write_peft_adapter
 from learner.model.checkpoint import load_merged, load_policy, write_policy
 from learner.model.checkpoint_files import (
     ADAPTER,
@@ -112,7 +112,7 @@ def _write_policy_of(directory: Path, out: Path) -> None:
     """
     is_adapted = has_adapter(directory)
     stored = None if is_adapted else StoredWeights(directory)
-    if stored is not None and not stored.is_renamed:
+    if stored is not None and not stored.has_foreign_names:
         for path in policy_files(directory):
             shutil.copyfile(path, out / path.name)
         return
@@ -131,8 +131,8 @@ def _whole_adapter(directory: Path) -> tuple[Adapter, Path]:
         if (adapted / MANIFEST).is_file():
             verify_checkpoint(adapted, [ADAPTER])
     chain = read_chain(directory)
-    check_under_peft(directory, StoredWeights(chain.weights))
-    if (adapter := chain.together) is None:
+    check_peft_copies(directory, StoredWeights(chain.weights))
+    if (adapter := chain.combined) is None:
         raise ValueError(f"{directory} was trained whole: it has no {ADAPTER}; leave out --lora apart")
     return adapter, chain.weights
 

@@ -84,7 +84,7 @@ class Filters(BaseModel):
     """Leave out completions that reach the length limit without an end of text. They still count in the group's mean.
     """
 
-    def refusal(self, sampler: SamplerFacts) -> str | None:
+    def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return why the filters would leave out every completion of such a sampler; None if they would not."""
         if self.min_speed_range and not sampler.has_varying_steps:
             return (

@@ -46,7 +46,7 @@ class CompletionBatch:
 
     def to(self, device: torch.device) -> Self:
         """Copy the batch to another device."""
-        return replace(self, **{name: uploaded(value, device) for name, value in self.given().items()})
+        return replace(self, **{name: to_device_async(value, device) for name, value in self.given().items()})
 
     def given(self) -> dict[str, Tensor]:
         """Return the tensors that are not None, by name."""
@@ -156,7 +156,7 @@ class GroupedBatch(RolloutBatch):
         _, unit_B = self.group_index.unique(return_inverse=True)
         return unit_B, int(unit_B.max()) + 1
 
-    def emptied(self) -> GroupedBatch:
+    def empty_row(self) -> GroupedBatch:
         """Return the first row with a length of 0: it has no token and so no gradient."""
         first = self.select(slice(0, 1))
         return replace(first, completion_lengths=torch.zeros_like(first.completion_lengths))
@@ -169,7 +169,7 @@ def shard_rows(num_rows: int, rank: int, world_size: int) -> tuple[Tensor, Tenso
     return rows.clamp(max=num_rows - 1), rows < num_rows
 
 
-def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device; from the CPU to a GPU asynchronously, through pinned memory."""
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -182,7 +182,9 @@ def pad_rows(rows: Sequence[Sequence[int]], fill: int, width: int | None = None)
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=torch.int64)
 
 
-def canvas(batch: CompletionBatch, prompt_ids: Tensor, completion_ids: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
+def join_canvas(
+    batch: CompletionBatch, prompt_ids: Tensor, completion_ids: Tensor, pad_id: int
+) -> tuple[Tensor, Tensor]:
     """Join prompts and completions without a gap.
 
     Args:

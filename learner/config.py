@@ -78,14 +78,14 @@ class LearnerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fitting(self) -> LearnerConfig:
-        if (why := self.objective.refusal(self.estimator, self.max_staleness)) is not None:
+        if (why := self.objective.incompatibility(self.estimator, self.max_staleness)) is not None:
             raise ValueError(why)
         return self
 
-    def refusal(self, sampler: SamplerFacts) -> str | None:
+    def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return why this configuration cannot learn from completions of such a sampler; None if it can."""
-        parts = (self.objective.sampler_refusal, self.filters.refusal, self.estimator.refusal)
-        return next((why for refusal in parts if (why := refusal(sampler)) is not None), None)
+        parts = (self.objective.sampler_incompatibility, self.filters.incompatibility, self.estimator.incompatibility)
+        return next((why for incompatibility in parts if (why := incompatibility(sampler)) is not None), None)
 
     def lr_at(self, round_index: int) -> float:
         """Return the learning rate of a round."""

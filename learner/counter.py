@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from learner.keys import GAMMA, MASK_64, MIX_1, MIX_2
 from learner.model.deferred import torch
+from learner.seeds import GAMMA, MASK_64, MIX_1, MIX_2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +24,10 @@ def uniform(seeds: Tensor, *keys: Tensor | int) -> Tensor:
 
     The draw is the top 23 bits of `fold(seed, *keys)` plus a half: exact in float32, never 0 or 1.
     """
-    return ((folded(seeds, *keys) >> 40).to(torch.float32) + 0.5) * 2.0**-23
+    return ((fold_tensor(seeds, *keys) >> 40).to(torch.float32) + 0.5) * 2.0**-23
 
 
-def folded(seeds: Tensor, *keys: Tensor | int) -> Tensor:
+def fold_tensor(seeds: Tensor, *keys: Tensor | int) -> Tensor:
     """Compute `fold(seed, *keys)`, int64, of the broadcast shape of `seeds` [...] and `keys` [...], all int64."""
     state = seeds
     for key in keys:

@@ -24,9 +24,9 @@ class CanvasSums:
     """Slots without padding."""
     pairs: int
     """Pairs of slots that attend to each other: squared lengths."""
-    asked: int
+    queries: int
     """Queries of the last block's attention."""
-    asked_pairs: int
+    query_pairs: int
     """Pairs of such a query and a slot that it attends to."""
     scored: int
     """Slots that the last feed-forward and the head run on."""
@@ -34,13 +34,13 @@ class CanvasSums:
     @classmethod
     def of(cls, views: Views) -> CanvasSums:
         """Sum up views, whose last block runs only on scored slots. In rows of blocks, masked pairs are counted too."""
-        asked_V = (views.slots // views.ids.shape[1]).bincount(minlength=len(views.ids))
-        sums = torch.stack((views.lengths, views.lengths**2, asked_V, asked_V * views.lengths), dim=1).sum(dim=0)
-        tokens, pairs, asked, asked_pairs = sums.tolist()
-        return cls(tokens=tokens, pairs=pairs, asked=asked, asked_pairs=asked_pairs, scored=asked)
+        queries_V = (views.slots // views.ids.shape[1]).bincount(minlength=len(views.ids))
+        sums = torch.stack((views.lengths, views.lengths**2, queries_V, queries_V * views.lengths), dim=1).sum(dim=0)
+        tokens, pairs, queries, query_pairs = sums.tolist()
+        return cls(tokens=tokens, pairs=pairs, queries=queries, query_pairs=query_pairs, scored=queries)
 
 
-NOTHING = CanvasSums(tokens=0, pairs=0, asked=0, asked_pairs=0, scored=0)
+NO_CANVASES = CanvasSums(tokens=0, pairs=0, queries=0, query_pairs=0, scored=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +78,10 @@ def forward_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasS
             layers += 2.0 * inputs * outputs * rows
             adapter += 2.0 * lora.rank * (inputs + outputs) * rows * (name in lora.targets)
         if moe is not None:
-            layers += 2.0 * moe.products_of_token(config.d_model) * (canvases.scored if is_last else canvases.tokens)
-    pairs = (config.num_layers - 1) * canvases.pairs + canvases.asked_pairs
+            layers += (
+                2.0 * moe.multiply_adds_per_token(config.d_model) * (canvases.scored if is_last else canvases.tokens)
+            )
+    pairs = (config.num_layers - 1) * canvases.pairs + canvases.query_pairs
     return Flops(
         layers=layers,
         attention=2.0 * 2 * config.attention_width * pairs,
@@ -103,4 +105,4 @@ def _slots_of_last_block(canvases: CanvasSums) -> dict[str, int]:
     """Return the number of slots that each linear layer of the last block runs on."""
     of_keys = dict.fromkeys(("k_proj", "v_proj"), canvases.tokens)
     after_attention = dict.fromkeys(("out_proj", "gate_proj", "up_proj", "down_proj"), canvases.scored)
-    return {"q_proj": canvases.asked, **of_keys, **after_attention}
+    return {"q_proj": canvases.queries, **of_keys, **after_attention}

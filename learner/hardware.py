@@ -22,7 +22,7 @@ _PEAK_FLOP_PER_S = {
 }
 
 
-_LEAST_SHARED_PARAMETERS = 50_000_000
+_MIN_SHARED_PARAMETERS = 50_000_000
 
 
 def threads_for(model: torch.nn.Module, num_threads: int) -> int:
@@ -31,10 +31,10 @@ def threads_for(model: torch.nn.Module, num_threads: int) -> int:
     Its operations are too short to split over threads, which on busy cores would wait long for each other.
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return 1 if num_parameters < _LEAST_SHARED_PARAMETERS else num_threads
+    return 1 if num_parameters < _MIN_SHARED_PARAMETERS else num_threads
 
 
-def placed_on(device: str | torch.device) -> torch.device:
+def indexed_device(device: str | torch.device) -> torch.device:
     """Return the device that tensors on `cpu`, `cuda` or `cuda:1` report: a GPU always has an index.
 
     Some functions of `torch.cuda` refuse a device without an index, and `cuda` is not equal to `cuda:0`.
@@ -64,7 +64,7 @@ def free_unused_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def forget_peak_memory(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak of a GPU's memory; a CPU process's peak cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

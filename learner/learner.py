@@ -19,21 +19,21 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Terms, token_logps
 from learner.flops import forward_flops, update_flops
 from learner.imitation import DENOISING_LOSS, demonstrations
-from learner.model.lora_config import WHOLE
+from learner.model.lora_config import FULL_FINE_TUNING
 from learner.objectives import DistillationConfig, Loss
 from learner.optimizer import PolicyOptimizer
-from learner.parallel.micro_batches import coefficients
+from learner.parallel.micro_batches import loss_gradient
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.teacher import Teacher
 from learner.probes import mask_variance, sampling_gap
-from learner.round import WEIGHING, Plan, Round, joined, scored_logps
+from learner.round import WEIGHING, Round, StepPlan, concatenate_values, scored_logps
 from learner.update_metrics import UpdateMetrics, batch_metrics
 
 Metrics = dict[str, float]
 
 
 @dataclass(slots=True)
-class Known:
+class CachedLogps:
     """Cached old and reference log-probabilities [N] of a plan's terms, constant within a round."""
 
     old: Tensor | None = None
@@ -61,9 +61,9 @@ class Learner:
         self.policy = policy
         self.config = config
         self._sampler = sampler or SamplerFacts()
-        refusal = config.refusal(self._sampler)
-        if refusal is not None:
-            raise ValueError(f"learner.{refusal}")
+        incompatibility = config.incompatibility(self._sampler)
+        if incompatibility is not None:
+            raise ValueError(f"learner.{incompatibility}")
         self.optimizer = PolicyOptimizer(policy, betas=config.betas, weight_decay=config.weight_decay)
         self.model_flops = 0.0
         """Model FLOP (`learner/flops.py`) of the last update, summed over ranks, without probes."""
@@ -91,19 +91,19 @@ class Learner:
         if work.num_rows:
             probed |= mask_variance(self.policy, self.config, self._sampler, batch)
             minibatches = work.minibatches()
-            if self.config.objective.weighs_rows:
+            if self.config.objective.precomputes_row_weights:
                 self._weigh_rows(minibatches)
-            known = self._known_before(minibatches)
+            cached = self._precomputed_logps(minibatches)
             correct: list[Round] = []
             if self.config.imitation_coef and bool(batch.correct.any()):
                 correct = demonstrations(self.policy, self.config, self._sampler, batch).minibatches()
             for index in range(self.config.inner_updates):
                 for place, some in enumerate(minibatches):
                     plan = some.plan(index)
-                    self._backward(some, plan, known[place].setdefault(plan.key, Known()), metrics)
+                    self._backward(some, plan, cached[place].setdefault(plan.key, CachedLogps()), metrics)
                     # There may be fewer correct completions than steps.
                     for correct_ones in correct[place : place + 1]:
-                        self._imitate(correct_ones, index, metrics)
+                        self._backward_imitation(correct_ones, index, metrics)
                     metrics.add_step(self._step(metrics, lr))
         self.model_flops = self.policy.sum_over_ranks(torch.tensor([self._flops], dtype=torch.float64)).item()
         return (
@@ -117,7 +117,7 @@ class Learner:
         """Copy the policy into the reference every `reference_sync_rounds` rounds, also after skipped rounds."""
         every = self.config.reference_sync_rounds
         if self.reference is not None and every and (round_index + 1) % every == 0:
-            self.reference.take(self.policy)
+            self.reference.copy_weights_from(self.policy)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that this rank keeps between updates, except the policy's."""
@@ -153,38 +153,38 @@ class Learner:
             self._count_forward(plan)
             some.weigh_rows(self._of_reference(plan) - scored_logps(self.policy, plan))
 
-    def _known_before(self, minibatches: list[Round]) -> list[dict[int, Known]]:
+    def _precomputed_logps(self, minibatches: list[Round]) -> list[dict[int, CachedLogps]]:
         """Compute old and reference likelihoods of all canvases that the first step does not run.
 
         They are returned for each minibatch, by mask key. At the first step the policy still is the old one, so its own
         forward gives the old likelihood for free.
         """
-        known: list[dict[int, Known]] = [{} for _ in minibatches]
+        cached: list[dict[int, CachedLogps]] = [{} for _ in minibatches]
         if self.config.objective.needs_old:
             first = minibatches[0].plan(0).key
             for place, some in enumerate(minibatches):
                 for index in range(self.config.inner_updates):
                     plan = some.plan(index)
-                    if plan.key in known[place] or (place == 0 and plan.key == first):
+                    if plan.key in cached[place] or (place == 0 and plan.key == first):
                         continue
                     self._count_forward(plan)
                     old_N = scored_logps(self.policy, plan)
-                    known[place][plan.key] = Known(old=old_N, reference=self._reference_logps(plan))
-        return known
+                    cached[place][plan.key] = CachedLogps(old=old_N, reference=self._reference_logps(plan))
+        return cached
 
-    def _backward(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
+    def _backward(self, work: Round, plan: StepPlan, cached: CachedLogps, metrics: UpdateMetrics) -> None:
         """Accumulate the gradient of one step, and cache the likelihoods that later steps of its plan need."""
-        if known.reference is None:
-            known.reference = self._reference_logps(plan)
+        if cached.reference is None:
+            cached.reference = self._reference_logps(plan)
         self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
         if self.teacher is not None:
             self._flops += self.teacher.flops(plan.terms, work.on_host) * any(plan.counts)
         if plan.is_split:
-            self._in_two_sweeps(work, plan, known, metrics)
+            self._in_two_sweeps(work, plan, cached, metrics)
         else:
-            self._in_one_sweep(work, plan, known, metrics)
+            self._in_one_sweep(work, plan, cached, metrics)
 
-    def _imitate(self, correct: Round, index: int, metrics: UpdateMetrics) -> None:
+    def _backward_imitation(self, correct: Round, index: int, metrics: UpdateMetrics) -> None:
         """Accumulate the gradient of the denoising loss of the correct completions."""
         plan = correct.plan(index)
         self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
@@ -196,27 +196,27 @@ class Learner:
             metrics.add_imitation(loss, self.config.imitation_coef, counts=counts)
         metrics.end_imitation()
 
-    def _in_one_sweep(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
+    def _in_one_sweep(self, work: Round, plan: StepPlan, cached: CachedLogps, metrics: UpdateMetrics) -> None:
         news = []
-        for micro, inside, counts in zip(plan.micro_batches, plan.inside, plan.counts, strict=True):
+        for micro, inside, counts in zip(plan.micro_batches, plan.term_slices, plan.counts, strict=True):
             new_N = self._values(work, micro)
             news.append(new_N.detach())
-            loss = self._loss(work, micro, new_N, known, inside)
+            loss = self._loss(work, micro, new_N, cached, inside)
             self._accumulate(loss.total)
             metrics.add(loss, self._token_logps(micro, new_N), counts=counts)
-        if known.old is None:
-            known.old = joined(news, plan)
+        if cached.old is None:
+            cached.old = concatenate_values(news, plan)
 
-    def _in_two_sweeps(self, work: Round, plan: Plan, known: Known, metrics: UpdateMetrics) -> None:
+    def _in_two_sweeps(self, work: Round, plan: StepPlan, cached: CachedLogps, metrics: UpdateMetrics) -> None:
         """Compute the derivative of the loss by each log-probability first, then backpropagate it by micro-batch."""
         all_N = scored_logps(self.policy, plan, partial(self._values, work))
-        if known.old is None:
-            known.old = all_N
+        if cached.old is None:
+            cached.old = all_N
         whole = slice(0, plan.terms.num_terms)
-        gradient_N = coefficients(lambda new_N: self._loss(work, plan.terms, new_N, known, whole).total, all_N)
-        loss = self._loss(work, plan.terms, all_N, known, whole)
+        gradient_N = loss_gradient(lambda new_N: self._loss(work, plan.terms, new_N, cached, whole).total, all_N)
+        loss = self._loss(work, plan.terms, all_N, cached, whole)
         metrics.add(loss, self._token_logps(plan.terms, all_N), counts=any(plan.counts))
-        for micro, inside in zip(plan.micro_batches, plan.inside, strict=True):
+        for micro, inside in zip(plan.micro_batches, plan.term_slices, strict=True):
             new_N = self._values(work, micro)
             weight_N = gradient_N[inside] if inside.stop > inside.start else torch.zeros_like(new_N)
             self._accumulate((new_N * weight_N).sum())
@@ -224,15 +224,15 @@ class Learner:
     def _step(self, metrics: UpdateMetrics, lr: float) -> float:
         """Take an optimizer step with the accumulated gradient, and return its norm before clipping."""
         try:
-            return self.optimizer.step(lr, self.config.max_grad_norm, metrics.take_loss()).grad_norm
+            return self.optimizer.step(lr, self.config.max_grad_norm, metrics.pop_loss()).grad_norm
         except FloatingPointError:
-            self.optimizer.forget_gradients()
+            self.optimizer.clear_gradients()
             raise
 
-    def _loss(self, work: Round, terms: Terms, new_N: Tensor, known: Known, inside: slice) -> Loss:
+    def _loss(self, work: Round, terms: Terms, new_N: Tensor, cached: CachedLogps, inside: slice) -> Loss:
         is_idle = inside.stop == inside.start
-        old_N = new_N.detach() if known.old is None or is_idle else known.old[inside]
-        reference_N = known.reference
+        old_N = new_N.detach() if cached.old is None or is_idle else cached.old[inside]
+        reference_N = cached.reference
         if reference_N is not None:
             reference_N = new_N.detach() if is_idle else reference_N[inside]
         return self.config.objective.loss(terms, work.logps(terms, new_N, old_N, reference_N), work.rows)
@@ -241,11 +241,11 @@ class Learner:
         """Compute the objective's inputs [N]: log-probabilities, or divergences from the teacher."""
         if self.teacher is None:
             return self._logps(micro)
-        compared = self.teacher.compared(micro, work.on_host)
-        return token_logps(self.policy.module, micro.views, micro.law, self.policy.device, compared)
+        states = self.teacher.states(micro, work.on_host)
+        return token_logps(self.policy.module, micro.views, micro.distribution, self.policy.device, states)
 
     def _logps(self, micro: Terms) -> Tensor:
-        return token_logps(self.policy.module, micro.views, micro.law, self.policy.device)
+        return token_logps(self.policy.module, micro.views, micro.distribution, self.policy.device)
 
     def _token_logps(self, terms: Terms, new_N: Tensor) -> Tensor | None:
         """Select the tokens' log-probabilities from `_values`; None if these are divergences."""
@@ -255,18 +255,18 @@ class Learner:
         # FSDP averages over ranks; the objective is a sum over them.
         (loss * self.policy.world_size).backward()
 
-    def _reference_logps(self, plan: Plan) -> Tensor | None:
+    def _reference_logps(self, plan: StepPlan) -> Tensor | None:
         objective = self.config.objective
-        return self._of_reference(plan) if objective.needs_reference and not objective.weighs_rows else None
+        return self._of_reference(plan) if objective.needs_reference and not objective.precomputes_row_weights else None
 
-    def _of_reference(self, plan: Plan) -> Tensor:
+    def _of_reference(self, plan: StepPlan) -> Tensor:
         self._count_forward(plan, is_reference=True)
         if self.reference is not None:
             return scored_logps(self.reference, plan)
-        with self.policy.adapters_off():
+        with self.policy.disable_adapters():
             return scored_logps(self.policy, plan)
 
-    def _count_forward(self, plan: Plan, *, is_reference: bool = False) -> None:
+    def _count_forward(self, plan: StepPlan, *, is_reference: bool = False) -> None:
         # A reference has no adapter, or has it off.
-        lora = WHOLE if is_reference else self.policy.lora
+        lora = FULL_FINE_TUNING if is_reference else self.policy.lora
         self._flops += forward_flops(self.policy.config, lora, plan.canvases).total

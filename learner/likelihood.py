@@ -23,7 +23,7 @@ _COUNT_KEY, _MASK_KEY = 51, 52
 
 @torch.no_grad()
 def evidence_lower_bound(
-    model: Transformer, prompt: Sequence[int], text: Sequence[int], *, num_draws: int, most_rows: int, seed: int
+    model: Transformer, prompt: Sequence[int], text: Sequence[int], *, num_draws: int, max_rows: int, seed: int
 ) -> float:
     """Estimate a lower bound of the log-probability of `text`, in nats.
 
@@ -34,7 +34,7 @@ def evidence_lower_bound(
         prompt: ids before the text; may be empty.
         text: the ids that are scored; 0.0 is returned for none.
         num_draws: number of masks; their counts are spread evenly over 1..L.
-        most_rows: maximum canvases of a forward.
+        max_rows: maximum canvases of a forward.
         seed: the random key of the masks.
     """
     if not text:
@@ -42,8 +42,8 @@ def evidence_lower_bound(
     length = len(text)
     text_L, prompt_P = torch.tensor(text), torch.tensor(prompt, dtype=torch.long)
     total = 0.0
-    for first in range(0, num_draws, most_rows):
-        draws_D = torch.arange(first, min(first + most_rows, num_draws))
+    for first in range(0, num_draws, max_rows):
+        draws_D = torch.arange(first, min(first + max_rows, num_draws))
         masked_DL = _masked(draws_D, num_draws, length, seed)
         shown_DL = torch.where(masked_DL, model.config.mask_token_id, text_L)
         ids_DS = torch.cat((prompt_P.expand(len(draws_D), -1), shown_DL), dim=1)

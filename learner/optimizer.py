@@ -16,7 +16,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """Loss and gradient norm of an optimizer step."""
 
     loss: float
@@ -37,7 +37,7 @@ class PolicyOptimizer:
             self._parameters.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=self._is_fused
         )
 
-    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> Stepped:
+    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
         """Clip the accumulated gradients to a global norm, step, and clear them.
 
         The host synchronises with the device once, for loss and norm together.
@@ -52,7 +52,7 @@ class PolicyOptimizer:
         """
         norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        found = Stepped(*torch.stack((loss.detach().to(norm.device).double(), norm.double())).tolist())
+        found = StepResult(*torch.stack((loss.detach().to(norm.device).double(), norm.double())).tolist())
         if not math.isfinite(found.loss):
             raise FloatingPointError(
                 f"the loss is {found.loss}: no step is taken, which would harm the policy; try a lower lr or a smaller "
@@ -69,7 +69,7 @@ class PolicyOptimizer:
         self._adamw.zero_grad()
         return found
 
-    def forget_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """Clear the gradients without a step."""
         self._adamw.zero_grad()
 

@@ -14,10 +14,10 @@ from learner.advantages import Filters
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Terms, TrajectoryConfig
-from learner.keys import fold
 from learner.objectives import ClippedRatioConfig
 from learner.parallel.sharding import ShardedPolicy
-from learner.round import Plan, Round, scored_logps
+from learner.round import Round, StepPlan, scored_logps
+from learner.seeds import fold
 
 _NUM_PROBED = 8
 _ROWS_FOR_EACH = 12
@@ -35,7 +35,7 @@ def sampling_gap(
     increase it. Under LoRA `sampling/adapter_share` is measured too. Empty if the sampler's record does not replay. A
     collective.
     """
-    if not sampler.records_law or sampler.temperature == 0:
+    if not sampler.has_reproducible_logps or sampler.temperature == 0:
         return {}
     exact = config.model_copy(update={"estimator": _TWO_STATES, "filters": Filters(), "objective": _PLAIN})
     probe = Round(policy, exact, sampler, _some(batch, _NUM_PROBED))
@@ -50,7 +50,7 @@ def sampling_gap(
     return gap | _delivered_share(policy, plan, ours_N, sampled_N)
 
 
-def _delivered_share(policy: ShardedPolicy, plan: Plan, ours_N: Tensor, sampled_N: Tensor) -> dict[str, float]:
+def _delivered_share(policy: ShardedPolicy, plan: StepPlan, ours_N: Tensor, sampled_N: Tensor) -> dict[str, float]:
     """Regress the sampler's change in log-probability since the stage began on the learner's: `sampling/adapter_share`.
 
     The slope is 1 if the sampler has the adapter, and 0 if it has lost it. Absent without an adapter, or as long as the
@@ -58,7 +58,7 @@ def _delivered_share(policy: ShardedPolicy, plan: Plan, ours_N: Tensor, sampled_
     """
     if not policy.lora.rank or not policy.has_learned:
         return {}
-    with policy.adapters_off():
+    with policy.disable_adapters():
         start_N = scored_logps(policy, plan)
     ours, theirs, weight_N = ours_N - start_N, sampled_N - start_N, plan.terms.importance
     sums = torch.stack(((weight_N * theirs * ours).sum(), (weight_N * ours * ours).sum()))
@@ -105,7 +105,7 @@ def likelihood_gap(
     the likelihood is exact. None if the sampler's record does not replay. It costs a forward of every canvas of the
     batch. A collective.
     """
-    if not sampler.records_law or sampler.temperature == 0:
+    if not sampler.has_reproducible_logps or sampler.temperature == 0:
         return None
     work = Round(policy, config.model_copy(update={"filters": Filters(), "objective": _PLAIN}), sampler, batch)
     sums_B, weights_B = _row_sums(policy, work.plan(0), work.batch.num_rows)
@@ -138,7 +138,7 @@ def _are_equal(ours: Terms, theirs: Terms) -> bool:
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-def _row_sums(policy: ShardedPolicy, plan: Plan, num_rows: int) -> tuple[Tensor, Tensor]:
+def _row_sums(policy: ShardedPolicy, plan: StepPlan, num_rows: int) -> tuple[Tensor, Tensor]:
     """Sum each row's weighted log-probabilities, [B], and their weights, [B]."""
     terms, logps_N = plan.terms, scored_logps(policy, plan)
     weight_N = terms.token_weights * terms.importance

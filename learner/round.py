@@ -16,20 +16,20 @@ from learner.advantages import Rewards, group_advantages
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms, token_logps, unit_keys
-from learner.flops import NOTHING, CanvasSums
+from learner.flops import NO_CANVASES, CanvasSums
 from learner.objectives import Logps, RowFacts, normalized
-from learner.parallel.micro_batches import MicroBatches, cut
+from learner.parallel.micro_batches import MicroBatches, make_micro_batches
 from learner.parallel.sharding import ShardedPolicy
 
 WEIGHING = -1
 """Index of the plan that row weights are computed from, before the first update; masks that vary by update are its own.
 """
-Chosen = tuple[Tensor, Tensor]
+Selection = tuple[Tensor, Tensor]
 """[B] bool, the completions that are trained on, and [B] the advantage of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class StepPlan:
     """The canvases and terms that one optimizer step runs on this rank."""
 
     key: int
@@ -46,7 +46,7 @@ class Plan:
     """Sizes of the canvases of a forward; zero if no term has a weight."""
 
     @property
-    def inside(self) -> list[slice]:
+    def term_slices(self) -> list[slice]:
         """The range of each micro-batch's terms among all terms; empty for the added weightless ones."""
         slices, begin = [], 0
         for micro in self.micro_batches:
@@ -65,14 +65,14 @@ class Round:
         config: LearnerConfig,
         sampler: SamplerFacts,
         batch: RolloutBatch,
-        chosen: Chosen | None = None,
+        selection: Selection | None = None,
     ) -> None:
         """Take this rank's share of `batch`, which is the whole round on every rank.
 
-        `chosen` selects completions and gives their advantages; None: the config's filters and advantage do.
+        `selection` selects completions and gives their advantages; None: the config's filters and advantage do.
         """
         self._policy, self._config, self._sampler = policy, config, sampler
-        kept_B, advantages_B = chosen or _chosen(batch, config)
+        kept_B, advantages_B = selection or _select(batch, config)
         self.num_rows = int(kept_B.sum())
         if self.num_rows:
             self._take(GroupedBatch.of(batch.select(kept_B)), advantages_B[kept_B])
@@ -94,11 +94,11 @@ class Round:
         """Take this rank's share of some rows."""
         policy, config = self._policy, self._config
         self._all, self._advantages_B, self.num_rows = grouped, advantages_B, grouped.num_rows
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
         # A minibatch counts its own groups.
         groups_G, group_B = grouped.group_index.unique(return_inverse=True)
         mine = grouped.rows_of(policy.rank, policy.world_size, whole_groups=config.objective.compares_groups)
-        shard = grouped.select(mine) if len(mine) else grouped.emptied()
+        shard = grouped.select(mine) if len(mine) else grouped.empty_row()
         advantages_B = advantages_B[mine] if len(mine) else torch.zeros(1)
         # Planning is on the CPU: reading a count from a device would make the host wait for all work that is queued.
         self.on_host = shard
@@ -119,7 +119,7 @@ class Round:
         sums_B = self.rows.values(terms, log_ratios_N)
         self.rows = replace(self.rows, log_weights=sums_B)
 
-    def plan(self, index: int) -> Plan:
+    def plan(self, index: int) -> StepPlan:
         """Return the plan of the `index`-th inner update. A collective."""
         update = InnerUpdate(index, self._config.inner_updates)
         key = self._config.estimator.mask_key(update)
@@ -127,33 +127,35 @@ class Round:
             self._plan = self._make_plan(key, update)
         return self._plan
 
-    def _make_plan(self, key: int, update: InnerUpdate) -> Plan:
+    def _make_plan(self, key: int, update: InnerUpdate) -> StepPlan:
         objective, device = self._config.objective, self._policy.device
         corruption = self._config.estimator.corrupt(self.on_host, update, self._sampler)
         terms = make_terms(self.on_host, self._policy.config, corruption, self._sampler.block_length)
         if objective.needs_float32_head:
-            terms = replace(terms, law=replace(terms.law, float32_head=True))
+            terms = replace(terms, distribution=replace(terms.distribution, float32_head=True))
         if objective.weigh_by_length:
             terms = replace(terms, importance=terms.importance * self._facts.sizes[terms.rows])
         terms = normalized(terms, objective.level, objective.normalize_by, self._facts, self._policy.sum_over_ranks)
-        packed = self._cut(terms)
+        packed = self._make_micro_batches(terms)
         others = self._policy.max_over_ranks(torch.tensor([len(packed.terms), packed.is_split]))
         num_micro_batches, is_split = others.tolist()
         idle = (terms.weightless().on(device),) * (num_micro_batches - len(packed.terms))
         counts = torch.stack([(micro.importance > 0).any() for micro in packed.terms]).tolist()
-        return Plan(
+        return StepPlan(
             key=key,
             terms=terms.on(device),
             micro_batches=(*(micro.on(device) for micro in packed.terms), *idle),
             counts=(*counts, *(False for _ in idle)),
             is_split=bool(is_split),
-            canvases=CanvasSums.of(terms.views) if any(counts) else NOTHING,
+            canvases=CanvasSums.of(terms.views) if any(counts) else NO_CANVASES,
         )
 
-    def _cut(self, terms: Terms) -> MicroBatches:
+    def _make_micro_batches(self, terms: Terms) -> MicroBatches:
         objective = self._config.objective
         unit_N = self._facts.groups[terms.rows] if objective.compares_groups else unit_keys(terms, objective.level)
-        return cut(terms, unit_N, self._config.micro_batch_tokens, spares_padding=self._policy.spares_padding)
+        return make_micro_batches(
+            terms, unit_N, self._config.micro_batch_tokens, concatenates_rows=self._policy.concatenates_rows
+        )
 
     def logps(self, terms: Terms, new_N: Tensor, old_N: Tensor, reference_N: Tensor | None) -> Logps:
         """Combine likelihoods of terms with those that the sampler recorded."""
@@ -162,22 +164,22 @@ class Round:
         return Logps(new=new_N, old=old_N, reference=reference_N, sampled=sampled_N)
 
 
-def _chosen(batch: RolloutBatch, config: LearnerConfig) -> Chosen:
+def _select(batch: RolloutBatch, config: LearnerConfig) -> Selection:
     rewards = Rewards.of(batch)
     kept_B = config.filters.keeps(rewards, batch.truncated, batch.speeds())
     return kept_B, group_advantages(rewards, config.advantage)
 
 
-def scored_logps(policy: ShardedPolicy, plan: Plan, logps: Callable[[Terms], Tensor] | None = None) -> Tensor:
+def scored_logps(policy: ShardedPolicy, plan: StepPlan, logps: Callable[[Terms], Tensor] | None = None) -> Tensor:
     """Compute the log-probabilities [N] of all terms of a plan, or their `logps`, without gradients. A collective."""
 
     def of_policy(micro: Terms) -> Tensor:
-        return token_logps(policy.module, micro.views, micro.law, policy.device)
+        return token_logps(policy.module, micro.views, micro.distribution, policy.device)
 
     with policy.without_gradients():
-        return joined([(logps or of_policy)(micro) for micro in plan.micro_batches], plan)
+        return concatenate_values([(logps or of_policy)(micro) for micro in plan.micro_batches], plan)
 
 
-def joined(parts: list[Tensor], plan: Plan) -> Tensor:
+def concatenate_values(parts: list[Tensor], plan: StepPlan) -> Tensor:
     """Concatenate the values of all terms, [N], without those of the added weightless micro-batches."""
     return torch.cat(parts)[: plan.terms.num_terms]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from learner.advantages import Rewards, group_spreads, zero_variance_share
-from learner.batch import RolloutBatch, uploaded
+from learner.batch import RolloutBatch, to_device_async
 from learner.objectives import Loss
 from learner.parallel.sharding import ShardedPolicy
 
@@ -43,7 +43,7 @@ class UpdateMetrics:
         self._policy = policy
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
-        self._most = torch.zeros(1, device=policy.device)
+        self._max_ratio = torch.zeros(1, device=policy.device)
         self._update_loss = torch.zeros((), device=policy.device)
         self._grad_norms: list[float] = []
         self._num_imitations = 0
@@ -63,7 +63,7 @@ class UpdateMetrics:
         if counts and _RATIO in loss.per_unit:
             ratio_U = loss.per_unit[_RATIO]
             self._add("ratio_square", ratio_U.square())
-            self._most = self._most.maximum(ratio_U.max()[None])
+            self._max_ratio = self._max_ratio.maximum(ratio_U.max()[None])
         elif _RATIO in loss.per_unit:
             self._add("ratio_square", loss.per_unit[_RATIO][:0])
 
@@ -78,7 +78,7 @@ class UpdateMetrics:
         """Count an optimizer step with a denoising loss; not every step has one."""
         self._num_imitations += 1
 
-    def take_loss(self) -> Tensor:
+    def pop_loss(self) -> Tensor:
         """Return the loss [] of the coming optimizer step over all ranks, and reset it for the next."""
         loss = self._policy.sum_over_ranks(self._update_loss[None])[0]
         self._update_loss = torch.zeros_like(self._update_loss)
@@ -95,12 +95,14 @@ class UpdateMetrics:
         num_steps, names = len(self._grad_norms), sorted(self._sums)
         found = torch.stack([self._sums[name] for name in names])
         counts = torch.tensor([self._counts[name] for name in names], dtype=torch.float64)
-        totals = self._policy.sum_over_ranks(torch.stack((found, uploaded(counts, found.device)), dim=1)).tolist()
+        totals = self._policy.sum_over_ranks(
+            torch.stack((found, to_device_async(counts, found.device)), dim=1)
+        ).tolist()
         sums = dict(zip(names, totals, strict=True))
         metrics = {_TRL.get(name, name): total / max(1.0, count) for name, (total, count) in sums.items()}
         if _RATIO in sums:
             total, count = sums[_RATIO]
-            metrics["ratio_max"] = self._policy.max_over_ranks(self._most).item()
+            metrics["ratio_max"] = self._policy.max_over_ranks(self._max_ratio).item()
             metrics["effective_sample_share"] = total**2 / max(1e-30, metrics.pop("ratio_square") * count**2)
         if "clip_ratio/low" in sums:
             metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.batch import uploaded
+from learner.batch import to_device_async
 from learner.model.config import TransformerConfig
 from rollout.forwards import ActiveRow, SlotLogits
 from rollout.grammar.reach import CanvasGrammar
@@ -98,6 +98,6 @@ class ConstrainedRows:
     def _restrict(self, found: SlotLogits, places: list[int], grammar: CanvasGrammar, allowed: np.ndarray) -> None:
         device = found.logits.device
         source = found.source[on_device(places, device)]
-        class_of_V = uploaded(torch.from_numpy(grammar.class_of_V).long(), device)
-        is_allowed = uploaded(torch.from_numpy(allowed), device)[:, class_of_V]
+        class_of_V = to_device_async(torch.from_numpy(grammar.class_of_V).long(), device)
+        is_allowed = to_device_async(torch.from_numpy(allowed), device)[:, class_of_V]
         found.logits[source] = found.logits[source].masked_fill(~is_allowed, -torch.inf)

@@ -24,9 +24,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from learner.batch import uploaded
+from learner.batch import to_device_async
 from learner.model.attention.rows import RaggedRows
-from learner.model.memory import Held, Memory
+from learner.model.kv_cache import KeysValues, KVCache
 from learner.model.transformer import Transformer
 from rollout.request import Cache, Request
 from rollout.slots import Slots, on_device
@@ -123,10 +123,10 @@ class Forwards:
         slots: Slots,
         counts: ForwardCounts,
         *,
-        memory: list[Held] | None,
+        memory: list[KeysValues] | None,
         is_static: bool,
         is_compiled: bool,
-        spares_padding: bool = False,
+        concatenates_rows: bool = False,
     ) -> None:
         """Run `model` on canvases in `slots`.
 
@@ -139,13 +139,13 @@ class Forwards:
             is_static: score every slot of each block instead of the masked ones, so that nothing synchronizes with the
                 device, and round up the common width of unequal rows.
             is_compiled: round up every width, since each shape is compiled separately.
-            spares_padding: run whole canvases of unequal length back to back where there is no KV cache. This needs
+            concatenates_rows: run whole canvases of unequal length back to back where there is no KV cache. This needs
                 neither padding nor its mask.
         """
         self.model, self._forward, self.counts = model, forward, counts
         self._slots, self._is_static, self._is_compiled = slots, is_static, is_compiled
-        self._spares_padding = spares_padding
-        self._memory: list[Held] = [] if memory is None else memory
+        self._concatenates_rows = concatenates_rows
+        self._memory: list[KeysValues] = [] if memory is None else memory
         self._is_memory_kept = memory is not None
 
     def logits(self, active: Sequence[ActiveRow], columns_AK: Tensor, open_AK: Tensor) -> SlotLogits:
@@ -294,14 +294,14 @@ class Forwards:
         queries_RQ: Tensor,
         scored_N: Tensor,
         *,
-        memory: Memory | None = None,
+        memory: KVCache | None = None,
         columns_RL: Tensor | None = None,
     ) -> Tensor:
         width = ids_RL.shape[1] if memory is None else memory.width
         is_padded = any(length != width for length in lengths)
         self.counts.num_forwards += 1
         self.counts.num_rows += len(ids_RL)
-        if is_padded and memory is None and self._spares_padding:
+        if is_padded and memory is None and self._concatenates_rows:
             return self._run_back_to_back(ids_RL, torch.tensor(lengths), queries_RQ, scored_N)
         self.counts.num_tokens += ids_RL.numel()
         # A block narrower than the widest one queries past its row's end; those results are ignored.
@@ -309,33 +309,33 @@ class Forwards:
         if self.model.config.is_block_causal:
             blocks_R = self._tensor([row.request.params.block_length for row in rows])
             return self._forward(
-                ids_RL, None, queries_RQ, scored_N, memory=memory, columns_BL=columns_RL, block_lengths_B=blocks_R
+                ids_RL, None, queries_RQ, scored_N, kv_cache=memory, columns_BL=columns_RL, block_lengths_B=blocks_R
             )
         # A GPU's flash kernel takes no mask.
         lengths_R = self._tensor(lengths) if is_padded else None
-        return self._forward(ids_RL, lengths_R, queries_RQ, scored_N, memory=memory, columns_BL=columns_RL)
+        return self._forward(ids_RL, lengths_R, queries_RQ, scored_N, kv_cache=memory, columns_BL=columns_RL)
 
     def _run_back_to_back(self, ids_RL: Tensor, lengths_R: Tensor, queries_RQ: Tensor, scored_N: Tensor) -> Tensor:
         """Run rows back to back as one, without padding; `lengths_R` is on the CPU."""
         self.counts.num_tokens += int(lengths_R.sum())
         places_T = (torch.arange(ids_RL.shape[1]) < lengths_R[:, None]).flatten().nonzero()[:, 0]
-        ids_1T = ids_RL.flatten()[uploaded(places_T, ids_RL.device)][None]
+        ids_1T = ids_RL.flatten()[to_device_async(places_T, ids_RL.device)][None]
         asked_R = torch.full_like(lengths_R, queries_RQ.shape[1])
-        ragged = RaggedRows.of(lengths_R, asked_R, partial(uploaded, device=ids_RL.device))
+        ragged = RaggedRows.of(lengths_R, asked_R, partial(to_device_async, device=ids_RL.device))
         begins_R1 = ragged.tokens.ends[:-1, None].long()
         # Clamped as in `_run`, to the end of each row.
         last_R1 = ragged.tokens.ends[1:, None] - 1
         queries_1Q = (queries_RQ + begins_R1).minimum(last_R1).view(1, -1)
         return self._forward(ids_1T, None, queries_1Q, scored_N, ragged=ragged)
 
-    def _remembered(self, rows: list[int], width: int) -> Memory:
+    def _remembered(self, rows: list[int], width: int) -> KVCache:
         num_rows, num_columns = self._memory[0][0].shape[:2] if self._memory else (0, 0)
         if num_rows < self._slots.num_slots or num_columns <= width:
             # A cache that is kept gets room for the next batch too.
             rounded = _bucketed(self._slots.width) if self._is_memory_kept else 0
             wide = max(self._slots.width, min(rounded, self.model.config.max_sequence_length))
             self._grow_memory(max(num_rows, self._slots.num_slots), max(num_columns, wide + 1))
-        return Memory(self._memory, self._tensor(rows), width, are_first=rows == list(range(len(rows))))
+        return KVCache(self._memory, self._tensor(rows), width, is_prefix=rows == list(range(len(rows))))
 
     def _grow_memory(self, num_rows: int, num_columns: int) -> None:
         """Grow the KV cache layer by layer, so that there are never two whole caches."""

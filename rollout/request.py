@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from learner.keys import fold
 from learner.model.config import TransformerConfig
+from learner.seeds import fold
 from rollout.canvas import Canvas
 from rollout.field_error import FieldError
 from rollout.grammar.grammar import Grammar

@@ -25,8 +25,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from learner.model.attention.within import has_kernel
-from learner.model.memory import Held
+from learner.model.attention.varlen import has_kernel
+from learner.model.kv_cache import KeysValues
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.constrained import ConstrainedRows
@@ -50,7 +50,7 @@ class Sampler:
             _compiled(model) if self._engine.compile else model, flex=self._engine.attention == "flex"
         )
         self.counts = ForwardCounts()
-        self._memory: list[Held] = []
+        self._memory: list[KeysValues] = []
 
     def generate(
         self, requests: Sequence[Request], on_completion: Callable[[int, Completion], None] | None = None
@@ -95,7 +95,7 @@ class Sampler:
             batch.submit(request)
         return batch
 
-    def _batch(self, most_rows: int | None, memory: list[Held] | None) -> SlotBatch:
+    def _batch(self, most_rows: int | None, memory: list[KeysValues] | None) -> SlotBatch:
         num_slots = self._engine.num_slots if most_rows is None else min(self._engine.num_slots, max(1, most_rows))
         return SlotBatch(self, self._forward, self._engine, num_slots, memory)
 
@@ -124,7 +124,7 @@ class SlotBatch:
         forward: Callable[..., Tensor],
         engine: EngineConfig,
         num_slots: int,
-        memory: list[Held] | None,
+        memory: list[KeysValues] | None,
     ) -> None:
         """Make empty slots. Call `Sampler.open` instead."""
         model, config = sampler.model, sampler.model.config
@@ -143,7 +143,7 @@ class SlotBatch:
             memory=memory,
             is_static=self._is_static,
             is_compiled=engine.compile,
-            spares_padding=_spares_padding(model, engine),
+            concatenates_rows=_concatenates_rows(model, engine),
         )
         self._constrained = ConstrainedRows(self.slots, config)
         self._writes = WriteLog()
@@ -390,7 +390,7 @@ class SlotBatch:
         return list(zip(indices, completions, strict=True))
 
 
-def _spares_padding(model: Transformer, engine: EngineConfig) -> bool:
+def _concatenates_rows(model: Transformer, engine: EngineConfig) -> bool:
     """Whether rows of unequal length are run back to back. Needs a variable-length attention kernel, and no compiler,
     which would see another number of tokens in every step."""
     weight, config = model.embed.weight, model.config

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.batch import uploaded
-from learner.counter import folded
+from learner.batch import to_device_async
+from learner.counter import fold_tensor
 from learner.model.config import TransformerConfig
 from rollout.canvas import Canvas
 from rollout.request import Cache, Committed, Completion, FinishReason, Progress, Request, canvas_of
@@ -341,7 +341,7 @@ class Slots:
             getattr(wider, column.name)[:, : self.width] = getattr(self.canvases, column.name)
         self.canvases, self.width = wider, width
         columns_W = torch.arange(width, device=self.device)
-        self._multipliers_W = folded(torch.zeros_like(columns_W), columns_W)
+        self._multipliers_W = fold_tensor(torch.zeros_like(columns_W), columns_W)
 
 
 def _zeros(kind: type[RowState | Canvases], *shape: int, device: torch.device) -> dict[str, Tensor]:
@@ -351,7 +351,7 @@ def _zeros(kind: type[RowState | Canvases], *shape: int, device: torch.device) -
 
 def on_device(values: Sequence[Any] | NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return `values` as a tensor on the device. The copy to a GPU is asynchronous."""
-    return uploaded(torch.tensor(values, dtype=dtype), device)
+    return to_device_async(torch.tensor(values, dtype=dtype), device)
 
 
 def _row_values(request: Request) -> dict[str, float]:

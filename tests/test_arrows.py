@@ -18,7 +18,7 @@ OURS = {"rewards", "learner", "rollout", "actors", "deploy"}
 ALLOWED = {
     "rewards": set(),
     "learner": set(),
-    "rollout": {"learner.model", "learner.batch", "learner.counter", "learner.keys"},
+    "rollout": {"learner.model", "learner.batch", "learner.counter", "learner.seeds"},
     "actors": {"rewards", "learner", "rollout"},
     "deploy": {"rewards", "learner", "rollout", "actors"},
 }

@@ -17,21 +17,21 @@ from benchmarks.rounds import Setting, make_round
 from learner.algorithms import ALGORITHMS
 from learner.counter import uniform
 from learner.estimators import Views, token_logps
-from learner.hardware import limit_memory, placed_on
+from learner.hardware import indexed_device, limit_memory
 from learner.learner import Learner
-from learner.model.adapter import put_beside
+from learner.model.adapter import attach_adapters
 from learner.model.config import TransformerConfig
-from learner.model.lora import set_adapter, sharing_base
+from learner.model.lora import copy_sharing_base, set_adapter
 from learner.model.networks import make_model
-from learner.model.scoring import wanted_logps
+from learner.model.scoring import score_targets
+from learner.model.targets import Targets
 from learner.model.transformer import Transformer, init_weights
-from learner.model.wanted import Wanted
 from learner.parallel import sharding
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
-from learner.sft.documents import Example, make_documents
+from learner.sft.config import SftConfig
+from learner.sft.documents import TokenizedExample, make_documents
 from learner.sft.learner import SftLearner
-from learner.sft.sft import SftConfig
 from rollout import sampler as rollout_sampler
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
@@ -131,16 +131,16 @@ def test_requests_of_every_kind_are_the_same_text(
         ({"cache": "dual", "cache_refresh_steps": 3}, 1),
     ],
 )
-@pytest.mark.parametrize("spares_padding", [False, True])
+@pytest.mark.parametrize("concatenates_rows", [False, True])
 def test_the_host_waits_once_for_a_step_once_for_who_enters_and_once_for_who_leaves(
     policy: Transformer,
     changes: dict[str, Any],
     steps_per_sync: int,
     placed: Placed,
-    spares_padding: bool,
+    concatenates_rows: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rollout_sampler, "has_kernel", lambda *_: spares_padding)
+    monkeypatch.setattr(rollout_sampler, "has_kernel", lambda *_: concatenates_rows)
     base: dict[str, Any] = {"gen_length": 4, "block_length": 4, "num_denoise_steps": 2, "temperature": 0.9}
     params = SamplingParams(**base | changes, stop_ids=())
     requests = [Request(prompt_ids=tuple(range(3, 5 + row % 2)), params=params, seed=row) for row in range(3)]
@@ -262,9 +262,9 @@ def test_rows_of_unequal_length_cost_no_wait(policy: Transformer, placed: Placed
         targets=slots,
     )
     on_gpu, launches = placed(policy), []
-    for spares_padding in (False, True):
+    for concatenates_rows in (False, True):
         with OpCounter() as counter:
-            token_logps(on_gpu, replace(views, spares_padding=spares_padding)).sum().backward()
+            token_logps(on_gpu, replace(views, concatenates_rows=concatenates_rows)).sum().backward()
         assert (counter.num_waits, counter.num_blocking_uploads) == (0, 0)
         launches.append(counter.num_launches)
     assert launches[1] != launches[0] > 100, "it counts"
@@ -286,11 +286,11 @@ def test_one_kernel_for_all_rows_is_close_to_padding_in_bfloat16(config: Transfo
     targets = torch.arange(len(slots)) % 38
     ids = torch.randint(0, 38, (5, 300), generator=torch.Generator().manual_seed(0))
     views = Views(ids=ids, lengths=lengths, slots=slots, scored=torch.arange(len(slots)), targets=targets)
-    assert ShardedPolicy(half, None).spares_padding
-    assert not ShardedPolicy(exact, None).spares_padding
+    assert ShardedPolicy(half, None).concatenates_rows
+    assert not ShardedPolicy(exact, None).concatenates_rows
 
-    def off(model: Transformer, spares_padding: bool) -> dict[str, float]:
-        logps_N = token_logps(model, replace(views, spares_padding=spares_padding))
+    def off(model: Transformer, concatenates_rows: bool) -> dict[str, float]:
+        logps_N = token_logps(model, replace(views, concatenates_rows=concatenates_rows))
         model.zero_grad()
         logps_N.mean().backward()
         found = {name: weight.grad.float() for name, weight in model.named_parameters()}
@@ -336,7 +336,7 @@ def test_the_host_waits_once_for_an_optimizer_step_whatever_its_micro_batches(
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_host_waits_once_for_a_step_of_sft(policy: Transformer, placed: Placed, packing: bool) -> None:
-    examples = [Example(prompt_ids=(3,), completion_ids=(4, 5) * n, num_slots=2 * n + 1) for n in range(1, 5)]
+    examples = [TokenizedExample(prompt_ids=(3,), completion_ids=(4, 5) * n, num_slots=2 * n + 1) for n in range(1, 5)]
     documents = make_documents(examples, 2, trains_padding=False)
     settings = {"num_labels": 4, "num_steps": 1, "batch_size": 4, "eos_padding": "ignored", "packing": packing}
     config = SftConfig.model_validate(settings)
@@ -355,8 +355,8 @@ def test_adapters_are_run_where_the_policy_is(policy: Transformer, placed: Place
     start, adapter, other = (random_adapter(policy, rank) for rank in (3, 4, 4))
     on_gpu, ids = placed(policy), torch.arange(12).view(1, 12)
     for model in (policy, on_gpu):
-        put_beside(model, adapter.matrices, 0.5, start)
-    sharing = sharing_base(on_gpu)
+        attach_adapters(model, adapter.matrices, 0.5, start)
+    sharing = copy_sharing_base(on_gpu)
     set_adapter(sharing, other.matrices, 0.5)
     with torch.no_grad():
         expected = policy(ids)
@@ -379,13 +379,13 @@ def test_tensors_of_two_devices_do_not_mix(placed: Placed) -> None:
 
 
 def test_a_limit_of_memory_wants_a_device_with_an_index(placed: Placed) -> None:
-    """Which is what tensors there name, and `placed_on` gives."""
+    """Which is what tensors there name, and `indexed_device` gives."""
     with pytest.raises(ValueError, match="specified index"):
         torch.cuda.set_per_process_memory_fraction(0.9, torch.device("cuda"))
-    device = placed_on("cuda")
+    device = indexed_device("cuda")
     limit_memory(device, 0.9)
     assert torch.ones(1).cuda().device == device != torch.device("cuda")
-    assert [placed_on(name) for name in ("cuda:0", "cuda:1", "cpu")] == [
+    assert [indexed_device(name) for name in ("cuda:0", "cuda:1", "cpu")] == [
         device,
         torch.device("cuda:1"),
         torch.device("cpu"),
@@ -398,8 +398,8 @@ def test_a_head_in_float32_sums_what_half_precision_would_round() -> None:
     generator = torch.Generator().manual_seed(0)
     x_MD, weight_VD = (torch.randn(size, 64, generator=generator).bfloat16() for size in (33, 500))
     slots = torch.arange(33)
-    wanted = Wanted(slot=slots, token=slots, float32_head=True)
-    exact_N = wanted_logps(x_MD, weight_VD, wanted)
-    on_gpu = replace(wanted, slot=slots.cuda(), slot_on_host=slots, token=slots.cuda())
-    found_N = wanted_logps(x_MD.cuda(), weight_VD.cuda(), on_gpu)
+    targets = Targets(slot=slots, token=slots, float32_head=True)
+    exact_N = score_targets(x_MD, weight_VD, targets)
+    on_gpu = replace(targets, slot=slots.cuda(), slot_on_host=slots, token=slots.cuda())
+    found_N = score_targets(x_MD.cuda(), weight_VD.cuda(), on_gpu)
     torch.testing.assert_close(found_N.cpu(), exact_N, atol=1e-4, rtol=1e-5)

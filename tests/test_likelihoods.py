@@ -56,10 +56,10 @@ def test_exact_trajectory_gives_the_recorded_log_probabilities(policy: Transform
     config = TrajectoryConfig(steps_per_segment=1, law="sampler")
     facts = sampler_facts(params)
     terms = make_terms(batch, policy.config, config.corrupt(batch, InnerUpdate(0, 1), facts))
-    assert facts.records_law
+    assert facts.has_reproducible_logps
     assert terms.num_terms == int(batch.completion_lengths.sum())
     with torch.no_grad():
-        logps = token_logps(policy, terms.views, terms.law)
+        logps = token_logps(policy, terms.views, terms.distribution)
     np.testing.assert_allclose(logps, batch.commit_logp[terms.rows, terms.slots], atol=1e-5)
 
 
@@ -90,17 +90,17 @@ def test_a_block_causal_policys_come_back_from_one_row_for_each_completion(
     config, facts = TrajectoryConfig(steps_per_segment=1, law="sampler"), sampler_facts(params, is_block_causal=True)
     corruption = config.corrupt(batch, InnerUpdate(0, 1), facts)
     terms = make_terms(batch, causal.config, corruption, params.block_length)
-    assert facts.records_law
+    assert facts.has_reproducible_logps
     assert terms.num_terms == int(batch.completion_lengths.sum())
     with torch.no_grad():
-        logps = token_logps(causal, terms.views, terms.law)
+        logps = token_logps(causal, terms.views, terms.distribution)
     np.testing.assert_allclose(logps, batch.commit_logp[terms.rows, terms.slots], atol=2e-5)
     assert len(terms.views.ids) <= 8
 
 
 def test_a_sampler_that_does_not_record_its_law_is_told_apart() -> None:
     for settings in ({"cache": "dual"}, {"top_p": 0.9}, {"cfg_scale": 1.0}):
-        assert not sampler_facts(SamplingParams.model_validate(settings)).records_law
+        assert not sampler_facts(SamplingParams.model_validate(settings)).has_reproducible_logps
     drawn_first = sampler_facts(SamplingParams.model_validate({"drawing": "sample_then_select"}))
-    assert drawn_first.records_law
-    assert not drawn_first.draws_law
+    assert drawn_first.has_reproducible_logps
+    assert not drawn_first.has_exact_logps

@@ -38,7 +38,7 @@ from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import load_config
 from learner.model.lora_config import LoraConfig
 from learner.model.tokenizer import ChatTokenizer
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import local_part
 from tests.actors.local_run import LocalRun, Pulse, in_process
 from tests.stand_in_gpu import stand_in_machine

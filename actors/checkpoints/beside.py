@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from learner.parallel.patience import patience_s
+from learner.parallel.timeouts import transfer_timeout_s
 
 # Minimum timeout, extended by the size of the write.
 _WRITING_S = 600.0
@@ -35,7 +35,7 @@ class Beside:
             except Exception as error:
                 result.set_exception(error)
 
-        self._what, self._within_s, self._result = what, patience_s(_WRITING_S, num_bytes), result
+        self._what, self._within_s, self._result = what, transfer_timeout_s(_WRITING_S, num_bytes), result
         threading.Thread(target=do, name="checkpoint", daemon=True).start()
 
     def wait(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from actors.spec import Phase
 from learner.model.checkpoint_files import MANIFEST, TRAINER_STATE, verify_checkpoint
-from learner.model.storage.throughput import Say
+from learner.model.storage.throughput import ReportProgress
 
 # Names of intermediate checkpoints, written within a stage.
 _PASSING = re.compile(r"(sft|rl|control)-\d+")
@@ -89,7 +89,7 @@ def to_answer(position: Position) -> bool:
     return position.phase is not Phase.CONTROL and position.is_published
 
 
-def newest_checkpoint(checkpoints_dir: Path, rule: Rule, say: Say | None = None) -> FoundCheckpoint | None:
+def newest_checkpoint(checkpoints_dir: Path, rule: Rule, say: ReportProgress | None = None) -> FoundCheckpoint | None:
     """Return the most advanced checkpoint that is eligible and intact; `say` reports the read throughput.
 
     None if no checkpoint is eligible. Raises ValueError, which names them, if all eligible ones are damaged.
@@ -109,7 +109,7 @@ def newest_checkpoint(checkpoints_dir: Path, rule: Rule, say: Say | None = None)
             found.append((directory, position))
     for directory, position in sorted(found, reverse=True, key=lambda item: item[1].order):
         try:
-            verify_checkpoint(directory, say=say)
+            verify_checkpoint(directory, report=say)
         except ValueError as error:
             damaged.append(str(error))
         else:

@@ -19,7 +19,7 @@ from actors.checkpoints.selection import Position, checkpoint_name, prune
 from actors.spec import RunSpec
 from learner.model.adapter import Adapter
 from learner.model.checkpoint import save_checkpoint
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import ShardedPolicy
 
 # Checkpoints by time take at most one part in this many of a run's seconds.
@@ -100,7 +100,7 @@ class Checkpointer:
             self._beside.begin(what, contents.num_bytes, lambda: self._is_written(contents, began, 0.0, is_beside=True))
             return None
 
-        is_written = self._ranks.agreed(begin)
+        is_written = self._ranks.broadcast_decision(begin)
         if is_written is None:
             self._pending = position
         elif is_written:
@@ -116,7 +116,7 @@ class Checkpointer:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        if self._ranks.agreed(self._beside.outcome):
+        if self._ranks.broadcast_decision(self._beside.outcome):
             self.newest = pending
 
     def wait(self) -> None:

@@ -13,8 +13,8 @@ from actors.messages import ScoredPortion
 from actors.plan import MASK_KEY
 from actors.training.choosing import GroupChoice
 from learner.batch import RolloutBatch, pad_rows
-from learner.keys import fold
 from learner.model.deferred import torch
+from learner.seeds import fold
 from rewards import Grade
 from rollout.request import Completion, FinishReason, Request, Writes
 

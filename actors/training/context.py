@@ -26,8 +26,8 @@ from actors.training.starting import agreed_checkpoint, base_of, load_sharded, s
 from learner.model.adapter import Adapter, read_chain
 from learner.model.checkpoint_files import ADAPTER, checkpoint_chain, verify_checkpoint, weight_bytes
 from learner.model.storage.weights import StoredWeights
-from learner.parallel.asleep import asleep
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
+from learner.parallel.offload import offloaded
 
 _LARGE_BYTES = 1_000_000_000
 LAG_TIMEOUT_S = 600.0
@@ -97,7 +97,7 @@ class RunContext:
         start = start_of(phase, self.spec, self.ranks)
         if (start / ADAPTER).is_file():
             verify_checkpoint(start, [ADAPTER])
-        self.policy.begin_adapter(read_chain(start).together, self.spec.lora_of(phase))
+        self.policy.reset_adapter(read_chain(start).combined, self.spec.lora_of(phase))
         self.publisher.base = base_of(phase, self.spec, self.ranks)
 
     def decide(self, seconds: Callable[[], float]) -> Decision:
@@ -158,8 +158,8 @@ class RunContext:
         if not self.spec.gpus.colocate:
             yield
             return
-        with asleep(chain(self.policy.tensors(), self.learner_tensors()), self.policy.device):
-            self.policy.wait_for_all("the samplers' turn", LAG_TIMEOUT_S)
+        with offloaded(chain(self.policy.tensors(), self.learner_tensors()), self.policy.device):
+            self.policy.barrier("the samplers' turn", LAG_TIMEOUT_S)
             yield
 
     def _adapter(self) -> Adapter | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from learner.model.deferred import torch
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 
 
 class Pulse(Protocol):
@@ -100,5 +100,7 @@ class Decision:
 def decided(ranks: Ranks, pulse: Pulse, seconds: Callable[[], float], must_save: Callable[[], bool]) -> Decision:
     """Return rank 0's decision on every rank. A collective."""
     return Decision(
-        **ranks.agreed(lambda: {"seconds": seconds(), "must_save": must_save(), "must_stop": pulse.must_stop})
+        **ranks.broadcast_decision(
+            lambda: {"seconds": seconds(), "must_save": must_save(), "must_stop": pulse.must_stop}
+        )
     )

@@ -19,7 +19,7 @@ from actors.run_log import VALIDATION
 from actors.spec import Phase, RunSpec
 from actors.training.ending import StopRequestedError
 from actors.training.publication import Publisher
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 
 
 class EvaluationClient(Protocol):
@@ -66,7 +66,7 @@ class Evaluator:
         def ask() -> Next:
             return self._client.evaluate(self._publisher.newest, label, round_index, is_new=is_new)
 
-        return Next(self._ranks.agreed(ask)), None
+        return Next(self._ranks.broadcast_decision(ask)), None
 
     def begin(self, position: Position) -> None:
         """Request an evaluation together with the next round. All ranks call it; nothing is sent yet."""
@@ -88,7 +88,7 @@ class Evaluator:
                 self._client.record("failure", {"what": lost, "attempt": 1})
             return what
 
-        if self._ranks.agreed(ask) == Next.STOP:
+        if self._ranks.broadcast_decision(ask) == Next.STOP:
             raise StopRequestedError
         self.begun = None
 

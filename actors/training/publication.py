@@ -19,8 +19,8 @@ from actors.training.ending import StopRequestedError
 from actors.training.shards import Shipping, Travel
 from actors.weights.store import Manifest
 from actors.weights.tensors import make_manifest
-from learner.model.checkpoint_files import Base
-from learner.parallel.ranks import Ranks
+from learner.model.checkpoint_files import BaseCheckpoint
+from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import ShardedPolicy
 
 _AS_HELD = Travel()
@@ -60,7 +60,7 @@ class Publisher:
         self._shipping = None if policy.lora.rank else Shipping(policy, travel)
         self._num_offers = 0
         self._generation: Generation | None = None
-        self.base: Base | None = None
+        self.base: BaseCheckpoint | None = None
         """The base checkpoint of the stage's adapter; None without LoRA."""
 
     @property
@@ -100,7 +100,7 @@ class Publisher:
 
     def _publish_again(self) -> None:
         """Publish the current policy again under its version, which the weight store has lost."""
-        newest = self._ranks.agreed(lambda: asdict(self.newest))
+        newest = self._ranks.broadcast_decision(lambda: asdict(self.newest))
         self._send(newest["version"], newest["digest"])
 
     def _send(self, version: int, known_as: str | None) -> None:
@@ -119,9 +119,9 @@ class Publisher:
         self._num_offers += 1
         key = str(self._num_offers)
         self._client.offer(key, self._ranks.rank, shards.rows)
-        found = self._ranks.gathered(shards.checks)
+        found = self._ranks.gather(shards.checks)
         try:
-            return bool(self._ranks.agreed(lambda: self._take(shipping.manifest(version, found), key)))
+            return bool(self._ranks.broadcast_decision(lambda: self._take(shipping.manifest(version, found), key)))
         finally:
             self._client.withdraw()
 

@@ -11,7 +11,7 @@ from actors.run_log import FAILED_BATCHES
 from actors.training.context import LAG_TIMEOUT_S, RunContext
 from actors.training.ending import updating
 from learner.batch import RolloutBatch
-from learner.hardware import forget_peak_memory, peak_flop_per_s, peak_memory_bytes
+from learner.hardware import peak_flop_per_s, peak_memory_bytes, reset_peak_memory
 from learner.learner import Learner
 
 _NOTHING = {"num_trained_completions": 0.0}
@@ -37,8 +37,8 @@ class RoundUpdate:
 
     def _updated(self, batch: RolloutBatch, round_index: int) -> dict[str, float]:
         context = self._context
-        context.policy.wait_for_all(f"round {round_index}", LAG_TIMEOUT_S)
-        forget_peak_memory(context.policy.device)
+        context.policy.barrier(f"round {round_index}", LAG_TIMEOUT_S)
+        reset_peak_memory(context.policy.device)
         began = context.clock()
         try:
             with updating("learner", f"round {round_index}", context.ranks.rank):

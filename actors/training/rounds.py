@@ -118,7 +118,7 @@ class Rounds:
             context.client.published(round_index, context.publisher.newest, values, portions)
             return round(context.position.rl_seconds + context.clock() - began, 3)
 
-        rl_seconds = context.ranks.agreed(tell)
+        rl_seconds = context.ranks.broadcast_decision(tell)
         context.position = Position(
             phase=Phase.RL, round=round_index + 1, policy_version=version, rl_seconds=rl_seconds
         )
@@ -137,5 +137,5 @@ class Rounds:
             batch = collate(portions, num_slots, policy.eos_token_id, choice) if what is Next.GO_ON else None
             return what, {} if batch is None else batch.given()
 
-        tensors = context.publisher.answered(lambda: context.ranks.shared(ask))
+        tensors = context.publisher.answered(lambda: context.ranks.broadcast_tensors(ask))
         return RolloutBatch(**tensors) if tensors else None, portions

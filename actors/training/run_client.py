@@ -1,7 +1,7 @@
 """Learner's client of the coordinator and the weight store, and its heartbeat.
 
 Both actors may die and restart meanwhile: Ray repeats pending calls, which are idempotent. Only rank 0 makes them and
-broadcasts the answers (`learner/parallel/ranks.py`); the other ranks just offer their weights.
+broadcasts the answers (`learner/parallel/consensus.py`); the other ranks just offer their weights.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 from actors.weights.checksums import Checked, checked
 from actors.weights.store import Manifest
 from actors.weights.tensors import as_bytes, manifest_of_shards
-from learner.model.networks import held_dtypes
+from learner.model.networks import parameter_dtypes
 from learner.parallel.sharding import ShardedPolicy, on_cpu
 
 Checks = dict[str, tuple[int, int]]
@@ -52,12 +52,12 @@ class Shipping:
         self._held = policy.dtypes
         self._travels = {
             name: min(self._held[name], dtype, key=lambda one: one.itemsize)
-            for name, dtype in held_dtypes(policy.config, travel.dtype).items()
+            for name, dtype in parameter_dtypes(policy.config, travel.dtype).items()
         }
 
     def own(self) -> Shards:
         """Return this rank's shards."""
-        held = self._policy.own_shards()
+        held = self._policy.exported_shards()
         rows = {name: tensor.to(self._device, self._travels[name], copy=True) for name, tensor in held.items()}
         changed = ((name, tensor) for name, tensor in held.items() if tensor.dtype != self._travels[name])
         # Copied, because memory shared with numpy cannot be released when the learner is offloaded.

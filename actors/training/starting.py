@@ -10,18 +10,18 @@ import torch
 
 from actors.checkpoints.selection import FoundCheckpoint, Position, newest_checkpoint, to_go_on
 from actors.spec import Phase, RunSpec
-from learner.hardware import limit_memory, placed_on
+from learner.hardware import indexed_device, limit_memory
 from learner.model.adapter import read_chain
 from learner.model.checkpoint import stored_dtype
-from learner.model.checkpoint_files import Base, chain_digest, verify_checkpoint
-from learner.model.storage.throughput import Say
+from learner.model.checkpoint_files import BaseCheckpoint, chain_digest, verify_checkpoint
+from learner.model.storage.throughput import ReportProgress
 from learner.model.storage.weights import StoredWeights
+from learner.parallel.consensus import Ranks
 from learner.parallel.loading import load_by_rows
-from learner.parallel.ranks import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 
 
-def agreed_checkpoint(spec: RunSpec, ranks: Ranks, say: Say | None = None) -> FoundCheckpoint:
+def agreed_checkpoint(spec: RunSpec, ranks: Ranks, say: ReportProgress | None = None) -> FoundCheckpoint:
     """Find the checkpoint to continue from, as rank 0 sees the disk; `say` reports the read throughput. A collective.
 
     Raises ValueError if there is no checkpoint, or none is intact.
@@ -34,7 +34,7 @@ def agreed_checkpoint(spec: RunSpec, ranks: Ranks, say: Say | None = None) -> Fo
         position = asdict(found.position)
         return {"name": found.directory.name, "position": position, "passed_over": found.passed_over}
 
-    found = ranks.agreed(find)
+    found = ranks.broadcast_decision(find)
     return FoundCheckpoint(
         directory=spec.checkpoints_dir / found["name"],
         position=Position.of(found["position"]),
@@ -42,19 +42,19 @@ def agreed_checkpoint(spec: RunSpec, ranks: Ranks, say: Say | None = None) -> Fo
     )
 
 
-def load_sharded(spec: RunSpec, directory: Path, phase: Phase, say: Say | None = None) -> ShardedPolicy:
+def load_sharded(spec: RunSpec, directory: Path, phase: Phase, say: ReportProgress | None = None) -> ShardedPolicy:
     """Load a stage's checkpoint, sharded over the ranks, with its adapters unmerged. `say` reports the read
     throughput."""
     mesh = make_mesh(spec.device, spec.sharding.workers_per_copy, spec.collective_timeout_s)
-    device = placed_on(spec.device)
+    device = indexed_device(spec.device)
     limit_memory(device, spec.gpus.learner)
     lora, chain = spec.lora_of(phase), read_chain(directory)
     dtype = torch.bfloat16 if _is_held_in_half(spec) else torch.float32
     policy = load_by_rows(
-        chain.weights, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype, say=say
+        chain.weights, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype, report=say
     )
     if chain.adapter is not None:
-        policy.begin_adapter(chain.start)
+        policy.reset_adapter(chain.start)
         policy.load_adapter(chain.adapter.matrices)
     return policy
 
@@ -70,17 +70,19 @@ def start_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Path:
     one."""
     after_sft = spec.checkpoints_dir / str(Phase.SFT)
     is_after = phase not in (Phase.UNTRAINED, Phase.SFT)
-    return after_sft if is_after and ranks.agreed(after_sft.is_dir) else spec.initial_checkpoint
+    return after_sft if is_after and ranks.broadcast_decision(after_sft.is_dir) else spec.initial_checkpoint
 
 
-def base_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Base | None:
+def base_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> BaseCheckpoint | None:
     """Return the base checkpoint of a stage's adapter; None without LoRA. A collective."""
     lora = spec.lora_of(phase)
     if not lora.rank:
         return None
     directory = start_of(phase, spec, ranks)
-    digest = ranks.agreed(lambda: chain_digest(directory))
-    return Base(checkpoint=directory.name, digest=digest, scaling=lora.scaling, base_weights=lora.base_weights)
+    digest = ranks.broadcast_decision(lambda: chain_digest(directory))
+    return BaseCheckpoint(
+        checkpoint=directory.name, digest=digest, scaling=lora.scaling, base_weights=lora.base_weights
+    )
 
 
 def verified_weights(directory: Path) -> StoredWeights:

@@ -1,7 +1,7 @@
 """Training run on one learner worker: the stages in order.
 
 Every rank runs the same program on the same batches. Only rank 0 reads a clock or the list of checkpoints, and talks to
-the rest of the run; it broadcasts the results (`learner/parallel/ranks.py`).
+the rest of the run; it broadcasts the results (`learner/parallel/consensus.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from actors.training.context import Client, RunContext
 from actors.training.ending import Pulse, StopRequestedError
 from actors.training.rounds import run_rounds
 from actors.training.sft.stage import run_control, run_sft
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 
 
 class TrainingRun:

@@ -20,9 +20,9 @@ from actors import NAMESPACE
 from actors.messages import Generation
 from actors.weights.store import Manifest, VersionMissingError
 from actors.weights.tensors import Arrived, Rows, as_verified
-from learner.model.adapter import put_beside, read_chain
+from learner.model.adapter import attach_adapters, read_chain
 from learner.model.checkpoint import round_weights
-from learner.model.checkpoint_files import Base, chain_digest, checkpoint_chain, verify_own_files
+from learner.model.checkpoint_files import BaseCheckpoint, chain_digest, checkpoint_chain, verify_own_files
 from learner.model.lora import is_adapter, plain_name, set_adapter
 from learner.model.lora_config import BaseWeights
 from learner.model.storage.weights import StoredWeights
@@ -128,7 +128,7 @@ class PolicyLoader:
         """Create a loader for `policy`, which may be uninitialized; `checkpoints_dir` has the base checkpoints of
         adapters."""
         self._policy, self._reader, self._checkpoints_dir = policy, reader, checkpoints_dir
-        self._base: Base | None = None
+        self._base: BaseCheckpoint | None = None
         self._weights: tuple[str, BaseWeights] | None = None
         self._verified: set[str] = set()
 
@@ -153,7 +153,7 @@ class PolicyLoader:
             self._verify(directory)
             chain = read_chain(directory)
             self._load_weights(chain.weights, base.base_weights)
-            put_beside(self._policy, weights, base.scaling, chain.together)
+            attach_adapters(self._policy, weights, base.scaling, chain.combined)
             self._base = base
 
     def let_go(self) -> None:

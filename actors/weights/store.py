@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from actors import NAMESPACE
 from actors.weights.offering import taken
-from learner.model.checkpoint_files import Base
-from learner.parallel.patience import patience_s
+from learner.model.checkpoint_files import BaseCheckpoint
+from learner.parallel.timeouts import transfer_timeout_s
 
 
 class VersionMissingError(LookupError):
@@ -54,7 +54,7 @@ class Manifest:
     """The policy version."""
     tensors: tuple[TensorEntry, ...]
     """Every parameter; with a base, the matrices of the adapter."""
-    base: Base | None = None
+    base: BaseCheckpoint | None = None
     """Under LoRA, the adapter's base checkpoint, which is not transferred."""
     known_as: str | None = None
     """Digest of these weights in another form, such as a checkpoint, if that identifies them."""
@@ -74,7 +74,7 @@ class Manifest:
 
     def travel_s(self, timeout_s: float) -> float:
         """Return the timeout of a transfer of its tensors: `timeout_s`, extended by their size."""
-        return patience_s(timeout_s, sum(entry.num_bytes for entry in self.tensors))
+        return transfer_timeout_s(timeout_s, sum(entry.num_bytes for entry in self.tensors))
 
 
 Held = tuple[Manifest, list[ray.ObjectRef[Any]]]

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from actors.weights.checksums import Checked, checked, joined
 from actors.weights.store import Manifest, TensorEntry
-from learner.model.checkpoint_files import Base
+from learner.model.checkpoint_files import BaseCheckpoint
 
 Rows = Mapping[str, NDArray[np.uint8] | Tensor]
 """One rank's rows of each tensor, or all rows: as bytes, or as tensors in its memory, on CPU or GPU."""
 
 
 def make_manifest(
-    version: int, weights: Mapping[str, Tensor], base: Base | None = None, known_as: str | None = None
+    version: int, weights: Mapping[str, Tensor], base: BaseCheckpoint | None = None, known_as: str | None = None
 ) -> Manifest:
     """Make the manifest of whole CPU tensors: every parameter, or those of an adapter on `base`."""
     entries = tuple(

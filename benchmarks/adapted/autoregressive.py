@@ -23,12 +23,18 @@ from deploy.evaluation.record import RecordWriter, take_lock
 from deploy.evaluation.worker import AnsweredBatch, answer_of
 from deploy.grading.tasks import open_task, task_config
 from deploy.printing import duration, share
-from learner.model.autoregressive.source import Source, open_source
+from learner.model.autoregressive.source import AutoregressiveCheckpoint, open_source
 from rewards import Grader, Problem, RewardConfig, Sample, TaskConfig
 
 
 def scored(
-    source: Source, task: TaskConfig, out: Path, *, count: int | None, max_new_tokens: int, batch_size: int
+    source: AutoregressiveCheckpoint,
+    task: TaskConfig,
+    out: Path,
+    *,
+    count: int | None,
+    max_new_tokens: int,
+    batch_size: int,
 ) -> dict[str, Any]:
     """The numbers of a model on the held-out problems of a task, as `d1 eval` has them.
 

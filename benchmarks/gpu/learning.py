@@ -13,10 +13,10 @@ from torch import Tensor
 from benchmarks import rounds
 from benchmarks.gpu.setting import Row, Setting, random_policy, taken_s
 from learner.estimators import SamplerFacts, Views, token_logps
-from learner.hardware import forget_peak_memory, free_unused_memory, peak_flop_per_s, peak_memory_bytes
+from learner.hardware import free_unused_memory, peak_flop_per_s, peak_memory_bytes, reset_peak_memory
 from learner.learner import Learner
 from learner.model.lora import set_adapter
-from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
@@ -30,11 +30,11 @@ def learner(setting: Setting) -> Iterator[Row]:
     padded and back to back; and both updates again, compiled."""
     adapter = LoraConfig(rank=setting.rank, alpha=64)
     yield _update(setting, adapter, is_compiled=False)
-    yield _update(setting.with_layers(setting.few_layers), WHOLE, is_compiled=False)
+    yield _update(setting.with_layers(setting.few_layers), FULL_FINE_TUNING, is_compiled=False)
     # No prompt of GSM8K is longer.
     yield from _ragged(replace(setting.with_layers(setting.few_layers), prompt_tokens=256))
     # The last: nobody knows how long compiling takes there.
-    yield _update(setting.with_layers(setting.few_layers), WHOLE, is_compiled=True)
+    yield _update(setting.with_layers(setting.few_layers), FULL_FINE_TUNING, is_compiled=True)
     yield _update(setting, adapter, is_compiled=True)
 
 
@@ -44,8 +44,8 @@ def _ragged(setting: Setting) -> Iterator[Row]:
     of_round = rounds.Setting(shape=setting.shape, gen_length=setting.gen_length, num_groups=2, group_size=_GROUP)
     terms = rounds.ragged_terms(of_round, model.config)
     lengths = terms.views.lengths
-    for spares_padding, name in ((False, "padded"), (True, "back to back")):
-        views = replace(terms.views, spares_padding=spares_padding)
+    for concatenates_rows, name in ((False, "padded"), (True, "back to back")):
+        views = replace(terms.views, concatenates_rows=concatenates_rows)
         seconds = taken_s(setting, partial(_forward_and_backward, model, views))
         yield {
             "what": f"a sweep of {len(lengths)} canvases of {lengths.min()} to {lengths.max()}, {name}",
@@ -93,11 +93,11 @@ def _update(setting: Setting, lora: LoraConfig, *, is_compiled: bool) -> Row:
     )
     model, device = random_policy(setting, torch.bfloat16), torch.device(setting.device)
     policy = ShardedPolicy(model, None, ShardingConfig(compile=is_compiled), lora=lora)
-    trained = Learner(policy, rounds.learner_config(of_round), SamplerFacts(records_law=False))
+    trained = Learner(policy, rounds.learner_config(of_round), SamplerFacts(has_reproducible_logps=False))
     batch = rounds.make_round(of_round)
     # The row before may have left a policy in a cycle, which would count.
     free_unused_memory(device)
-    forget_peak_memory(device)
+    reset_peak_memory(device)
     seconds = taken_s(setting, lambda: trained.update(batch, 0), rounds=1)
     stated = peak_flop_per_s(device)
     what = f"an adapter of rank {lora.rank}" if lora.rank else "every weight"

@@ -15,7 +15,7 @@ from benchmarks.measure import seconds
 from benchmarks.models import LLADA_8B, random_adapter
 from benchmarks.replay import replay
 from benchmarks.roofline import limit
-from learner.model.lora import set_adapter, sharing_base
+from learner.model.lora import copy_sharing_base, set_adapter
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.request import Completion, Request
@@ -73,7 +73,7 @@ def sampler(setting: Setting) -> Iterator[Row]:
         "compiled, an adapter": (True, {}),
         "compiled": (True, {}),
     }
-    adapted, adapter = sharing_base(model), random_adapter(model, setting.rank)
+    adapted, adapter = copy_sharing_base(model), random_adapter(model, setting.rank)
     set_adapter(adapted, adapter.matrices, adapter.scaling)
     for name, (is_compiled, changes) in ways.items():
         for slots in setting.slots:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from benchmarks.gpu.counting import OpCounter
 from benchmarks.gpu.setting import Row, Setting, full
 from benchmarks.models import empty_policy
-from learner.model.attention import within
+from learner.model.attention import varlen
 from rollout import sampler
 from rollout.config import EngineConfig
 from rollout.request import Request
@@ -82,7 +82,7 @@ def count_step(setting: Setting, requests: list[Request], dtype: torch.dtype = t
     counter = OpCounter()
     with (
         _WithoutValues(counter, requests) as answers,
-        patch.object(within, "has_kernel", lambda *_: True),
+        patch.object(varlen, "has_kernel", lambda *_: True),
         patch("torch.nn.attention.varlen.varlen_attn", lambda queries, *_, **__: answers.attend(queries)),
         counter,
     ):

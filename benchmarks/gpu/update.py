@@ -26,9 +26,9 @@ from benchmarks.gpu.counting import OpCounter
 from benchmarks.gpu.setting import Row
 from benchmarks.models import LLADA_8B, Shape, empty_policy
 from learner.estimators import Terms, token_logps
-from learner.model.attention import within
+from learner.model.attention import varlen
 from learner.model.transformer import Transformer
-from learner.parallel.micro_batches import cut
+from learner.parallel.micro_batches import make_micro_batches
 
 _COLUMNS = {
     "what": "one sweep",
@@ -83,23 +83,23 @@ class _WithoutValues(TorchFunctionMode):
         return attended
 
 
-def count_sweep(model: Transformer, terms: Terms, max_tokens: int, *, spares_padding: bool) -> Row:
+def count_sweep(model: Transformer, terms: Terms, max_tokens: int, *, concatenates_rows: bool) -> Row:
     """What the micro-batches of these terms ask for, forwards and backwards."""
-    micros = cut(terms, terms.rows, max_tokens, spares_padding=spares_padding).terms
+    micros = make_micro_batches(terms, terms.rows, max_tokens, concatenates_rows=concatenates_rows).terms
     counter = OpCounter()
     # Without values there is no GPU to ask: the kernel is there.
     with (
         _WithoutValues(counter) as answers,
-        patch.object(within, "has_kernel", lambda *_: True),
+        patch.object(varlen, "has_kernel", lambda *_: True),
         patch("torch.nn.attention.varlen.varlen_attn", lambda *args, **_: answers.attend(*args[:3])),
         counter,
     ):
         for micro in micros:
-            token_logps(model, micro.views, micro.law).sum().backward()
+            token_logps(model, micro.views, micro.distribution).sum().backward()
     tokens = sum(int(micro.views.lengths.sum()) for micro in micros)
-    slots = tokens if spares_padding else sum(micro.views.ids.numel() for micro in micros)
+    slots = tokens if concatenates_rows else sum(micro.views.ids.numel() for micro in micros)
     return {
-        "what": f"at most {max_tokens:,} tokens, {'back to back' if spares_padding else 'padded'}",
+        "what": f"at most {max_tokens:,} tokens, {'back to back' if concatenates_rows else 'padded'}",
         "micro_batches": len(micros),
         "slots": slots,
         "padding": 1 - tokens / slots,
@@ -115,7 +115,7 @@ def rows(setting: rounds.Setting, budgets: list[int]) -> list[Row]:
     """The table: the same canvases padded, and back to back, in micro-batches of so many tokens."""
     model = empty_policy(setting.shape, setting.canvas_tokens, "meta", torch.bfloat16)
     terms = rounds.ragged_terms(setting, model.config)
-    return [count_sweep(model, terms, most, spares_padding=spares) for most in budgets for spares in (False, True)]
+    return [count_sweep(model, terms, most, concatenates_rows=spares) for most in budgets for spares in (False, True)]
 
 
 def setting_of(shape: Shape, num_groups: int, group_size: int) -> rounds.Setting:

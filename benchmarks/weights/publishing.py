@@ -42,10 +42,10 @@ from benchmarks.models import Shape, empty_policy
 from deploy import machine
 from deploy.ray_session import ray_session
 from learner.model.checkpoint import save_checkpoint
-from learner.model.checkpoint_files import Base, chain_digest
-from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.checkpoint_files import BaseCheckpoint, chain_digest
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.model.transformer import Transformer
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 
 _D_MODEL, _VOCABULARY, _TOKENS, _TIMEOUT_S, _RANKS = 2048, 8192, 128, 600.0, 2
@@ -59,7 +59,7 @@ class Form:
 
     name: str
     is_gathered: bool = False
-    lora: LoraConfig = WHOLE
+    lora: LoraConfig = FULL_FINE_TUNING
     samplers_dtype: torch.dtype = torch.float32
 
 
@@ -136,11 +136,11 @@ class LearnerRank:
         return Generation(version=version, digest=manifest.digest)
 
 
-def _written(model: Transformer, lora: LoraConfig, checkpoints_dir: Path) -> Base:
+def _written(model: Transformer, lora: LoraConfig, checkpoints_dir: Path) -> BaseCheckpoint:
     """Write what adapters stand on where samplers read it."""
     directory = checkpoints_dir / "initial"
     save_checkpoint(directory, model.config, dict(model.named_parameters()), checkpoints_dir)
-    return Base(checkpoint=directory.name, digest=chain_digest(directory), scaling=lora.scaling)
+    return BaseCheckpoint(checkpoint=directory.name, digest=chain_digest(directory), scaling=lora.scaling)
 
 
 class Receiver:

@@ -14,13 +14,13 @@ from deploy.recipe.overrides import load_recipe, parse_override
 from deploy.recipe.recipe import Recipe
 from deploy.runs.run_directory import scratch_policy
 from learner.model.checkpoint_files import load_config
-from learner.model.storage.throughput import Say
+from learner.model.storage.throughput import ReportProgress
 from rewards.data.demonstrations import read_demonstrations
 from rewards.tasks.registry import task_names
 
 if TYPE_CHECKING:
     from learner.model.autoregressive.mask_token import MaskToken
-    from learner.model.autoregressive.source import Source
+    from learner.model.autoregressive.source import AutoregressiveCheckpoint
 
 _RECIPE = Path(__file__).with_name("adapt.yaml")
 # OUT and MODEL set these.
@@ -140,7 +140,7 @@ class Adaptation:
         """Whether an earlier attempt ended while the model answered the prompts, before the run began."""
         return self.prompts is not None and self.responses.exists() and not self.out.exists()
 
-    def write_responses(self, source: Source, recipe: Recipe, say: Say) -> str:
+    def write_responses(self, source: AutoregressiveCheckpoint, recipe: Recipe, say: ReportProgress) -> str:
         """Generate the model's own responses to the prompts, or resume an earlier attempt. Returns a summary.
 
         Raises UserError if there are no such prompts or the model cannot answer.
@@ -158,23 +158,23 @@ class Adaptation:
         sampling = Sampling(max_new_tokens=recipe.sft_tokens // 2, seed=recipe.seed)
         return str(write_responses(source, prompts, self.responses, sampling, say))
 
-    def write(self, source: Source, say: Say | None = None) -> tuple[Path, MaskToken]:
+    def write(self, source: AutoregressiveCheckpoint, say: ReportProgress | None = None) -> tuple[Path, MaskToken]:
         """Write the run's initial policy next to the run directory. Returns its directory and its mask token.
 
         Raises UserError if the source cannot become such a policy, or it cannot be written.
         """
-        from learner.model.autoregressive.policy import write_policy
+        from learner.model.autoregressive.conversion import convert_checkpoint
 
         directory = scratch_policy(self.out.absolute())
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
-            mask = write_policy(
+            mask = convert_checkpoint(
                 source,
                 directory,
                 block_length=self.block_length,
                 predicts_next=self.shift,
                 mask_token=self.mask_token,
-                say=say,
+                report=say,
             )
         except (ValueError, OSError) as error:
             raise UserError(str(error)) from error
@@ -218,7 +218,7 @@ def _check_data(data: Path) -> None:
         raise UserError(f"sft.data: {error}") from error
 
 
-def open_source_model(model: str) -> Source:
+def open_source_model(model: str) -> AutoregressiveCheckpoint:
     """Open a source model by name. Raises UserError if there is none that can be adapted."""
     from learner.model.autoregressive.source import open_source
 

@@ -15,14 +15,14 @@ import torch
 
 from deploy.adapt.prompts import Conversation
 from learner.counter import uniform
-from learner.model.autoregressive.source import stated_ends
+from learner.model.autoregressive.source import stop_token_ids
 from rewards.problem import chat
 from rollout.drawing import Law, draw, predictions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from learner.model.autoregressive.source import Source
+    from learner.model.autoregressive.source import AutoregressiveCheckpoint
 
 _CPU_BATCH, _GPU_BATCH, _VLLM_BATCH = 64, 256, 1024
 _SORTED = 1024
@@ -72,7 +72,7 @@ class Generator(Protocol):
 
 
 def encode_prompts(
-    source: Source, tokenizer: Any, prompts: Sequence[Conversation], max_new_tokens: int
+    source: AutoregressiveCheckpoint, tokenizer: Any, prompts: Sequence[Conversation], max_new_tokens: int
 ) -> list[EncodedPrompt]:
     """Encode the prompts that leave room for a response, sorted by length within pieces of 1,024.
 
@@ -111,12 +111,12 @@ def batches_of(prompts: Sequence[EncodedPrompt], size: int) -> Iterator[Sequence
     return (prompts[start : start + size] for start in range(0, len(prompts), size))
 
 
-def open_generator(source: Source, tokenizer: Any, sampling: Sampling) -> Generator:
+def open_generator(source: AutoregressiveCheckpoint, tokenizer: Any, sampling: Sampling) -> Generator:
     """Load a source's model where it runs fastest: on a GPU if there is one, with vLLM if it is installed.
 
     Raises ValueError if its weights cannot be read, or it names no end of text.
     """
-    stop_ids = sorted(stated_ends(source.config(), tokenizer))
+    stop_ids = sorted(stop_token_ids(source.config(), tokenizer))
     if not stop_ids:
         raise ValueError(f"{source.path} names no eos_token_id; its responses would not end")
     # vLLM reads GGUF files of few architectures and quantisations; transformers reads what the source allows.
@@ -137,7 +137,9 @@ def _has_cpu_vllm() -> bool:
 class TransformersGenerator:
     """Generator with static batches of transformers' own `generate`."""
 
-    def __init__(self, source: Source, stop_ids: Sequence[int], sampling: Sampling, device: str) -> None:
+    def __init__(
+        self, source: AutoregressiveCheckpoint, stop_ids: Sequence[int], sampling: Sampling, device: str
+    ) -> None:
         """Load the model. Raises ValueError if its weights cannot be read."""
         from transformers import GenerationConfig
 
@@ -195,7 +197,7 @@ class SeededSampling:
 class VllmGenerator:
     """Generator with vLLM's offline engine, in this process's environment."""
 
-    def __init__(self, source: Source, stop_ids: Sequence[int], sampling: Sampling) -> None:
+    def __init__(self, source: AutoregressiveCheckpoint, stop_ids: Sequence[int], sampling: Sampling) -> None:
         """Load the model."""
         from vllm import LLM
 

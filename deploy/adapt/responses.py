@@ -17,18 +17,18 @@ from deploy.adapt.prompts import Conversation
 from deploy.adapt.response_file import ResponseFile, ResponseProgress
 from deploy.errors import UserError
 from deploy.printing import duration
-from learner.keys import fold
+from learner.seeds import fold
 from rewards.problem import chat
 
 if TYPE_CHECKING:
-    from learner.model.autoregressive.source import Source
+    from learner.model.autoregressive.source import AutoregressiveCheckpoint
 
 # End of a sentence, with its closing quotes. A dot after a digit may number a list or be a decimal point.
 _SENTENCE_END = re.compile(r"(?<!\d)[.!?]+[\"')\]\u201d\u2019]*(?=\s|$)")
 
 
 def write_responses(
-    source: Source,
+    source: AutoregressiveCheckpoint,
     prompts: Sequence[Conversation],
     path: Path,
     sampling: Sampling,
@@ -62,7 +62,7 @@ def write_responses(
 
 
 def _generate(
-    source: Source,
+    source: AutoregressiveCheckpoint,
     prompts: Sequence[Conversation],
     sampling: Sampling,
     file: ResponseFile,

@@ -55,10 +55,10 @@ def forward_bytes(shape: TransformerConfig, tokens: int, each: int) -> float:
 def logits_bytes(shape: TransformerConfig, tokens: int, each: int) -> float:
     """Count the learner's logits: a chunk in the policy's precision and in float32, and the chunks that are kept."""
     # Imported here because it imports torch, which checking a recipe for CPUs does not need.
-    from learner.model.scoring import MOST_KEPT_GPU, MOST_LOGITS_GPU
+    from learner.model.scoring import MAX_KEPT_GPU, MAX_LOGITS_GPU
 
     logits = tokens * shape.vocab_size
-    return min(logits, MOST_LOGITS_GPU) * (each + FLOAT32) + min(logits, MOST_KEPT_GPU) * FLOAT32
+    return min(logits, MAX_LOGITS_GPU) * (each + FLOAT32) + min(logits, MAX_KEPT_GPU) * FLOAT32
 
 
 def _trained_layers(shape: TransformerConfig, lora: LoraConfig, layer: int) -> set[str]:

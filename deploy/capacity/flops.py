@@ -20,7 +20,7 @@ from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, Terms, make_terms
 from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.model.config import TransformerConfig
-from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.parallel.teacher import completed_texts
 from learner.round import WEIGHING
 from rollout.canvas import Canvas
@@ -57,7 +57,7 @@ def steps_of(recipe: RunConfig, shape: TransformerConfig, params: SamplingParams
 
 def num_steps(params: SamplingParams) -> int:
     """Return the maximum number of denoise steps of a completion."""
-    return sampler_facts(params).most_steps
+    return sampler_facts(params).max_denoise_steps
 
 
 def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, with_recompute: bool = False) -> float:
@@ -84,10 +84,10 @@ def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, with_recomput
     if learner.objective.needs_teacher:
         # The teacher is taken to have the policy's shape. In each update it scores each completion once, without masks.
         texts = (completed_texts(terms(update), batch, shape.pad_token_id) for update in updates)
-        total += sum(forward_flops(shape, WHOLE, CanvasSums.of(views)).total for views in texts)
-    if learner.objective.weighs_rows:
+        total += sum(forward_flops(shape, FULL_FINE_TUNING, CanvasSums.of(views)).total for views in texts)
+    if learner.objective.precomputes_row_weights:
         weighed = canvases(InnerUpdate(WEIGHING, learner.inner_updates))
-        total += forward_flops(shape, lora, weighed).total + forward_flops(shape, WHOLE, weighed).total
+        total += forward_flops(shape, lora, weighed).total + forward_flops(shape, FULL_FINE_TUNING, weighed).total
     return learner.groups_per_round * total
 
 
@@ -99,8 +99,8 @@ def sft_flops(recipe: RunConfig, shape: TransformerConfig, num_documents: int) -
     sums = CanvasSums(
         tokens=num_documents * length,
         pairs=num_documents * length**2,
-        asked=asked,
-        asked_pairs=asked * length,
+        queries=asked,
+        query_pairs=asked * length,
         scored=asked,
     )
     return _update_flops(shape, recipe.model.lora, sums, recomputes=recipe.sharding.activation_checkpointing)
@@ -121,8 +121,8 @@ def _without_gradient(
         total += sum(forward_flops(shape, lora, canvases).total for key, canvases in of_key.items() if key != first)
         of_others = 1 - 1 / learner.num_minibatches
         total += of_others * forward_flops(shape, lora, of_key[first]).total
-    if objective.needs_reference and not objective.weighs_rows:
-        total += sum(forward_flops(shape, WHOLE, canvases).total for canvases in of_key.values())
+    if objective.needs_reference and not objective.precomputes_row_weights:
+        total += sum(forward_flops(shape, FULL_FINE_TUNING, canvases).total for canvases in of_key.values())
     return total
 
 
@@ -175,7 +175,7 @@ def _steps_for(params: SamplingParams, num_slots: int) -> int:
 
 def _step_flops(recipe: RunConfig, shape: TransformerConfig, run: int, seen: int, block: int) -> float:
     """Count the FLOP of a denoise step that computes `run` slots, each attending to `seen`, and predicts a block."""
-    sums = CanvasSums(tokens=run, pairs=run * seen, asked=block, asked_pairs=block * seen, scored=block)
+    sums = CanvasSums(tokens=run, pairs=run * seen, queries=block, query_pairs=block * seen, scored=block)
     forward = forward_flops(shape, recipe.model.lora, sums)
     return forward.body + forward.head + num_adapters(recipe) * forward.adapter
 

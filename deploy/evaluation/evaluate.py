@@ -25,7 +25,7 @@ from deploy.sampling.policy import read_tokenizer
 from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import RenoisingConfig, is_renoising, read_renoising_config
-from learner.model.storage.throughput import Say
+from learner.model.storage.throughput import ReportProgress
 from rollout.config import EngineConfig
 
 RESULTS = "results.json"
@@ -81,7 +81,7 @@ class PreparedCell:
         return [batch for batch in self.batches if batch.index not in self.record.done]
 
 
-def find_subject(reference: str, runs_dir: Path, say: Say | None = None) -> Subject:
+def find_subject(reference: str, runs_dir: Path, say: ReportProgress | None = None) -> Subject:
     """Find the named checkpoint, or the newest one of the named run; `say` receives progress messages.
 
     Raises UserError if there is none or it cannot be read.

@@ -25,9 +25,9 @@ from deploy.requests.planner import RequestPlan
 from deploy.requests.stopping import stop_text
 from deploy.sampling.policy import open_policy
 from deploy.sampling.prepare import Options
-from learner.keys import fold, key_of
 from learner.likelihood import evidence_lower_bound
 from learner.model.tokenizer import ChatTokenizer
+from learner.seeds import fold, key_of
 from rollout.config import EngineConfig
 from rollout.request import Completion, Request, SamplingParams
 
@@ -165,8 +165,8 @@ class DiffusionLM(LM):
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Tokenize context and continuation. A token may span them. White space between belongs to the continuation."""
         stripped = context.rstrip()
-        whole = self._tokenizer.encode_completion(context + continuation)
-        prompt = self._tokenizer.encode_completion(stripped)
+        whole = self._tokenizer.encode_plain(context + continuation)
+        prompt = self._tokenizer.encode_plain(stripped)
         if not prompt:
             prompt, whole = [self._policy.config.eos_token_id], [self._policy.config.eos_token_id, *whole]
         text = whole[len(prompt) :]
@@ -180,7 +180,7 @@ class DiffusionLM(LM):
     def _bound(self, prompt: Sequence[int], text: Sequence[int]) -> float:
         seed = fold(_SCORE_KEY, key_of(" ".join(map(str, (*prompt, *text)))))
         model = self._policy.sampler.model
-        return evidence_lower_bound(model, prompt, text, num_draws=self._draws, most_rows=self._slots, seed=seed)
+        return evidence_lower_bound(model, prompt, text, num_draws=self._draws, max_rows=self._slots, seed=seed)
 
 
 def _greedy(length: int) -> SamplingParams:

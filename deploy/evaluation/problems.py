@@ -10,10 +10,10 @@ from deploy.errors import UserError
 from deploy.evaluation.cells import Cell
 from deploy.evaluation.options import Params
 from deploy.grading.tasks import open_task
-from learner.keys import fold, key_of
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import RenoisingConfig
 from learner.model.tokenizer import ChatTokenizer
+from learner.seeds import fold, key_of
 from rewards import Problem, Split, Task, TaskConfig
 from rewards.data.dataset import file_order
 from rewards.data.prompts import user_turn

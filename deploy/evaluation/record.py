@@ -20,7 +20,7 @@ from learner.model.checkpoint_files import checkpoint_chain
 from learner.model.families.raw_config import CONFIG
 from learner.model.hub import ADAPTER_CONFIG
 from learner.model.peft_directory.config import is_peft
-from learner.model.storage.references import read_references, why_gone
+from learner.model.storage.references import missing_message, read_references
 
 _WEIGHTS = ("*.safetensors", "*.bin")
 _SAMPLED_BYTES = 1 << 20
@@ -170,7 +170,7 @@ def _fingerprint(checkpoint: Path) -> str:
     files = {path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)}
     for reference in read_references(checkpoint).values():
         if not reference.path.is_file():
-            raise ValueError(why_gone(checkpoint, reference))
+            raise ValueError(missing_message(checkpoint, reference))
         files.add(reference.path)
     for path in sorted(files, key=lambda path: path.name):
         size = path.stat().st_size

@@ -12,7 +12,7 @@ import torch
 
 from actors.grader import sample_of
 from deploy.evaluation.problems import EvaluationBatch
-from learner.hardware import placed_on
+from learner.hardware import indexed_device
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import open_tokenizer
 from learner.model.renoising.config import is_renoising
@@ -105,7 +105,7 @@ class Worker:
     @cached_property
     def _sampler(self) -> Any:
         """`Sampler` or `RenoisingSampler`; their request types differ."""
-        directory, engine, device = self._config.checkpoint, self._config.engine, placed_on(self._config.device)
+        directory, engine, device = self._config.checkpoint, self._config.engine, indexed_device(self._config.device)
         if device.type == "cpu":
             torch.set_num_threads(self._config.num_threads)
         if is_renoising(directory):

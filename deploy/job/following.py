@@ -12,7 +12,7 @@ from typing import Any
 from actors.coordination.status import HUNG_S, SILENT_S, RunStatus
 from actors.run_log import Event
 from deploy.interrupts import wait_until_done
-from learner.parallel.patience import patience_s
+from learner.parallel.timeouts import transfer_timeout_s
 
 _POLL_S = 0.5
 _STATUS_EVERY_S = 5.0
@@ -136,7 +136,7 @@ def checkpoint_on_stop(
             on_event(
                 {"event": "status", "what": "stopping: the learner writes a checkpoint; once more ends it at once"}
             )
-            _wait(fitted, on_event, patience_s(STOP_GRACE_S, checkpoint_bytes))
+            _wait(fitted, on_event, transfer_timeout_s(STOP_GRACE_S, checkpoint_bytes))
         raise
 
 

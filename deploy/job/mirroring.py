@@ -9,7 +9,7 @@ from pathlib import Path
 
 from actors.run_log import CHECKPOINTS, Event
 from deploy.runs.mirror import Mirror
-from learner.parallel.patience import patience_s
+from learner.parallel.timeouts import transfer_timeout_s
 
 # Minimum timeout of the last copy; it grows with the bytes to copy.
 _LAST_S = 600.0
@@ -80,7 +80,7 @@ class _Copier(threading.Thread):
         self._must_end = True
         self.wanted.set()
         files = [path for path in (self._run_dir / CHECKPOINTS).rglob("*") if path.is_file()]
-        within_s = patience_s(_LAST_S, sum(path.stat().st_size for path in files))
+        within_s = transfer_timeout_s(_LAST_S, sum(path.stat().st_size for path in files))
         self.join(within_s)
         if self.is_alive():
             return f"the checkpoints are not copied to {self._mirror.url} within {within_s:.0f} s"

@@ -267,7 +267,7 @@ def _refusals(recipe: Recipe, shape: TransformerConfig | None) -> Iterator[str]:
                 check_params(params, shape)
         except FieldError as error:
             yield f"rollout.sampling: {error}{place}"
-        if refusal := recipe.learner.refusal(sampler_facts(params, is_block_causal=is_block_causal)):
+        if refusal := recipe.learner.incompatibility(sampler_facts(params, is_block_causal=is_block_causal)):
             yield f"learner.{refusal}{place}"
 
 
@@ -312,9 +312,9 @@ def _transport_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _policy_problems(recipe: Recipe, policy: TransformerConfig) -> Iterator[str]:
-    if refusal := recipe.model.lora.refusal(policy):
+    if refusal := recipe.model.lora.incompatibility(policy):
         yield refusal
-    if refusal := recipe.sharding.refusal(policy, recipe.model.lora):
+    if refusal := recipe.sharding.incompatibility(policy, recipe.model.lora):
         yield refusal
     if policy.moe is not None and recipe.rollout.engine.compile and recipe.rollout.engine.dtype == "float32":
         yield (

@@ -13,7 +13,7 @@ from deploy.requests.ignored_fields import OF_REQUESTS, OF_TOKENIZING
 from deploy.requests.parameters import ALL_KEYS, Values
 from deploy.requests.structured.fields import Structured
 from deploy.requests.turns import MAX_CHARACTERS, Conversation, TemplateOptions, check_texts
-from learner.keys import fold
+from learner.seeds import fold
 from rollout.request import LEAST_TEMPERATURE
 
 MAX_CHOICES = 32

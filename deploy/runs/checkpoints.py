@@ -15,7 +15,7 @@ from deploy.printing import printable
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.validation_errors import first_problem
 from deploy.recipe.yaml_text import parse_yaml
-from learner.model.storage.throughput import Say
+from learner.model.storage.throughput import ReportProgress
 
 
 def read_recipe(run_dir: Path) -> Recipe:
@@ -32,7 +32,7 @@ def read_recipe(run_dir: Path) -> Recipe:
         raise UserError(f"{path} is not a recipe of this d1: {error}") from error
 
 
-def newest_servable(run_dir: Path, say: Say | None = None) -> FoundCheckpoint:
+def newest_servable(run_dir: Path, say: ReportProgress | None = None) -> FoundCheckpoint:
     """Find the newest intact checkpoint that a service may use; damaged ones are reported on stderr.
 
     `say` reports the throughput of reading it. Raises UserError if there is none.

@@ -12,7 +12,7 @@ from actors.run_log import CHECKPOINTS, METRICS, RECIPE
 from deploy.errors import UserError
 from deploy.program import program
 from deploy.runs.listing import run_names
-from learner.model.storage.throughput import Say
+from learner.model.storage.throughput import ReportProgress
 
 if TYPE_CHECKING:
     from deploy.recipe.recipe import Recipe
@@ -72,7 +72,7 @@ def find_run(reference: str, runs_dir: Path) -> Path:
     raise UserError(f"{reference} is a checkpoint by itself, not one of a run; name a run: `{program()} runs ls`")
 
 
-def find_checkpoint_of(reference: str, runs_dir: Path, say: Say | None = None) -> Path:
+def find_checkpoint_of(reference: str, runs_dir: Path, say: ReportProgress | None = None) -> Path:
     """Return the directory of a checkpoint; for a run, its newest intact one that can be served.
 
     `say` reports the throughput of reading it. Raises as `find`.

@@ -28,10 +28,10 @@ from learner.model.checkpoint_files import has_adapter, load_config, open_tokeni
 from learner.model.config import TransformerConfig
 from learner.model.hub import find_checkpoint, find_tokenizer, is_hub_id
 from learner.model.storage.references import check_unchanged
-from learner.model.storage.throughput import Say, Throughput, num_threads
+from learner.model.storage.throughput import ReportProgress, Throughput, num_threads
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.objectives import DistillationConfig
-from learner.objectives.distillation import teacher_refusal
+from learner.objectives.distillation import teacher_incompatibility
 from rewards import Split, make_task
 from rewards.data.dataset import DataSources
 from rewards.data.demonstrations import read_demonstrations
@@ -110,7 +110,9 @@ def scratch_policy(run_dir: Path) -> Path:
     return run_dir.with_name(f".{run_dir.name}.policy")
 
 
-def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, say: Say | None = None) -> RunLock:
+def create_run_dir(
+    recipe: Recipe, spec: RunSpec, start_from: Path | None, say: ReportProgress | None = None
+) -> RunLock:
     """Create the run directory with policy version 0, and return its lock. `say` reports slow steps.
 
     Version 0 is `start_from`, else the recipe's checkpoint, else made from scratch.
@@ -134,7 +136,9 @@ def create_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, say: 
     return lock
 
 
-def _fill_run_dir(recipe: Recipe, spec: RunSpec, start_from: Path | None, partial: Path, say: Say | None) -> None:
+def _fill_run_dir(
+    recipe: Recipe, spec: RunSpec, start_from: Path | None, partial: Path, say: ReportProgress | None
+) -> None:
     """Fill `partial`, then rename it to the run directory."""
     try:
         # Left by an attempt that was killed.
@@ -232,7 +236,7 @@ def _check_canvas(recipe: Recipe, source: Path) -> TransformerConfig:
     return config
 
 
-def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None, say: Say | None) -> None:
+def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None, say: ReportProgress | None) -> None:
     # These import torch, and those of `_digest` Ray, which takes seconds that checking a recipe should not cost.
     from learner.model.checkpoint import load_merged, load_weights, save_checkpoint
     from learner.model.networks import make_model
@@ -254,11 +258,11 @@ def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None
         is_scratch = source == scratch_policy(recipe.run_dir)
         if is_scratch or _stays(reference, source):
             save_checkpoint(
-                directory, stored.config, stored, source, trainer_state=state, takes_files=is_scratch, say=say
+                directory, stored.config, stored, source, trainer_state=state, link_own_files=is_scratch, report=say
             )
         else:
             # In its own precision: float32 would double the memory and disk of bfloat16 weights, without any gain.
-            whole = dict(load_weights(source, stored.dtype, say=say).named_parameters())
+            whole = dict(load_weights(source, stored.dtype, report=say).named_parameters())
             save_checkpoint(directory, stored.config, whole, source, trainer_state=state)
         return
     tokenizer_dir = directory.parent / ".tokenizer"
@@ -292,7 +296,7 @@ def _at_the_start(digest: str) -> Position:
     return Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0, manifest_digest=digest)
 
 
-def _digest(weights: Mapping[str, Tensor] | StoredWeights, say: Say | None) -> str:
+def _digest(weights: Mapping[str, Tensor] | StoredWeights, say: ReportProgress | None) -> str:
     """Compute the digest of weights as the learner, which computes in float32, will publish them."""
     import torch
 
@@ -348,6 +352,6 @@ def _check_teacher(spec: RunSpec, directory: Path | None, policy: TransformerCon
         raise ValueError(f"learner.objective.teacher: {error}") from None
     if directory is not None and has_adapter(directory):
         raise ValueError(f"learner.objective.teacher {directory} is an adapter; take what `d1 export` makes of it")
-    if refusal := teacher_refusal(teacher, policy, spec.canvas_tokens):
+    if refusal := teacher_incompatibility(teacher, policy, spec.canvas_tokens):
         named = "is null, and the policy that the run starts from" if directory is None else str(directory)
         raise ValueError(f"learner.objective.teacher {named} {refusal}")

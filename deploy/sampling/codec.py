@@ -30,7 +30,7 @@ class PromptCodec:
     def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
         """Tokenize a text prompt. Raises FieldError if the text is invalid."""
         tokenizer = self._tokenizer_for("prompt_ids", *([text] if text else []))
-        return tokenizer.encode_text(text, adds_special=adds_special)
+        return tokenizer.encode_text(text, add_special_tokens=adds_special)
 
     def encode_chat(
         self,
@@ -44,14 +44,14 @@ class PromptCodec:
         texts = [text for message in messages for text in message.values()]
         tokenizer = self._tokenizer_for("prompt_ids", *texts)
         try:
-            return tokenizer.encode_chat(messages, template=template, adds_special=adds_special)
+            return tokenizer.encode_chat(messages, template=template, add_special_tokens=adds_special)
         except TEMPLATE_ERRORS as error:
             what = template_error_text(error)
             raise FieldError("{prompt_ids} does not fit the chat template: {what}", what=what) from error
 
     def encode_text(self, text: str, param: str) -> list[int]:
         """Tokenize a text without added special tokens. Raises FieldError if it is invalid."""
-        return self._tokenizer_for(param, *([text] if text else [])).encode_completion(text)
+        return self._tokenizer_for(param, *([text] if text else [])).encode_plain(text)
 
     def check_ids(self, ids: Sequence[int], _param: str) -> list[int]:
         """Return the ids. They are validated with the request, by `check_any_request`."""

@@ -19,11 +19,11 @@ from deploy.recipe.overrides import load_recipe
 from deploy.requests.defaults import Defaults
 from deploy.requests.structured.grammars import Grammars
 from deploy.runs.references import find_checkpoint_of
-from learner.hardware import placed_on, threads_for
+from learner.hardware import indexed_device, threads_for
 from learner.model.checkpoint import load_policy
-from learner.model.checkpoint_files import open_tokenizer, stated_length, tokenizer_directory
+from learner.model.checkpoint_files import default_completion_length, open_tokenizer, tokenizer_directory
 from learner.model.config import TransformerConfig
-from learner.model.storage.throughput import Say
+from learner.model.storage.throughput import ReportProgress
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
@@ -73,7 +73,7 @@ def open_policy(
     return load_ready(find_directory(reference, runs_dir), reference, device, engine)
 
 
-def find_directory(reference: str, runs_dir: Path, say: Say | None = None) -> Path:
+def find_directory(reference: str, runs_dir: Path, say: ReportProgress | None = None) -> Path:
     """Return the directory of a checkpoint; for a run, its newest complete checkpoint.
 
     A run's checkpoint is read to verify it; `say` receives progress messages. Raises UserError if there is none.
@@ -83,11 +83,11 @@ def find_directory(reference: str, runs_dir: Path, say: Say | None = None) -> Pa
 
 
 def load_ready(
-    directory: Path, reference: str, device: Device, engine: EngineConfig, say: Say | None = None
+    directory: Path, reference: str, device: Device, engine: EngineConfig, say: ReportProgress | None = None
 ) -> ReadyPolicy:
     """Load a checkpoint; `say` receives progress messages. Raises UserError if it cannot be read."""
     with as_user_errors(reference):
-        model = load_policy(directory, engine.torch_dtype, placed_on(device), say)
+        model = load_policy(directory, engine.torch_dtype, indexed_device(device), say)
         position = find_position(directory)
         defaults = _defaults(directory, model.config)
     if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -124,7 +124,7 @@ def _defaults(directory: Path, config: TransformerConfig) -> Defaults:
     recipe = checkpoints.parent / RECIPE
     if checkpoints.name == CHECKPOINTS and recipe.is_file():
         return Defaults.of_run(load_recipe(recipe, []).evaluated_params[0])
-    return Defaults.of_policy(config.max_sequence_length, config.block_length, stated_length(directory))
+    return Defaults.of_policy(config.max_sequence_length, config.block_length, default_completion_length(directory))
 
 
 def read_tokenizer(directory: Path) -> ChatTokenizer | None:

@@ -22,7 +22,7 @@ from deploy.requests.parameters import sampler_names, to_renoising_params
 from deploy.requests.renoising import RenoisingDefaults, check_keys
 from deploy.sampling.answers import shortest_floats, work_summary
 from deploy.sampling.policy import Device, as_user_errors, read_tokenizer
-from learner.hardware import placed_on
+from learner.hardware import indexed_device
 from learner.model.renoising.policy import load_renoising_policy
 from learner.model.tokenizer import ChatTokenizer
 from rollout.field_error import FieldError
@@ -87,7 +87,7 @@ class ReadyRenoising:
             name = "messages" if line.prompt is None else "prompt"
             raise ValueError(f"{name} has half of a surrogate pair or bytes that are not UTF-8, which is no text")
         if line.prompt is not None:
-            return self.tokenizer.encode_text(line.prompt, adds_special=True)
+            return self.tokenizer.encode_text(line.prompt, add_special_tokens=True)
         try:
             return self.tokenizer.encode_chat(turns)
         except TEMPLATE_ERRORS as error:
@@ -101,7 +101,7 @@ class ReadyRenoising:
 def open_renoising(directory: Path, reference: str, device: Device, dtype: torch.dtype) -> ReadyRenoising:
     """Load a checkpoint of this family. Raises UserError if it cannot be read."""
     with as_user_errors(reference):
-        policy = load_renoising_policy(directory, dtype).to(placed_on(device))
+        policy = load_renoising_policy(directory, dtype).to(indexed_device(device))
     sampler = RenoisingSampler(policy, policy_version=0)
     return ReadyRenoising(name=reference, sampler=sampler, tokenizer=read_tokenizer(directory))
 

@@ -7,12 +7,12 @@ from pydantic import Field
 from learner.estimators.base import Estimator, EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots
 from learner.estimators.block_masks import BlockMasksConfig
 from learner.estimators.block_states import BlockStatesConfig
-from learner.estimators.elbo import Counts, ElboConfig
+from learner.estimators.elbo import ElboConfig, MaskCounts
 from learner.estimators.one_step import OneStepConfig
 from learner.estimators.random_masks import RandomMasksConfig
 from learner.estimators.terms import Corruption, Terms, make_terms, unit_keys
 from learner.estimators.trajectory import TrajectoryConfig
-from learner.estimators.views import Views, share_equal_views, token_logps, token_streams
+from learner.estimators.views import Views, deduplicated_views, token_hidden_states, token_logps
 
 EstimatorConfig = Annotated[
     OneStepConfig | RandomMasksConfig | ElboConfig | BlockMasksConfig | TrajectoryConfig | BlockStatesConfig,
@@ -24,12 +24,12 @@ __all__ = [
     "BlockMasksConfig",
     "BlockStatesConfig",
     "Corruption",
-    "Counts",
     "ElboConfig",
     "Estimator",
     "EstimatorConfig",
     "EstimatorFacts",
     "InnerUpdate",
+    "MaskCounts",
     "OneStepConfig",
     "RandomMasksConfig",
     "SamplerFacts",
@@ -37,9 +37,9 @@ __all__ = [
     "Terms",
     "TrajectoryConfig",
     "Views",
+    "deduplicated_views",
     "make_terms",
-    "share_equal_views",
+    "token_hidden_states",
     "token_logps",
-    "token_streams",
     "unit_keys",
 ]

@@ -30,13 +30,13 @@ class SamplerFacts:
     """Tokens are sampled from softmax(logits / temperature)."""
     block_length: int = 32
     """Slots of a block."""
-    most_steps: int = 128
+    max_denoise_steps: int = 128
     """Maximum denoise steps of a completion."""
     forbidden_ids: tuple[int, ...] = ()
     """Ids that are never sampled, besides the mask id."""
-    records_law: bool = True
+    has_reproducible_logps: bool = True
     """Whether the learner can reproduce the recorded log-probabilities: no cache, no guidance, the whole vocabulary."""
-    draws_law: bool = True
+    has_exact_logps: bool = True
     """Whether they are also those of the sampling distribution: slots are selected before their tokens are sampled."""
     has_fallback: bool = False
     """Whether a step can find no slot that meets its criterion, commit one anyway, and record it in `fallback`."""
@@ -69,12 +69,12 @@ class InnerUpdate:
 class EstimatorFacts:
     """The estimator's properties that objectives depend on. The defaults are those of one canvas per row."""
 
-    sums_up: bool = False
+    sums_to_log_likelihood: bool = False
     """Whether the values of a completion's terms add up to its log-likelihood, or to a bound or an estimate of it."""
-    replays: bool = False
+    matches_sampler_record: bool = False
     """Whether each token is scored in the state, and under the distribution, in which it was committed, so that its
     log-probability is comparable with the sampler's record."""
-    has_single_draws: bool = False
+    has_separate_draws: bool = False
     """Whether each draw is a separate estimate."""
     scores_order: bool = False
     """Whether the order in which slots were committed is scored too."""
@@ -115,11 +115,11 @@ class Estimator(Protocol):
     def sizes(self, batch: GroupedBatch) -> Tensor:
         """Return the number of completion slots that each row's value covers, [B]."""
 
-    def refusal(self, sampler: SamplerFacts) -> str | None:
+    def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return why it cannot work with such a sampler; None if it can."""
 
 
-def covered(batch: GroupedBatch, slots: ScoredSlots) -> Tensor:
+def covered_slots(batch: GroupedBatch, slots: ScoredSlots) -> Tensor:
     """Return the slots that a likelihood covers, [B, L] bool; none of a row that only pads a shard."""
     if slots is ScoredSlots.TEXT:
         return batch.completion_mask()
@@ -135,7 +135,7 @@ def prompt_mask(batch: CompletionBatch, probability: float, *keys: Tensor | int)
     return uniform(batch.sample_keys[:, None], *keys, columns_P) < probability
 
 
-def repeated(batch: CompletionBatch, count: int) -> tuple[Tensor, Tensor]:
+def repeat_rows(batch: CompletionBatch, count: int) -> tuple[Tensor, Tensor]:
     """Return the rows [B * count] of `count` canvases per row, and each canvas's number in its row, [B * count]."""
     rows_B = torch.arange(batch.num_rows, device=batch.prompt_ids.device)
     draws = torch.arange(count, device=batch.prompt_ids.device)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import EstimatorFacts, InnerUpdate, Probability, SamplerFacts, repeated
+from learner.estimators.base import EstimatorFacts, InnerUpdate, Probability, SamplerFacts, repeat_rows
 from learner.estimators.terms import Corruption
 from learner.model.deferred import torch
 
@@ -45,7 +45,7 @@ class BlockMasksConfig(BaseModel):
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """Return `num_draws` canvases per row. A row's value is the mean over draws of the mean over scored tokens."""
-        rows_R, draws_R = repeated(batch, self.num_draws)
+        rows_R, draws_R = repeat_rows(batch, self.num_draws)
         masked_RL = self._masked(batch, rows_R, draws_R, update.index, self.block_length or sampler.block_length)
         scored_RL = masked_RL & batch.completion_mask()[rows_R]
         columns_P = torch.arange(batch.prompt_ids.shape[1], device=rows_R.device)
@@ -69,7 +69,7 @@ class BlockMasksConfig(BaseModel):
         """Return the number of tokens of each text, [B]."""
         return batch.completion_lengths
 
-    def refusal(self, sampler: SamplerFacts) -> str | None:
+    def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it needs only the tokens, of any sampler."""
         return None
 

@@ -44,13 +44,13 @@ class BlockStatesConfig(BaseModel):
         block_BL = sampler.blocks(batch)
         is_denoised_BL = batch.step_map >= 0
         # Slots after the last denoised block were never committed, and are always masked.
-        hidden_BL = ~is_denoised_BL | (batch.step_map >= _drawn_steps(batch, block_BL, update))
+        hidden_BL = ~is_denoised_BL | (batch.step_map >= _sample_steps(batch, block_BL, update))
         scored_BL = hidden_BL & is_denoised_BL & self._covered(batch)
         num_blocks = int(block_BL.max()) + 1
-        wanted_BN = torch.zeros(batch.num_rows, num_blocks, dtype=torch.bool, device=block_BL.device)
+        has_scored_BN = torch.zeros(batch.num_rows, num_blocks, dtype=torch.bool, device=block_BL.device)
         rows_N, slots_N = scored_BL.nonzero(as_tuple=True)
-        wanted_BN[rows_N, block_BL[rows_N, slots_N]] = True
-        rows_R, parts_R = wanted_BN.nonzero(as_tuple=True)
+        has_scored_BN[rows_N, block_BL[rows_N, slots_N]] = True
+        rows_R, parts_R = has_scored_BN.nonzero(as_tuple=True)
         block_RL, hidden_RL = block_BL[rows_R], hidden_BL[rows_R]
         is_own_RL = block_RL == parts_R[:, None]
         is_later_RL = block_RL > parts_R[:, None]
@@ -69,7 +69,7 @@ class BlockStatesConfig(BaseModel):
         """Return the number of tokens that may be scored, [B]."""
         return self._covered(batch).sum(dim=1)
 
-    def refusal(self, sampler: SamplerFacts) -> str | None:
+    def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return why token editing is not supported: a state is derived from the step that committed each token."""
         if sampler.edits:
             return (
@@ -88,7 +88,7 @@ class BlockStatesConfig(BaseModel):
         return is_text_BL & ~is_end_BL
 
 
-def _drawn_steps(batch: GroupedBatch, block_BL: Tensor, update: InnerUpdate) -> Tensor:
+def _sample_steps(batch: GroupedBatch, block_BL: Tensor, update: InnerUpdate) -> Tensor:
     """Sample the denoise step before which each slot's block is shown, [B, L] int64."""
     num_blocks, num_steps = int(block_BL.max()) + 1, int(batch.step_map.max().clamp(min=0)) + 1
     rows_B1 = torch.arange(batch.num_rows, device=block_BL.device)[:, None]

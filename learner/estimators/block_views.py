@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from learner.estimators.views import BlockRows, Views, different_rows, share_equal_views
+from learner.estimators.views import BlockRows, Views, deduplicated_views, unique_rows
 from learner.model.deferred import torch
-from learner.model.wanted import CLEAN, FILL
+from learner.model.targets import CLEAN, PADDING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,10 +32,10 @@ def views_of(
     clean_RS: Tensor,
     block_length: int | None,
 ) -> Views:
-    """Build `views_of_blocks`, or `share_equal_views`, which needs no clean canvases, if `block_length` is None."""
+    """Build `views_of_blocks`, or `deduplicated_views`, which needs no clean canvases, if `block_length` is None."""
     scored = lengths_R, rows_N, columns_N, targets_N
     if block_length is None:
-        return share_equal_views(noisy_RS, *scored)
+        return deduplicated_views(noisy_RS, *scored)
     return views_of_blocks(noisy_RS, *scored, clean_RS=clean_RS, block_length=block_length)
 
 
@@ -51,15 +51,15 @@ def views_of_blocks(
 ) -> Views:
     """Build views that hold each scored block as its noisy canvas shows it, after the clean blocks before it.
 
-    As in `share_equal_views`, token n is scored on canvas `rows_N`, column `columns_N`, and views keep the order of the
-    first canvas that each serves. `clean_RS` are the canvases without noise.
+    As in `deduplicated_views`, token n is scored on canvas `rows_N`, column `columns_N`, and views keep the order of
+    the first canvas that each serves. `clean_RS` are the canvases without noise.
     """
     num_blocks = -(-noisy_RS.shape[1] // block_length)
     places_K = torch.arange(block_length, device=noisy_RS.device)
-    first_V, view_R = different_rows(torch.cat((clean_RS, lengths_R[:, None]), dim=1))
+    first_V, view_R = unique_rows(torch.cat((clean_RS, lengths_R[:, None]), dim=1))
     lengths_V = lengths_R[first_V]
-    asked_Q, of_asked_N = (rows_N * num_blocks + columns_N // block_length).unique(return_inverse=True)
-    canvas_Q, block_Q = asked_Q // num_blocks, asked_Q % num_blocks
+    cell_Q, block_of_token_N = (rows_N * num_blocks + columns_N // block_length).unique(return_inverse=True)
+    canvas_Q, block_Q = cell_Q // num_blocks, cell_Q % num_blocks
     columns_QK = block_Q[:, None] * block_length + places_K
     shown_QK = noisy_RS[canvas_Q[:, None], columns_QK.clamp(max=noisy_RS.shape[1] - 1)]
     block_of_view_Q = view_R[canvas_Q] * num_blocks + block_Q
@@ -76,9 +76,9 @@ def views_of_blocks(
     where = view_D[:, None], begin_D[:, None] + places_K
     columns_DK = block_D[:, None] * block_length + places_K
     ids_VW[where], rows.columns[where] = states_D[:, 1:], columns_DK
-    rows.chunks[where] = torch.where(columns_DK < lengths_V[view_D, None], number_D[:, None], FILL)
+    rows.states[where] = torch.where(columns_DK < lengths_V[view_D, None], number_D[:, None], PADDING)
     slots_N = view_D[state_Q] * ids_VW.shape[1] + begin_D[state_Q]
-    slots_M, scored_N = (slots_N[of_asked_N] + columns_N % block_length).unique(return_inverse=True)
+    slots_M, scored_N = (slots_N[block_of_token_N] + columns_N % block_length).unique(return_inverse=True)
     return Views(ids=ids_VW, lengths=used_V, slots=slots_M, scored=scored_N, targets=targets_N, blocks=rows)
 
 
@@ -86,6 +86,6 @@ def _rows(clean_VS: Tensor, context_V: Tensor, width: int, block_length: int) ->
     """Return rows [V, W] that begin with the clean slots; the states after them are not written yet."""
     columns_W = torch.arange(width, device=clean_VS.device)
     ids_VW = clean_VS[:, columns_W.clamp(max=clean_VS.shape[1] - 1)]
-    chunks_VW = torch.where(columns_W < context_V[:, None], CLEAN, FILL)
+    states_VW = torch.where(columns_W < context_V[:, None], CLEAN, PADDING)
     columns_VW = torch.where(columns_W < context_V[:, None], columns_W, 0)
-    return ids_VW, BlockRows(columns=columns_VW, chunks=chunks_VW, block_length=block_length)
+    return ids_VW, BlockRows(columns=columns_VW, states=states_VW, block_length=block_length)

@@ -13,25 +13,29 @@ from typing import TYPE_CHECKING
 
 from learner.batch import GroupedBatch
 from learner.estimators.terms import Corruption
-from learner.estimators.views import ScoringLaw
+from learner.estimators.views import ScoringDistribution
 from learner.model.deferred import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def wanted_steps(batch: GroupedBatch, writes_BE3: Tensor) -> Tensor:
+def steps_to_score(batch: GroupedBatch, writes_BE3: Tensor) -> Tensor:
     """Return the denoise steps that write to a slot of the text, [B, K] bool."""
     rows_N, events_N = _of_text(batch, writes_BE3).nonzero(as_tuple=True)
     steps_BE = writes_BE3[:, :, 0]
     num_steps = int(steps_BE.max().clamp(min=0)) + 1 if steps_BE.numel() else 1
-    wanted_BK = torch.zeros(batch.num_rows, num_steps, dtype=torch.bool, device=writes_BE3.device)
-    wanted_BK[rows_N, steps_BE[rows_N, events_N]] = True
-    return wanted_BK
+    has_scored_BK = torch.zeros(batch.num_rows, num_steps, dtype=torch.bool, device=writes_BE3.device)
+    has_scored_BK[rows_N, steps_BE[rows_N, events_N]] = True
+    return has_scored_BK
 
 
 def edited(
-    batch: GroupedBatch, writes_BE3: Tensor, write_logp_BE: Tensor, importance_BK: Tensor, law: ScoringLaw
+    batch: GroupedBatch,
+    writes_BE3: Tensor,
+    write_logp_BE: Tensor,
+    importance_BK: Tensor,
+    distribution: ScoringDistribution,
 ) -> Corruption:
     """Build one canvas for each step with a nonzero weight.
 
@@ -40,7 +44,7 @@ def edited(
         writes_BE3: as `RolloutBatch.writes`.
         write_logp_BE: as `RolloutBatch.write_logp`.
         importance_BK: the weight in the loss of each step's writes.
-        law: the distribution that tokens are scored under.
+        distribution: the distribution that tokens are scored under.
     """
     rows_R, steps_R = (importance_BK > 0).nonzero(as_tuple=True)
     step_RE, slot_RE, token_RE = writes_BE3[rows_R].unbind(dim=2)
@@ -64,7 +68,7 @@ def edited(
         scored=scored_RL,
         parts=steps_R,
         importance=importance_BK[rows_R, steps_R][:, None].expand_as(scored_RL),
-        law=law,
+        distribution=distribution,
         shown=token_RE.gather(1, (last_RL - 1).clamp(min=0)),
         targets=targets_RL,
         recorded=recorded_RL,

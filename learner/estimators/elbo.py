@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots, covered, repeated
+from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots, covered_slots, repeat_rows
 from learner.estimators.block_noise import block_noise
 from learner.estimators.terms import Corruption
 from learner.model.deferred import torch
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COUNT_KEY, _MASK_KEY = 41, 42
-_LEAST_RATIO = 0.1
+_MIN_RATIO = 0.1
 
 
-class Counts(StrEnum):
+class MaskCounts(StrEnum):
     """How the number of masked slots is sampled."""
 
     GROUP = "group"
@@ -57,7 +57,7 @@ class ElboConfig(BaseModel):
     """The estimator."""
     num_draws: PositiveInt = 2
     """Masks per completion."""
-    counts: Counts = Counts.GROUP
+    counts: MaskCounts = MaskCounts.GROUP
     """How the number of masked slots is sampled."""
     complement: bool = True
     """Run the complement of each mask too, so that every slot is scored exactly once per draw."""
@@ -70,7 +70,7 @@ class ElboConfig(BaseModel):
 
     @model_validator(mode="after")
     def _complete(self) -> ElboConfig:
-        if self.complement and self.counts in (Counts.QUADRATURE, Counts.BLOCK):
+        if self.complement and self.counts in (MaskCounts.QUADRATURE, MaskCounts.BLOCK):
             raise ValueError(f"counts: {self.counts} has no complements: set complement to false")
         return self
 
@@ -78,15 +78,15 @@ class ElboConfig(BaseModel):
     def facts(self) -> EstimatorFacts:
         """All draws together, or each of them, bound the log-likelihood of a completion."""
         return EstimatorFacts(
-            sums_up=True,
-            has_single_draws=self.values == "draws",
+            sums_to_log_likelihood=True,
+            has_separate_draws=self.values == "draws",
             splits_tokens=self.num_draws > 1,
             splits_rows=self.num_draws > 1,
         )
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """Return `num_draws` canvases per row, twice as many with complements."""
-        if self.counts is Counts.BLOCK:
+        if self.counts is MaskCounts.BLOCK:
             return self._of_blocks(batch, self.mask_key(update), sampler)
         draws = self._draws(batch, self.mask_key(update))
         weights_R = self._weights(draws) / (1 if self.values == "draws" else self.num_draws)
@@ -116,17 +116,17 @@ class ElboConfig(BaseModel):
 
     def sizes(self, batch: GroupedBatch) -> Tensor:
         """Return the number of covered slots, [B]."""
-        return covered(batch, self.slots).sum(dim=1)
+        return covered_slots(batch, self.slots).sum(dim=1)
 
-    def refusal(self, sampler: SamplerFacts) -> str | None:
+    def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it needs only the tokens, of any sampler."""
         return None
 
     def _of_blocks(self, batch: GroupedBatch, key: int, sampler: SamplerFacts) -> Corruption:
-        rows_R, numbers_R = repeated(batch, self.num_draws)
+        rows_R, numbers_R = repeat_rows(batch, self.num_draws)
         block_BL = sampler.blocks(batch) if sampler.is_block_causal else torch.zeros_like(batch.completion_ids)
-        drawn = block_noise(
-            covered(batch, self.slots)[rows_R],
+        noise = block_noise(
+            covered_slots(batch, self.slots)[rows_R],
             block_BL[rows_R],
             self._noise(batch, rows_R, numbers_R, key),
             (numbers_R, self.num_draws),
@@ -134,10 +134,10 @@ class ElboConfig(BaseModel):
         )
         return Corruption(
             rows=rows_R,
-            masked=drawn.masked,
-            scored=drawn.masked,
+            masked=noise.masked,
+            scored=noise.masked,
             parts=numbers_R,
-            weights=drawn.weights / (1 if self.values == "draws" else self.num_draws),
+            weights=noise.weights / (1 if self.values == "draws" else self.num_draws),
         )
 
     def _noise(self, batch: GroupedBatch, rows_R: Tensor, numbers_R: Tensor, key: int) -> Tensor:
@@ -146,12 +146,12 @@ class ElboConfig(BaseModel):
         return uniform(batch.sample_keys[rows_R, None], key, _MASK_KEY, numbers_R[:, None], slots_L)
 
     def _draws(self, batch: GroupedBatch, key: int) -> _Draws:
-        rows_R, numbers_R = repeated(batch, self.num_draws)
-        covered_RL = covered(batch, self.slots)[rows_R]
+        rows_R, numbers_R = repeat_rows(batch, self.num_draws)
+        covered_RL = covered_slots(batch, self.slots)[rows_R]
         noise_RL = self._noise(batch, rows_R, numbers_R, key)
         noise_RL = noise_RL.masked_fill(~covered_RL, 2.0)
-        if self.counts is Counts.RATIO:
-            ratio_R = _LEAST_RATIO + (1 - _LEAST_RATIO) * uniform(batch.sample_keys[rows_R], key, _COUNT_KEY, numbers_R)
+        if self.counts is MaskCounts.RATIO:
+            ratio_R = _MIN_RATIO + (1 - _MIN_RATIO) * uniform(batch.sample_keys[rows_R], key, _COUNT_KEY, numbers_R)
             masked_RL = noise_RL < ratio_R[:, None]
         else:
             # Slots with the smallest noise are masked; uncovered ones sort last.
@@ -161,10 +161,10 @@ class ElboConfig(BaseModel):
 
     def _counts(self, batch: GroupedBatch, rows_R: Tensor, numbers_R: Tensor, key: int) -> Tensor:
         """Return the number of masked slots, [R]."""
-        size_R = covered(batch, self.slots).sum(dim=1)[rows_R]
-        if self.counts is Counts.QUADRATURE:
+        size_R = covered_slots(batch, self.slots).sum(dim=1)[rows_R]
+        if self.counts is MaskCounts.QUADRATURE:
             return (_rule(self.num_draws, rows_R.device)[0][numbers_R] * size_R).floor().long()
-        if self.counts is Counts.GROUP:
+        if self.counts is MaskCounts.GROUP:
             start_R = uniform(batch.group_keys[rows_R], key, _COUNT_KEY, numbers_R)
             place_R = (start_R + batch.group_places[rows_R] / batch.group_sizes[rows_R]) % 1
         else:
@@ -177,12 +177,12 @@ class ElboConfig(BaseModel):
     def _weights(self, draws: _Draws) -> Tensor:
         """Return the factor of a draw's masked log-probabilities in the ELBO estimate, [R]."""
         size_R, count_R = draws.covered.sum(dim=1), draws.masked.sum(dim=1).clamp(min=1)
-        if self.counts is Counts.QUADRATURE:
+        if self.counts is MaskCounts.QUADRATURE:
             nodes, weights = _rule(self.num_draws, size_R.device)
             # The caller averages the draws, and a rule's weights already sum to 1.
             return weights[draws.numbers] / nodes[draws.numbers] * self.num_draws
         # With complements counts are 0 to L, and 0 scores nothing: L + 1 keeps the mean unbiased (ESPO).
-        return (size_R + 1 if self.complement and self.counts is not Counts.RATIO else size_R) / count_R
+        return (size_R + 1 if self.complement and self.counts is not MaskCounts.RATIO else size_R) / count_R
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

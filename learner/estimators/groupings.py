@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from learner.batch import uploaded
+from learner.batch import to_device_async
 from learner.model.deferred import torch
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Grouping:
     def to(self, device: torch.device) -> Grouping:
         """Copy the grouping to a device."""
         parts = (self.of_term, self.rows, self.counts)
-        of_term, rows, counts = (uploaded(part, device) for part in parts)
+        of_term, rows, counts = (to_device_async(part, device) for part in parts)
         return Grouping(of_term=of_term, rows=rows, counts=counts)
 
 
@@ -57,7 +57,7 @@ def grouped(rows_N: Tensor, keys_N: Tensor) -> Grouping:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class TermLayout:
     """Facts about terms that are computed on the CPU before the terms are copied to a device."""
 
     groupings: Mapping[Level, Grouping]
@@ -71,12 +71,13 @@ class Layout:
     tokens: Tensor | None
     """[T] int64: the indices of terms that are log-probabilities; None: all."""
 
-    def to(self, device: torch.device) -> Layout:
+    def to(self, device: torch.device) -> TermLayout:
         """Copy the layout to a device."""
         is_logit, is_rival, tokens = (
-            None if part is None else uploaded(part, device) for part in (self.is_logit, self.is_rival, self.tokens)
+            None if part is None else to_device_async(part, device)
+            for part in (self.is_logit, self.is_rival, self.tokens)
         )
-        return Layout(
+        return TermLayout(
             groupings={level: grouping.to(device) for level, grouping in self.groupings.items()},
             num_parts=self.num_parts,
             is_logit=is_logit,

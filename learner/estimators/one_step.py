@@ -65,6 +65,6 @@ class OneStepConfig(BaseModel):
         """Return the number of tokens of each text, [B]."""
         return batch.completion_lengths
 
-    def refusal(self, sampler: SamplerFacts) -> str | None:
+    def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it needs only the tokens, of any sampler."""
         return None

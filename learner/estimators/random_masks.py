@@ -62,10 +62,10 @@ class RandomMasksConfig(BaseModel):
         rows_B = torch.arange(batch.num_rows, device=batch.prompt_ids.device)
         slots_L = torch.arange(batch.num_slots, device=rows_B.device)
         ratio_B = self._ratios(batch, update)
-        drawn_BL = uniform(batch.sample_keys[:, None], update.index, _MASK_KEY, slots_L) < ratio_B[:, None]
+        sampled_BL = uniform(batch.sample_keys[:, None], update.index, _MASK_KEY, slots_L) < ratio_B[:, None]
         if not self.coupled:
-            return Corruption(rows=rows_B, masked=drawn_BL, scored=drawn_BL & batch.completion_mask())
-        masked = torch.stack((torch.ones_like(drawn_BL), drawn_BL, ~drawn_BL), dim=1).flatten(0, 1)
+            return Corruption(rows=rows_B, masked=sampled_BL, scored=sampled_BL & batch.completion_mask())
+        masked = torch.stack((torch.ones_like(sampled_BL), sampled_BL, ~sampled_BL), dim=1).flatten(0, 1)
         weights_B3 = torch.stack((torch.ones_like(ratio_B), 1 / ratio_B, 1 / (1 - ratio_B)), dim=1) / 2
         rows_R = rows_B.repeat_interleave(3)
         return Corruption(
@@ -84,7 +84,7 @@ class RandomMasksConfig(BaseModel):
         """Return the number of tokens of each text, [B]."""
         return batch.completion_lengths
 
-    def refusal(self, sampler: SamplerFacts) -> str | None:
+    def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it needs only the tokens, of any sampler."""
         return None
 

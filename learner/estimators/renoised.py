@@ -34,7 +34,7 @@ def kept_logps(policy: RenoisingPolicy, prompt_ids: Sequence[int], canvases: Seq
     prefix, behind = policy.prefix(), torch.tensor(list(prompt_ids), device=device)
     found = []
     for canvas in canvases:
-        policy.finish(prefix, behind)
+        policy.append(prefix, behind)
         seen_NC, drawn_NC, accepted_NC = (
             torch.from_numpy(array).to(device) for array in (canvas.seen, canvas.drawn, canvas.accepted)
         )

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from learner.batch import CompletionBatch, canvas, uploaded
+from learner.batch import CompletionBatch, join_canvas, to_device_async
 from learner.estimators.block_views import views_of
-from learner.estimators.groupings import Grouping, Layout, Level, grouped
-from learner.estimators.views import SOFTMAX, ScoringLaw, Views
+from learner.estimators.groupings import Grouping, Level, TermLayout, grouped
+from learner.estimators.views import SOFTMAX, ScoringDistribution, Views
 from learner.model.config import TransformerConfig
 from learner.model.deferred import torch
 
@@ -40,7 +40,7 @@ class Corruption:
     """[R, L] float32: factor of a log-probability in the value of its token or row; None: 1."""
     importance: Tensor | None = None
     """[R, L] float32: weight of a scored token in the loss; None: 1."""
-    law: ScoringLaw = SOFTMAX
+    distribution: ScoringDistribution = SOFTMAX
     """The distribution that tokens are scored under."""
     rivals: Tensor | None = None
     """[R, L] bool: slots that were still masked after the scored ones were committed; None: the order is not scored."""
@@ -67,7 +67,7 @@ class Terms:
 
     views: Views
     """The canvases and their scored slots. They stay on the CPU, wherever the terms are."""
-    law: ScoringLaw
+    distribution: ScoringDistribution
     """The distribution that tokens are scored under."""
     rows: Tensor
     """[N] int64: the batch's row."""
@@ -81,7 +81,7 @@ class Terms:
     """[N] float32: weight in the loss."""
     recorded: Tensor | None = None
     """[N] float32: the sampler's log-probability, nats; None: that of the batch's row and slot."""
-    layout: Layout | None = None
+    layout: TermLayout | None = None
     """Facts computed on the CPU before the terms were copied to a device; None: they are computed when needed."""
 
     @property
@@ -101,12 +101,12 @@ class Terms:
         return values_N if tokens_T is None else values_N[tokens_T]
 
     @property
-    def laid_out(self) -> Layout:
+    def laid_out(self) -> TermLayout:
         """The layout, computed if it is None."""
         if self.layout is not None:
             return self.layout
         is_logit_N = self.views.is_logit
-        return Layout(
+        return TermLayout(
             groupings={level: self.grouping(level) for level in Level},
             num_parts=int(self.parts.max()) + 1,
             is_logit=is_logit_N,
@@ -120,7 +120,7 @@ class Terms:
 
     def on(self, device: torch.device) -> Terms:
         """Compute the layout, and copy all that a loss needs to a device."""
-        moved: dict[str, Any] = {name: uploaded(value, device) for name, value in self._given().items()}
+        moved: dict[str, Any] = {name: to_device_async(value, device) for name, value in self._given().items()}
         return replace(self, layout=self.laid_out.to(device), **moved)
 
     def of_views(self, first: int, last: int) -> Terms:
@@ -139,7 +139,7 @@ class Terms:
             targets=views.targets[inside],
             is_logit=None if views.is_logit is None else views.is_logit[inside],
             blocks=None if views.blocks is None else views.blocks.cut(first, last, width),
-            spares_padding=views.spares_padding,
+            concatenates_rows=views.concatenates_rows,
         )
         return replace(self, views=cut, layout=None, **{name: value[inside] for name, value in self._given().items()})
 
@@ -176,7 +176,7 @@ def make_terms(
     """
     is_empty = not bool(corruption.scored.any())
     if is_empty:
-        corruption = _of_one_token(batch, corruption.law)
+        corruption = _of_one_token(batch, corruption.distribution)
     corruption = corruption.of_canvases(corruption.scored.any(dim=1))
     rows_R, masked_RL, mask_id = corruption.rows, corruption.masked, model.mask_token_id
     some = batch.select(rows_R)
@@ -185,7 +185,7 @@ def make_terms(
         prompt_ids = torch.where(corruption.prompt_masked, mask_id, prompt_ids)
     shown_RL = some.completion_ids if corruption.shown is None else corruption.shown
     completion_ids = torch.where(masked_RL, mask_id, shown_RL)
-    ids_RS, columns_RL = canvas(some, prompt_ids, completion_ids, model.pad_token_id)
+    ids_RS, columns_RL = join_canvas(some, prompt_ids, completion_ids, model.pad_token_id)
     canvas_N, slots_N = corruption.scored.nonzero(as_tuple=True)
     targets_RL = some.completion_ids if corruption.targets is None else corruption.targets
     targets_N, is_logit_N = targets_RL[canvas_N, slots_N], None
@@ -217,7 +217,7 @@ def make_terms(
     importance_N = ones_N if corruption.importance is None else corruption.importance[canvas_N, slots_N]
     return Terms(
         views=views,
-        law=corruption.law,
+        distribution=corruption.distribution,
         rows=rows_R[canvas_N],
         slots=slots_N,
         parts=parts_R[canvas_N],
@@ -227,8 +227,8 @@ def make_terms(
     )
 
 
-def _of_one_token(batch: CompletionBatch, law: ScoringLaw) -> Corruption:
+def _of_one_token(batch: CompletionBatch, distribution: ScoringDistribution) -> Corruption:
     """Mask the first row completely, and score its first slot."""
     first = torch.zeros(1, dtype=torch.int64, device=batch.prompt_ids.device)
     masked = torch.ones_like(batch.completion_ids[:1], dtype=torch.bool)
-    return Corruption(rows=first, masked=masked, scored=masked & (masked.cumsum(dim=1) == 1), law=law)
+    return Corruption(rows=first, masked=masked, scored=masked & (masked.cumsum(dim=1) == 1), distribution=distribution)

@@ -26,19 +26,19 @@ from learner.estimators.base import (
     Probability,
     SamplerFacts,
     ScoredSlots,
-    covered,
+    covered_slots,
     prompt_mask,
 )
-from learner.estimators.edits import edited, wanted_steps
+from learner.estimators.edits import edited, steps_to_score
 from learner.estimators.terms import Corruption
-from learner.estimators.views import SOFTMAX, ScoringLaw
+from learner.estimators.views import SOFTMAX, ScoringDistribution
 from learner.model.deferred import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CHOICE_KEY, _PROMPT_KEY = 21, 22
-_LEAST_ENTROPY = 1e-2
+_MIN_ENTROPY = 1e-2
 
 
 class TrajectoryConfig(BaseModel):
@@ -94,7 +94,7 @@ class TrajectoryConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _drawn_alike_where_tokens_stand_for_all(self) -> TrajectoryConfig:
+    def _uniform_if_tokens_represent_all(self) -> TrajectoryConfig:
         if self.weigh == "value" and self.proposal != "uniform":
             raise ValueError(
                 f"weigh: value takes the drawn tokens for all: proposal must be uniform, not {self.proposal}"
@@ -106,24 +106,31 @@ class TrajectoryConfig(BaseModel):
         """A token is committed in one segment, a completion in several."""
         is_whole = self.only == "all" and (self.num_sampled is None or self.weigh == "value")
         is_exact = self.steps_per_segment == 1 and self.law == "sampler" and self.p_mask_prompt == 0
-        return EstimatorFacts(sums_up=is_whole, replays=is_exact, scores_order=self.scores_order, splits_rows=True)
+        return EstimatorFacts(
+            sums_to_log_likelihood=is_whole,
+            matches_sampler_record=is_exact,
+            scores_order=self.scores_order,
+            splits_rows=True,
+        )
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """Return one canvas for each segment that commits a scored token."""
         if batch.writes is not None and batch.write_logp is not None:
-            wanted_BK = wanted_steps(batch, batch.writes)
-            importance_BK = self._importance(batch, wanted_BK, torch.zeros_like(wanted_BK, dtype=torch.float32), update)
-            return edited(batch, batch.writes, batch.write_logp, importance_BK, self._law(sampler))
+            has_scored_BK = steps_to_score(batch, batch.writes)
+            importance_BK = self._importance(
+                batch, has_scored_BK, torch.zeros_like(has_scored_BK, dtype=torch.float32), update
+            )
+            return edited(batch, batch.writes, batch.write_logp, importance_BK, self._scoring_distribution(sampler))
         segment_BL = self._segments(batch, sampler)
         covered_BL = self._covered(batch) & (segment_BL >= 0)
-        scored_BL = covered_BL & self._counts(batch)
+        scored_BL = covered_BL & self._selected(batch)
         num_segments = int(segment_BL.max().clamp(min=0)) + 1
-        wanted_BK = torch.zeros(batch.num_rows, num_segments, dtype=torch.bool, device=segment_BL.device)
+        has_scored_BK = torch.zeros(batch.num_rows, num_segments, dtype=torch.bool, device=segment_BL.device)
         rows_N, slots_N = scored_BL.nonzero(as_tuple=True)
-        wanted_BK[rows_N, segment_BL[rows_N, slots_N]] = True
-        entropy_BK = torch.zeros_like(wanted_BK, dtype=torch.float32)
+        has_scored_BK[rows_N, segment_BL[rows_N, slots_N]] = True
+        entropy_BK = torch.zeros_like(has_scored_BK, dtype=torch.float32)
         entropy_BK.scatter_add_(1, segment_BL.clamp(min=0), batch.commit_law_entropy * covered_BL)
-        importance_BK = self._importance(batch, wanted_BK, entropy_BK, update)
+        importance_BK = self._importance(batch, has_scored_BK, entropy_BK, update)
         rows_R, parts_R = (importance_BK > 0).nonzero(as_tuple=True)
         segment_RL = segment_BL[rows_R]
         prompt_BP = prompt_mask(batch, self.p_mask_prompt, _PROMPT_KEY, self.mask_key(update))
@@ -141,7 +148,7 @@ class TrajectoryConfig(BaseModel):
             parts=parts_R,
             weights=self._shares(batch, rows_R, scored_RL) if is_of_value else None,
             importance=None if is_of_value else importance_BK[rows_R, parts_R][:, None].expand_as(scored_RL),
-            law=self._law(sampler),
+            distribution=self._scoring_distribution(sampler),
         )
 
     def mask_key(self, update: InnerUpdate) -> int:
@@ -152,9 +159,9 @@ class TrajectoryConfig(BaseModel):
         """Return the number of tokens that may be scored, [B]."""
         return batch.completion_lengths if self.slots == "text" else self._covered(batch).sum(dim=1)
 
-    def refusal(self, sampler: SamplerFacts) -> str | None:
+    def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return why the sampler's trajectories cannot be scored with these settings; None if they can."""
-        if sampler.edits and (given := self._not_for_edits()):
+        if sampler.edits and (given := self._unsupported_by_edits()):
             return (
                 f"estimator.{given}, and rollout.sampling.editing_threshold has tokens written more than once: of a "
                 "trajectory every write is scored, each in the state before its step, as learner.algorithm cj-grpo "
@@ -172,14 +179,15 @@ class TrajectoryConfig(BaseModel):
                 "estimator.scores_order is true, and a block-causal policy orders the slots of a block alone, and not "
                 "those of later blocks: take another learner.algorithm"
             )
-        if self.num_shown_steps >= sampler.most_steps:
+        if self.num_shown_steps >= sampler.max_denoise_steps:
             return (
                 f"estimator.num_shown_steps is {self.num_shown_steps}, and a completion takes at most "
-                f"{sampler.most_steps} of rollout.sampling's denoise steps: nothing would be scored; make it less"
+                f"{sampler.max_denoise_steps} of rollout.sampling's denoise steps: nothing would be scored; "
+                "make it less"
             )
         return None
 
-    def _not_for_edits(self) -> str | None:
+    def _unsupported_by_edits(self) -> str | None:
         """Return the first setting that single writes do not support; None if there is none."""
         said = {
             f"steps_per_segment is {self.steps_per_segment or 'null'}": self.steps_per_segment != 1,
@@ -193,10 +201,10 @@ class TrajectoryConfig(BaseModel):
         }
         return next((what for what, is_so in said.items() if is_so), None)
 
-    def _law(self, sampler: SamplerFacts) -> ScoringLaw:
+    def _scoring_distribution(self, sampler: SamplerFacts) -> ScoringDistribution:
         if self.law == "softmax":
             return SOFTMAX
-        return ScoringLaw(
+        return ScoringDistribution(
             temperature=sampler.temperature or 1.0,
             excludes_mask_id=True,
             forbidden_ids=sampler.forbidden_ids,
@@ -225,8 +233,8 @@ class TrajectoryConfig(BaseModel):
         first_BN = torch.full_like(block_BL, int(batch.step_map.max()) + 1)
         first_BN.scatter_reduce_(1, block_BL, torch.where(is_seen_BL, batch.step_map, first_BN), "amin")
         within_BL = (batch.step_map - first_BN.gather(1, block_BL)) // num_steps
-        most = int(within_BL[is_seen_BL].max()) + 1 if bool(is_seen_BL.any()) else 1
-        return torch.where(is_seen_BL, block_BL * most + within_BL, -1)
+        num_segments = int(within_BL[is_seen_BL].max()) + 1 if bool(is_seen_BL.any()) else 1
+        return torch.where(is_seen_BL, block_BL * num_segments + within_BL, -1)
 
     def _covered(self, batch: GroupedBatch) -> Tensor:
         """Return the committed slots of the text, or those up to the last step that commits text, [B, L] bool."""
@@ -236,9 +244,9 @@ class TrajectoryConfig(BaseModel):
         # A text that is not truncated ends in the end-of-text token.
         is_end_BL = (batch.completion_ids == batch.completion_ids.gather(1, last_B1)) & ~batch.truncated[:, None]
         last_step_B1 = batch.step_map.masked_fill(is_end_BL, -1).amax(dim=1, keepdim=True)
-        return covered(batch, ScoredSlots.DENOISED) & (batch.step_map <= last_step_B1)
+        return covered_slots(batch, ScoredSlots.DENOISED) & (batch.step_map <= last_step_B1)
 
-    def _counts(self, batch: GroupedBatch) -> Tensor:
+    def _selected(self, batch: GroupedBatch) -> Tensor:
         """Return the tokens that `only` selects, [B, L] bool."""
         if self.only == "all":
             return torch.ones_like(batch.fallback)
@@ -250,29 +258,35 @@ class TrajectoryConfig(BaseModel):
         kept_B = (batch.completion_lengths * self.uncertain_share).ceil().long()
         return is_text & (rank_BL < kept_B[:, None])
 
-    def _importance(self, batch: GroupedBatch, wanted_BK: Tensor, entropy_BK: Tensor, update: InnerUpdate) -> Tensor:
+    def _importance(
+        self, batch: GroupedBatch, has_scored_BK: Tensor, entropy_BK: Tensor, update: InnerUpdate
+    ) -> Tensor:
         """Return the loss weight of the tokens of each segment, [B, K] float32; a segment with 0 is not run."""
-        importance_BK = self._drawn(batch, wanted_BK, entropy_BK, update)
+        importance_BK = self._importance_weights(batch, has_scored_BK, entropy_BK, update)
         return (
-            importance_BK / wanted_BK.sum(dim=1, keepdim=True).clamp(min=1) if self.weigh == "mean" else importance_BK
+            importance_BK / has_scored_BK.sum(dim=1, keepdim=True).clamp(min=1)
+            if self.weigh == "mean"
+            else importance_BK
         )
 
-    def _drawn(self, batch: GroupedBatch, wanted_BK: Tensor, entropy_BK: Tensor, update: InnerUpdate) -> Tensor:
+    def _importance_weights(
+        self, batch: GroupedBatch, has_scored_BK: Tensor, entropy_BK: Tensor, update: InnerUpdate
+    ) -> Tensor:
         """Return each segment's importance weight, [B, K] float32: 1, or its draws over the expected number of them."""
         if self.num_sampled is None:
-            return wanted_BK.float()
+            return has_scored_BK.float()
         if self.proposal == "uniform":
-            return _drawn_alike(batch.sample_keys, wanted_BK, self.num_sampled, update)
+            return _sample_uniformly(batch.sample_keys, has_scored_BK, self.num_sampled, update)
         # The floor gives segments without entropy a chance, or the estimate would be biased. It also bounds their
         # importance weight, which would dominate all others.
-        weight_BK = (entropy_BK + _LEAST_ENTROPY) * wanted_BK
+        weight_BK = (entropy_BK + _MIN_ENTROPY) * has_scored_BK
         chance_BK = weight_BK / weight_BK.sum(dim=1, keepdim=True).clamp(min=1e-12)
         # Systematic sampling: one uniform number per row, the other points evenly after it (low discrepancy).
         start_B = uniform(batch.sample_keys, update.index, CHOICE_KEY)
         ends_BK = chance_BK.cumsum(dim=1) * self.num_sampled
         reached_BK = (ends_BK - start_B[:, None]).ceil().clamp(min=0, max=self.num_sampled)
-        drawn_BK = reached_BK.diff(dim=1, prepend=torch.zeros_like(reached_BK[:, :1])) * wanted_BK
-        return torch.where(drawn_BK > 0, drawn_BK / (self.num_sampled * chance_BK).clamp(min=1e-12), 0.0)
+        sampled_BK = reached_BK.diff(dim=1, prepend=torch.zeros_like(reached_BK[:, :1])) * has_scored_BK
+        return torch.where(sampled_BK > 0, sampled_BK / (self.num_sampled * chance_BK).clamp(min=1e-12), 0.0)
 
     def _shares(self, batch: GroupedBatch, rows_R: Tensor, scored_RL: Tensor) -> Tensor:
         """Return how many tokens each scored one represents, [R, L] float32: its row's, over those that are scored."""
@@ -280,10 +294,10 @@ class TrajectoryConfig(BaseModel):
         return (self.sizes(batch) / num_scored_B)[rows_R][:, None].expand_as(scored_RL)
 
 
-def _drawn_alike(sample_keys: Tensor, wanted_BK: Tensor, num_sampled: int, update: InnerUpdate) -> Tensor:
-    """Sample `num_sampled` wanted segments, or all, without replacement: [B, K] float32, inverse probability or 0."""
-    segments_K = torch.arange(wanted_BK.shape[1], device=wanted_BK.device)
-    luck_BK = uniform(sample_keys[:, None], update.index, CHOICE_KEY, segments_K).masked_fill(~wanted_BK, torch.inf)
-    is_drawn_BK = wanted_BK & (luck_BK.argsort(dim=1).argsort(dim=1) < num_sampled)
-    num_wanted_B1 = wanted_BK.sum(dim=1, keepdim=True)
-    return is_drawn_BK * (num_wanted_B1 / num_sampled).clamp(min=1.0)
+def _sample_uniformly(sample_keys: Tensor, has_scored_BK: Tensor, num_sampled: int, update: InnerUpdate) -> Tensor:
+    """Sample `num_sampled` scored segments, or all, without replacement: [B, K] float32, inverse probability or 0."""
+    segments_K = torch.arange(has_scored_BK.shape[1], device=has_scored_BK.device)
+    luck_BK = uniform(sample_keys[:, None], update.index, CHOICE_KEY, segments_K).masked_fill(~has_scored_BK, torch.inf)
+    is_sampled_BK = has_scored_BK & (luck_BK.argsort(dim=1).argsort(dim=1) < num_sampled)
+    num_scored_B1 = has_scored_BK.sum(dim=1, keepdim=True)
+    return is_sampled_BK * (num_scored_B1 / num_sampled).clamp(min=1.0)

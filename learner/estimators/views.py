@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from learner.batch import uploaded
+from learner.batch import to_device_async
 from learner.model.attention.rows import RaggedRows
 from learner.model.deferred import torch
-from learner.model.wanted import Compared, Wanted, query_grid
+from learner.model.targets import Targets, TeacherStates, query_grid
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScoringLaw:
+class ScoringDistribution:
     """The distribution that tokens are scored under."""
 
     temperature: float = 1.0
@@ -35,7 +35,7 @@ class ScoringLaw:
     """Whether logits are in float32 although the policy computes in half precision."""
 
 
-SOFTMAX = ScoringLaw()
+SOFTMAX = ScoringDistribution()
 """The plain softmax of the logits."""
 
 
@@ -60,9 +60,9 @@ class Views:
     """[N] bool: where the logit is computed instead of the log-probability; None: nowhere."""
     blocks: BlockRows | None = None
     """Layout of the rows for a block-causal policy; None: each row is a canvas."""
-    spares_padding: bool = False
+    concatenates_rows: bool = False
     """Whether canvases of unequal length are concatenated without padding. Otherwise they are padded and masked."""
-    opened: Tensor | None = None
+    attention_mask: Tensor | None = None
     """[S, S] bool: an attention mask over the columns of a canvas, applied on top of the policy's own. Not for
     concatenated canvases. None: the policy's own attention."""
 
@@ -73,28 +73,30 @@ class BlockRows:
 
     columns: Tensor
     """[V, S] int64: the canvas column of each slot."""
-    chunks: Tensor
-    """[V, S] int64: the state that each slot belongs to, or `CLEAN` or `FILL` (`learner/model/wanted.py`)."""
+    states: Tensor
+    """[V, S] int64: the state that each slot belongs to, or `CLEAN` or `PADDING` (`learner/model/targets.py`)."""
     block_length: int
     """Slots of a block."""
 
     def cut(self, first: int, last: int, width: int) -> BlockRows:
         """Select some rows, and cut them to a width."""
         rows = slice(first, last), slice(width)
-        return replace(self, columns=self.columns[rows], chunks=self.chunks[rows])
+        return replace(self, columns=self.columns[rows], states=self.states[rows])
 
 
-def share_equal_views(ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns_N: Tensor, targets_N: Tensor) -> Views:
+def deduplicated_views(
+    ids_BS: Tensor, lengths_B: Tensor, rows_N: Tensor, columns_N: Tensor, targets_N: Tensor
+) -> Views:
     """Build views of one canvas per row, with equal canvases merged; token n is on row `rows_N`, slot `columns_N`.
 
     Views keep the order of the first row that each serves.
     """
-    first_V, view_B = different_rows(ids_BS)
+    first_V, view_B = unique_rows(ids_BS)
     slots_M, scored_N = (view_B[rows_N] * ids_BS.shape[1] + columns_N).unique(return_inverse=True)
     return Views(ids=ids_BS[first_V], lengths=lengths_B[first_V], slots=slots_M, scored=scored_N, targets=targets_N)
 
 
-def different_rows(rows_BS: Tensor) -> tuple[Tensor, Tensor]:
+def unique_rows(rows_BS: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first occurrence of each distinct row, [V] ascending, and which distinct row each row equals, [B]."""
     different_VS, equal_B = rows_BS.unique(dim=0, return_inverse=True)
     places_B = torch.arange(len(rows_BS), device=rows_BS.device)
@@ -107,46 +109,48 @@ def different_rows(rows_BS: Tensor) -> tuple[Tensor, Tensor]:
 def token_logps(
     model: Transformer,
     views: Views,
-    law: ScoringLaw = SOFTMAX,
+    distribution: ScoringDistribution = SOFTMAX,
     device: torch.device | None = None,
-    compared: Compared | None = None,
+    teacher: TeacherStates | None = None,
 ) -> Tensor:
     """Compute the log-probability, in nats, or the logit of each scored token: [N] float32, on the model's device.
 
     Args:
         model: the policy.
         views: on the CPU, so that sizes are known without waiting for a device.
-        law: the distribution.
+        distribution: the distribution.
         device: where the model computes; None: where its weights are.
-        compared: a teacher's distributions, in the order of the scored tokens; the result is then the divergence from
-            them.
+        teacher: a teacher's hidden states, in the order of the scored tokens; the result is then the divergence from
+            its distributions.
     """
     device = device or next(model.parameters()).device
-    rows, beside = _rows(views, device)
+    rows, keywords = _rows(views, device)
     # The head runs over chunks of slots, in ascending order.
     order_N = views.scored.argsort(stable=True)
     slot_N = views.scored[order_N]
-    wanted = Wanted(
-        slot=uploaded(slot_N, device),
+    targets = Targets(
+        slot=to_device_async(slot_N, device),
         slot_on_host=slot_N,
-        token=uploaded(views.targets[order_N], device),
-        is_logit=None if views.is_logit is None else uploaded(views.is_logit[order_N], device),
-        temperature=law.temperature,
+        token=to_device_async(views.targets[order_N], device),
+        is_logit=None if views.is_logit is None else to_device_async(views.is_logit[order_N], device),
+        temperature=distribution.temperature,
         mask_id=model.config.mask_token_id,
-        excludes_mask_id=law.excludes_mask_id,
-        forbidden_ids=law.forbidden_ids,
-        float32_head=law.float32_head,
-        compared=None if compared is None else replace(compared, stream=compared.stream[uploaded(order_N, device)]),
+        excludes_mask_id=distribution.excludes_mask_id,
+        forbidden_ids=distribution.forbidden_ids,
+        float32_head=distribution.float32_head,
+        teacher=None
+        if teacher is None
+        else replace(teacher, head_input=teacher.head_input[to_device_async(order_N, device)]),
     )
-    logps_N: Tensor = model(*rows, wanted=wanted, **beside)
-    return torch.empty_like(logps_N).scatter(0, uploaded(order_N, device), logps_N)
+    logps_N: Tensor = model(*rows, targets=targets, **keywords)
+    return torch.empty_like(logps_N).scatter(0, to_device_async(order_N, device), logps_N)
 
 
-def token_streams(model: Transformer, views: Views, device: torch.device) -> Tensor:
+def token_hidden_states(model: Transformer, views: Views, device: torch.device) -> Tensor:
     """Compute the head's input at each scored token's slot, [N, D], on the model's device; `views` are on the CPU."""
-    rows, beside = _rows(views, device)
-    stream_MD: Tensor = model(*rows, before_head=True, **beside)
-    return stream_MD[uploaded(views.scored, device)]
+    rows, keywords = _rows(views, device)
+    head_input_MD: Tensor = model(*rows, before_head=True, **keywords)
+    return head_input_MD[to_device_async(views.scored, device)]
 
 
 _Rows = tuple[tuple["Tensor | None", ...], dict[str, Any]]
@@ -157,30 +161,34 @@ def _rows(views: Views, device: torch.device) -> _Rows:
     """Convert views to the model's arguments."""
     is_full = views.blocks is not None or bool((views.lengths == views.ids.shape[1]).all())
     # Without scored slots there would be no queries.
-    is_ragged = views.spares_padding and not is_full and len(views.slots) > 0
-    return _back_to_back(views, device) if is_ragged else _padded(views, device, is_full=is_full)
+    is_ragged = views.concatenates_rows and not is_full and len(views.slots) > 0
+    return _concatenated(views, device) if is_ragged else _padded(views, device, is_full=is_full)
 
 
 def _padded(views: Views, device: torch.device, *, is_full: bool) -> _Rows:
     """Convert canvases to one padded row each."""
-    lengths_V = None if is_full else uploaded(views.lengths, device)
-    grid = (uploaded(part, device) for part in query_grid(views.slots, *views.ids.shape))
-    beside: dict[str, Any] = {} if views.opened is None else {"opened_SS": uploaded(views.opened, device)}
+    lengths_V = None if is_full else to_device_async(views.lengths, device)
+    grid = (to_device_async(part, device) for part in query_grid(views.slots, *views.ids.shape))
+    keywords: dict[str, Any] = (
+        {} if views.attention_mask is None else {"annealing_mask_SS": to_device_async(views.attention_mask, device)}
+    )
     if views.blocks is not None:
-        beside |= {
-            "columns_BL": uploaded(views.blocks.columns, device),
-            "chunks_BL": uploaded(views.blocks.chunks, device),
-            "block_lengths_B": uploaded(torch.full_like(views.lengths, views.blocks.block_length), device),
+        keywords |= {
+            "columns_BL": to_device_async(views.blocks.columns, device),
+            "states_BL": to_device_async(views.blocks.states, device),
+            "block_lengths_B": to_device_async(torch.full_like(views.lengths, views.blocks.block_length), device),
         }
-    return (uploaded(views.ids, device), lengths_V, *grid), beside
+    return (to_device_async(views.ids, device), lengths_V, *grid), keywords
 
 
-def _back_to_back(views: Views, device: torch.device) -> _Rows:
+def _concatenated(views: Views, device: torch.device) -> _Rows:
     """Concatenate all canvases in one row, without padding."""
     lengths_V, width = views.lengths, views.ids.shape[1]
     rows_M, columns_M = views.slots // width, views.slots % width
     begins_V = lengths_V.cumsum(0) - lengths_V
-    grid = (uploaded(part, device) for part in query_grid(begins_V[rows_M] + columns_M, 1, int(lengths_V.sum())))
+    grid = (to_device_async(part, device) for part in query_grid(begins_V[rows_M] + columns_M, 1, int(lengths_V.sum())))
     is_used_VS = torch.arange(width) < lengths_V[:, None]
-    ragged = RaggedRows.of(lengths_V, rows_M.bincount(minlength=len(lengths_V)), partial(uploaded, device=device))
-    return (uploaded(views.ids[is_used_VS][None], device), None, *grid), {"ragged": ragged}
+    ragged = RaggedRows.of(
+        lengths_V, rows_M.bincount(minlength=len(lengths_V)), partial(to_device_async, device=device)
+    )
+    return (to_device_async(views.ids[is_used_VS][None], device), None, *grid), {"ragged": ragged}

@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.model.checkpoint_files import ABOUT_ADAPTER, ADAPTER, checkpoint_chain, load_config
+from learner.model.checkpoint_files import ADAPTER, ADAPTER_METADATA_KEY, checkpoint_chain, load_config
 from learner.model.config import Family
 from learner.model.families import FAMILIES, FamilyFormat
 from learner.model.hub import ADAPTER_WEIGHTS
-from learner.model.lora import adapter_names, set_adapter, set_start
+from learner.model.lora import adapter_names, set_adapter, set_start_adapter
 from learner.model.lora_config import BaseWeights
 from learner.model.peft_directory.config import find_base, is_peft
 from learner.model.peft_directory.matrices import check_copies, read_matrices
@@ -58,7 +58,7 @@ def write_adapter(directory: Path, adapter: Adapter) -> None:
     """Write `lora.safetensors` into a checkpoint's directory."""
     # One key: safetensors writes several in arbitrary order, and equal adapters must give bit-identical files.
     about = {name: getattr(adapter, name) for name in ("rank", "alpha", "base", "base_digest", "base_weights")}
-    metadata = {ABOUT_ADAPTER: json.dumps(about)}
+    metadata = {ADAPTER_METADATA_KEY: json.dumps(about)}
     save_file({name: tensor.contiguous() for name, tensor in adapter.matrices.items()}, directory / ADAPTER, metadata)
 
 
@@ -73,7 +73,7 @@ def read_adapter(directory: Path) -> Adapter:
         raise ValueError(f"{directory} has no adapter: it has no {ADAPTER}")
     try:
         with safe_open(path, framework="pt") as file:
-            about = json.loads(file.metadata()[ABOUT_ADAPTER])
+            about = json.loads(file.metadata()[ADAPTER_METADATA_KEY])
             matrices = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
         return Adapter(matrices=matrices, **about)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
@@ -81,7 +81,7 @@ def read_adapter(directory: Path) -> Adapter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chain:
+class AdapterChain:
     """Parts of a checkpoint's policy: the frozen weights, and the adapters of the stages trained on them."""
 
     weights: Path
@@ -92,38 +92,40 @@ class Chain:
     """The last stage's adapter; None for a policy without adapters."""
 
     @property
-    def together(self) -> Adapter | None:
+    def combined(self) -> Adapter | None:
         """The sum of all adapters; None if there are none."""
-        return stacked([one for one in (self.adapter, self.start) if one is not None])
+        return combine_adapters([one for one in (self.adapter, self.start) if one is not None])
 
 
-def put_beside(model: Transformer, matrices: Mapping[str, Tensor], scaling: float, start: Adapter | None) -> None:
+def attach_adapters(model: Transformer, matrices: Mapping[str, Tensor], scaling: float, start: Adapter | None) -> None:
     """Set the adapter and the `start` adapter of a policy for inference.
 
     Works in place, on the policy's device and in its precision. Raises ValueError if they do not fit the policy.
     """
     set_adapter(model, matrices, scaling)
     frozen, weight = (({}, 0.0) if start is None else (start.matrices, start.scaling)), model.embed.weight
-    set_start(model, *frozen, weight.device, weight.dtype)
+    set_start_adapter(model, *frozen, weight.device, weight.dtype)
 
 
-def read_chain(directory: Path) -> Chain:
+def read_chain(directory: Path) -> AdapterChain:
     """Read the adapters of a checkpoint and find its weights. Raises ValueError if a part is missing or damaged."""
     *adapted, weights = checkpoint_chain(directory)
     adapters = [read_adapter(one) for one in adapted]
     if any(map(is_peft, adapted)):
         # Unlike the adapters of a run's stages, peft adapters may have different layers.
-        return Chain(weights=weights, start=None, adapter=stacked(adapters))
-    return Chain(weights=weights, start=stacked(adapters[1:]), adapter=adapters[0] if adapters else None)
+        return AdapterChain(weights=weights, start=None, adapter=combine_adapters(adapters))
+    return AdapterChain(
+        weights=weights, start=combine_adapters(adapters[1:]), adapter=adapters[0] if adapters else None
+    )
 
 
-def check_under_peft(directory: Path, base: Mapping[str, Any]) -> None:
+def check_peft_copies(directory: Path, base: Mapping[str, Any]) -> None:
     """Run `check_copies` for each peft adapter of a checkpoint."""
     for adapted in filter(is_peft, checkpoint_chain(directory)[:-1]):
         check_copies(adapted, load_config(adapted), base)
 
 
-def stacked(adapters: Sequence[Adapter]) -> Adapter | None:
+def combine_adapters(adapters: Sequence[Adapter]) -> Adapter | None:
     """Combine the adapters of several stages, the latest first, into one; None for an empty sequence.
 
     B1 A1 + B2 A2 is [B1 B2] [A1; A2]: the ranks add up. Differences in scaling are multiplied into B. A layer that an
@@ -184,7 +186,7 @@ def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: 
 
     Raises ValueError if the original model fuses several of our layers into one.
     """
-    from peft import LoraConfig as PeftConfig
+    from peft import LoraConfig as PeftLoraConfig
 
     names = FAMILIES[family]
     layers = sorted({name.rpartition(".lora_")[0] for name in adapter.matrices})
@@ -196,7 +198,7 @@ def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: 
     pattern = rf"{re.escape(names.block_prefix)}\.\d+\.({'|'.join(map(re.escape, inner))})"
     for layer in outer:
         pattern += "|" + re.escape(names.outer_names[f"{layer}.weight"].removesuffix(".weight"))
-    PeftConfig(
+    PeftLoraConfig(
         base_model_name_or_path=base,
         r=adapter.rank,
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft only divides it

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.model.adapter import Adapter, check_under_peft, put_beside, read_chain, write_adapter
+from learner.model.adapter import Adapter, attach_adapters, check_peft_copies, read_chain, write_adapter
 from learner.model.checkpoint_files import (
     INDEX,
     LEARNER_STATE,
@@ -39,11 +39,11 @@ from learner.model.families import FAMILIES
 from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
 from learner.model.lora import merge_adapters
 from learner.model.lora_config import BaseWeights
-from learner.model.networks import held_dtypes, make_on_meta
-from learner.model.quantized import linear_layers, set_rounded
+from learner.model.networks import make_meta_model, parameter_dtypes
+from learner.model.quantized import linear_layers, set_dequantized
 from learner.model.storage.hashing import checksums
 from learner.model.storage.references import write_references
-from learner.model.storage.throughput import Say
+from learner.model.storage.throughput import ReportProgress
 from learner.model.storage.weights import StoredWeights
 from learner.model.tokenizer import TOKENIZER_FILES
 from learner.model.transformer import Transformer
@@ -55,7 +55,7 @@ def load_policy(
     directory: Path,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    say: Say | None = None,
+    report: ReportProgress | None = None,
 ) -> Transformer:
     """Load the policy of a checkpoint directory; its adapters are not merged.
 
@@ -65,19 +65,19 @@ def load_policy(
         directory: the checkpoint's directory.
         dtype: type that the weights are cast to while they are read; a router's bias stays in float32.
         device: device of the weights.
-        say: receives progress messages with the rate of reading.
+        report: receives progress messages with the rate of reading.
 
     Raises:
         ValueError: there is no checkpoint, its family is unknown, or a tensor is missing, extra or of a wrong shape.
     """
     chain = read_chain(directory)
     base_weights = "full" if chain.adapter is None else chain.adapter.base_weights
-    model = load_weights(chain.weights, dtype, device, say, base_weights=base_weights)
+    model = load_weights(chain.weights, dtype, device, report, base_weights=base_weights)
     if chain.adapter is not None:
         # Compared with the stored weights: rounding to 4 bits loses information.
-        check_under_peft(directory, StoredWeights(chain.weights))
+        check_peft_copies(directory, StoredWeights(chain.weights))
         try:
-            put_beside(model, chain.adapter.matrices, chain.adapter.scaling, chain.start)
+            attach_adapters(model, chain.adapter.matrices, chain.adapter.scaling, chain.start)
         except ValueError as error:
             raise ValueError(f"the adapter in {directory} cannot be used: {error}") from error
     return model
@@ -87,7 +87,7 @@ def load_weights(
     directory: Path,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    say: Say | None = None,
+    report: ReportProgress | None = None,
     *,
     base_weights: BaseWeights = "full",
 ) -> Transformer:
@@ -96,41 +96,41 @@ def load_weights(
     The other arguments and the errors are those of `load_policy`.
     """
     weights = StoredWeights(directory)
-    model, held = make_on_meta(weights.config), held_dtypes(weights.config, dtype)
+    model, held = make_meta_model(weights.config), parameter_dtypes(weights.config, dtype)
     whole = {
         name: torch.empty(tuple(stored.shape), dtype=held[name], device=device) for name, stored in weights.items()
     }
-    weights.read_into(whole, say=say)
+    weights.read_into(whole, report=report)
     model.load_state_dict(whole, assign=True)
     if base_weights == "nf4":
-        round_weights(model, directory, say)
+        round_weights(model, directory, report)
     return model
 
 
-def round_weights(model: Transformer, directory: Path, say: Say | None = None) -> None:
+def round_weights(model: Transformer, directory: Path, report: ReportProgress | None = None) -> None:
     """Round the linear layers of the blocks to 4 bits, in place, as a learner with `base_weights: nf4` does.
 
     Rounds from the weights in `directory`, the checkpoint that the policy was loaded from. Raises ValueError if
     bitsandbytes is missing.
     """
     layers = linear_layers(model)
-    for name, weight in StoredWeights(directory).whole_ones([f"{name}.weight" for name in layers], say):
-        set_rounded(layers[name.removesuffix(".weight")], weight)
+    for name, weight in StoredWeights(directory).iter_float32([f"{name}.weight" for name in layers], report):
+        set_dequantized(layers[name.removesuffix(".weight")], weight)
 
 
-def load_merged(directory: Path, say: Say | None = None) -> Transformer:
+def load_merged(directory: Path, report: ReportProgress | None = None) -> Transformer:
     """Load a policy with its adapters merged into its weights, in float32, on the CPU, for export to the original code.
 
     Raises as `load_policy`.
     """
-    model = load_policy(directory, say=say)
+    model = load_policy(directory, report=report)
     merge_adapters(model)
     return model
 
 
 def empty_policy(directory: Path, dtype: torch.dtype, device: str | torch.device) -> Transformer:
     """Make a policy of a checkpoint's shape with uninitialized weights. Raises ValueError if its config is invalid."""
-    return make_on_meta(load_config(directory)).to(dtype).to_empty(device=device)
+    return make_meta_model(load_config(directory)).to(dtype).to_empty(device=device)
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
@@ -153,8 +153,8 @@ def save_checkpoint(
     learner_state: Mapping[str, Tensor] | None = None,
     trainer_state: Mapping[str, Any] | None = None,
     shard_bytes: int = _SHARD_BYTES,
-    takes_files: bool = False,
-    say: Say | None = None,
+    link_own_files: bool = False,
+    report: ReportProgress | None = None,
 ) -> None:
     """Write a checkpoint atomically: `directory` is complete or absent, even if the machine crashes.
 
@@ -169,9 +169,9 @@ def save_checkpoint(
         learner_state: the learner's other tensors by name, for a checkpoint that rounds are resumed from.
         trainer_state: progress of training (JSON).
         shard_bytes: maximum size of a weight file; larger weights are split into several.
-        takes_files: for `StoredWeights`, whether files in its own directory, which may be deleted later, are linked or
-            copied instead of referred to.
-        say: receives progress messages with the rate of hashing.
+        link_own_files: for `StoredWeights`, whether files in its own directory, which may be deleted later, are linked
+            or copied instead of referred to.
+        report: receives progress messages with the rate of hashing.
 
     Raises OSError if it cannot be written; nothing of it is left then.
     """
@@ -187,8 +187,8 @@ def save_checkpoint(
             learner_state=learner_state,
             trainer_state=trainer_state,
             shard_bytes=shard_bytes,
-            takes_files=takes_files,
-            say=say,
+            link_own_files=link_own_files,
+            report=report,
         )
     except (OSError, SafetensorError) as error:
         # On a full disk the partial directory would block a retry.
@@ -198,10 +198,10 @@ def save_checkpoint(
         # Interrupted, perhaps for good: leave no partial directory behind.
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _put_in_place(partial, directory)
+    _rename_into_place(partial, directory)
 
 
-def _put_in_place(partial: Path, directory: Path) -> None:
+def _rename_into_place(partial: Path, directory: Path) -> None:
     """Rename a complete checkpoint to its place; delete an earlier one there only afterwards."""
     earlier = directory.with_name(f".{directory.name}.earlier")
     shutil.rmtree(earlier, ignore_errors=True)
@@ -222,14 +222,14 @@ def _write_partial(
     learner_state: Mapping[str, Tensor] | None,
     trainer_state: Mapping[str, Any] | None,
     shard_bytes: int,
-    takes_files: bool,
-    say: Say | None,
+    link_own_files: bool,
+    report: ReportProgress | None,
 ) -> None:
     assert weights is not None or adapter is not None, "it has weights, or an adapter to something that has"
     partial.mkdir(parents=True)
     if isinstance(weights, StoredWeights):
-        _write_around(partial, config, weights.dtype, tokenizer_from)
-        _put_files(partial, weights, say, takes_files=takes_files)
+        _write_config_and_tokenizer(partial, config, weights.dtype, tokenizer_from)
+        _link_or_reference_files(partial, weights, report, link_own_files=link_own_files)
     else:
         write_policy(partial, config, weights, tokenizer_from, shard_bytes)
     if adapter is not None:
@@ -258,13 +258,13 @@ def write_policy(
     """
     # Adapters are in float32, and so is a policy that they are merged into.
     family, dtype = FAMILIES[config.family], torch.float32 if weights is None else weights["embed.weight"].dtype
-    _write_around(directory, config, dtype, tokenizer_from)
+    _write_config_and_tokenizer(directory, config, dtype, tokenizer_from)
     if weights is None:
         return
-    assert {name: tensor.dtype for name, tensor in weights.items()} == held_dtypes(config, dtype)
+    assert {name: tensor.dtype for name, tensor in weights.items()} == parameter_dtypes(config, dtype)
     layout = family.layout({name: tensor.shape for name, tensor in weights.items()})
     # Meta tensors: views of one tensor of ours share storage, and would be counted once and kept in one shard.
-    split = split_torch_state_dict_into_shards(layout.outline(weights), max_shard_size=shard_bytes)
+    split = split_torch_state_dict_into_shards(layout.meta_tensors(weights), max_shard_size=shard_bytes)
     for filename, names in split.filename_to_tensors.items():
         shard = {name: layout.stored(name, weights).contiguous() for name in names}
         save_file(shard, directory / filename, metadata={"format": "pt"})
@@ -272,7 +272,9 @@ def write_policy(
         _write_json(directory / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 
 
-def _write_around(directory: Path, config: TransformerConfig, dtype: torch.dtype, tokenizer_from: Path) -> None:
+def _write_config_and_tokenizer(
+    directory: Path, config: TransformerConfig, dtype: torch.dtype, tokenizer_from: Path
+) -> None:
     """Write the tokenizer and config files for weights of type `dtype`."""
     for name in TOKENIZER_FILES:
         if (tokenizer_from / name).is_file():
@@ -283,14 +285,16 @@ def _write_around(directory: Path, config: TransformerConfig, dtype: torch.dtype
         _write_json(directory / GENERATION_CONFIG, {"eos_token_id": list(config.stop_ids)})
 
 
-def _put_files(directory: Path, weights: StoredWeights, say: Say | None, *, takes_files: bool) -> None:
-    """Refer to the weight files of a checkpoint; with `takes_files`, link or copy those in its own directory."""
+def _link_or_reference_files(
+    directory: Path, weights: StoredWeights, report: ReportProgress | None, *, link_own_files: bool
+) -> None:
+    """Refer to the weight files of a checkpoint; with `link_own_files`, link or copy those in its own directory."""
     files = weight_files(weights.directory)
-    taken = [path for path in files if takes_files and path.parent == weights.directory]
-    for path in taken:
+    own = [path for path in files if link_own_files and path.parent == weights.directory]
+    for path in own:
         _link_or_copy(path.resolve(), directory / path.name)
-    if others := [path for path in files if path not in taken]:
-        write_references(directory, others, say)
+    if others := [path for path in files if path not in own]:
+        write_references(directory, others, report)
     if (weights.directory / INDEX).is_file():
         shutil.copyfile(weights.directory / INDEX, directory / INDEX)
 

@@ -20,8 +20,8 @@ from learner.model.hub import ADAPTER_CONFIG, find_checkpoint, find_tokenizer
 from learner.model.lora_config import BaseWeights
 from learner.model.peft_directory.config import find_base, is_peft
 from learner.model.storage.hashing import checksums
-from learner.model.storage.references import read_references, why_changed, why_gone
-from learner.model.storage.throughput import Say, Throughput
+from learner.model.storage.references import changed_message, missing_message, read_references
+from learner.model.storage.throughput import ReportProgress, Throughput
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
 
 MANIFEST = "manifest.json"
@@ -30,13 +30,13 @@ TRAINER_STATE = "trainer_state.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "lora.safetensors"
-ABOUT_ADAPTER = "d1"
+ADAPTER_METADATA_KEY = "d1"
 """Metadata key of `lora.safetensors`: JSON with the fields of `Adapter` except its matrices."""
 
 
 def load_config(directory: Path) -> TransformerConfig:
     """Read the policy's config from a checkpoint directory or from a peft adapter's base. Raises as `load_policy`."""
-    source = _under_peft(directory, partial(find_checkpoint, config_only=True))[-1]
+    source = _peft_chain(directory, partial(find_checkpoint, config_only=True))[-1]
     if source == directory:
         return _own_config(directory)
     try:
@@ -60,7 +60,7 @@ def _own_config(directory: Path) -> TransformerConfig:
         raise ValueError(f"{raw.path} makes no policy: {place}{first['msg'].removeprefix('Value error, ')}") from error
 
 
-def _under_peft(directory: Path, find: Callable[[Path | str], Path]) -> list[Path]:
+def _peft_chain(directory: Path, find: Callable[[Path | str], Path]) -> list[Path]:
     """List a directory and, after each peft adapter, its base. `find` and the errors are those of `find_base`."""
     chain = [directory]
     while is_peft(chain[-1]):
@@ -93,18 +93,18 @@ def open_tokenizer(directory: Path) -> ChatTokenizer:
 
 def tokenizer_directory(directory: Path) -> Path:
     """Find the directory of a checkpoint's tokenizer files. Raises ValueError as `find_base`."""
-    chain = _under_peft(directory, find_tokenizer)
+    chain = _peft_chain(directory, find_tokenizer)
     having = (one for one in chain if any((one / name).is_file() for name in TOKENIZER_FILES))
     return next(having, chain[-1])
 
 
-def stated_length(directory: Path) -> int | None:
+def default_completion_length(directory: Path) -> int | None:
     """Read the default completion length of a checkpoint, `max_new_tokens` of `generation_config.json`; None without.
 
     A peft adapter's own file comes before its base's. Raises ValueError if the file is damaged or the length is not a
     positive whole number.
     """
-    for one in _under_peft(directory, find_tokenizer):
+    for one in _peft_chain(directory, find_tokenizer):
         stated = RawConfig(one / CONFIG, {}).generation.get("max_new_tokens")
         if stated is not None:
             if not isinstance(stated, int) or isinstance(stated, bool) or stated < 1:
@@ -146,7 +146,7 @@ def weight_files(directory: Path) -> list[Path]:
         # An index is untrusted: its files must be in its directory, or at the paths that d1 recorded in `weights.json`.
         path = elsewhere[name].path if name in elsewhere else directory / name
         if name in elsewhere and not path.is_file():
-            raise ValueError(why_gone(directory, elsewhere[name]))
+            raise ValueError(missing_message(directory, elsewhere[name]))
         if Path(name).name != name or not path.is_file():
             raise ValueError(
                 f"{index} lists {name}, and there is no such file in {directory}; get the checkpoint again"
@@ -163,7 +163,7 @@ def weight_bytes(directory: Path) -> int:
         return 0
 
 
-def most_weight_bytes(directory: Path) -> int:
+def max_float32_bytes(directory: Path) -> int:
     """Return an upper bound on the weights' size in float32: twice their size on disk, as they may be in bfloat16.
 
     0 if there are none.
@@ -173,20 +173,20 @@ def most_weight_bytes(directory: Path) -> int:
 
 def adapter_base(directory: Path) -> Path:
     """Find the base checkpoint of the adapter in a checkpoint's directory. Raises ValueError if it is missing."""
-    name = str(_about_adapter(directory)["base"])
+    name = str(_adapter_metadata(directory)["base"])
     base = directory.parent / name
     if not _is_plain(name) or base == directory or not base.is_dir():
         raise ValueError(f"the adapter in {directory} stands on {name}, which is no checkpoint beside it")
     return base
 
 
-def _about_adapter(directory: Path) -> dict[str, Any]:
+def _adapter_metadata(directory: Path) -> dict[str, Any]:
     """Read the metadata of an adapter's file. Raises ValueError if d1 did not write it."""
     path = directory / ADAPTER
     try:
         # numpy: reading a name does not need torch.
         with safe_open(path, framework="numpy") as file:
-            about = dict(json.loads(file.metadata()[ABOUT_ADAPTER]))
+            about = dict(json.loads(file.metadata()[ADAPTER_METADATA_KEY]))
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no adapter that d1 wrote: {error}") from error
     if "base" not in about:
@@ -200,7 +200,7 @@ def _is_plain(name: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
+class BaseCheckpoint:
     """Reference to an adapter's base checkpoint in the same run, which every machine of the run can read."""
 
     checkpoint: str
@@ -252,7 +252,7 @@ def checkpoint_chain(directory: Path) -> list[Path]:
         base = find_base(chain[-1]) if is_of_peft else adapter_base(chain[-1])
         if any(base.samefile(other) for other in chain):
             raise ValueError(f"the adapter in {chain[-1]} stands on {base.name}, which stands on it")
-        expected.append(None if is_of_peft else _about_adapter(chain[-1]).get("base_digest"))
+        expected.append(None if is_of_peft else _adapter_metadata(chain[-1]).get("base_digest"))
         chain.append(base)
     for index, digest in enumerate(expected, start=1):
         if digest is not None and digest != _digest_of(chain[index:]):
@@ -265,42 +265,48 @@ def checkpoint_chain(directory: Path) -> list[Path]:
     return chain
 
 
-def verify_checkpoint(directory: Path, names: Collection[str] | None = None, say: Say | None = None) -> None:
+def verify_checkpoint(
+    directory: Path, names: Collection[str] | None = None, report: ReportProgress | None = None
+) -> None:
     """Check a checkpoint's files against its manifest: all of them, or those of `names`.
 
     Without `names` this includes referenced weight files and the base checkpoints. Files are read in several threads;
-    `say` receives progress messages with the rate.
+    `report` receives progress messages with the rate.
 
     Raises ValueError that names the file which differs, is missing, or is not listed.
     """
-    verify_own_files(directory, names, say)
+    verify_own_files(directory, names, report)
     if names is None:
         for base in checkpoint_chain(directory)[1:]:
-            verify_own_files(base, say=say)
+            verify_own_files(base, report=report)
 
 
-def verify_own_files(directory: Path, names: Collection[str] | None = None, say: Say | None = None) -> None:
+def verify_own_files(
+    directory: Path, names: Collection[str] | None = None, report: ReportProgress | None = None
+) -> None:
     """Check a checkpoint's files as `verify_checkpoint` does, without its base checkpoints."""
-    listed = _listed(directory)
+    listed = _read_manifest(directory)
     expected = {directory / name: listed.get(name) for name in (listed if names is None else names)}
     elsewhere = read_references(directory) if names is None else {}
     for path, digest in expected.items():
         if digest is None or not path.is_file():
-            raise ValueError(_why_damaged(path))
+            raise ValueError(_damaged_message(path))
     for reference in elsewhere.values():
         if not reference.path.is_file():
-            raise ValueError(why_gone(directory, reference))
+            raise ValueError(missing_message(directory, reference))
     paths = [*expected, *(reference.path for reference in elsewhere.values())]
-    found = checksums(paths, Throughput(f"checking {directory.name}", sum(path.stat().st_size for path in paths), say))
+    found = checksums(
+        paths, Throughput(f"checking {directory.name}", sum(path.stat().st_size for path in paths), report)
+    )
     for path, digest in expected.items():
         if found[path] != digest:
-            raise ValueError(_why_damaged(path))
+            raise ValueError(_damaged_message(path))
     for reference in elsewhere.values():
         if found[reference.path] != reference.sha256:
-            raise ValueError(why_changed(directory, reference))
+            raise ValueError(changed_message(directory, reference))
 
 
-def _listed(directory: Path) -> dict[str, str]:
+def _read_manifest(directory: Path) -> dict[str, str]:
     """Read the checksums of a checkpoint's files by name. Raises ValueError if its manifest is missing or damaged."""
     path = directory / MANIFEST
     if not path.is_file():
@@ -311,5 +317,5 @@ def _listed(directory: Path) -> dict[str, str]:
         raise ValueError(f"{path} is damaged: it lists no checksums") from error
 
 
-def _why_damaged(path: Path) -> str:
+def _damaged_message(path: Path) -> str:
     return f"{path} is damaged: it is not what {MANIFEST} lists"

@@ -24,7 +24,7 @@ Family = Literal[
 ]
 
 
-class _Facts(NamedTuple):
+class _FamilyConstraints(NamedTuple):
     """Properties that a family fixes; None: a policy of the family may have either."""
 
     is_block_causal: bool | None
@@ -39,27 +39,29 @@ class _Facts(NamedTuple):
     """Whether the weights of a token's experts are normalised to sum to 1."""
 
 
-def _adapted(*, qkv_bias: bool, qk_norm: bool) -> _Facts:
+def _adapted(*, qkv_bias: bool, qk_norm: bool) -> _FamilyConstraints:
     """Make the properties of a family converted from an autoregressive architecture."""
-    return _Facts(is_block_causal=None, predicts_next=None, qkv_bias=qkv_bias, qk_norm=qk_norm, scales_positions=True)
+    return _FamilyConstraints(
+        is_block_causal=None, predicts_next=None, qkv_bias=qkv_bias, qk_norm=qk_norm, scales_positions=True
+    )
 
 
-_FACTS: dict[Family, _Facts] = {
-    "llada": _Facts(is_block_causal=False, predicts_next=False),
-    "dream": _Facts(is_block_causal=False, predicts_next=True, qkv_bias=True),
-    "sdar": _Facts(is_block_causal=True, predicts_next=False),
-    "sdar_moe": _Facts(is_block_causal=True, predicts_next=False, router="softmax"),
-    "llada2_moe": _Facts(is_block_causal=True, predicts_next=False, router="sigmoid"),
+_FAMILY_CONSTRAINTS: dict[Family, _FamilyConstraints] = {
+    "llada": _FamilyConstraints(is_block_causal=False, predicts_next=False),
+    "dream": _FamilyConstraints(is_block_causal=False, predicts_next=True, qkv_bias=True),
+    "sdar": _FamilyConstraints(is_block_causal=True, predicts_next=False),
+    "sdar_moe": _FamilyConstraints(is_block_causal=True, predicts_next=False, router="softmax"),
+    "llada2_moe": _FamilyConstraints(is_block_causal=True, predicts_next=False, router="sigmoid"),
     "a2d-llama": _adapted(qkv_bias=False, qk_norm=False),
     "a2d-qwen2": _adapted(qkv_bias=True, qk_norm=False),
     "a2d-qwen3": _adapted(qkv_bias=False, qk_norm=True),
-    "illada": _Facts(is_block_causal=False, predicts_next=False, qkv_bias=False, qk_norm=False),
-    "llada_moe": _Facts(
+    "illada": _FamilyConstraints(is_block_causal=False, predicts_next=False, qkv_bias=False, qk_norm=False),
+    "llada_moe": _FamilyConstraints(
         is_block_causal=False, predicts_next=False, qkv_bias=False, qk_norm=True, router="softmax", is_normalised=False
     ),
-    "fast_dllm": _Facts(is_block_causal=True, predicts_next=True, qkv_bias=True, qk_norm=False),
+    "fast_dllm": _FamilyConstraints(is_block_causal=True, predicts_next=True, qkv_bias=True, qk_norm=False),
 }
-_SENTENCES = {
+_CONSTRAINT_MESSAGES = {
     "is_block_causal": ("is bidirectional and has none", "is block-causal and has one"),
     "predicts_next": ("predicts each slot at the slot itself", "predicts each slot at the slot before it"),
     "qkv_bias": ("has no biases", "has biases, and its checkpoints have them"),
@@ -146,22 +148,22 @@ class TransformerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _family_facts(self) -> TransformerConfig:
-        facts = _FACTS[self.family]
+        constraints = _FAMILY_CONSTRAINTS[self.family]
         for name in ("is_block_causal", "predicts_next", "qkv_bias", "qk_norm"):
-            expected = getattr(facts, name)
+            expected = getattr(constraints, name)
             if expected is not None and getattr(self, name) != expected:
                 field = "block_length" if name == "is_block_causal" else name
                 raise ValueError(
                     f"{field} is {getattr(self, field)}; a policy of the family {self.family} "
-                    + _SENTENCES[name][expected]
+                    + _CONSTRAINT_MESSAGES[name][expected]
                 )
-        if self.rope_scaling is not None and not facts.scales_positions:
+        if self.rope_scaling is not None and not constraints.scales_positions:
             raise ValueError(f"rope_scaling is set; d1 computes it of no policy of the family {self.family}")
         return self
 
     @model_validator(mode="after")
     def _experts(self) -> TransformerConfig:
-        router, is_normalised = _FACTS[self.family].router, _FACTS[self.family].is_normalised
+        router, is_normalised = _FAMILY_CONSTRAINTS[self.family].router, _FAMILY_CONSTRAINTS[self.family].is_normalised
         if (None if self.moe is None else self.moe.router) != router:
             what = "no experts" if router is None else f"experts behind a {router} router"
             raise ValueError(f"moe is {self.moe!r}; a policy of the family {self.family} has {what}")

@@ -74,14 +74,14 @@ def _fetch(repo: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
             f"{repo} has no revision {revision} on the hub; name one of its branches, tags or commits, or leave it out"
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        raise ValueError(_why_not_cached(repo, error)) from error
+        raise ValueError(_not_cached_message(repo, error)) from error
     except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # the HTTP client's, by its public place
         raise ValueError(
             f"{repo} cannot be fetched from the hub: {_first_line(error)}; try again, or give a directory"
         ) from error
 
 
-def _why_not_cached(repo: str, error: Exception) -> str:
+def _not_cached_message(repo: str, error: Exception) -> str:
     from huggingface_hub import constants, errors
 
     extent = "only in part" if isinstance(error, errors.IncompleteSnapshotError) else "not"

@@ -58,14 +58,14 @@ class AdaptedLinear(nn.Module):
         self.register_buffer("start_A", None, persistent=False)
         self.register_buffer("start_B", None, persistent=False)
         self.scaling, self.start_scaling = scaling, 0.0
-        self.is_off = False
+        self.is_disabled = False
         """Whether the trained adapter is skipped: then this is the policy at the beginning of the stage."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., I] to [..., O], in the precision of x."""
         if torch.is_grad_enabled():
-            trained = (None, None) if self.is_off else (self.lora_A, self.lora_B)
-            product: Tensor = _Adapted.apply(x, *trained, self)
+            trained = (None, None) if self.is_disabled else (self.lora_A, self.lora_B)
+            product: Tensor = _LoraFunction.apply(x, *trained, self)
             return product
         return self.run(x)[0]
 
@@ -78,23 +78,23 @@ class AdaptedLinear(nn.Module):
         x_NI, sum_NO, down_NR = x.flatten(0, -2), None, None
         for a_RI, b_OR, scaling in self.pairs():
             down = x_NI @ a_RI.to(x.dtype).T
-            sum_NO = _product_onto(sum_NO, down, b_OR.to(x.dtype).T, scaling)
+            sum_NO = _addmm(sum_NO, down, b_OR.to(x.dtype).T, scaling)
             down_NR = down if a_RI is self.lora_A else down_NR
         weight_IO = _weight(self.base_layer, x.dtype).T
         # Not a view: autograd forbids in-place writes to a view that a custom function returns.
         product = x.new_empty(*x.shape[:-1], weight_IO.shape[1])
-        _product_onto(sum_NO, x_NI, weight_IO, out=product.flatten(0, -2))
+        _addmm(sum_NO, x_NI, weight_IO, out=product.flatten(0, -2))
         return product if self.base_layer.bias is None else product.add_(self.base_layer.bias), down_NR
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Yield A, B and scaling of each active adapter. The trained one comes first, as it starts small."""
-        if not self.is_off:
+        if not self.is_disabled:
             yield self.lora_A, self.lora_B, self.scaling
         if self.start_A is not None and self.start_B is not None:
             yield self.start_A, self.start_B, self.start_scaling
 
     @torch.no_grad()
-    def take(self, a_RI: Tensor, b_OR: Tensor, scaling: float) -> None:
+    def copy_adapter_(self, a_RI: Tensor, b_OR: Tensor, scaling: float) -> None:
         """Overwrite the adapter in place, so that recorded CUDA graphs stay valid.
 
         Raises ValueError if the shapes differ.
@@ -108,7 +108,7 @@ class AdaptedLinear(nn.Module):
         self.lora_B.copy_(b_OR)
         self.scaling = scaling
 
-    def start_from(self, a_RI: Tensor | None, b_OR: Tensor | None, scaling: float) -> None:
+    def set_start_adapter(self, a_RI: Tensor | None, b_OR: Tensor | None, scaling: float) -> None:
         """Set the frozen adapter; None removes it. The tensors are not copied."""
         self.start_A, self.start_B, self.start_scaling = a_RI, b_OR, scaling
 
@@ -144,10 +144,10 @@ def set_adapter(model: Transformer, matrices: Mapping[str, Tensor], scaling: flo
                 )
             layer = AdaptedLinear(layer, a_RI.shape[0], scaling, layer.weight.dtype).requires_grad_(False)
             model.set_submodule(name, layer)
-        layer.take(a_RI, b_OR, scaling)
+        layer.copy_adapter_(a_RI, b_OR, scaling)
 
 
-def set_start(
+def set_start_adapter(
     model: Transformer, matrices: Mapping[str, Tensor], scaling: float, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Set the frozen `start` adapter, unsharded. Without matrices it is removed.
@@ -167,10 +167,10 @@ def set_start(
     for name, layer in layers.items():
         pair = found.get(name)
         a_RI, b_OR = (None, None) if pair is None else (matrix.to(device, dtype, copy=True) for matrix in pair)
-        layer.start_from(a_RI, b_OR, scaling)
+        layer.set_start_adapter(a_RI, b_OR, scaling)
 
 
-def sharing_base(model: Transformer) -> Transformer:
+def copy_sharing_base(model: Transformer) -> Transformer:
     """Copy a policy, sharing its base and its `start` adapter: only the trained adapter is copied."""
     shared = [*model.buffers(), *(part for name, part in model.named_parameters() if not is_adapter(plain_name(name)))]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
@@ -214,7 +214,7 @@ def adapter_names(name: str) -> tuple[str, str]:
     return layer + _A, layer + _B
 
 
-def merged(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
+def merge_weight(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scaling: float) -> Tensor:
     """Compute the merged weight, W + scaling * B A."""
     return torch.addmm(weight_OI, b_OR, a_RI, alpha=scaling)
 
@@ -226,7 +226,7 @@ def merge_adapters(model: Transformer) -> None:
         linear = layer.base_layer
         assert isinstance(linear, nn.Linear), "what holds 4 bits is trained, and not exported"
         for a_RI, b_OR, scaling in layer.pairs():
-            linear.weight.copy_(merged(linear.weight, a_RI, b_OR, scaling))
+            linear.weight.copy_(merge_weight(linear.weight, a_RI, b_OR, scaling))
     remove_adapters(model)
 
 
@@ -237,16 +237,16 @@ def remove_adapters(model: Transformer) -> None:
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Skip the trained adapters in a `with` block: the policy is exactly that of the stage's beginning."""
     layers = adapted_layers(model).values()
     for layer in layers:
-        layer.is_off = True
+        layer.is_disabled = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.is_off = False
+            layer.is_disabled = False
 
 
 def _by_layer(matrices: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -268,7 +268,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Linear | AdaptedLinear:
     return layer
 
 
-class _Adapted(torch.autograd.Function):
+class _LoraFunction(torch.autograd.Function):
     """Forward and backward pass of `AdaptedLinear`.
 
     The matrix product that computes W x adds it to B A x, and the backward pass accumulates the derivatives by x in the
@@ -288,21 +288,21 @@ class _Adapted(torch.autograd.Function):
         x, a_RI, b_OR, down_NR, start_A, start_B = ctx.saved_tensors
         grad_NO, grad_a_RI, grad_b_OR, parts = grad.flatten(0, -2), None, None, []
         if a_RI is not None:
-            grad_down_NR = _product_onto(None, grad_NO, b_OR.to(grad.dtype), ctx.scaling)
+            grad_down_NR = _addmm(None, grad_NO, b_OR.to(grad.dtype), ctx.scaling)
             grad_a_RI = grad_down_NR.T @ x.flatten(0, -2)
-            grad_b_OR = _product_onto(None, grad_NO.T, down_NR, ctx.scaling)
+            grad_b_OR = _addmm(None, grad_NO.T, down_NR, ctx.scaling)
             parts.append((grad_down_NR, a_RI))
         if not ctx.needs_input_grad[0]:
             return None, grad_a_RI, grad_b_OR, None
         if start_A is not None:
-            parts.append((_product_onto(None, grad_NO, start_B.to(grad.dtype), ctx.start_scaling), start_A))
+            parts.append((_addmm(None, grad_NO, start_B.to(grad.dtype), ctx.start_scaling), start_A))
         grad_x_NI = grad_NO @ _weight(ctx.base, grad.dtype)
         for down, matrix_RI in parts:
             torch.addmm(grad_x_NI, down, matrix_RI.to(grad.dtype), out=grad_x_NI)
         return grad_x_NI.view(x.shape), grad_a_RI, grad_b_OR, None
 
 
-def _product_onto(
+def _addmm(
     sum_NO: Tensor | None, left: Tensor, right: Tensor, scaling: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
     """Compute sum_NO + scaling * left @ right in one kernel; a `sum_NO` of None is zero."""

@@ -53,7 +53,7 @@ class LoraConfig(BaseModel):
             raise ValueError("base_weights nf4 cannot be trained, only an adapter beside them: set rank (d1: 128)")
         return self
 
-    def refusal(self, policy: TransformerConfig) -> str | None:
+    def incompatibility(self, policy: TransformerConfig) -> str | None:
         """Return an error message if a policy cannot be trained with this config; None if it can."""
         if not self.rank or policy.moe is None:
             return None
@@ -75,5 +75,5 @@ class LoraConfig(BaseModel):
         return self.alpha / self.rank
 
 
-WHOLE = LoraConfig()
+FULL_FINE_TUNING = LoraConfig()
 """Full fine-tuning: no adapter, every parameter is trained."""

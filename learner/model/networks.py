@@ -13,12 +13,12 @@ def make_model(config: TransformerConfig) -> Transformer:
     return Transformer(config)
 
 
-def make_on_meta(config: TransformerConfig) -> Transformer:
+def make_meta_model(config: TransformerConfig) -> Transformer:
     """Make a network on the meta device: names, shapes and types, without memory."""
     with torch.device("meta"):
         return make_model(config)
 
 
-def held_dtypes(config: TransformerConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def parameter_dtypes(config: TransformerConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the type of each parameter of a policy cast to `dtype`: a router's bias stays in float32."""
-    return {name: parameter.dtype for name, parameter in make_on_meta(config).to(dtype).named_parameters()}
+    return {name: parameter.dtype for name, parameter in make_meta_model(config).to(dtype).named_parameters()}

@@ -43,26 +43,26 @@ class Nf4Linear(nn.Module):
         weight_OI = linear.weight
         self.shape = weight_OI.shape
         self.bias = linear.bias
-        parts = (weight_OI.new_empty(0),) * 3 if weight_OI.is_meta else _rounded(weight_OI, device)
+        parts = (weight_OI.new_empty(0),) * 3 if weight_OI.is_meta else _quantize(weight_OI, device)
         for name, tensor in zip(("packed", "scales", "values"), parts, strict=True):
             # Not persistent: checkpoints hold the policy's weights, not their quantized form.
             self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., I] to [..., O]."""
-        product: Tensor = _Product.apply(x, self)
+        product: Tensor = _Nf4Matmul.apply(x, self)
         return product if self.bias is None else product + self.bias
 
     def weight_as(self, dtype: torch.dtype) -> Tensor:
         """Dequantize the weight [O, I]."""
-        return _dequantized((self.packed, self.scales, self.values), self.shape, dtype)
+        return _dequantize((self.packed, self.scales, self.values), self.shape, dtype)
 
     def load(self, weight_OI: Tensor, device: torch.device) -> None:
         """Replace the weight by another one, quantized on a device."""
-        self.packed, self.scales, self.values = _rounded(weight_OI, device)
+        self.packed, self.scales, self.values = _quantize(weight_OI, device)
 
 
-class _Product(torch.autograd.Function):
+class _Nf4Matmul(torch.autograd.Function):
     """x W^T; the backward pass dequantizes W again, as autograd would keep the dequantized weight of every layer."""
 
     @staticmethod
@@ -94,13 +94,13 @@ def linear_layers(model: Transformer) -> dict[str, nn.Linear]:
 
 
 @torch.no_grad()
-def set_rounded(linear: nn.Linear, weight_OI: Tensor) -> None:
+def set_dequantized(linear: nn.Linear, weight_OI: Tensor) -> None:
     """Set a layer's weight to the dequantized NF4 form of `weight_OI`, in place and in the layer's precision.
 
     A learner with `base_weights: nf4` computes with this weight. As there, it is rounded from its stored precision.
     """
     device, dtype = linear.weight.device, linear.weight.dtype
-    linear.weight.copy_(_dequantized(_rounded(weight_OI, device), weight_OI.shape, dtype))
+    linear.weight.copy_(_dequantize(_quantize(weight_OI, device), weight_OI.shape, dtype))
 
 
 def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Nf4Linear]]:
@@ -108,7 +108,7 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, Nf4Linear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Nf4Linear))
 
 
-def _rounded(weight_OI: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize(weight_OI: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a weight: return the packed indices, the scales, and the sixteen values.
 
     This runs on the device that holds the results, as other devices may round a tie the other way.
@@ -118,8 +118,8 @@ def _rounded(weight_OI: Tensor, device: torch.device) -> tuple[Tensor, Tensor, T
     return packed, state.absmax, state.code
 
 
-def _dequantized(parts: tuple[Tensor, Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Dequantize a result of `_rounded` to [O, I]."""
+def _dequantize(parts: tuple[Tensor, Tensor, Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Dequantize a result of `_quantize` to [O, I]."""
     functional, (packed, scales, values) = _bitsandbytes(), parts
     state = functional.QuantState(
         absmax=scales, shape=shape, code=values, blocksize=_BLOCK, quant_type="nf4", dtype=dtype

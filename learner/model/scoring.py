@@ -17,40 +17,40 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from learner.model.wanted import Compared, Wanted
+from learner.model.targets import Targets, TeacherStates
 
 # Logits of a chunk, of which there are two tensors. On a CPU 16 MiB each: glibc's allocator returns blocks of 32 MiB or
 # more to the system at once, and each new block then costs page faults. On a GPU, enough rows at LLaDA's vocabulary for
 # the product to be bound by arithmetic and not by reading the matrix.
-_MOST_LOGITS_CPU, MOST_LOGITS_GPU = 2**22, 2**26
+_MAX_LOGITS_CPU, MAX_LOGITS_GPU = 2**22, 2**26
 # Maximum logits that are kept for a backward pass. Keeping them saves a product, a sixth of the head's cost.
-_MOST_KEPT_CPU, MOST_KEPT_GPU = 2**24, 2**26
+_MAX_KEPT_CPU, MAX_KEPT_GPU = 2**24, 2**26
 
 
-def wanted_logps(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
+def score_targets(x_MD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor:
     """Compute [N] float32 log-probabilities, in nats, of the target tokens under the head's matrix `weight_VD`.
 
-    For targets with `is_logit` the result is the logit. With a teacher (`compared`) it is the divergence.
+    For targets with `is_logit` the result is the logit. With a teacher (`teacher`) it is the divergence.
     """
-    if wanted.compared is not None:
+    if targets.teacher is not None:
         # Per target token, not per slot: the teachers of one slot's targets may have different contexts.
-        divergences_N: Tensor = _Divergences.apply(x_MD[wanted.slot], weight_VD, wanted, wanted.compared)
+        divergences_N: Tensor = _Divergences.apply(x_MD[targets.slot], weight_VD, targets, targets.teacher)
         return divergences_N
-    logps_N: Tensor = _WantedLogps.apply(x_MD, weight_VD, wanted)
+    logps_N: Tensor = _TargetLogps.apply(x_MD, weight_VD, targets)
     return logps_N
 
 
-class _WantedLogps(torch.autograd.Function):
+class _TargetLogps(torch.autograd.Function):
     """Chunked log-probabilities. The explicit backward pass needs one tensor of a chunk's logits, autograd's four."""
 
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
-        ctx.wanted, ctx.kept = wanted, []
-        most_kept = _MOST_KEPT_CPU if x_MD.device.type == "cpu" else MOST_KEPT_GPU
-        is_kept = any(ctx.needs_input_grad) and len(x_MD) * len(weight_VD) <= most_kept
+    def forward(ctx: Any, x_MD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor:
+        ctx.targets, ctx.kept = targets, []
+        max_kept = _MAX_KEPT_CPU if x_MD.device.type == "cpu" else MAX_KEPT_GPU
+        is_kept = any(ctx.needs_input_grad) and len(x_MD) * len(weight_VD) <= max_kept
         parts, tokens = [], []
-        for rows, slot_N, inside in _chunks(x_MD, weight_VD, wanted):
-            logps_CV, values_N, token_N = _scored(x_MD[rows], weight_VD, wanted, slot_N, inside)
+        for rows, slot_N, inside in _chunks(x_MD, weight_VD, targets):
+            logps_CV, values_N, token_N = _scored(x_MD[rows], weight_VD, targets, slot_N, inside)
             parts.append(values_N)
             tokens.append(token_N)
             if is_kept:
@@ -65,18 +65,18 @@ class _WantedLogps(torch.autograd.Function):
         of_x, of_weight = ctx.needs_input_grad[:2]
         grad_x_MD = torch.empty_like(x_MD) if of_x else None
         grad_weight_VD = None
-        for rows, slot_N, inside in _chunks(x_MD, weight_VD, ctx.wanted):
+        for rows, slot_N, inside in _chunks(x_MD, weight_VD, ctx.targets):
             # Kept log-probabilities are overwritten below: a second backward pass recomputes them.
-            logps_CV = ctx.kept.pop(0) if ctx.kept else _log_softmax(_logits(x_MD[rows], weight_VD, ctx.wanted))
+            logps_CV = ctx.kept.pop(0) if ctx.kept else _log_softmax(_logits(x_MD[rows], weight_VD, ctx.targets))
             # Gradient of the log softmax: the incoming gradient at the token, minus each id's probability times the sum
             # of the incoming gradients. For a raw logit, the first term alone.
-            is_logit_N = ctx.wanted.is_logit
+            is_logit_N = ctx.targets.is_logit
             of_logps_N = grad_N[inside] if is_logit_N is None else grad_N[inside].masked_fill(is_logit_N[inside], 0.0)
             total_C = grad_N.new_zeros(len(logps_CV)).index_add_(0, slot_N, of_logps_N)
             grad_CV = logps_CV.exp_().mul_(-total_C[:, None])
             grad_CV.index_put_((slot_N, token_N[inside]), grad_N[inside], accumulate=True)
-            if ctx.wanted.temperature != 1.0:
-                grad_CV /= ctx.wanted.temperature
+            if ctx.targets.temperature != 1.0:
+                grad_CV /= ctx.targets.temperature
             grad_CV = grad_CV.to(x_MD.dtype)
             if grad_x_MD is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_x_MD[rows])
@@ -91,11 +91,13 @@ class _Divergences(torch.autograd.Function):
     """Chunked divergence between policy and teacher at N slots. The backward pass recomputes both distributions."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, wanted: Wanted, compared: Compared) -> Tensor:
-        ctx.wanted, ctx.compared = wanted, compared
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets: Targets, teacher: TeacherStates) -> Tensor:
+        ctx.targets, ctx.teacher = targets, teacher
         ctx.save_for_backward(x_ND, weight_VD)
         parts = [
-            _divergence(*_both(x_ND[rows], compared.stream[rows], weight_VD, wanted, compared), compared)
+            _divergence(
+                *_policy_and_teacher(x_ND[rows], teacher.head_input[rows], weight_VD, targets, teacher), teacher
+            )
             for rows in _even_chunks(x_ND, weight_VD)
         ]
         return torch.cat(parts)
@@ -108,10 +110,10 @@ class _Divergences(torch.autograd.Function):
         grad_x_ND = torch.zeros_like(x_ND) if of_x else None
         grad_weight_VD = torch.zeros_like(weight_VD) if of_weight else None
         for rows in _even_chunks(x_ND, weight_VD):
-            both = _both(x_ND[rows], ctx.compared.stream[rows], weight_VD, ctx.wanted, ctx.compared)
-            grad_CV = _slope(*both, ctx.compared).mul_(grad_N[rows, None])
-            if ctx.wanted.temperature != 1.0:
-                grad_CV /= ctx.wanted.temperature
+            logps = _policy_and_teacher(x_ND[rows], ctx.teacher.head_input[rows], weight_VD, ctx.targets, ctx.teacher)
+            grad_CV = _divergence_gradient(*logps, ctx.teacher).mul_(grad_N[rows, None])
+            if ctx.targets.temperature != 1.0:
+                grad_CV /= ctx.targets.temperature
             grad_CV = grad_CV.to(x_ND.dtype)
             if grad_x_ND is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_x_ND[rows])
@@ -120,51 +122,51 @@ class _Divergences(torch.autograd.Function):
         return grad_x_ND, grad_weight_VD, None, None
 
 
-def _both(
-    x_CD: Tensor, stream_CD: Tensor, weight_VD: Tensor, wanted: Wanted, compared: Compared
+def _policy_and_teacher(
+    x_CD: Tensor, head_input_CD: Tensor, weight_VD: Tensor, targets: Targets, teacher: TeacherStates
 ) -> tuple[Tensor, Tensor]:
     """Compute [C, V] the policy's log-probabilities, and the teacher's minus them; 0 for ids without probability."""
-    ours_CV = _log_softmax(_logits(x_CD, weight_VD, wanted))
-    more_CV = _log_softmax(_logits(stream_CD, compared.weight, wanted)) - ours_CV
-    for excluded in _excluded(wanted):
-        more_CV[:, excluded] = 0.0
-    return ours_CV, more_CV
+    ours_CV = _log_softmax(_logits(x_CD, weight_VD, targets))
+    log_ratio_CV = _log_softmax(_logits(head_input_CD, teacher.weight, targets)) - ours_CV
+    for excluded in _excluded(targets):
+        log_ratio_CV[:, excluded] = 0.0
+    return ours_CV, log_ratio_CV
 
 
-def _counted(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> tuple[Tensor, Tensor]:
+def _top_k_probabilities(ours_CV: Tensor, log_ratio_CV: Tensor, teacher: TeacherStates) -> tuple[Tensor, Tensor]:
     """Compute the probabilities [C, V] of policy and teacher; 0 outside the teacher's top k."""
-    theirs_CV = ours_CV + more_CV
+    theirs_CV = ours_CV + log_ratio_CV
     ours_CV = ours_CV.exp()
-    if compared.top_k is not None and compared.top_k < theirs_CV.shape[1]:
+    if teacher.top_k is not None and teacher.top_k < theirs_CV.shape[1]:
         is_left_out_CV = torch.ones_like(theirs_CV, dtype=torch.bool)
         # By log-probabilities: most probabilities of a confident teacher underflow to 0 in float32, and would tie.
-        is_left_out_CV.scatter_(1, theirs_CV.topk(compared.top_k, dim=1).indices, value=False)
+        is_left_out_CV.scatter_(1, theirs_CV.topk(teacher.top_k, dim=1).indices, value=False)
         ours_CV.masked_fill_(is_left_out_CV, 0.0)
         theirs_CV.masked_fill_(is_left_out_CV, -torch.inf)
     return ours_CV, theirs_CV.exp_()
 
 
-def _divergence(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> Tensor:
+def _divergence(ours_CV: Tensor, log_ratio_CV: Tensor, teacher: TeacherStates) -> Tensor:
     """Compute the divergence [C], in nats."""
-    ours, theirs = _counted(ours_CV, more_CV, compared)
-    return (theirs.mul_(1 - compared.reverse_kl).sub_(ours, alpha=compared.reverse_kl) * more_CV).sum(dim=1)
+    ours, theirs = _top_k_probabilities(ours_CV, log_ratio_CV, teacher)
+    return (theirs.mul_(1 - teacher.reverse_kl).sub_(ours, alpha=teacher.reverse_kl) * log_ratio_CV).sum(dim=1)
 
 
-def _slope(ours_CV: Tensor, more_CV: Tensor, compared: Compared) -> Tensor:
+def _divergence_gradient(ours_CV: Tensor, log_ratio_CV: Tensor, teacher: TeacherStates) -> Tensor:
     """Compute the derivative [C, V] of the divergence by the policy's tempered logits.
 
     The derivative by its log-probabilities is -(1 - w) p(teacher) + w p(policy) (1 - more). The log softmax subtracts
     from it each id's probability times its sum.
     """
-    ours, theirs = _counted(ours_CV, more_CV, compared)
-    slope_CV = ours.mul_(1 - more_CV).mul_(compared.reverse_kl).sub_(theirs, alpha=1 - compared.reverse_kl)
-    return slope_CV.addcmul_(ours_CV.exp(), slope_CV.sum(dim=1, keepdim=True), value=-1.0)
+    ours, theirs = _top_k_probabilities(ours_CV, log_ratio_CV, teacher)
+    gradient_CV = ours.mul_(1 - log_ratio_CV).mul_(teacher.reverse_kl).sub_(theirs, alpha=1 - teacher.reverse_kl)
+    return gradient_CV.addcmul_(ours_CV.exp(), gradient_CV.sum(dim=1, keepdim=True), value=-1.0)
 
 
 def _chunk_size(x_MD: Tensor, weight_VD: Tensor) -> int:
     """Return the number of slots of a chunk."""
-    most = _MOST_LOGITS_CPU if x_MD.device.type == "cpu" else MOST_LOGITS_GPU
-    return max(1, most // len(weight_VD))
+    max_logits = _MAX_LOGITS_CPU if x_MD.device.type == "cpu" else MAX_LOGITS_GPU
+    return max(1, max_logits // len(weight_VD))
 
 
 def _even_chunks(x_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
@@ -174,32 +176,32 @@ def _even_chunks(x_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
         yield slice(begin, begin + size)
 
 
-def _chunks(x_MD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Iterator[tuple[slice, Tensor, slice]]:
+def _chunks(x_MD: Tensor, weight_VD: Tensor, targets: Targets) -> Iterator[tuple[slice, Tensor, slice]]:
     """Yield for each chunk: its slots, its targets' slots counted within it, and its targets' range among all N."""
     size = _chunk_size(x_MD, weight_VD)
     # Without scored slots there is one empty chunk.
     begins = range(0, max(1, len(x_MD)), size)
-    slot_N = wanted.slot if wanted.slot_on_host is None else wanted.slot_on_host
+    slot_N = targets.slot if targets.slot_on_host is None else targets.slot_on_host
     ends = torch.searchsorted(slot_N, torch.tensor([*begins, len(x_MD)], device=slot_N.device)).tolist()
     for index, begin in enumerate(begins):
         inside = slice(ends[index], ends[index + 1])
-        yield slice(begin, begin + size), wanted.slot[inside] - begin, inside
+        yield slice(begin, begin + size), targets.slot[inside] - begin, inside
 
 
-def _logits(x_CD: Tensor, weight_VD: Tensor, wanted: Wanted) -> Tensor:
+def _logits(x_CD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor:
     """Compute the logits [C, V], divided by the temperature, with -inf for excluded ids."""
-    logits_CV = _in_float32(x_CD, weight_VD) if wanted.float32_head else F.linear(x_CD, weight_VD)
-    if wanted.temperature != 1.0:
-        logits_CV = logits_CV.float().div_(wanted.temperature)
+    logits_CV = _in_float32(x_CD, weight_VD) if targets.float32_head else F.linear(x_CD, weight_VD)
+    if targets.temperature != 1.0:
+        logits_CV = logits_CV.float().div_(targets.temperature)
     # One by one: there are few, and an index tensor would have to be copied to the device.
-    for excluded in _excluded(wanted):
+    for excluded in _excluded(targets):
         logits_CV[:, excluded] = -torch.inf
     return logits_CV
 
 
-def _excluded(wanted: Wanted) -> tuple[int, ...]:
+def _excluded(targets: Targets) -> tuple[int, ...]:
     """Return the ids that have no probability."""
-    return (*wanted.forbidden_ids, *([wanted.mask_id] if wanted.excludes_mask_id else []))
+    return (*targets.forbidden_ids, *([targets.mask_id] if targets.excludes_mask_id else []))
 
 
 def _in_float32(x_CD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -215,13 +217,13 @@ def _log_softmax(logits_CV: Tensor) -> Tensor:
 
 
 def _scored(
-    x_CD: Tensor, weight_VD: Tensor, wanted: Wanted, slot_N: Tensor, inside: slice
+    x_CD: Tensor, weight_VD: Tensor, targets: Targets, slot_N: Tensor, inside: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute a chunk's log-probabilities [C, V], and its targets' values [N] and tokens [N]."""
-    logits_CV, token_N = _logits(x_CD, weight_VD, wanted), wanted.token[inside]
+    logits_CV, token_N = _logits(x_CD, weight_VD, targets), targets.token[inside]
     logps_CV = _log_softmax(logits_CV)
-    if wanted.is_logit is None:
+    if targets.is_logit is None:
         return logps_CV, logps_CV[slot_N, token_N], token_N
     token_N = torch.where(token_N < 0, logits_CV.argmax(dim=-1)[slot_N], token_N)
     logit_N = logits_CV[slot_N, token_N].float()
-    return logps_CV, torch.where(wanted.is_logit[inside], logit_N, logps_CV[slot_N, token_N]), token_N
+    return logps_CV, torch.where(targets.is_logit[inside], logit_N, logps_CV[slot_N, token_N]), token_N

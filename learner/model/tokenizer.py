@@ -126,14 +126,16 @@ class ChatTokenizer:
         prefix: str = "",
         *,
         template: Mapping[str, Any] | None = None,
-        adds_special: bool = False,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """Encode the prompt of a conversation (messages of `role` and `content`), up to the assistant's turn.
 
         With a `prefix`, which every answer is forced to begin with, it ends after that. `template` holds variables that
         the chat template defines.
         """
-        return self.encode_text(self.chat_text(messages, template=template) + prefix, adds_special=adds_special)
+        return self.encode_text(
+            self.chat_text(messages, template=template) + prefix, add_special_tokens=add_special_tokens
+        )
 
     def chat_text(
         self,
@@ -166,14 +168,14 @@ class ChatTokenizer:
         """Source text of the chat template; empty if there is none."""
         return str(self._tokenizer.chat_template or "")
 
-    def encode_completion(self, text: str) -> list[int]:
+    def encode_plain(self, text: str) -> list[int]:
         """Encode a text without adding special tokens around it."""
-        return self.encode_text(text, adds_special=False)
+        return self.encode_text(text, add_special_tokens=False)
 
-    def encode_text(self, text: str, *, adds_special: bool) -> list[int]:
-        """Encode a text, with its special tokens as tokens; `adds_special` adds those around a text (BOS, EOS)."""
+    def encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Encode a text, special tokens in it included; `add_special_tokens` adds those around a text (BOS, EOS)."""
         # Not verbose: it would warn of texts longer than the policy's canvas, which are truncated elsewhere.
-        return list(self._tokenizer(text, add_special_tokens=adds_special, verbose=False)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode the text of a completion, without special tokens."""

@@ -21,24 +21,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from learner.model.attention.rotary import is_inference, rope_tables, rotate
-from learner.model.attention.rows import RaggedRows
-from learner.model.attention.visible import (
+from learner.model.attention.masks import (
+    AttentionMask,
     Pattern,
-    Visible,
-    beside_clean,
-    make_visible,
-    partly_opened,
+    annealed,
+    block_causal,
+    clean_and_noisy,
+    make_mask,
     positions_in_documents,
-    up_to_own_block,
     within_documents,
 )
-from learner.model.attention.within import WithinRows
+from learner.model.attention.rotary import is_inference, rope_tables, rotate
+from learner.model.attention.rows import RaggedRows
+from learner.model.attention.varlen import VarlenAttention
 from learner.model.config import TransformerConfig
-from learner.model.memory import LayerMemory, Memory
+from learner.model.kv_cache import KVCache, LayerKVCache
 from learner.model.moe.experts import SparseMLP
-from learner.model.scoring import wanted_logps
-from learner.model.wanted import Wanted
+from learner.model.scoring import score_targets
+from learner.model.targets import Targets
 
 
 class Attention(nn.Module):
@@ -57,34 +57,36 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_BLD: Tensor, places: Places, asked: Asked | None, memory: LayerMemory | None) -> Tensor:
-        """Compute the attention output [B, L, D], or [N, D] of `asked`, before the residual addition."""
-        k_BKLE = rotate(self.k_norm(self._heads(self.k_proj(x_BLD), self.num_kv_heads)), places.rope)
+    def forward(
+        self, x_BLD: Tensor, inputs: AttentionInputs, queried: Queries | None, kv_cache: LayerKVCache | None
+    ) -> Tensor:
+        """Compute the attention output [B, L, D], or [N, D] of `queried`, before the residual addition."""
+        k_BKLE = rotate(self.k_norm(self._heads(self.k_proj(x_BLD), self.num_kv_heads)), inputs.rope)
         v_BKLE = self._heads(self.v_proj(x_BLD), self.num_kv_heads)
-        if memory is not None:
-            k_BKLE, v_BKLE = memory.update(places.columns, k_BKLE, v_BKLE)
-        rope = places.rope
-        if asked is not None:
-            x_BLD, rope = asked.of_rows(x_BLD), asked.of_rope(rope)
+        if kv_cache is not None:
+            k_BKLE, v_BKLE = kv_cache.update(inputs.columns, k_BKLE, v_BKLE)
+        rope = inputs.rope
+        if queried is not None:
+            x_BLD, rope = queried.of_rows(x_BLD), queried.of_rope(rope)
         q_BHQE = rotate(self.q_norm(self._heads(self.q_proj(x_BLD), self.num_heads)), rope)
-        visible = places.visible if asked is None else places.visible_to_asked
-        mixed_BHQE = self._attend(q_BHQE, k_BKLE, v_BKLE, visible)
+        mask = inputs.mask if queried is None else inputs.query_mask
+        mixed_BHQE = self._attend(q_BHQE, k_BKLE, v_BKLE, mask)
         mixed_BQD = mixed_BHQE.transpose(1, 2).flatten(2)
-        return self.out_proj(mixed_BQD if asked is None else asked.scored(mixed_BQD))
+        return self.out_proj(mixed_BQD if queried is None else queried.scored(mixed_BQD))
 
-    def _attend(self, q_BHQE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, visible: Visible) -> Tensor:
-        if isinstance(visible, WithinRows):
-            return visible.attend(q_BHQE, k_BKLE, v_BKLE)
+    def _attend(self, q_BHQE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, mask: AttentionMask) -> Tensor:
+        if isinstance(mask, VarlenAttention):
+            return mask.attend(q_BHQE, k_BKLE, v_BKLE)
         is_grouped = self.is_grouped
-        if isinstance(visible, BlockMask):
-            mixed = flex_attention(q_BHQE, k_BKLE, v_BKLE, block_mask=visible, enable_gqa=is_grouped)
+        if isinstance(mask, BlockMask):
+            mixed = flex_attention(q_BHQE, k_BKLE, v_BKLE, block_mask=mask, enable_gqa=is_grouped)
             assert isinstance(mixed, Tensor), "without statistics it is the output alone"
             return mixed
-        if is_grouped and visible is not None:
+        if is_grouped and mask is not None:
             # No fused GPU kernel supports grouped heads together with a mask.
             copies, is_grouped = self.num_heads // self.num_kv_heads, False
             k_BKLE, v_BKLE = k_BKLE.repeat_interleave(copies, dim=1), v_BKLE.repeat_interleave(copies, dim=1)
-        return F.scaled_dot_product_attention(q_BHQE, k_BKLE, v_BKLE, attn_mask=visible, enable_gqa=is_grouped)
+        return F.scaled_dot_product_attention(q_BHQE, k_BKLE, v_BKLE, attn_mask=mask, enable_gqa=is_grouped)
 
     def _heads(self, x_BLD: Tensor, num_heads: int) -> Tensor:
         return x_BLD.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
@@ -130,12 +132,16 @@ class Block(nn.Module):
         self.mlp = _feed_forward(config, layer)
 
     def forward(
-        self, x_BLD: Tensor, places: Places, asked: Asked | None = None, memory: LayerMemory | None = None
+        self,
+        x_BLD: Tensor,
+        inputs: AttentionInputs,
+        queried: Queries | None = None,
+        kv_cache: LayerKVCache | None = None,
     ) -> Tensor:
-        """Compute the residual stream after this block: [B, L, D], or [N, D] of `asked`."""
-        mixed = self.attn(self.attn_norm(x_BLD), places, asked, memory)
+        """Compute the residual stream after this block: [B, L, D], or [N, D] of `queried`."""
+        mixed = self.attn(self.attn_norm(x_BLD), inputs, queried, kv_cache)
         # In place: the attention output is a new tensor, and no gradient needs its value before the addition.
-        x = mixed.add_(x_BLD if asked is None else asked.scored(asked.of_rows(x_BLD)))
+        x = mixed.add_(x_BLD if queried is None else queried.scored(queried.of_rows(x_BLD)))
         after: Tensor = self.mlp(self.mlp_norm(x))
         # Not in place for experts: their output is a view, and an in-place addition would remove FSDP's hook.
         return after + x if isinstance(self.mlp, SparseMLP) else after.add_(x)
@@ -168,15 +174,15 @@ class Transformer(nn.Module):
         queries_BQ: Tensor | None = None,
         scored_N: Tensor | None = None,
         *,
-        memory: Memory | None = None,
+        kv_cache: KVCache | None = None,
         columns_BL: Tensor | None = None,
         documents_BL: Tensor | None = None,
         block_lengths_B: Tensor | None = None,
-        chunks_BL: Tensor | None = None,
+        states_BL: Tensor | None = None,
         ragged: RaggedRows | None = None,
-        opened_SS: Tensor | None = None,
+        annealing_mask_SS: Tensor | None = None,
         flex: bool = False,
-        wanted: Wanted | None = None,
+        targets: Targets | None = None,
         before_head: bool = False,
     ) -> Tensor:
         """Compute the logits of canvases, or the log-probabilities of target tokens.
@@ -188,31 +194,30 @@ class Transformer(nn.Module):
                 on these alone. None: all columns.
             scored_N: the queried slots, as indices into the flattened [B * Q], that the last feed-forward and the head
                 run on. None: all.
-            memory: KV cache of the whole canvases from earlier forwards; this forward's keys and values are written to
-                it.
-            columns_BL: columns of `ids_BL` in their canvases, if they are only a part of them; with `memory` or
-                `chunks_BL`.
+            kv_cache: of the whole canvases, from earlier forwards; this forward's keys and values are written to it.
+            columns_BL: columns of `ids_BL` in their canvases, if they are only a part of them; with `kv_cache` or
+                `states_BL`.
             documents_BL: document of each slot, for rows of several contiguous documents; padding is a document too.
-                Positions count from 0 in each, and no slot sees another document. Excludes `lengths_B` and `memory`.
+                Positions count from 0 in each, and no slot sees another document. Excludes `lengths_B` and `kv_cache`.
                 None: a row is one canvas.
             block_lengths_B: block length of each row, for block-causal policies alone. None: the config's
                 `block_length`.
-            chunks_BL: for block-causal policies, for rows of a clean canvas and noisy states of its blocks
-                (`beside_clean`): the state of each slot, `CLEAN` for the canvas, `FILL` for padding. `columns_BL` is
-                then each slot's column in the canvas. Excludes `lengths_B` and `memory`.
+            states_BL: for block-causal policies, for rows of a clean canvas and noisy states of its blocks
+                (`clean_and_noisy`): the state of each slot, `CLEAN` for the canvas, `PADDING` for padding. `columns_BL`
+                is then each slot's column in the canvas. Excludes `lengths_B` and `kv_cache`.
             ragged: for bidirectional policies: the rows that are concatenated without padding in `ids_BL`, a single
                 row. Positions count from 0 in each, and no slot sees another row. `queries_BQ` has as many columns as
-                `ragged.asked` counts. Excludes all other arguments that restrict attention.
-            opened_SS: an attention mask over the columns of a canvas, applied on top of the policy's own, for attention
-                annealing (`learner/sft/annealing.py`); not with `memory`. None: the policy's own attention.
+                `ragged.queries` counts. Excludes all other arguments that restrict attention.
+            annealing_mask_SS: an attention mask over the columns of a canvas, applied on top of the policy's own, for
+                attention annealing (`learner/sft/annealing.py`); not with `kv_cache`. None: the policy's own attention.
             flex: use FlexAttention, which skips hidden slots, instead of a mask. Meant to be compiled, and for
                 inference only.
-            wanted: target tokens at the scored slots; only their log-probabilities are computed.
+            targets: target tokens at the scored slots; only their log-probabilities are computed.
             before_head: return the head's input, [N, D], instead of logits.
 
         Returns:
-            [N, V] with `scored_N`, otherwise [B, Q, V] (Q = L without `queries_BQ`). With `wanted`, a float32 [N]: the
-            log-probability in nats of each target, or what else `Wanted` requests.
+            [N, V] with `scored_N`, otherwise [B, Q, V] (Q = L without `queries_BQ`). With `targets`, a float32 [N]: the
+            log-probability in nats of each target, or what else `Targets` requests.
 
         Raises:
             ValueError: the canvas is longer than `max_sequence_length`.
@@ -223,30 +228,30 @@ class Transformer(nn.Module):
             positions_BL = columns_BL if ragged is None else ragged.positions
         queries_BQ = self._all_columns(ids_BL) if queries_BQ is None else queries_BQ
         queries_BQ = self._predicting(
-            queries_BQ, positions_BL, None if chunks_BL is None else self._block_length(block_lengths_B)
+            queries_BQ, positions_BL, None if states_BL is None else self._block_length(block_lengths_B)
         )
         shape = queries_BQ.shape if scored_N is None else scored_N.shape
         if scored_N is None:
             scored_N = torch.arange(queries_BQ.numel(), device=ids_BL.device)
-        places = self._places(
+        inputs = self._attention_inputs(
             ids_BL,
             queries_BQ,
             lengths_B=lengths_B,
-            memory=memory,
+            kv_cache=kv_cache,
             positions_BL=positions_BL,
             columns_BL=columns_BL,
             documents_BL=documents_BL,
             block_lengths_B=block_lengths_B,
-            chunks_BL=chunks_BL,
+            states_BL=states_BL,
             ragged=ragged,
-            opened_SS=opened_SS,
+            annealing_mask_SS=annealing_mask_SS,
             flex=flex,
         )
-        x_ND = self._stream(ids_BL, places, Asked(queries_BQ, scored_N), memory)
+        x_ND = self._head_input(ids_BL, inputs, Queries(queries_BQ, scored_N), kv_cache)
         if before_head:
             return x_ND
-        if wanted is not None:
-            return wanted_logps(x_ND, self._head_weight, wanted)
+        if targets is not None:
+            return score_targets(x_ND, self._head_weight, targets)
         return self._logits(x_ND).view(*shape, self.config.vocab_size)
 
     @property
@@ -268,7 +273,7 @@ class Transformer(nn.Module):
         Args:
             queries_BQ: the queried slots.
             positions_BL: position of each slot in its canvas or document; None: its column in the row.
-            block_length: block length, for rows with `chunks_BL`. The first slot of a state is then predicted by the
+            block_length: block length, for rows with `states_BL`. The first slot of a state is then predicted by the
                 last clean slot before its block, which a sampler has finished. The row begins with the clean canvas.
         """
         if positions_BL is None or not self.config.predicts_next:
@@ -285,7 +290,7 @@ class Transformer(nn.Module):
         """Return the block length: of each row, or the config's."""
         if block_lengths_B is not None:
             return block_lengths_B
-        assert self.config.block_length is not None, "it is asked of block-causal policies"
+        assert self.config.block_length is not None, "only block-causal policies have one"
         return self.config.block_length
 
     def pattern(self, lengths_B: Tensor | None, block_lengths_B: Tensor | None = None) -> Pattern | None:
@@ -296,72 +301,72 @@ class Transformer(nn.Module):
         this is the pattern of each: `within_documents` makes that of the row.
         """
         if self.config.is_block_causal:
-            return up_to_own_block(self._block_length(block_lengths_B), lengths_B)
+            return block_causal(self._block_length(block_lengths_B), lengths_B)
         assert block_lengths_B is None, "nothing is hidden by blocks here"
         return None if lengths_B is None else lambda row, _query, column: column < lengths_B[row]
 
-    def _places(
+    def _attention_inputs(
         self,
         ids_BL: Tensor,
         queries_BQ: Tensor,
         *,
         lengths_B: Tensor | None,
-        memory: Memory | None,
+        kv_cache: KVCache | None,
         positions_BL: Tensor | None,
         columns_BL: Tensor | None,
         documents_BL: Tensor | None,
         block_lengths_B: Tensor | None,
-        chunks_BL: Tensor | None,
+        states_BL: Tensor | None,
         ragged: RaggedRows | None,
-        opened_SS: Tensor | None,
+        annealing_mask_SS: Tensor | None,
         flex: bool,
-    ) -> Places:
+    ) -> AttentionInputs:
         """Compute the slots' rotary tables and attention masks, shared by all blocks.
 
         `positions_BL` are the slots' positions in their canvases or documents; None: their columns in the row. The
         other arguments are those of `forward`.
         """
         if ragged is not None:
-            assert opened_SS is None, "one kernel attends within whole rows"
-            return self._places_in_rows(ragged)
-        width = ids_BL.shape[1] if memory is None else memory.width
+            assert annealing_mask_SS is None, "one kernel attends within whole rows"
+            return self._varlen_inputs(ragged)
+        width = ids_BL.shape[1] if kv_cache is None else kv_cache.width
         # Rows with chunks may exceed the limit: they hold a canvas and states of its blocks.
-        if chunks_BL is None:
+        if states_BL is None:
             self._check_width(width)
-        sees = self.pattern(lengths_B, block_lengths_B)
-        own_BL, asked_BQ = self._all_columns(ids_BL), queries_BQ
-        if chunks_BL is not None:
-            assert sees is not None, "everyone sees everyone only where attention is bidirectional"
+        pattern = self.pattern(lengths_B, block_lengths_B)
+        own_BL, queried_BQ = self._all_columns(ids_BL), queries_BQ
+        if states_BL is not None:
+            assert pattern is not None, "everyone sees everyone only where attention is bidirectional"
             assert columns_BL is not None, "a state's slots stand where its block does"
             assert lengths_B is None, "what fills a row is a chunk of its own"
-            assert memory is None, "a memory is of whole canvases"
-            sees = beside_clean(sees, chunks_BL, columns_BL)
+            assert kv_cache is None, "a KV cache holds whole canvases"
+            pattern = clean_and_noisy(pattern, states_BL, columns_BL)
         elif columns_BL is not None:
-            own_BL, asked_BQ = columns_BL, columns_BL.gather(1, queries_BQ)
+            own_BL, queried_BQ = columns_BL, columns_BL.gather(1, queries_BQ)
         if documents_BL is not None:
             assert lengths_B is None, "what fills a row is a document of its own"
-            assert memory is None, "a memory is of whole canvases"
+            assert kv_cache is None, "a KV cache holds whole canvases"
             assert positions_BL is not None, "documents have places"
-            sees = within_documents(sees, documents_BL, positions_BL)
-        if opened_SS is not None:
-            assert memory is None, "what is remembered was seen under open attention"
-            sees = partly_opened(sees, opened_SS, positions_BL)
-        return Places(
+            pattern = within_documents(pattern, documents_BL, positions_BL)
+        if annealing_mask_SS is not None:
+            assert kv_cache is None, "cached keys and values are of open attention"
+            pattern = annealed(pattern, annealing_mask_SS, positions_BL)
+        return AttentionInputs(
             rope=self._rope(width, positions_BL, ids_BL.device),
             columns=columns_BL,
-            visible=make_visible(sees, own_BL, width, flex=flex),
-            visible_to_asked=make_visible(sees, asked_BQ, width, flex=flex),
+            mask=make_mask(pattern, own_BL, width, flex=flex),
+            query_mask=make_mask(pattern, queried_BQ, width, flex=flex),
         )
 
-    def _places_in_rows(self, ragged: RaggedRows) -> Places:
-        """Compute `_places` of concatenated rows."""
+    def _varlen_inputs(self, ragged: RaggedRows) -> AttentionInputs:
+        """Compute `_attention_inputs` of concatenated rows."""
         assert self.pattern(None) is None, "within a row everyone sees everyone"
         self._check_width(ragged.tokens.longest)
-        return Places(
+        return AttentionInputs(
             rope=self._rope(ragged.tokens.longest, ragged.positions, ragged.positions.device),
             columns=None,
-            visible=WithinRows(queries=ragged.tokens, keys=ragged.tokens),
-            visible_to_asked=WithinRows(queries=ragged.asked, keys=ragged.tokens),
+            mask=VarlenAttention(queries=ragged.tokens, keys=ragged.tokens),
+            query_mask=VarlenAttention(queries=ragged.queries, keys=ragged.tokens),
         )
 
     def _check_width(self, width: int) -> None:
@@ -370,13 +375,15 @@ class Transformer(nn.Module):
                 f"a canvas of {width} tokens exceeds max_sequence_length {self.config.max_sequence_length}"
             )
 
-    def _stream(self, ids_BL: Tensor, places: Places, asked: Asked, memory: Memory | None) -> Tensor:
+    def _head_input(
+        self, ids_BL: Tensor, inputs: AttentionInputs, queried: Queries, kv_cache: KVCache | None
+    ) -> Tensor:
         """Compute the head's input [N, D]: the normalised residual stream of the scored slots after the last block."""
         x_BLD = self.embed(ids_BL)
         last = len(self.blocks) - 1
         for index, block in enumerate(self.blocks):
-            of_layer = None if memory is None else memory.layer(index)
-            x_BLD = block(x_BLD, places, asked if index == last else None, of_layer)
+            of_layer = None if kv_cache is None else kv_cache.layer(index)
+            x_BLD = block(x_BLD, inputs, queried if index == last else None, of_layer)
         return self.norm(x_BLD)
 
     def _rope(self, width: int, positions_BL: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -403,20 +410,20 @@ class Transformer(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class AttentionInputs:
     """Positions and attention masks of a batch's slots, shared by all blocks."""
 
     rope: tuple[Tensor, Tensor]
     """Cosines and sines, [L, E] or [B, 1, L, E]."""
     columns: Tensor | None
     """[B, L] columns of the slots in their canvases; None: 0, 1, 2, ..."""
-    visible: Visible
+    mask: AttentionMask
     """Attention mask of all slots."""
-    visible_to_asked: Visible
+    query_mask: AttentionMask
     """Attention mask of the queried slots."""
 
 
-class Asked:
+class Queries:
     """Predicted slots: a grid [B, Q] of columns, of which those at `scored_N` (indices into B * Q) are scored."""
 
     def __init__(self, queries_BQ: Tensor, scored_N: Tensor) -> None:

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 Coefficient = Annotated[float, Field(ge=0)]
 
-MOST_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before they are exponentiated: e^89 overflows float32, and inf times an advantage of 0
 is NaN. (verl's bound; a ratio of 5e8 estimates nothing.)"""
 
 
-def bounded(log_ratios: Tensor) -> Tensor:
-    """Clamp log-ratios to `MOST_LOG_RATIO`, with no gradient beyond it."""
-    return log_ratios.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+def clamp_log_ratios(log_ratios: Tensor) -> Tensor:
+    """Clamp log-ratios to `MAX_LOG_RATIO`, with no gradient beyond it."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def is_cut(log_ratios: Tensor) -> Tensor:
-    """Return 1 where `bounded` changes a log-ratio, else 0, for a metric."""
-    return (log_ratios.detach().abs() > MOST_LOG_RATIO).float()
+def is_clamped(log_ratios: Tensor) -> Tensor:
+    """Return 1 where `clamp_log_ratios` changes a log-ratio, else 0, for a metric."""
+    return (log_ratios.detach().abs() > MAX_LOG_RATIO).float()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,20 +97,20 @@ class Objective(Protocol):
         """Whether terms are compared with a teacher's distributions: `Logps.new` then holds divergences."""
 
     @property
-    def weighs_rows(self) -> bool:
+    def precomputes_row_weights(self) -> bool:
         """Whether the reference only gives row weights, once before the first update, and no update uses it."""
 
     @property
     def needs_float32_head(self) -> bool:
         """Whether rounding logits to half precision would change the loss materially."""
 
-    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+    def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Return why it cannot be combined with an estimator, or with such a policy lag; None if it can.
 
-        Checks that all objectives share are in `unfit` (`learner/objectives/fitting.py`).
+        Checks that all objectives share are in `shared_incompatibility` (`learner/objectives/compatibility.py`).
         """
 
-    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+    def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return why it cannot learn from completions of such a sampler; None if it can."""
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:

@@ -15,8 +15,8 @@ from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
-from learner.objectives.base import Coefficient, Logps, Loss, bounded, is_cut
-from learner.objectives.fitting import unfit
+from learner.objectives.base import Coefficient, Logps, Loss, clamp_log_ratios, is_clamped
+from learner.objectives.compatibility import shared_incompatibility
 from learner.objectives.order import order_logps
 from learner.objectives.units import Normalize, RowFacts, Units, units_of
 
@@ -41,7 +41,7 @@ def kl_estimate(kind: Kl, difference: Tensor) -> Tensor:
         return -difference
     if kind is Kl.K2:
         return difference.square() / 2
-    difference = bounded(difference)
+    difference = clamp_log_ratios(difference)
     return difference.exp() - difference - 1
 
 
@@ -53,7 +53,7 @@ class ClippedRatioConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    weighs_rows: ClassVar[bool] = False
+    precomputes_row_weights: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
@@ -129,25 +129,25 @@ class ClippedRatioConfig(BaseModel):
         """Whether the KL is to the reference."""
         return self.kl_coef > 0 and self.kl_against == "reference"
 
-    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+    def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Return why it does not fit: a ratio to the sampler's record needs scores in the same states, at any lag."""
         own = (
             "objective.old is sampler: the estimator must be trajectory with steps_per_segment: 1, law: sampler "
             "and no p_mask_prompt, or its likelihoods are not comparable with the recorded ones"
         )
         takes_recorded = self.old == "sampler"
-        return unfit(
+        return shared_incompatibility(
             self,
             estimator,
             max_staleness,
-            own=own if takes_recorded and not estimator.facts.replays else None,
+            own=own if takes_recorded and not estimator.facts.matches_sampler_record else None,
             takes_order=self.order_temperature is not None,
             takes_stale=takes_recorded,
         )
 
-    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+    def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return why the ratio cannot use the sampler's record, if it is configured to; None if it can."""
-        if self.old == "sampler" and not (sampler.records_law and sampler.draws_law):
+        if self.old == "sampler" and not (sampler.has_reproducible_logps and sampler.has_exact_logps):
             return (
                 "objective.old is sampler; a sampler with a cache, guidance, top_p, top_k or sample_then_select "
                 "does not record the likelihoods that replay"
@@ -187,7 +187,7 @@ class ClippedRatioConfig(BaseModel):
 
     def _surrogate(self, log_ratio_U: Tensor, advantages_U: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute PPO's loss [U] and its metrics."""
-        ratio_U = bounded(log_ratio_U).exp()
+        ratio_U = clamp_log_ratios(log_ratio_U).exp()
         clipped_U = ratio_U.clamp(
             -math.inf if self.clip_low is None else 1 - self.clip_low,
             math.inf if self.clip_high is None else 1 + self.clip_high,
@@ -195,7 +195,7 @@ class ClippedRatioConfig(BaseModel):
         lost_U = clipped_U * advantages_U < ratio_U * advantages_U
         return -(ratio_U * advantages_U).minimum(clipped_U * advantages_U), {
             "ratio": ratio_U.detach(),
-            "ratio_cut": is_cut(log_ratio_U),
+            "ratio_cut": is_clamped(log_ratio_U),
             "clip_ratio/low": (lost_U & (advantages_U < 0)).float(),
             "clip_ratio/high": (lost_U & (advantages_U > 0)).float(),
         }

@@ -20,7 +20,7 @@ from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.config import TransformerConfig
 from learner.objectives.base import Logps, Loss
-from learner.objectives.fitting import unfit
+from learner.objectives.compatibility import shared_incompatibility
 from learner.objectives.units import Normalize, RowFacts, units_of
 
 
@@ -29,7 +29,7 @@ class DistillationConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    weighs_rows: ClassVar[bool] = False
+    precomputes_row_weights: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
@@ -50,11 +50,11 @@ class DistillationConfig(BaseModel):
     top_k: PositiveInt | None = None
     """Sum both terms over only this many of the teacher's most likely tokens (OPDLM at 4B and 8B: 16); null: all."""
 
-    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+    def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Return the reason if the general checks fail; it works on any scored slots."""
-        return unfit(self, estimator, max_staleness)
+        return shared_incompatibility(self, estimator, max_staleness)
 
-    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+    def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it uses no record of the sampler."""
         return None
 
@@ -68,15 +68,15 @@ class DistillationConfig(BaseModel):
         )
 
 
-def read_causally(config: TransformerConfig) -> TransformerConfig:
+def causal_config(config: TransformerConfig) -> TransformerConfig:
     """Return the config of an autoregressive model with the same weights."""
     return config.model_copy(update={"block_length": 1, "predicts_next": True})
 
 
-def teacher_refusal(teacher: TransformerConfig, policy: TransformerConfig, canvas_tokens: int) -> str | None:
+def teacher_incompatibility(teacher: TransformerConfig, policy: TransformerConfig, canvas_tokens: int) -> str | None:
     """Return why a policy cannot learn from a teacher on canvases of `canvas_tokens`; None if it can."""
     try:
-        TransformerConfig.model_validate(read_causally(teacher).model_dump())
+        TransformerConfig.model_validate(causal_config(teacher).model_dump())
     except ValidationError:
         return (
             f"is a {teacher.family} policy, and no autoregressive model has its weights; name a checkpoint of one "

@@ -16,7 +16,7 @@ from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
-from learner.objectives.fitting import unfit
+from learner.objectives.compatibility import shared_incompatibility
 from learner.objectives.units import Normalize, RowFacts, group_softmax
 
 
@@ -30,7 +30,7 @@ class DistributionMatchingConfig(BaseModel):
     weigh_by_length: ClassVar[bool] = False
     needs_old: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = True
-    weighs_rows: ClassVar[bool] = True
+    precomputes_row_weights: ClassVar[bool] = True
     needs_float32_head: ClassVar[bool] = False
     level: ClassVar[Level] = Level.ROW
     normalize_by: ClassVar[Normalize] = Normalize.GROUP_SUM
@@ -40,12 +40,12 @@ class DistributionMatchingConfig(BaseModel):
     alpha: Annotated[float, Field(gt=0)] = 0.04
     """Temperature of the reward."""
 
-    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+    def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Return why it does not fit: it compares ELBOs, and needs estimator `elbo`."""
         own = f"objective {self.name} compares ELBOs: estimator must be elbo, not {estimator.name}"
-        return unfit(self, estimator, max_staleness, own=None if estimator.name == "elbo" else own)
+        return shared_incompatibility(self, estimator, max_staleness, own=None if estimator.name == "elbo" else own)
 
-    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+    def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it uses no record of the sampler."""
         return None
 
@@ -54,12 +54,12 @@ class DistributionMatchingConfig(BaseModel):
 
         rho is the reference's ELBO minus the old policy's, computed before the first update, under separate masks.
         """
-        assert rows.log_weights is not None, "the learner weighs rows where weighs_rows says so"
+        assert rows.log_weights is not None, "the learner weighs rows where precomputes_row_weights says so"
         elbo_B, importance_B = rows.values(terms, logps.new), rows.shares(terms)
         counts_B = importance_B > 0
         # A softmax within a group is the same for rewards and mean-centred advantages, which differ by a constant.
         tilt_B, of_groups = rows.advantages / self.alpha, (rows.groups, counts_B, rows.num_groups)
-        wanted_B = group_softmax(rows.log_weights + tilt_B, *of_groups)
-        unwanted_B = group_softmax(rows.log_weights - tilt_B, *of_groups)
-        loss_B = -(wanted_B - unwanted_B) * elbo_B / rows.sizes
+        positive_B = group_softmax(rows.log_weights + tilt_B, *of_groups)
+        negative_B = group_softmax(rows.log_weights - tilt_B, *of_groups)
+        loss_B = -(positive_B - negative_B) * elbo_B / rows.sizes
         return Loss(total=(loss_B * importance_B).sum())

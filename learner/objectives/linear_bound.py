@@ -15,8 +15,8 @@ from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
-from learner.objectives.base import Logps, Loss, bounded, is_cut
-from learner.objectives.fitting import unfit
+from learner.objectives.base import Logps, Loss, clamp_log_ratios, is_clamped
+from learner.objectives.compatibility import shared_incompatibility
 from learner.objectives.units import Normalize, RowFacts, units_of
 
 
@@ -25,7 +25,7 @@ class LinearBoundConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    weighs_rows: ClassVar[bool] = False
+    precomputes_row_weights: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
@@ -41,11 +41,11 @@ class LinearBoundConfig(BaseModel):
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
 
-    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+    def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Return why it does not fit: it sums over draws, each an estimate of the whole."""
-        return unfit(self, estimator, max_staleness, takes_draws=True)
+        return shared_incompatibility(self, estimator, max_staleness, takes_draws=True)
 
-    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+    def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it uses no record of the sampler."""
         return None
 
@@ -59,9 +59,9 @@ class LinearBoundConfig(BaseModel):
         size_U = rows.sizes[units.rows] if self.per_slot else 1.0
         log_ratio_U = units.sum(terms.weights * (logps.new - logps.old)) / size_U
         # 1 + d is a lower bound of the ratio; e^d is an upper bound, which a negative advantage makes a lower one.
-        bound_U = torch.where(advantages_U < 0, bounded(log_ratio_U).exp(), 1 + log_ratio_U)
+        bound_U = torch.where(advantages_U < 0, clamp_log_ratios(log_ratio_U).exp(), 1 + log_ratio_U)
         loss_U = -bound_U * advantages_U
         return Loss(
             total=(loss_U * units.importance).sum(),
-            per_unit={"ratio": bounded(log_ratio_U.detach()).exp(), "ratio_cut": is_cut(log_ratio_U)},
+            per_unit={"ratio": clamp_log_ratios(log_ratio_U.detach()).exp(), "ratio_cut": is_clamped(log_ratio_U)},
         )

@@ -16,7 +16,7 @@ from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
 from learner.objectives.base import Logps, Loss
-from learner.objectives.fitting import unfit
+from learner.objectives.compatibility import shared_incompatibility
 from learner.objectives.units import Normalize, RowFacts
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class PreferenceConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    weighs_rows: ClassVar[bool] = False
+    precomputes_row_weights: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = True
     needs_teacher: ClassVar[bool] = False
@@ -46,12 +46,12 @@ class PreferenceConfig(BaseModel):
     beta: Annotated[float, Field(gt=0)] = 0.1
     """DPO's beta: the scale of log-ratio differences."""
 
-    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+    def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Return why it does not fit: it compares ELBOs, and needs estimator `elbo`."""
         own = f"objective {self.name} compares ELBOs: estimator must be elbo, not {estimator.name}"
-        return unfit(self, estimator, max_staleness, own=None if estimator.name == "elbo" else own)
+        return shared_incompatibility(self, estimator, max_staleness, own=None if estimator.name == "elbo" else own)
 
-    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+    def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it uses no record of the sampler."""
         return None
 

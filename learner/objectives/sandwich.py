@@ -18,13 +18,13 @@ from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
 from learner.objectives.base import Logps, Loss
-from learner.objectives.fitting import unfit
+from learner.objectives.compatibility import shared_incompatibility
 from learner.objectives.units import Normalize, RowFacts, group_softmax, units_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MOST_LOG_WEIGHT = math.log(5.0)
+_MAX_LOG_WEIGHT = math.log(5.0)
 
 
 class SandwichConfig(BaseModel):
@@ -32,7 +32,7 @@ class SandwichConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    weighs_rows: ClassVar[bool] = False
+    precomputes_row_weights: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
@@ -62,11 +62,11 @@ class SandwichConfig(BaseModel):
         """Whether rows are self-normalised, which is within a group."""
         return self.self_normalized
 
-    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+    def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Return why it does not fit: its bounds need the masks of `block_masks`, and the upper one several draws."""
-        return unfit(self, estimator, max_staleness, own=self._own_refusal(estimator))
+        return shared_incompatibility(self, estimator, max_staleness, own=self._own_incompatibility(estimator))
 
-    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+    def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it uses no record of the sampler."""
         return None
 
@@ -81,13 +81,13 @@ class SandwichConfig(BaseModel):
         if self.self_normalized:
             old_B = rows.values(terms, logps.old)
             weight_B = group_softmax(
-                (lower_B.detach() - old_B).clamp(max=_MOST_LOG_WEIGHT), rows.groups, importance_B > 0, rows.num_groups
+                (lower_B.detach() - old_B).clamp(max=_MAX_LOG_WEIGHT), rows.groups, importance_B > 0, rows.num_groups
             )
             importance_B = importance_B * weight_B
             per_unit = {"ratio": (lower_B.detach() - old_B).exp()[units_of(terms, Level.ROW).rows]}
         return Loss(total=-(rows.advantages * bound_B * importance_B).sum(), per_unit=per_unit)
 
-    def _own_refusal(self, estimator: Estimator) -> str | None:
+    def _own_incompatibility(self, estimator: Estimator) -> str | None:
         if estimator.name != "block_masks":
             return f"objective sandwich needs the masks of estimator block_masks, not of {estimator.name}"
         if self.mix > 0 and not estimator.facts.splits_rows:

@@ -18,7 +18,7 @@ from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
-from learner.objectives.fitting import unfit
+from learner.objectives.compatibility import shared_incompatibility
 from learner.objectives.units import Normalize, RowFacts
 
 
@@ -27,7 +27,7 @@ class TrajectoryBalanceConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    weighs_rows: ClassVar[bool] = False
+    precomputes_row_weights: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = True
     needs_teacher: ClassVar[bool] = False
@@ -42,15 +42,21 @@ class TrajectoryBalanceConfig(BaseModel):
     beta: Annotated[float, Field(gt=0)] = 0.014
     """Temperature of the reward; a smaller one moves the optimum further from the reference."""
 
-    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+    def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Return why it does not fit: it needs the log-likelihood of a completion, at any policy lag."""
         own = (
             "objective trajectory_balance is of a completion's log-likelihood: estimator must be elbo, or "
             f"trajectory with only: all and, if segments are drawn, weigh: value; not {estimator.name} as it is set"
         )
-        return unfit(self, estimator, max_staleness, own=None if estimator.facts.sums_up else own, takes_stale=True)
+        return shared_incompatibility(
+            self,
+            estimator,
+            max_staleness,
+            own=None if estimator.facts.sums_to_log_likelihood else own,
+            takes_stale=True,
+        )
 
-    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+    def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it uses no record of the sampler."""
         return None
 

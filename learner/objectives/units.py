@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from learner.batch import uploaded
+from learner.batch import to_device_async
 from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
@@ -61,7 +61,7 @@ class RowFacts:
         """Copy the tensors to a device."""
         moved: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in moved.items() if isinstance(value, torch.Tensor)}
-        moved |= {name: uploaded(tensor, device) for name, tensor in tensors.items()}
+        moved |= {name: to_device_async(tensor, device) for name, tensor in tensors.items()}
         return replace(self, **moved)
 
     def values(self, terms: Terms, values_N: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
-from learner.objectives.fitting import unfit
+from learner.objectives.compatibility import shared_incompatibility
 from learner.objectives.units import Normalize, RowFacts, units_of
 
 
@@ -19,7 +19,7 @@ class WeightedLikelihoodConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    weighs_rows: ClassVar[bool] = False
+    precomputes_row_weights: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
@@ -34,11 +34,11 @@ class WeightedLikelihoodConfig(BaseModel):
     normalize_by: Normalize = Normalize.GROUP_SUM
     """What the loss is a mean over."""
 
-    def refusal(self, estimator: Estimator, max_staleness: int) -> str | None:
+    def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Return the reason if the general checks fail; it works on any scored slots."""
-        return unfit(self, estimator, max_staleness)
+        return shared_incompatibility(self, estimator, max_staleness)
 
-    def sampler_refusal(self, sampler: SamplerFacts) -> str | None:
+    def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it uses no record of the sampler."""
         return None
 

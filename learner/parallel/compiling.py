@@ -12,9 +12,9 @@ from types import MethodType
 import torch
 from torch import Tensor
 
-from learner.model.transformer import Asked, Block, Places, Transformer
+from learner.model.transformer import AttentionInputs, Block, Queries, Transformer
 
-_MOST_GRAPHS = 128
+_MAX_GRAPHS = 128
 """Limit of graphs; there is one for each way in which a process may run a block. Ways differ in the block (under LoRA
 the first has an input without gradient, the last runs on scored slots, some have experts), gradients, adapters, the
 attention mask, and a single row, slot or token, for which torch compiles separately. SFT, an evaluation and two rounds
@@ -31,30 +31,32 @@ def compile_blocks(model: Transformer) -> None:
     # One function for all blocks and policies of the process: its graphs hold no state of a block.
     compiled = torch.compile(Block.forward, fullgraph=True)
     for block in model.blocks:
-        block.forward = MethodType(_of_any_size(compiled), block)
+        block.forward = MethodType(_with_dynamic_sizes(compiled), block)
 
 
-def _of_any_size(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _with_dynamic_sizes(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap `Block.forward`, without a KV cache, so that sizes are symbolic from the first batch on."""
 
-    def forward(block: Block, x_BLD: Tensor, places: Places, asked: Asked | None, _memory: None) -> Tensor:
+    def forward(
+        block: Block, x_BLD: Tensor, inputs: AttentionInputs, queried: Queries | None, _kv_cache: None
+    ) -> Tensor:
         # Set at each call: torch 2.11 has no limit per function, and torch 2.13 has one per thread, autograd's too.
-        torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-        for tensor in (x_BLD, *_tensors(places, asked)):
+        torch._dynamo.config.recompile_limit = _MAX_GRAPHS
+        for tensor in (x_BLD, *_tensors(inputs, queried)):
             # The last axis of a floating-point tensor is a width of the network, which is constant.
             sizes = range(tensor.ndim - tensor.is_floating_point())
             torch._dynamo.maybe_mark_dynamic(tensor, list(sizes))
         # `dynamic=True` would make every number symbolic, under FSDP the network's too.
-        return compiled(block, x_BLD, places, asked, None)
+        return compiled(block, x_BLD, inputs, queried, None)
 
     return forward
 
 
-def _tensors(places: Places, asked: Asked | None) -> Iterator[Tensor]:
-    yield from places.rope
-    for visible in (places.visible, places.visible_to_asked):
-        if visible is not None:
-            assert isinstance(visible, Tensor), "FlexAttention cannot be trained through, and rows are padded"
-            yield visible
-    if asked is not None:
-        yield from vars(asked).values()
+def _tensors(inputs: AttentionInputs, queried: Queries | None) -> Iterator[Tensor]:
+    yield from inputs.rope
+    for mask in (inputs.mask, inputs.query_mask):
+        if mask is not None:
+            assert isinstance(mask, Tensor), "FlexAttention cannot be trained through, and rows are padded"
+            yield mask
+    if queried is not None:
+        yield from vars(queried).values()

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from learner.model.lora_config import WHOLE, LoraConfig
-from learner.model.networks import make_on_meta
-from learner.model.storage.throughput import Say
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
+from learner.model.networks import make_meta_model
+from learner.model.storage.throughput import ReportProgress
 from learner.model.storage.weights import StoredWeights
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
@@ -21,20 +21,20 @@ def load_by_rows(
     config: ShardingConfig,
     *,
     device: torch.device,
-    lora: LoraConfig = WHOLE,
+    lora: LoraConfig = FULL_FINE_TUNING,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-    say: Say | None = None,
+    report: ReportProgress | None = None,
 ) -> ShardedPolicy:
     """Load a checkpoint's policy, sharded over `mesh` on `device`; the arguments are `ShardedPolicy`'s.
 
-    Its weights are held in `dtype`. Under LoRA that may be bfloat16; the adapter is in float32 anyway. `say` receives
-    the read throughput. A rank takes memory for its shard and for small buffers. For layers in 4 bits it also takes a
-    whole tensor or two.
+    Its weights are held in `dtype`. Under LoRA that may be bfloat16; the adapter is in float32 anyway. `report`
+    receives the read throughput. A rank takes memory for its shard and for small buffers. For layers in 4 bits it also
+    takes a whole tensor or two.
     Raises ValueError if there is no checkpoint, or its weights do not fit its config.
     """
     weights = StoredWeights(directory)
-    model = make_on_meta(weights.config).to(dtype)
+    model = make_meta_model(weights.config).to(dtype)
     policy = ShardedPolicy(model, mesh, config, lora=lora, seed=seed, device=device)
-    policy.load_full_weights(weights, say)
+    policy.load_full_weights(weights, report)
     return policy

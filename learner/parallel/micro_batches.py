@@ -27,76 +27,80 @@ class MicroBatches:
     """Whether a unit spans several of them."""
 
 
-def cut(terms: Terms, unit_N: Tensor, max_tokens: int, *, spares_padding: bool = False) -> MicroBatches:
+def make_micro_batches(
+    terms: Terms, unit_N: Tensor, max_tokens: int, *, concatenates_rows: bool = False
+) -> MicroBatches:
     """Cut the views into runs of at most `max_tokens` tokens; a longer view is a run by itself.
 
     Args:
         terms: in the order of their views.
         unit_N: [N] int64: terms of equal value should stay together.
         max_tokens: maximum tokens of a micro-batch, padding included.
-        spares_padding: whether the views of a micro-batch are concatenated without padding.
+        concatenates_rows: whether the views of a micro-batch are concatenated without padding.
     """
-    terms = replace(terms, views=replace(terms.views, spares_padding=spares_padding))
+    terms = replace(terms, views=replace(terms.views, concatenates_rows=concatenates_rows))
     num_views, width = terms.views.ids.shape
     view_N = terms.views.slots[terms.views.scored] // width
-    is_seam = _seams(view_N, unit_N, num_views).tolist()
-    parts, is_split = runs(terms.views.lengths.tolist(), max_tokens, is_seam, spares_padding=spares_padding)
+    is_preferred_cut = _preferred_cuts(view_N, unit_N, num_views).tolist()
+    parts, is_split = cut_rows(
+        terms.views.lengths.tolist(), max_tokens, is_preferred_cut, concatenates_rows=concatenates_rows
+    )
     return MicroBatches(terms=tuple(terms.of_views(part.start, part.stop) for part in parts), is_split=is_split)
 
 
-def runs(
-    lengths: list[int], max_tokens: int, is_seam: list[bool] | None = None, *, spares_padding: bool = False
+def cut_rows(
+    lengths: list[int], max_tokens: int, is_preferred_cut: list[bool] | None = None, *, concatenates_rows: bool = False
 ) -> tuple[list[slice], bool]:
-    """Cut rows into runs of at most `max_tokens` tokens, and return whether any ends elsewhere than at a seam.
+    """Cut rows into runs of at most `max_tokens` tokens, and return whether any ends elsewhere than at a preferred cut.
 
     Args:
         lengths: tokens of each row.
-        max_tokens: as for `cut`.
-        is_seam: [rows + 1] whether a run should end before each row, and after the last; None: anywhere.
-        spares_padding: as for `cut`.
+        max_tokens: as for `make_micro_batches`.
+        is_preferred_cut: [rows + 1] whether a run should end before each row, and after the last; None: anywhere.
+        concatenates_rows: as for `make_micro_batches`.
     """
-    seams = [True] * (len(lengths) + 1) if is_seam is None else is_seam
+    preferred_cuts = [True] * (len(lengths) + 1) if is_preferred_cut is None else is_preferred_cut
     parts: list[slice] = []
     is_split, begin = False, 0
     while begin < len(lengths):
-        end, is_whole = _end_of(begin, lengths, seams, max_tokens, spares_padding=spares_padding)
+        end, is_whole = _end_of(begin, lengths, preferred_cuts, max_tokens, concatenates_rows=concatenates_rows)
         is_split |= not is_whole
         parts.append(slice(begin, end))
         begin = end
     return parts, is_split
 
 
-def _seams(view_N: Tensor, unit_N: Tensor, num_views: int) -> Tensor:
+def _preferred_cuts(view_N: Tensor, unit_N: Tensor, num_views: int) -> Tensor:
     """Return before which views a cut splits no unit, [num_views + 1] bool."""
     _, unit_N = unit_N.unique(return_inverse=True)
     count = int(unit_N.max()) + 1
     first_U = view_N.new_full((count,), num_views).scatter_reduce_(0, unit_N, view_N, "amin")
     last_U = view_N.new_zeros(count).scatter_reduce_(0, unit_N, view_N, "amax")
-    # A unit over views 2 to 5 forbids the seams before 3, 4 and 5.
+    # A unit over views 2 to 5 forbids the cuts before 3, 4 and 5.
     steps = view_N.new_zeros(num_views + 2)
     steps.index_add_(0, first_U + 1, torch.ones_like(first_U)).index_add_(0, last_U + 1, -torch.ones_like(last_U))
     return steps.cumsum(0)[: num_views + 1] == 0
 
 
 def _end_of(
-    begin: int, lengths: list[int], is_seam: list[bool], max_tokens: int, *, spares_padding: bool
+    begin: int, lengths: list[int], is_preferred_cut: list[bool], max_tokens: int, *, concatenates_rows: bool
 ) -> tuple[int, bool]:
     """Return the end of a micro-batch that begins at view `begin`, and whether it splits no unit."""
-    longest, total, furthest, furthest_seam = 0, 0, begin + 1, begin
+    longest, total, furthest, furthest_preferred = 0, 0, begin + 1, begin
     for end in range(begin + 1, len(lengths) + 1):
         longest, total = max(longest, lengths[end - 1]), total + lengths[end - 1]
-        tokens = total if spares_padding else longest * (end - begin)
+        tokens = total if concatenates_rows else longest * (end - begin)
         if end > begin + 1 and tokens > max_tokens:
             break
         furthest = end
-        if is_seam[end]:
-            furthest_seam = end
-    if furthest_seam > begin:
-        return furthest_seam, True
+        if is_preferred_cut[end]:
+            furthest_preferred = end
+    if furthest_preferred > begin:
+        return furthest_preferred, True
     return furthest, False
 
 
-def coefficients(loss: Callable[[Tensor], Tensor], logps_N: Tensor) -> Tensor:
+def loss_gradient(loss: Callable[[Tensor], Tensor], logps_N: Tensor) -> Tensor:
     """Compute the derivative [N] of a loss by each log-probability: the weights of terms in the second sweep."""
     leaf_N = logps_N.detach().requires_grad_()
     (gradient_N,) = torch.autograd.grad(loss(leaf_N), leaf_N, allow_unused=True)

@@ -20,31 +20,31 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from learner.hardware import placed_on
+from learner.hardware import indexed_device
 from learner.model.adapter import Adapter
-from learner.model.attention.within import has_kernel
+from learner.model.attention.varlen import has_kernel
 from learner.model.config import TransformerConfig
 from learner.model.lora import (
     adapted_layers,
     adapter_names,
-    adapters_off,
     add_adapters,
+    disable_adapters,
     fresh_adapter,
     is_adapter,
-    merged,
+    merge_weight,
     plain_name,
-    set_start,
+    set_start_adapter,
 )
-from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.model.moe.experts import expert_biases
-from learner.model.networks import make_on_meta
+from learner.model.networks import make_meta_model
 from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
-from learner.model.storage.throughput import Say
+from learner.model.storage.throughput import ReportProgress
 from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import Transformer
 from learner.parallel.compiling import compile_blocks
-from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
 from learner.parallel.sharding_config import ShardingConfig
+from learner.parallel.timeouts import COLLECTIVE_TIMEOUT_S
 
 _PLAIN = ShardingConfig()
 # The name from torch 2.13 on, or else the old one, which is deprecated in torch 2.14.
@@ -118,7 +118,7 @@ class ShardedPolicy:
         mesh: DeviceMesh | None,
         config: ShardingConfig = _PLAIN,
         *,
-        lora: LoraConfig = WHOLE,
+        lora: LoraConfig = FULL_FINE_TUNING,
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
@@ -139,14 +139,14 @@ class ShardedPolicy:
         """
         if mesh is None and _fsdp_options(config):
             raise ValueError("compute_dtype and cpu_offload are FSDP's, and this process is in no process group")
-        if refusal := lora.refusal(model.config) or config.refusal(model.config, lora):
-            raise ValueError(refusal)
+        if incompatibility := lora.incompatibility(model.config) or config.incompatibility(model.config, lora):
+            raise ValueError(incompatibility)
         self.config = model.config
         self.mesh = mesh
         self.rank = dist.get_rank() if mesh is not None else 0
         self.world_size = mesh.size() if mesh is not None else 1
         self.module = model
-        self._lobby: dist.ProcessGroup | None = None
+        self._barrier_group: dist.ProcessGroup | None = None
         self.lora = lora
         self._sharding, self._seed = config, seed
         if lora.rank:
@@ -162,17 +162,17 @@ class ShardedPolicy:
         if device is not None:
             # Only shards are allocated: no process ever holds the whole policy.
             model.to_empty(device="cpu" if config.cpu_offload else device)
-        self.begin_adapter()
+        self.reset_adapter()
 
     @property
     def device(self) -> torch.device:
         """The device that it computes on."""
         if self.mesh is not None and self.mesh.device_type == "cuda":
-            return placed_on("cuda")
+            return indexed_device("cuda")
         return next(self.module.parameters()).device
 
     @property
-    def spares_padding(self) -> bool:
+    def concatenates_rows(self) -> bool:
         """Whether rows of unequal length are concatenated without padding.
 
         That needs bidirectional attention, eager blocks, and a variable-length attention kernel for the device and the
@@ -181,7 +181,7 @@ class ShardedPolicy:
         """
         is_eager = not self._sharding.compile
         may_look_anywhere = not self.config.is_block_causal
-        return is_eager and may_look_anywhere and has_kernel(self.device, self._computes_in, self.config.head_dim)
+        return is_eager and may_look_anywhere and has_kernel(self.device, self._compute_dtype, self.config.head_dim)
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -205,9 +205,9 @@ class ShardedPolicy:
         any_nonzero = torch.stack([matrix.any() for matrix in matrices]).any()
         return bool(self.max_over_ranks(any_nonzero.float()[None]).item())
 
-    def adapters_off(self) -> AbstractContextManager[None]:
+    def disable_adapters(self) -> AbstractContextManager[None]:
         """Switch the adapter off within the block: the policy that the stage began with, a reference without a copy."""
-        return adapters_off(self.module)
+        return disable_adapters(self.module)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Gather every parameter, whole, as a copy on the CPU. A collective.
@@ -220,33 +220,33 @@ class ShardedPolicy:
         """Gather the same on rank 0 alone, empty on the others, so that only one copy takes memory. A collective."""
         return {name: on_cpu(weight) for name, weight in self._gathered_weights() if self.rank == 0}
 
-    def load_full_weights(self, weights: Mapping[str, Rows], say: Say | None = None) -> None:
+    def load_full_weights(self, weights: Mapping[str, Rows], report: ReportProgress | None = None) -> None:
         """Load whole parameters, each rank its rows; `weights` has exactly the policy's names.
 
-        Layers in 4 bits round them. The adapter is reset to zero effect, and that of earlier stages is removed. `say`
-        receives the throughput of reading files.
+        Layers in 4 bits round them. The adapter is reset to zero effect, and that of earlier stages is removed.
+        `report` receives the throughput of reading files.
         """
         held = {name: parameter for name, parameter in self._parameters().items() if not is_adapter(name)}
         quantized = self._quantized()
         if isinstance(weights, StoredWeights):
             rows = {name: own_rows(parameter) for name, parameter in held.items()}
-            weights.read_into({name: local_part(parameter) for name, parameter in held.items()}, rows, say)
-            to_round = weights.whole_ones(quantized, say)
+            weights.read_into({name: local_part(parameter) for name, parameter in held.items()}, rows, report)
+            to_round = weights.iter_float32(quantized, report)
         else:
             self._load({name: weights[name] for name in held})
             to_round = ((name, weights[name][:]) for name in quantized)
         for name, weight in to_round:
             quantized[name].load(weight, self.device)
-        self.begin_adapter()
+        self.reset_adapter()
 
-    def own_shards(self) -> dict[str, Tensor]:
+    def exported_shards(self) -> dict[str, Tensor]:
         """Return this rank's part of a policy without an adapter: its rows of each parameter, in the dtype held.
 
         Concatenated in the order of the ranks they are the policy, exactly once. Unsharded parameters come from rank 0,
         and only the first copy of the policy contributes. They are the live tensors, to be copied.
         """
         held = ((name, parameter.detach()) for name, parameter in self._parameters().items())
-        return {name: local_part(tensor) for name, tensor in held if self._hands_over(tensor)}
+        return {name: local_part(tensor) for name, tensor in held if self._exports(tensor)}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -267,7 +267,7 @@ class ShardedPolicy:
         """Restore what `adapter_on_rank_0` returned."""
         self._load({name: adapter[name] for name in self._parameters() if is_adapter(name)})
 
-    def begin_adapter(self, start: Adapter | None = None, lora: LoraConfig | None = None) -> None:
+    def reset_adapter(self, start: Adapter | None = None, lora: LoraConfig | None = None) -> None:
         """Reset the adapter to zero effect, and set the frozen `start` adapter. Without LoRA, do nothing.
 
         `lora` may differ from before in alpha only. Raises ValueError if earlier stages adapted layers that have no
@@ -277,14 +277,14 @@ class ShardedPolicy:
         for layer in adapted_layers(self.module).values():
             layer.scaling = self.lora.scaling
         matrices, scaling = ({}, 0.0) if start is None else (start.matrices, start.scaling)
-        set_start(self.module, matrices, scaling, self.device, self._computes_in)
+        set_start_adapter(self.module, matrices, scaling, self.device, self._compute_dtype)
         shapes = {name: parameter.shape for name, parameter in self._parameters().items() if is_adapter(name)}
         self._load(fresh_adapter(shapes, self._seed))
 
     def frozen_copy(self) -> ShardedPolicy:
         """Copy the policy, with the same weights, shape and sharding, without gradients: a reference."""
         copy = self.frozen_like(self.config)
-        copy.take(self)
+        copy.copy_weights_from(self)
         return copy
 
     def frozen_like(self, config: TransformerConfig) -> ShardedPolicy:
@@ -292,7 +292,7 @@ class ShardedPolicy:
 
         It is held in its compute precision, to which FSDP would round its gathered weights in any case.
         """
-        model = make_on_meta(config).requires_grad_(False).to(self._computes_in)
+        model = make_meta_model(config).requires_grad_(False).to(self._compute_dtype)
         return ShardedPolicy(model, self.mesh, self._sharding, device=self.device)
 
     def gathered_head(self) -> Tensor:
@@ -301,7 +301,7 @@ class ShardedPolicy:
         return gathered(held["embed.weight" if self.config.tied_embeddings else "head.weight"]).to(self.device)
 
     @torch.no_grad()
-    def take(self, other: ShardedPolicy) -> None:
+    def copy_weights_from(self, other: ShardedPolicy) -> None:
         """Copy the weights of a policy of the same shape and sharding, without an adapter: each rank its shard."""
         theirs = other._parameters()
         for name, parameter in self._parameters().items():
@@ -320,7 +320,7 @@ class ShardedPolicy:
         if isinstance(self.module, FSDPModule):
             self.module.reshard()
 
-    def wait_for_all(self, what: str, timeout_s: float) -> None:
+    def barrier(self, what: str, timeout_s: float) -> None:
         """Wait at a barrier for all ranks.
 
         Raises TimeoutError on rank 0, which names the missing ranks except at the first call. Other collectives would
@@ -330,10 +330,10 @@ class ShardedPolicy:
             return
         limit = timedelta(seconds=timeout_s)
         try:
-            if self._lobby is None:
+            if self._barrier_group is None:
                 # NCCL has no barrier that names missing ranks. Making this group waits for all ranks, but names none.
-                self._lobby = dist.new_group(backend="gloo", timeout=limit)
-            dist.monitored_barrier(self._lobby, limit, wait_all_ranks=True)
+                self._barrier_group = dist.new_group(backend="gloo", timeout=limit)
+            dist.monitored_barrier(self._barrier_group, limit, wait_all_ranks=True)
         except RuntimeError as error:
             if self.rank:
                 raise
@@ -358,7 +358,7 @@ class ShardedPolicy:
         return greatest.to(values.device)
 
     @property
-    def _computes_in(self) -> torch.dtype:
+    def _compute_dtype(self) -> torch.dtype:
         """The dtype that FSDP gathers its weights in, or that they are held in."""
         in_half = self._sharding.compute_dtype == "bfloat16"
         return torch.bfloat16 if in_half else next(self.module.parameters()).dtype
@@ -366,7 +366,7 @@ class ShardedPolicy:
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {plain_name(name): parameter for name, parameter in self.module.named_parameters()}
 
-    def _hands_over(self, tensor: Tensor) -> bool:
+    def _exports(self, tensor: Tensor) -> bool:
         if not isinstance(tensor, DTensor):
             return self.rank == 0
         mesh = tensor.device_mesh
@@ -387,10 +387,10 @@ class ShardedPolicy:
             if (layer := layers.get(name)) is not None:
                 assert precision is not None
                 a, b = (gathered(adapter[part]) for part in adapter_names(name))
-                weight = merged(weight, a, b, layer.scaling)
+                weight = merge_weight(weight, a, b, layer.scaling)
                 if layer.start_A is not None and layer.start_B is not None:
                     start_A, start_B = layer.start_A.to(weight), layer.start_B.to(weight)
-                    weight = merged(weight, start_A, start_B, layer.start_scaling)
+                    weight = merge_weight(weight, start_A, start_B, layer.start_scaling)
             yield name, weight
 
     def _gathered_base(self) -> Iterator[tuple[str, Tensor]]:

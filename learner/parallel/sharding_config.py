@@ -35,7 +35,7 @@ class ShardingConfig(BaseModel):
     cpu_offload: bool = False
     """Keep weights and AdamW's moments in host memory, and step there. Only with `device: cuda`."""
 
-    def refusal(self, policy: TransformerConfig, lora: LoraConfig) -> str | None:
+    def incompatibility(self, policy: TransformerConfig, lora: LoraConfig) -> str | None:
         """Return why a policy cannot be compiled with these settings; None if it can, or `compile` is off."""
         if not self.compile:
             return None

@@ -12,16 +12,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from learner.counter import uniform
-from learner.keys import fold
 from learner.model.deferred import torch
+from learner.seeds import fold
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_OPENED_KEY = 4
+_ANNEALING_KEY = 4
 
 
-def opened_slots(step: int, num_steps: int, width: int, seed: int) -> Tensor | None:
+def annealing_mask(step: int, num_steps: int, width: int, seed: int) -> Tensor | None:
     """Draw the attention mask of a step, [S, S] bool: query by key; None once attention is open.
 
     It is keyed only by the step and the two slots, so that neither resuming nor micro-batches change it.
@@ -35,5 +35,5 @@ def opened_slots(step: int, num_steps: int, width: int, seed: int) -> Tensor | N
     if step + 1 >= num_steps:
         return None
     places_S = torch.arange(width)
-    drawn_SS = uniform(torch.tensor(fold(seed, step, _OPENED_KEY)), places_S[:, None], places_S)
+    drawn_SS = uniform(torch.tensor(fold(seed, step, _ANNEALING_KEY)), places_S[:, None], places_S)
     return (places_S <= places_S[:, None]) | (drawn_SS < (step + 1) / num_steps)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Example:
+class TokenizedExample:
     """A prompt and its completion, or a chunk of a text, as token ids."""
 
     prompt_ids: tuple[int, ...]
@@ -83,7 +83,7 @@ class Documents:
         return replace(shard, lengths=torch.where(is_real, shard.lengths, shard.prompt_lengths))
 
 
-def make_documents(examples: Sequence[Example], eos_id: int, *, trains_padding: bool) -> Documents:
+def make_documents(examples: Sequence[TokenizedExample], eos_id: int, *, trains_padding: bool) -> Documents:
     """Make documents of examples, keyed by their index.
 
     Args:

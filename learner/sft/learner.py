@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from learner.batch import uploaded
+from learner.batch import to_device_async
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.sharding import ShardedPolicy
-from learner.sft.annealing import opened_slots
+from learner.sft.annealing import annealing_mask
+from learner.sft.config import SftConfig
 from learner.sft.documents import Documents
+from learner.sft.masking import MaskedDocuments, mask_documents, masked_logps, plan_sft, sft_rows
 from learner.sft.micro_batches import micro_batches
-from learner.sft.sft import MaskedDocuments, SftConfig, mask_documents, masked_logps, plan_sft, sft_rows
 
 Metrics = dict[str, float]
 
@@ -51,47 +52,47 @@ class SftLearner:
         shard = batch.shard(self.policy.rank, self.policy.world_size)
         masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
         num_units = batch_size if self.config.normalize_by == "row" else batch.num_trained
-        opened_SS = self._opened(step, masked.ids.shape[1])
+        annealing_mask_SS = self._annealing_mask(step, masked.ids.shape[1])
         # The kernel for concatenated rows takes no attention mask.
-        spares_padding = self.policy.spares_padding and opened_SS is None
+        concatenates_rows = self.policy.concatenates_rows and annealing_mask_SS is None
         losses = []
         for micro in _in_micro_batches(
             self.policy,
             masked,
             self.config.micro_batch_tokens,
             packing=self.config.packing,
-            spares_padding=spares_padding,
+            concatenates_rows=concatenates_rows,
         ):
-            loss = self._loss(micro, opened_SS, spares_padding=spares_padding) / num_units
+            loss = self._loss(micro, annealing_mask_SS, concatenates_rows=concatenates_rows) / num_units
             # FSDP averages over ranks; the loss is a sum over them.
             (loss * self.policy.world_size).backward()
             losses.append(loss.detach())
         loss = self.policy.sum_over_ranks(torch.stack(losses).sum())
-        stepped = self.optimizer.step(lr, self.config.max_grad_norm, loss)
+        result = self.optimizer.step(lr, self.config.max_grad_norm, loss)
         self.num_trained += batch.num_trained
-        return {"loss": stepped.loss, "grad_norm": stepped.grad_norm, "lr": lr}
+        return {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
 
-    def _opened(self, step: int, width: int) -> Tensor | None:
+    def _annealing_mask(self, step: int, width: int) -> Tensor | None:
         """Return the attention mask of a step's documents of a width; None for the policy's own attention."""
         # Rows of blocks end with a whole block.
         block_length = self.policy.config.block_length or 1
         whole_blocks = -(-width // block_length) * block_length
-        return opened_slots(step, self.config.attention_annealing_steps, whole_blocks, self._seed)
+        return annealing_mask(step, self.config.attention_annealing_steps, whole_blocks, self._seed)
 
-    def _loss(self, micro: MaskedDocuments, opened_SS: Tensor | None, *, spares_padding: bool) -> Tensor:
+    def _loss(self, micro: MaskedDocuments, annealing_mask_SS: Tensor | None, *, concatenates_rows: bool) -> Tensor:
         """Compute a micro-batch's part of the sum that the loss is the mean of."""
         device = self.policy.device
         logps_N = masked_logps(
             self.policy.module,
             micro,
             packing=self.config.packing,
-            spares_padding=spares_padding,
-            opened_SS=opened_SS,
+            concatenates_rows=concatenates_rows,
+            annealing_mask_SS=annealing_mask_SS,
             device=device,
         )
-        losses_N = -logps_N * uploaded(micro.weights, device)
+        losses_N = -logps_N * to_device_async(micro.weights, device)
         if self.config.normalize_by == "row":
-            losses_N = losses_N / uploaded(micro.sizes[micro.rows], device)
+            losses_N = losses_N / to_device_async(micro.sizes[micro.rows], device)
         return losses_N.sum()
 
     def full_state(self) -> dict[str, Tensor]:
@@ -127,7 +128,7 @@ def evaluation_loss(
         batch_size: documents evaluated at once, over all ranks.
         micro_batch_tokens: maximum tokens of one forward, as in `SftConfig`.
     """
-    device, spares_padding = policy.device, policy.spares_padding
+    device, concatenates_rows = policy.device, policy.concatenates_rows
     documents = documents.predicted_by(policy.config)
     shard = documents.shard(policy.rank, policy.world_size)
     size = -(-batch_size // policy.world_size)
@@ -139,9 +140,9 @@ def evaluation_loss(
                 masked = mask_documents(
                     some, policy.config.mask_token_id, torch.full((some.num_rows,), t), (_EVALUATION_SEED, index)
                 )
-                for micro in _in_micro_batches(policy, masked, micro_batch_tokens, spares_padding=spares_padding):
-                    logps_N = masked_logps(policy.module, micro, spares_padding=spares_padding, device=device)
-                    sums[index] -= (logps_N * uploaded(micro.weights, device)).sum()
+                for micro in _in_micro_batches(policy, masked, micro_batch_tokens, concatenates_rows=concatenates_rows):
+                    logps_N = masked_logps(policy.module, micro, concatenates_rows=concatenates_rows, device=device)
+                    sums[index] -= (logps_N * to_device_async(micro.weights, device)).sum()
     losses = (policy.sum_over_ranks(sums) / documents.num_trained).tolist()
     return EvaluationLoss(loss=sum(losses) / len(losses), loss_at_t=tuple(losses))
 
@@ -151,13 +152,13 @@ def _in_micro_batches(
     masked: MaskedDocuments,
     max_tokens: int | None,
     *,
-    spares_padding: bool,
+    concatenates_rows: bool,
     packing: bool = False,
 ) -> list[MaskedDocuments]:
     """Cut this rank's documents into micro-batches, as many as any rank has; one without a limit. A collective."""
     if max_tokens is None:
         return [masked]
     block_length = policy.config.block_length
-    parts = micro_batches(masked, max_tokens, block_length, packing=packing, spares_padding=spares_padding)
+    parts = micro_batches(masked, max_tokens, block_length, packing=packing, concatenates_rows=concatenates_rows)
     count = int(policy.max_over_ranks(torch.tensor(len(parts))))
     return parts + [masked.weightless()] * (count - len(parts))

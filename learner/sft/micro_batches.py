@@ -9,16 +9,16 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from learner.model.deferred import torch
-from learner.parallel.micro_batches import runs
+from learner.parallel.micro_batches import cut_rows
+from learner.sft.masking import MaskedDocuments
 from learner.sft.packing import first_fit_decreasing
-from learner.sft.sft import MaskedDocuments
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def micro_batches(
-    masked: MaskedDocuments, max_tokens: int, block_length: int | None, *, packing: bool, spares_padding: bool
+    masked: MaskedDocuments, max_tokens: int, block_length: int | None, *, packing: bool, concatenates_rows: bool
 ) -> list[MaskedDocuments]:
     """Cut a rank's documents into micro-batches of whole rows.
 
@@ -27,14 +27,14 @@ def micro_batches(
         max_tokens: maximum tokens of a micro-batch, padding included; a longer row is one by itself.
         block_length: of a block-causal policy; None for any other.
         packing: whether several short documents share a row.
-        spares_padding: whether all documents are concatenated without padding, whatever `packing` is.
+        concatenates_rows: whether all documents are concatenated without padding, whatever `packing` is.
     """
-    if packing and not spares_padding:
+    if packing and not concatenates_rows:
         return _of_packed_rows(masked, max_tokens)
     if block_length is None and masked.ids.numel() <= max_tokens:
         # Padded as without a limit, and so bit-identical to it.
         return [masked]
-    parts, _ = runs(_row_lengths(masked, block_length).tolist(), max_tokens, spares_padding=spares_padding)
+    parts, _ = cut_rows(_row_lengths(masked, block_length).tolist(), max_tokens, concatenates_rows=concatenates_rows)
     return [masked.select(torch.arange(part.start, part.stop), int(masked.lengths[part].max())) for part in parts]
 
 
@@ -45,7 +45,7 @@ def _of_packed_rows(masked: MaskedDocuments, max_tokens: int) -> list[MaskedDocu
     """
     width = masked.ids.shape[1]
     rows = first_fit_decreasing(masked.lengths.tolist(), width)
-    parts, _ = runs([int(masked.lengths[row].sum()) for row in rows], max_tokens)
+    parts, _ = cut_rows([int(masked.lengths[row].sum()) for row in rows], max_tokens)
     return [masked.select(torch.tensor(sorted(chain(*rows[part]))), width) for part in parts]
 
 
@@ -58,6 +58,8 @@ def _row_lengths(masked: MaskedDocuments, block_length: int | None) -> Tensor:
     if block_length is None:
         return masked.lengths
     blocks_N, num_blocks = masked.columns // block_length, -(-masked.ids.shape[1] // block_length)
-    asked_B = ((masked.rows * num_blocks + blocks_N).unique() // num_blocks).bincount(minlength=len(masked.lengths))
+    scored_blocks_B = ((masked.rows * num_blocks + blocks_N).unique() // num_blocks).bincount(
+        minlength=len(masked.lengths)
+    )
     context_B = torch.zeros_like(masked.lengths).scatter_reduce_(0, masked.rows, blocks_N, "amax")
-    return (context_B + asked_B) * block_length
+    return (context_B + scored_blocks_B) * block_length

@@ -1,7 +1,7 @@
 """Packing: several short documents in one row of a batch, to reduce padding.
 
 Which documents share a row changes no loss and no gradient: attention stays inside a document
-(`learner.model.attention.visible.within_documents`), and documents are never split.
+(`learner.model.attention.masks.within_documents`), and documents are never split.
 
 Shape letters: B documents, S slots of the widest one, R rows, W slots of a row.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_FILL = -1
+_PADDING = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ def pack(ids_BS: Tensor, lengths_B: Tensor, capacity: int) -> PackedRows:
     target_N = rows_B[document_N], starts_B[document_N] + column_N
     ids_RW = ids_BS.new_zeros(len(assignment), width)
     ids_RW[target_N] = ids_BS[document_N, column_N]
-    documents_RW = torch.full_like(ids_RW, _FILL)
+    documents_RW = torch.full_like(ids_RW, _PADDING)
     documents_RW[target_N] = document_N
     return PackedRows(ids=ids_RW, documents=documents_RW, rows=rows_B, starts=starts_B)
 

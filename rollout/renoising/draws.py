@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learner.counter import uniform
-from learner.keys import fold
+from learner.seeds import fold
 from rollout.drawing import Predictions, inverse_cdf
 
 _INITIAL_KEY, _TOKEN_KEY, _FRESH_KEY = 31, 32, 33

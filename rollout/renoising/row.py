@@ -148,7 +148,7 @@ class Row:
 
     def _begin_canvas(self) -> None:
         for ids in self._unread:
-            self._policy.finish(self._prefix, torch.tensor(ids, device=self._policy.device))
+            self._policy.append(self._prefix, torch.tensor(ids, device=self._policy.device))
         self._unread = []
         self._canvas_C = self._draws.initial(self._number)
         self._since_C = torch.full_like(self._canvas_C, -1)

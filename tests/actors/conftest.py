@@ -10,7 +10,7 @@ from learner.learner import LearnerConfig
 from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
-from learner.sft.sft import SftConfig
+from learner.sft.config import SftConfig
 from rewards import RewardConfig, SumsConfig
 from rollout.config import EvaluationConfig, RolloutConfig
 from rollout.request import SamplingParams

@@ -21,9 +21,9 @@ from actors.weights.store import Manifest, VersionMissingError
 from actors.weights.tensors import Arrived, make_manifest
 from learner.model.adapter import Adapter
 from learner.model.checkpoint import save_checkpoint
-from learner.model.checkpoint_files import Base, chain_digest
+from learner.model.checkpoint_files import BaseCheckpoint, chain_digest
 from learner.model.config import TransformerConfig
-from learner.model.lora import adapter_names, merge_adapters, merged
+from learner.model.lora import adapter_names, merge_adapters, merge_weight
 from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import Transformer, init_weights
 
@@ -41,7 +41,7 @@ class Shelf:
     def version(self, version: int, digest: str | None = None) -> Version:
         return self.versions[version]
 
-    def put(self, version: int, weights: dict[str, Tensor], base: Base | None = None) -> Generation:
+    def put(self, version: int, weights: dict[str, Tensor], base: BaseCheckpoint | None = None) -> Generation:
         manifest = make_manifest(version, weights, base)
         self.versions[version] = manifest, weights
         return Generation(version=version, digest=manifest.digest)
@@ -78,8 +78,8 @@ class Checkpoints:
         self.sft = Adapter(rank=4, alpha=2, base="initial", matrices=_adapter(self.weights, 11))
         save_checkpoint(directory / "sft", config, None, directory, adapter=self.sft)
 
-    def base(self, name: str) -> Base:
-        return Base(checkpoint=name, digest=chain_digest(self.directory / name), scaling=SCALING)
+    def base(self, name: str) -> BaseCheckpoint:
+        return BaseCheckpoint(checkpoint=name, digest=chain_digest(self.directory / name), scaling=SCALING)
 
 
 def _assert_computes(
@@ -94,7 +94,7 @@ def _assert_computes(
         for matrices, scaling in adapters:
             a, b = adapter_names(name)
             if a in matrices:
-                expected = merged(expected, matrices[a], matrices[b], scaling)
+                expected = merge_weight(expected, matrices[a], matrices[b], scaling)
         torch.testing.assert_close(tensor, expected, atol=atol, rtol=0)
 
 
@@ -214,7 +214,7 @@ def _assert_is(policy: Transformer, weights: dict[str, Tensor]) -> None:
 def test_a_digest_is_of_adapter_base_and_scaling_or_the_one_that_the_weights_had(config: TransformerConfig) -> None:
     base = _base(config, 1)
     adapter = _adapter(base, 1)
-    on = Base(checkpoint="initial", digest="a" * 64, scaling=SCALING)
+    on = BaseCheckpoint(checkpoint="initial", digest="a" * 64, scaling=SCALING)
     digest = make_manifest(1, adapter, on).digest
     assert make_manifest(2, adapter, on).digest == digest
     others = (replace(on, digest="b" * 64), replace(on, scaling=1.0), replace(on, base_weights="nf4"), None)

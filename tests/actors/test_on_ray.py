@@ -30,7 +30,7 @@ from actors.weights.store import WeightStore
 from actors.weights.tensors import make_manifest, put
 from benchmarks.weights import publishing
 from learner.model.checkpoint import load_policy
-from learner.model.checkpoint_files import Base, chain_digest
+from learner.model.checkpoint_files import BaseCheckpoint, chain_digest
 from learner.model.lora import set_adapter
 from rollout.sampler import Sampler
 from tests.actors.direct_transport import register
@@ -169,7 +169,7 @@ def _adapter_on(base: dict[str, torch.Tensor], value: float) -> dict[str, torch.
 def test_a_version_is_an_adapter_on_a_checkpoint_of_the_run(
     shared_store: Any, shared_sampler: Any, spec: RunSpec, plan: RunPlan
 ) -> None:
-    base = Base(checkpoint="initial", digest=chain_digest(spec.initial_checkpoint), scaling=0.5)
+    base = BaseCheckpoint(checkpoint="initial", digest=chain_digest(spec.initial_checkpoint), scaling=0.5)
     portion = plan.round_portion(0, 0)
     for version in (1, 2):
         adapter = _adapter_on(_weights(spec, 1.0), 0.01 * version)

@@ -14,7 +14,7 @@ from actors.plan import RunPlan
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
 from learner.model.checkpoint import load_policy
-from learner.model.checkpoint_files import Base, chain_digest
+from learner.model.checkpoint_files import BaseCheckpoint, chain_digest
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.request import Cache
@@ -38,7 +38,7 @@ def generations(request: pytest.FixtureRequest, spec: RunSpec) -> tuple[Shelf, l
         weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         on = None
         if request.param == "adapter":
-            on = Base(checkpoint="initial", digest=chain_digest(spec.initial_checkpoint), scaling=0.37)
+            on = BaseCheckpoint(checkpoint="initial", digest=chain_digest(spec.initial_checkpoint), scaling=0.37)
         made.append(shelf.put(version, weights, on))
     return shelf, made
 

@@ -17,7 +17,7 @@ from learner.model.lora_config import LoraConfig
 from learner.model.networks import make_model
 from learner.model.tokenizer import ChatTokenizer
 from learner.model.transformer import Transformer, init_weights
-from learner.sft.sft import SftConfig
+from learner.sft.config import SftConfig
 from rewards import TaskConfig
 from rewards.maths import Limits
 from rewards.sandbox import SandboxConfig
@@ -54,7 +54,7 @@ def test_a_completion_takes_at_most_so_many_steps(schedule: dict[str, object], p
     shape = {"gen_length": 8, "block_length": 4, "num_denoise_steps": 4, "temperature": 1.0, "stop_ids": ()}
     params = SamplingParams.model_validate(shape | schedule)
     (completion,) = Sampler(policy, 0).generate([Request(prompt_ids=(1, 2, 3), params=params, seed=1)])
-    assert int(completion.step_map.max()) + 1 == sampler_facts(params).most_steps
+    assert int(completion.step_map.max()) + 1 == sampler_facts(params).max_denoise_steps
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -80,9 +80,9 @@ def test_steps_of_a_block_are_those_of_each_block(
     init_weights(causal, seed=0)
     (completion,) = Sampler(causal, 0).generate([Request(prompt_ids=(1, 2, 3), params=params, seed=1)])
     num_steps = int(completion.step_map.max()) + 1
-    assert sampler_facts(params, is_block_causal=True).most_steps == most
+    assert sampler_facts(params, is_block_causal=True).max_denoise_steps == most
     assert most - params.num_block_steps < num_steps <= most
-    assert sampler_facts(params).most_steps == most * 2 // 3
+    assert sampler_facts(params).max_denoise_steps == most * 2 // 3
 
 
 def test_who_waits_for_weights_waits_as_long_as_their_bytes_take(spec: RunSpec, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_every_row_learns_from_how_it_samples(row: str, task: str, tmp_path: Pat
     trial = Trial(task=task, recipe=str(ROOT / TASKS[task]), row=row, seed=0, out=str(tmp_path))
     recipe = recipe_of(trial, base_recipe(trial), Budget(num_completions=1, cpu_s=1, of_round=512))
     learner = make_spec(recipe, Stages.RL).learner
-    assert learner.refusal(sampler_facts(recipe.rollout.params[0])) is None
+    assert learner.incompatibility(sampler_facts(recipe.rollout.params[0])) is None
     assert 480 <= learner.groups_per_round * learner.group_size <= 544, "as many completions as the others"
     if row != RECIPE_ROW:
         own = ALGORITHMS[row]

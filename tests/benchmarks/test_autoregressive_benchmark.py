@@ -9,7 +9,7 @@ import pytest
 from benchmarks.adapted import autoregressive
 from benchmarks.adapted.stories import stories
 from deploy.adapt.generation import ModelResponse, TransformersGenerator
-from learner.model.autoregressive.source import Source, open_source
+from learner.model.autoregressive.source import AutoregressiveCheckpoint, open_source
 from rewards import Split, SumsConfig, make_task
 from tests.learner.model.autoregressive.tiny_autoregressive import write_source
 
@@ -17,14 +17,14 @@ TASK = SumsConfig()
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def source(tmp_path_factory: pytest.TempPathFactory) -> AutoregressiveCheckpoint:
     directory = tmp_path_factory.mktemp("source")
     write_source(directory)
     return open_source(str(directory))
 
 
 def test_a_score_that_is_stopped_goes_on_and_counts_every_problem_once(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: AutoregressiveCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def score(out: str) -> dict[str, object]:
         found = autoregressive.scored(source, TASK, tmp_path / out, count=7, max_new_tokens=4, batch_size=3)
@@ -50,7 +50,7 @@ def test_a_score_that_is_stopped_goes_on_and_counts_every_problem_once(
 
 
 def test_what_the_model_says_is_graded_up_to_its_end_of_turn(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: AutoregressiveCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [problem] = make_task(TASK).problems(Split.HELDOUT, 1, seed=0)
     ids = source.tokenizer()(problem.reference_completion)["input_ids"]

@@ -82,7 +82,7 @@ def run(request: pytest.FixtureRequest, config: TransformerConfig, workdir: Path
     (run.directory / "recipe.yaml").write_text("name: tiny\n")
     policy = ShardedPolicy(model, None, lora=LORA)
     _train(policy, seed=1)
-    policy.begin_adapter(_save(run, "sft", policy, "initial", 1))
+    policy.reset_adapter(_save(run, "sft", policy, "initial", 1))
     _train(policy, seed=2)
     _save(run, "rl-000001", policy, "sft", 2)
     return run

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from learner.batch import CompletionBatch, GroupedBatch, RolloutBatch, canvas, pad_rows
+from learner.batch import CompletionBatch, GroupedBatch, RolloutBatch, join_canvas, pad_rows
 
 
 def test_canvas_joins_prompt_and_completion_without_a_gap() -> None:
@@ -15,7 +15,7 @@ def test_canvas_joins_prompt_and_completion_without_a_gap() -> None:
         completion_lengths=torch.tensor([2, 2]),
         sample_keys=torch.tensor([0, 1]),
     )
-    ids, columns = canvas(batch, batch.prompt_ids, batch.completion_ids, pad_id=9)
+    ids, columns = join_canvas(batch, batch.prompt_ids, batch.completion_ids, pad_id=9)
     assert ids.tolist() == [[1, 2, 7, 8, 9], [3, 4, 5, 7, 8]]
     assert columns.tolist() == [[2, 3], [3, 4]]
 

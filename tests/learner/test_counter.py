@@ -1,7 +1,7 @@
 import torch
 
 from learner.counter import uniform
-from learner.keys import fold, key_of
+from learner.seeds import fold, key_of
 
 
 def test_tensor_draws_are_the_scalar_hash() -> None:

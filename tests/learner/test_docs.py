@@ -29,7 +29,7 @@ from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 from learner.objectives.units import units_of
-from learner.parallel.micro_batches import cut
+from learner.parallel.micro_batches import make_micro_batches
 from learner.parallel.sharding import ShardedPolicy
 from tests.learner import slow
 from tests.learner.batches import batch_of
@@ -43,10 +43,10 @@ CANVASES = {"steps / 8": LENGTH / 8, "steps": LENGTH, "tokens": LENGTH, "fallbac
 # Which method needs what, and it has blocks of one slot.
 FITTING = SamplerFacts(block_length=1, has_fallback=True, has_varying_steps=True)
 LACKING = {
-    "recorded likelihoods": {"records_law": False},
+    "recorded likelihoods": {"has_reproducible_logps": False},
     "blocks of 1 slot": {"block_length": 2},
     "a threshold": {"has_fallback": False},
-    "two denoise steps": {"most_steps": 1},
+    "two denoise steps": {"max_denoise_steps": 1},
     "steps that vary": {"has_varying_steps": False},
     "a bidirectional policy": {"is_block_causal": True},
 }
@@ -116,10 +116,10 @@ def test_the_words_between_completions_and_a_loss_mean_what_the_example_says(con
         steps=torch.tensor([[0, 0, 1, 1]] * 3 + [[1, 1, 0, 0]]),
         rewards=torch.tensor([1.0, 0.0, 0.0, 1.0]),
     )
-    facts = replace(FITTING, block_length=4, most_steps=2)
+    facts = replace(FITTING, block_length=4, max_denoise_steps=2)
     corruption = TrajectoryConfig(steps_per_segment=1).corrupt(GroupedBatch.of(batch), InnerUpdate(0, 1), facts)
     terms = make_terms(GroupedBatch.of(batch), config, corruption)
-    micro_batches = cut(terms, unit_keys(terms, Level.TOKEN), 12).terms
+    micro_batches = make_micro_batches(terms, unit_keys(terms, Level.TOKEN), 12).terms
     units = [len(units_of(terms, level).rows) for level in (Level.TOKEN, Level.PART, Level.ROW)]
 
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -151,8 +151,8 @@ def test_the_readme_and_the_page_name_every_algorithm_and_what_it_is_made_of() -
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_readme_says_what_an_algorithm_needs_of_the_sampler(name: str) -> None:
     config = _config(name)
-    assert config.refusal(FITTING) is None
-    lacking = [need for need, facts in LACKING.items() if config.refusal(replace(FITTING, **facts))]  # type: ignore[arg-type]
+    assert config.incompatibility(FITTING) is None
+    lacking = [need for need, facts in LACKING.items() if config.incompatibility(replace(FITTING, **facts))]  # type: ignore[arg-type]
     assert ", ".join(lacking) == _rows()[name]["needs"]
 
 

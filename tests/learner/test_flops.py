@@ -47,7 +47,7 @@ def test_the_count_of_an_update_is_pytorchs(
     policy: Transformer, rollouts: RolloutBatch, lora: LoraConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three inner updates with other masks each: forwards of the policy, the old one and the reference."""
-    batch, config, sampler = _even(rollouts), _config(inner_updates=3), SamplerFacts(records_law=False)
+    batch, config, sampler = _even(rollouts), _config(inner_updates=3), SamplerFacts(has_reproducible_logps=False)
     monkeypatch.setattr("learner.learner.mask_variance", lambda *_: {})
     sharded = ShardedPolicy(copy.deepcopy(policy), None, lora=lora)
     learner, work = Learner(sharded, config, sampler), Round(sharded, config, sampler, batch)
@@ -68,7 +68,7 @@ def test_of_experts_those_count_that_a_token_takes(
     monkeypatch.setattr("learner.learner.mask_variance", lambda *_: {})
     model = make_model(moe_config)
     init_weights(model, seed=0)
-    learner = Learner(ShardedPolicy(model, None), _config(inner_updates=3), SamplerFacts(records_law=False))
+    learner = Learner(ShardedPolicy(model, None), _config(inner_updates=3), SamplerFacts(has_reproducible_logps=False))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         learner.update(_even(rollouts), 0)
     assert learner.model_flops == pytest.approx(float(counter.get_total_flops()), rel=1e-12)
@@ -86,7 +86,7 @@ def test_padding_and_idle_micro_batches_do_not_count(policy: Transformer, rollou
 def test_a_canvas_is_counted_by_its_length_and_what_is_scored(policy: Transformer) -> None:
     """Two layers, by hand: one canvas of 5 slots of which 2 are scored."""
     config = policy.config  # d 32, key-values 16 wide, feed-forward 48, vocabulary 40.
-    canvases = CanvasSums(tokens=5, pairs=25, asked=2, asked_pairs=10, scored=2)
+    canvases = CanvasSums(tokens=5, pairs=25, queries=2, query_pairs=10, scored=2)
     found = forward_flops(config, LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj")), canvases)
     feed_forward = 3 * 32 * 48
     assert found.layers == 2 * (5 * (2 * 32 * 32 + 2 * 32 * 16 + feed_forward)) + 2 * (
@@ -129,4 +129,4 @@ def test_views_are_as_much_as_their_lengths_and_the_slots_that_are_scored() -> N
         scored=torch.tensor([0, 1, 2, 2]),
         targets=torch.zeros(4, dtype=torch.int64),
     )
-    assert CanvasSums.of(views) == CanvasSums(tokens=9, pairs=9 + 36, asked=3, asked_pairs=2 * 3 + 6, scored=3)
+    assert CanvasSums.of(views) == CanvasSums(tokens=9, pairs=9 + 36, queries=3, query_pairs=2 * 3 + 6, scored=3)

@@ -128,7 +128,7 @@ def _recorded_by(model: Transformer, batch: RolloutBatch, sampler: SamplerFacts)
     terms = make_terms(grouped, model.config, exact.corrupt(grouped, InnerUpdate(0, 1), sampler))
     recorded = torch.zeros_like(batch.commit_logp)
     with torch.no_grad():
-        recorded[terms.rows, terms.slots] = token_logps(model, terms.views, terms.law)
+        recorded[terms.rows, terms.slots] = token_logps(model, terms.views, terms.distribution)
     return replace(batch, commit_logp=recorded)
 
 
@@ -198,10 +198,11 @@ def test_where_a_ratio_is_cut_near_to_1_logits_are_in_float32(
     """Of the policy and the reference alike; in float32 that is what they are anyway."""
     config = _config(objective=ClippedRatioConfig(clip_low=clips[0], clip_high=clips[1]))
     plan = Round(ShardedPolicy(policy, None), config, SamplerFacts(), rollouts).plan(0)
-    assert {micro.law.float32_head for micro in plan.micro_batches} == {is_narrow}
+    assert {micro.distribution.float32_head for micro in plan.micro_batches} == {is_narrow}
     half = copy.deepcopy(policy).to(torch.bfloat16)
     micro = plan.micro_batches[0]
     rounded, found = (
-        token_logps(half, micro.views, replace(micro.law, float32_head=one)) for one in (False, micro.law.float32_head)
+        token_logps(half, micro.views, replace(micro.distribution, float32_head=one))
+        for one in (False, micro.distribution.float32_head)
     )
     assert torch.equal(rounded, found) != is_narrow

@@ -32,7 +32,7 @@ def _over_all_masks(model: Transformer) -> float:
 
 
 def test_it_is_the_mean_over_all_masks(policy: Transformer) -> None:
-    bound = evidence_lower_bound(policy, PROMPT, TEXT, num_draws=100_000, most_rows=20_000, seed=3)
+    bound = evidence_lower_bound(policy, PROMPT, TEXT, num_draws=100_000, max_rows=20_000, seed=3)
     assert bound == pytest.approx(_over_all_masks(policy), abs=0.1)
 
 
@@ -41,13 +41,13 @@ def test_one_token_is_exact_at_any_number_of_draws(policy: Transformer) -> None:
     with torch.no_grad():
         expected = float(policy(ids)[0, -1].float().log_softmax(-1)[TEXT[0]])
     for num_draws in (1, 7):
-        bound = evidence_lower_bound(policy, PROMPT, TEXT[:1], num_draws=num_draws, most_rows=4, seed=0)
+        bound = evidence_lower_bound(policy, PROMPT, TEXT[:1], num_draws=num_draws, max_rows=4, seed=0)
         assert bound == pytest.approx(expected, abs=1e-5)
 
 
 def test_it_hangs_on_its_seed_and_not_on_how_many_canvases_are_run_together(policy: Transformer) -> None:
     bounds = [
-        evidence_lower_bound(policy, PROMPT, TEXT, num_draws=10, most_rows=rows, seed=seed)
+        evidence_lower_bound(policy, PROMPT, TEXT, num_draws=10, max_rows=rows, seed=seed)
         for rows, seed in ((10, 1), (3, 1), (10, 2))
     ]
     assert bounds[0] == pytest.approx(bounds[1], abs=1e-5)
@@ -55,4 +55,4 @@ def test_it_hangs_on_its_seed_and_not_on_how_many_canvases_are_run_together(poli
 
 
 def test_no_text_is_certain(policy: Transformer) -> None:
-    assert evidence_lower_bound(policy, PROMPT, (), num_draws=4, most_rows=4, seed=0) == 0.0
+    assert evidence_lower_bound(policy, PROMPT, (), num_draws=4, max_rows=4, seed=0) == 0.0

@@ -11,10 +11,10 @@ from learner.algorithms import ALGORITHMS
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts
-from learner.keys import fold
 from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
 from learner.probes import likelihood_gap, mask_variance
+from learner.seeds import fold
 
 SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True)
 
@@ -135,5 +135,5 @@ def test_the_gap_is_what_an_estimate_adds_to_the_record_by_hand(
 
 def test_there_is_no_gap_to_what_does_not_replay(policy: Transformer, rollouts: RolloutBatch) -> None:
     config, plain = _config({"name": "one_step"}), ShardedPolicy(policy, None)
-    assert likelihood_gap(plain, config, replace(SAMPLER, records_law=False), rollouts) is None
+    assert likelihood_gap(plain, config, replace(SAMPLER, has_reproducible_logps=False), rollouts) is None
     assert likelihood_gap(plain, config, replace(SAMPLER, temperature=0.0), rollouts) is None

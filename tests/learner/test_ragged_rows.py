@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import varlen as torch_varlen
 from torch.utils.flop_counter import FlopCounterMode
 
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Views, token_logps
 from learner.learner import Learner
-from learner.model.attention import within
-from learner.model.attention.rows import Lengths
+from learner.model.attention import varlen
+from learner.model.attention.rows import RowLengths
 from learner.model.config import Family, TransformerConfig
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel import sharding
-from learner.parallel.micro_batches import cut
+from learner.parallel.micro_batches import make_micro_batches
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
 from learner.round import Round
@@ -87,7 +88,7 @@ def test_they_have_the_log_probabilities_and_gradients_of_padded_rows(
     model, views = _policy(config, family, kv_heads), _views(lengths)
     padded, given = _logps_and_gradients(model, views), []
     hook = model.register_forward_pre_hook(lambda *given_to: given.append(given_to[1:]), with_kwargs=True)
-    found = _logps_and_gradients(model, replace(views, spares_padding=True))
+    found = _logps_and_gradients(model, replace(views, concatenates_rows=True))
     hook.remove()
     ((ids, *_), beside), is_ragged = given[0], len(set(lengths)) > 1
     assert ids.shape == ((1, sum(lengths)) if is_ragged else views.ids.shape)
@@ -102,41 +103,41 @@ def test_they_have_the_log_probabilities_and_gradients_of_padded_rows(
 
 def test_where_nothing_is_asked_for_there_is_nothing(policy: Transformer) -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
-    views = replace(_views([4, 2]), slots=nothing, scored=nothing, targets=nothing, spares_padding=True)
+    views = replace(_views([4, 2]), slots=nothing, scored=nothing, targets=nothing, concatenates_rows=True)
     assert token_logps(policy, views).shape == (0,)
 
 
 def test_a_row_that_is_too_long_is_refused_and_many_short_ones_are_not(policy: Transformer) -> None:
-    views = replace(_views([40, 60, 60], width=60), spares_padding=True)
+    views = replace(_views([40, 60, 60], width=60), concatenates_rows=True)
     assert token_logps(policy, views).isfinite().all()
     with pytest.raises(ValueError, match="65 tokens exceeds max_sequence_length 64"):
-        token_logps(policy, replace(_views([40, 60, 65], width=65), spares_padding=True))
+        token_logps(policy, replace(_views([40, 60, 65], width=65), concatenates_rows=True))
 
 
 def test_rows_of_blocks_keep_their_rows(policy: Transformer, unpadded: None) -> None:
     causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
-    assert ShardedPolicy(policy, None).spares_padding
-    assert not ShardedPolicy(causal, None).spares_padding
+    assert ShardedPolicy(policy, None).concatenates_rows
+    assert not ShardedPolicy(causal, None).concatenates_rows
     # A compiler would meet another number of rows in every micro-batch.
-    assert not ShardedPolicy(policy, None, ShardingConfig(compile=True)).spares_padding
+    assert not ShardedPolicy(policy, None, ShardingConfig(compile=True)).concatenates_rows
 
 
 def test_only_a_gpu_in_half_precision_has_the_kernel(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, half = torch.device("cuda", 0), torch.bfloat16
-    assert not ShardedPolicy(policy, None).spares_padding, "CPUs keep the bits of their losses"
+    assert not ShardedPolicy(policy, None).concatenates_rows, "CPUs keep the bits of their losses"
     with monkeypatch.context() as asked:
         asked.setattr(sharding, "has_kernel", lambda _device, dtype, head_dim: (dtype, head_dim) == (half, 8))
-        assert not ShardedPolicy(policy, None).spares_padding
-        assert ShardedPolicy(copy.deepcopy(policy).to(half), None).spares_padding
-    assert not within.has_kernel(gpu, half, 64) or torch.cuda.is_available()
+        assert not ShardedPolicy(policy, None).concatenates_rows
+        assert ShardedPolicy(copy.deepcopy(policy).to(half), None).concatenates_rows
+    assert not varlen.has_kernel(gpu, half, 64) or torch.cuda.is_available()
     for major, has_one in {7: False, 8: True, 9: True}.items():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         properties = type("Properties", (), {"major": major})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device, found=properties: found)
-        assert within.has_kernel(gpu, half, 64) == has_one
-        assert within.has_kernel(gpu, torch.float16, 256) == has_one
+        assert varlen.has_kernel(gpu, half, 64) == has_one
+        assert varlen.has_kernel(gpu, torch.float16, 256) == has_one
     unfit = [(torch.device("cpu"), half, 64), (gpu, torch.float32, 64), (gpu, half, 12), (gpu, half, 264)]
-    assert not any(within.has_kernel(*one) for one in unfit)
+    assert not any(varlen.has_kernel(*one) for one in unfit)
 
 
 @pytest.mark.parametrize("asks_about_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
@@ -168,17 +169,17 @@ def test_the_kernel_is_told_what_it_asks_for(
                 out[asked, head] = scores.softmax(dim=-1) @ v[seen, of_head]
         return out
 
-    def lengths(*each: int) -> Lengths:
-        return Lengths.of(each, torch.tensor([0, *each]).cumsum(0).int())
+    def lengths(*each: int) -> RowLengths:
+        return RowLengths.of(each, torch.tensor([0, *each]).cumsum(0).int())
 
     num_heads, kv_heads = heads
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 5, num_heads, 8, generator=generator).transpose(1, 2)
     k, v = (torch.randn(1, 12, kv_heads, 8, generator=generator).transpose(1, 2) for _ in range(2))
-    rows = within.WithinRows(queries=lengths(4, 0, 1), keys=lengths(6, 1, 5))
+    rows = varlen.VarlenAttention(queries=lengths(4, 0, 1), keys=lengths(6, 1, 5))
     expected = rows.attend(q, k, v)
-    monkeypatch.setattr(varlen, "varlen_attn", asking if asks_about_groups else kernel)
-    monkeypatch.setattr(within, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", asking if asks_about_groups else kernel)
+    monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
     found = rows.attend(q, k, v)
     assert found.shape == q.shape
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
@@ -186,9 +187,9 @@ def test_the_kernel_is_told_what_it_asks_for(
 
 def test_torch_takes_such_a_call_and_gives_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its shapes: on tensors without values, the kernel itself runs on a GPU alone (`tests/test_gpu.py`)."""
-    monkeypatch.setattr(within, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
     ends = torch.tensor([0, 4, 4, 5], device="meta", dtype=torch.int32)
-    rows = within.WithinRows(queries=Lengths.of((4, 0, 1), ends), keys=Lengths.of((6, 1, 5), ends))
+    rows = varlen.VarlenAttention(queries=RowLengths.of((4, 0, 1), ends), keys=RowLengths.of((6, 1, 5), ends))
     q, k, v = (
         torch.empty(1, heads, tokens, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
         for heads, tokens in ((4, 5), (2, 12), (2, 12))
@@ -207,10 +208,10 @@ def test_micro_batches_count_tokens_and_no_padding(policy: Transformer, rollouts
     assert len(set(lengths)) > 3
     most, counts = 4 * max(lengths) - 1, []
     for spares, tokens_of in ((False, lambda some: len(some) * max(some)), (True, sum)):
-        micros = cut(terms, terms.rows, most, spares_padding=spares).terms
+        micros = make_micro_batches(terms, terms.rows, most, concatenates_rows=spares).terms
         found = [micro.views.lengths.tolist() for micro in micros]
         assert list(chain.from_iterable(found)) == lengths
-        assert {micro.views.spares_padding for micro in micros} == {spares}
+        assert {micro.views.concatenates_rows for micro in micros} == {spares}
         # Each is as full as may be: it keeps the bound, and its neighbour's first would break it.
         assert all(tokens_of(some) <= most for some in found)
         assert all(tokens_of([*some, after[0]]) > most for some, after in pairwise(found))
@@ -249,7 +250,7 @@ def test_the_count_of_an_update_is_pytorchs_whatever_the_lengths(
     """With padding PyTorch counts that too: `test_flops.py` has rows of one length."""
     monkeypatch.setattr("learner.learner.mask_variance", lambda *_: {})
     config = LearnerConfig.model_validate({"num_rounds": 1, "group_size": 4, "groups_per_round": 3, "inner_updates": 2})
-    learner = Learner(ShardedPolicy(policy, None), config, SamplerFacts(records_law=False))
+    learner = Learner(ShardedPolicy(policy, None), config, SamplerFacts(has_reproducible_logps=False))
     # The fused kernels of a CPU are not counted.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         learner.update(_of_many_lengths(rollouts), 0)

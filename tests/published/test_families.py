@@ -18,7 +18,7 @@ from learner.estimators import InnerUpdate, TrajectoryConfig, make_terms, token_
 from learner.learner import Learner
 from learner.model.adapter import Adapter
 from learner.model.checkpoint import load_merged, load_policy, save_checkpoint
-from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.model.transformer import Transformer
 from learner.parallel.loading import load_by_rows
 from learner.parallel.sharding import ShardedPolicy, make_mesh
@@ -78,7 +78,7 @@ def test_likelihoods_of_steps_are_those_that_the_sampler_recorded(published: Tra
     corruption = TrajectoryConfig(steps_per_segment=1, law="sampler").corrupt(batch, InnerUpdate(0, 1), facts)
     terms = make_terms(batch, published.config, corruption, params.block_length if is_block_causal else None)
     with torch.no_grad():
-        logps = token_logps(published, terms.views, terms.law)
+        logps = token_logps(published, terms.views, terms.distribution)
     np.testing.assert_allclose(logps, batch.commit_logp[terms.rows, terms.slots], atol=2e-5)
 
 
@@ -92,7 +92,7 @@ def test_an_adapter_is_trained_saved_and_merged(checkpoint: Path, published: Tra
     with torch.no_grad():
         after = policy.module(ids)
     assert not torch.equal(before, after)
-    with policy.adapters_off():
+    with policy.disable_adapters():
         assert all(
             torch.equal(weight, base[name]) for name, weight in policy.module.state_dict().items() if name in base
         )
@@ -104,7 +104,7 @@ def test_an_adapter_is_trained_saved_and_merged(checkpoint: Path, published: Tra
 
 
 def _trained(directory: Path, mesh: DeviceMesh | None) -> dict[str, torch.Tensor]:
-    policy = load_by_rows(directory, mesh, ShardingConfig(), device=CPU, lora=WHOLE, seed=3)
+    policy = load_by_rows(directory, mesh, ShardingConfig(), device=CPU, lora=FULL_FINE_TUNING, seed=3)
     Learner(policy, RL).update(_rollouts(), 0)
     return policy.weights_on_rank_0()
 

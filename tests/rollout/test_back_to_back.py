@@ -74,8 +74,8 @@ def test_a_compiler_meets_padded_rows(config: TransformerConfig, changes: Any, m
     """Of which there are few widths."""
     monkeypatch.setattr(module, "has_kernel", lambda *_: True)
     model = _policy(config, "llada")
-    assert module._spares_padding(model, EngineConfig())
-    assert not module._spares_padding(model, EngineConfig(**changes))
+    assert module._concatenates_rows(model, EngineConfig())
+    assert not module._concatenates_rows(model, EngineConfig(**changes))
 
 
 def test_rows_that_are_remembered_are_padded(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:

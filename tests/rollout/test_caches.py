@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.replay import replay
-from learner.model.memory import Held
+from learner.model.kv_cache import KeysValues
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
@@ -67,7 +67,7 @@ class _SlowCache:
             frozen |= columns >= end
         for layer in self.layers:
             layer.frozen = None if is_whole else frozen
-        return self.policy(ids, memory=self)
+        return self.policy(ids, kv_cache=self)
 
 
 def _requests(params: SamplingParams) -> list[Request]:
@@ -174,7 +174,7 @@ def _drawn(completions: Sequence[Completion]) -> list[Any]:
     return [(completion.token_ids.tolist(), completion.commit_logp.tolist()) for completion in completions]
 
 
-def _addresses(memory: Sequence[Held]) -> list[int]:
+def _addresses(memory: Sequence[KeysValues]) -> list[int]:
     return [tensor.data_ptr() for of_block in memory for tensor in of_block]
 
 

@@ -11,9 +11,9 @@ from jinja2 import TemplateError
 
 from actors.plan import RunPlan
 from actors.spec import RunSpec
-from learner.keys import key_of
 from learner.model.tokenizer import ChatTokenizer
-from learner.sft.documents import Documents, Example, make_documents
+from learner.seeds import key_of
+from learner.sft.documents import Documents, TokenizedExample, make_documents
 from learner.sft.packing import packed_padding_share, padding_share
 from rewards import Problem
 from rewards.data.demonstrations import Demonstration, read_demonstrations
@@ -67,18 +67,20 @@ def load_sft_data(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> Sft
     )
 
 
-def _of_task(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> tuple[list[Example], list[Example], int]:
+def _of_task(
+    spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer
+) -> tuple[list[TokenizedExample], list[TokenizedExample], int]:
     """Return training examples, held-out ones, and the number of demonstrations that do not fit in the canvas."""
     gen_length = spec.rollout.sampling.gen_length
 
-    def fitting(problems: Sequence[Problem]) -> list[Example]:
+    def fitting(problems: Sequence[Problem]) -> list[TokenizedExample]:
         examples = [_of_problem(plan, tokenizer, problem, gen_length) for problem in problems]
         return [example for example in examples if len(example.completion_ids) <= gen_length]
 
     problems = plan.train[: spec.sft.num_labels]
     train, held_out = fitting(problems), fitting(plan.to_test_loss_by[: spec.sft.num_eval])
     if not train:
-        shortest = min(len(tokenizer.encode_completion(problem.reference_completion)) for problem in problems)
+        shortest = min(len(tokenizer.encode_plain(problem.reference_completion)) for problem in problems)
         raise ValueError(
             f"the shortest demonstration of task {spec.task.name} has {shortest} tokens; "
             f"rollout.sampling.gen_length {gen_length} must be at least that"
@@ -86,9 +88,9 @@ def _of_task(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> tuple[li
     return train, held_out, len(problems) - len(train)
 
 
-def _of_problem(plan: RunPlan, tokenizer: ChatTokenizer, problem: Problem, gen_length: int) -> Example:
-    completion = tokenizer.encode_completion(problem.reference_completion)
-    return Example(prompt_ids=plan.prompt_ids(problem), completion_ids=tuple(completion), num_slots=gen_length)
+def _of_problem(plan: RunPlan, tokenizer: ChatTokenizer, problem: Problem, gen_length: int) -> TokenizedExample:
+    completion = tokenizer.encode_plain(problem.reference_completion)
+    return TokenizedExample(prompt_ids=plan.prompt_ids(problem), completion_ids=tuple(completion), num_slots=gen_length)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +99,11 @@ class _Keyed:
 
     key: int
     """Hash of its prompt, or of the text that it is a chunk of. Equal keys are held out together."""
-    example: Example
+    example: TokenizedExample
     """The example."""
 
 
-def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], list[Example], int]:
+def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[TokenizedExample], list[TokenizedExample], int]:
     """Return training examples, held-out ones, and the number of examples that were too long."""
     sft, limit = spec.sft, spec.sft_tokens
     assert sft.data is not None, "there is a file"
@@ -117,7 +119,7 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], li
             if sft.overlong == "drop" or len(prompt) >= limit:
                 continue
         num_slots = limit - len(prompt)
-        example = Example(prompt_ids=prompt, completion_ids=completion[:num_slots], num_slots=num_slots)
+        example = TokenizedExample(prompt_ids=prompt, completion_ids=completion[:num_slots], num_slots=num_slots)
         kept.append(_Keyed(key=_prompt_key(demonstration), example=example))
     train, held_out = _hold_out(kept, sft.num_eval)
     if not train or (sft.num_labels is not None and sft.num_labels > len(train)):
@@ -135,7 +137,7 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[Example], li
 def _chunks(text: str, tokenizer: ChatTokenizer, limit: int) -> list[_Keyed]:
     """Split a text into chunks of `limit` tokens; the last ends with the end of text, if it has room. All slots are
     trained on."""
-    ids = tokenizer.encode_text(text, adds_special=True)
+    ids = tokenizer.encode_text(text, add_special_tokens=True)
     # Some tokenizers append the end of text themselves.
     ids = ids[:-1] if ids[-1:] == [tokenizer.eos_id] else ids
     key = key_of(text)
@@ -144,7 +146,7 @@ def _chunks(text: str, tokenizer: ChatTokenizer, limit: int) -> list[_Keyed]:
     if num_slots:
         num_slots[-1] = min(limit, num_slots[-1] + 1)
     return [
-        _Keyed(key=key, example=Example(prompt_ids=(), completion_ids=chunk, num_slots=slots))
+        _Keyed(key=key, example=TokenizedExample(prompt_ids=(), completion_ids=chunk, num_slots=slots))
         for chunk, slots in zip(chunks, num_slots, strict=True)
     ]
 
@@ -154,10 +156,10 @@ def _encode(demonstration: Demonstration, tokenizer: ChatTokenizer) -> tuple[tup
         prompt = tokenizer.encode_chat(chat(demonstration.messages))
     except TemplateError as error:
         raise ValueError(f"{demonstration.place}: the policy's chat template refuses it: {error}") from error
-    return tuple(prompt), tuple(tokenizer.encode_completion(demonstration.completion))
+    return tuple(prompt), tuple(tokenizer.encode_plain(demonstration.completion))
 
 
-def _hold_out(examples: Sequence[_Keyed], num_eval: int) -> tuple[list[Example], list[Example]]:
+def _hold_out(examples: Sequence[_Keyed], num_eval: int) -> tuple[list[TokenizedExample], list[TokenizedExample]]:
     """Hold out at least `num_eval` examples, each with all others of its prompt.
 
     The choice depends on the prompts alone, not on the run's seed nor on the order of the lines. So runs are

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.setting import full, random_policy, tiny
 from learner.model.lora_config import LoraConfig
-from learner.parallel.asleep import asleep
+from learner.parallel.offload import offloaded
 from learner.parallel.sharding import ShardedPolicy
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     for turn in range(2):
         _finish(args.device)
         began = time.monotonic()
-        with asleep(policy.tensors(), policy.device):
+        with offloaded(policy.tensors(), policy.device):
             slept = time.monotonic()
         _finish(args.device)
         seconds = f"{slept - began:.2f} s to give back, {time.monotonic() - slept:.2f} s to take again"

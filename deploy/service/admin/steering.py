@@ -19,8 +19,8 @@ from actors.registry.records import POLICY, AdminState, EventKind, MalformedEntr
 from actors.registry.registry import Registry
 from actors.run_log import CHECKPOINTS
 from deploy.service.contract import EngineState
-from learner.model.checkpoint_files import most_weight_bytes
-from learner.parallel.patience import patience_s
+from learner.model.checkpoint_files import max_float32_bytes
+from learner.parallel.timeouts import transfer_timeout_s
 
 PREPARE_TIMEOUT_S = 60.0
 """Time to load a version on every engine, in seconds, beside what its bytes take."""
@@ -136,7 +136,7 @@ class Steering:
 
     def _prepare(self, policy: PolicyVersion) -> None:
         """Let the engines load it before anything changes."""
-        within_s = patience_s(PREPARE_TIMEOUT_S, most_weight_bytes(self._run_dir / CHECKPOINTS / "initial"))
+        within_s = transfer_timeout_s(PREPARE_TIMEOUT_S, max_float32_bytes(self._run_dir / CHECKPOINTS / "initial"))
         try:
             refusals = self.engines.prepare(policy, within_s)
         except TimeoutError as error:

@@ -51,7 +51,7 @@ class TextCodec:
 
     def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
         """The prompt that a text is. Its author writes its turns, if it has any. Raises ServiceError."""
-        return self.check_ids(self._tokenizer.encode_text(text, adds_special=adds_special), "prompt")
+        return self.check_ids(self._tokenizer.encode_text(text, add_special_tokens=adds_special), "prompt")
 
     def encode_chat(
         self,
@@ -70,7 +70,7 @@ class TextCodec:
                 self.encode_text(value, "chat_template_kwargs")
         try:
             ids, framed = (
-                self._tokenizer.encode_chat(turns, template=template, adds_special=adds_special)
+                self._tokenizer.encode_chat(turns, template=template, add_special_tokens=adds_special)
                 for turns in (messages, [dict.fromkeys(turn, "x") | {"role": turn["role"]} for turn in messages])
             )
         except TEMPLATE_ERRORS as error:
@@ -84,13 +84,13 @@ class TextCodec:
 
     def encode_text(self, text: str, param: str) -> list[int]:
         """The ids of a text by itself. Raises ServiceError."""
-        ids = self._tokenizer.encode_completion(text)
+        ids = self._tokenizer.encode_plain(text)
         self._refuse_special(self._count_special(ids), param)
         return ids
 
     def encode_any(self, text: str, *, adds_special: bool = False) -> list[int]:
         """The ids of a text by itself, special tokens as tokens."""
-        return self._tokenizer.encode_text(text, adds_special=adds_special)
+        return self._tokenizer.encode_text(text, add_special_tokens=adds_special)
 
     def decode_any(self, ids: Sequence[int]) -> str:
         """Text, special tokens spelled."""

@@ -14,25 +14,25 @@ from torch import Tensor
 from actors.checkpoints.selection import find_position, read_position
 from actors.registry.records import PolicyVersion
 from deploy.service.engine.loaded_version import AnySampler
-from learner.hardware import placed_on
-from learner.model.adapter import put_beside, read_adapter, read_chain
+from learner.hardware import indexed_device
+from learner.model.adapter import attach_adapters, read_adapter, read_chain
 from learner.model.checkpoint import load_policy, load_weights
 from learner.model.checkpoint_files import (
     ADAPTER,
     MANIFEST,
-    Base,
+    BaseCheckpoint,
     adapter_base,
     chain_digest,
     checkpoint_chain,
     load_config,
     verify_own_files,
 )
-from learner.model.lora import remove_adapters, set_adapter, sharing_base
+from learner.model.lora import copy_sharing_base, remove_adapters, set_adapter
 from learner.model.lora_config import BaseWeights
-from learner.model.networks import held_dtypes, make_on_meta
+from learner.model.networks import make_meta_model, parameter_dtypes
 from learner.model.renoising.config import is_renoising
 from learner.model.renoising.policy import load_renoising_policy
-from learner.model.storage.references import read_references, why_gone
+from learner.model.storage.references import missing_message, read_references
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.renoising.sampler import RenoisingSampler
@@ -54,7 +54,7 @@ class VersionLoader:
             engine: how the run's samplers compute.
             device: where they compute.
         """
-        self._config_dir, self._engine, self._device = config_dir, engine, placed_on(device)
+        self._config_dir, self._engine, self._device = config_dir, engine, indexed_device(device)
         self._loaded: list[_Loaded] = []
 
     def load(self, policy: PolicyVersion) -> AnySampler:
@@ -91,7 +91,7 @@ class VersionLoader:
         if manifest.base is not None:
             return self._beside(manifest.base, self._config_dir.parent, weights)
         config, dtype = load_config(self._config_dir), self._engine.torch_dtype
-        model, held = make_on_meta(config), held_dtypes(config, dtype)
+        model, held = make_meta_model(config), parameter_dtypes(config, dtype)
         cast = {name: tensor.to(held.get(name, dtype)) for name, tensor in weights.items()}
         model.load_state_dict(cast, assign=True)
         return model.to(self._device)
@@ -104,7 +104,7 @@ class VersionLoader:
         if not (directory / ADAPTER).is_file():
             return self._sampler(self._whole(directory), policy)
         adapter, below = read_adapter(directory), adapter_base(directory)
-        base = Base(
+        base = BaseCheckpoint(
             checkpoint=below.name,
             digest=chain_digest(below),
             scaling=adapter.scaling,
@@ -126,7 +126,7 @@ class VersionLoader:
         self._loaded.append(_Loaded(weights=weights, base=None, model=ref(model)))
         return model
 
-    def _beside(self, base: Base, checkpoints_dir: Path, matrices: Mapping[str, Tensor]) -> Transformer:
+    def _beside(self, base: BaseCheckpoint, checkpoints_dir: Path, matrices: Mapping[str, Tensor]) -> Transformer:
         """A policy with an adapter beside its base checkpoint."""
         if not (checkpoints_dir / base.checkpoint).is_dir():
             raise LookupError(f"the base checkpoint {base.checkpoint} is not in {checkpoints_dir} on this machine")
@@ -136,7 +136,7 @@ class VersionLoader:
         model, has_start = self._sharing(weights, base)
         if model is None:
             _check_reachable(below)
-            verify_own_files(below, say=_say)
+            verify_own_files(below, report=_say)
             dtype = self._engine.torch_dtype
             model = load_weights(below, dtype, self._device, _say, base_weights=base.base_weights)
         if has_start:
@@ -144,17 +144,17 @@ class VersionLoader:
         else:
             for one in adapted:
                 verify_own_files(one)
-            put_beside(model, matrices, base.scaling, read_chain(directory).together)
+            attach_adapters(model, matrices, base.scaling, read_chain(directory).combined)
         self._loaded.append(_Loaded(weights=weights, base=base, model=ref(model)))
         return model
 
-    def _sharing(self, weights: Weights, base: Base | None) -> tuple[Transformer | None, bool]:
+    def _sharing(self, weights: Weights, base: BaseCheckpoint | None) -> tuple[Transformer | None, bool]:
         """A policy that shares its frozen weights with one in memory, and whether it has the `start` of `base` too."""
         self._loaded = [one for one in self._loaded if one.model() is not None]
         alike = [one for one in self._loaded if one.weights == weights]
         for one in sorted(alike, key=lambda one: one.base != base):
             if (model := one.model()) is not None:
-                return sharing_base(model), base is not None and one.base == base
+                return copy_sharing_base(model), base is not None and one.base == base
         return None, False
 
 
@@ -164,7 +164,7 @@ class _Loaded:
 
     weights: Weights
     """Its frozen weights."""
-    base: Base | None
+    base: BaseCheckpoint | None
     """The base of its adapter; None without one."""
     model: ref[Transformer]
     """The network."""
@@ -174,7 +174,7 @@ def _check_reachable(directory: Path) -> None:
     """Raise LookupError where this machine does not see the weight files that a checkpoint refers to."""
     for reference in read_references(directory).values():
         if not reference.path.is_file():
-            raise LookupError(why_gone(directory, reference))
+            raise LookupError(missing_message(directory, reference))
 
 
 def _say(what: str) -> None:
@@ -187,7 +187,7 @@ def _verify(policy: PolicyVersion, directory: Path) -> None:
     if policy.manifest_digest is None and not has_manifest and find_position(directory) is None:
         structlog.get_logger().warning("checkpoint_unverified", path=str(directory), why=f"it has no {MANIFEST}")
         return
-    verify_own_files(directory, say=_say)
+    verify_own_files(directory, report=_say)
     if policy.manifest_digest is None:
         return
     digest = read_position(directory).manifest_digest or _digest_of(directory)

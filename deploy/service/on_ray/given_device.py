@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 import torch
 
-from learner.hardware import limit_memory, placed_on
+from learner.hardware import indexed_device, limit_memory
 
 
 def given_device() -> torch.device:
@@ -13,7 +13,7 @@ def given_device() -> torch.device:
     else's, a sampler's say: Ray does not hide it."""
     context = ray.get_runtime_context()
     if not context.get_accelerator_ids().get("GPU"):
-        return placed_on("cpu")
-    device = placed_on("cuda")
+        return indexed_device("cpu")
+    device = indexed_device("cuda")
     limit_memory(device, context.get_assigned_resources().get("GPU", 1.0))
     return device

@@ -32,8 +32,8 @@ from deploy.service.gateway.api_keys import (
 from deploy.service.gateway.callers import is_loopback
 from deploy.service.source import Source
 from deploy.wait_display import wait_display
-from learner.model.checkpoint_files import checkpoint_chain, most_weight_bytes, stated_length, weight_files
-from learner.parallel.patience import patience_s
+from learner.model.checkpoint_files import checkpoint_chain, default_completion_length, max_float32_bytes, weight_files
+from learner.parallel.timeouts import transfer_timeout_s
 
 _READY_TIMEOUT_S = 180.0
 _DRAIN_TIMEOUT_S = 30.0
@@ -72,7 +72,7 @@ def serve_checkpoint(
     Otherwise as `serve_run`."""
     from deploy.recipe.recipe import ServiceSection
     from deploy.service.api.text_codec import TextCodec
-    from learner.model.adapter import check_under_peft, read_chain
+    from learner.model.adapter import check_peft_copies, read_chain
     from learner.model.storage.weights import StoredWeights
 
     directory, service = directory.resolve(), ServiceSection()
@@ -84,8 +84,8 @@ def serve_checkpoint(
             chain = read_chain(directory)
             weight_files(chain.weights)
             if chain.adapter is not None:
-                check_under_peft(directory, StoredWeights(chain.weights))
-            stated_length(directory)
+                check_peft_copies(directory, StoredWeights(chain.weights))
+            default_completion_length(directory)
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
     # Only now: this writes a key into the directory, which might have been anybody's.
@@ -345,7 +345,7 @@ def _check_port(address: Address, *, shares_port: bool = False) -> None:
 def _ready_within_s(source: Source) -> float:
     """Seconds that the service of a source may take to come up: its engines read the weights."""
     directory = source.path / CHECKPOINTS / "initial" if source.is_run else source.path
-    return patience_s(_READY_TIMEOUT_S, most_weight_bytes(checkpoint_chain(directory)[-1]))
+    return transfer_timeout_s(_READY_TIMEOUT_S, max_float32_bytes(checkpoint_chain(directory)[-1]))
 
 
 def _wait_until_running(name: str, awaited: Mapping[str, str], within_s: float, say: Callable[[str], object]) -> None:

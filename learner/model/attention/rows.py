@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Tile size of the attention kernel, in queries and keys. A bound rounded up to it costs nothing: no tile is added.
-_RUN = 128
+_TILE = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lengths:
+class RowLengths:
     """Lengths of concatenated rows, in the forms that the attention kernel needs."""
 
     each: tuple[int, ...]
@@ -31,9 +31,9 @@ class Lengths:
     Never 1: with grouped heads the kernel then assumes that every row has a query (torch, flash_api.cpp)."""
 
     @classmethod
-    def of(cls, each: Sequence[int], ends: Tensor) -> Lengths:
+    def of(cls, each: Sequence[int], ends: Tensor) -> RowLengths:
         """Build the lengths from `each`, and from their `ends` on the device."""
-        return cls(each=tuple(each), ends=ends, bound=max(1, -(-max(each) // _RUN)) * _RUN)
+        return cls(each=tuple(each), ends=ends, bound=max(1, -(-max(each) // _TILE)) * _TILE)
 
     @property
     def longest(self) -> int:
@@ -47,27 +47,29 @@ class RaggedRows:
 
     positions: Tensor
     """[1, T] int64: the position of each token in its row, from 0."""
-    tokens: Lengths
+    tokens: RowLengths
     """Number of tokens of each row."""
-    asked: Lengths
+    queries: RowLengths
     """Number of queried slots of each row, in the order of the rows. It may be 0 for a row, but not for all."""
 
     @classmethod
-    def of(cls, lengths_B: Tensor, asked_B: Tensor, upload: Callable[[Tensor], Tensor]) -> RaggedRows:
+    def of(cls, lengths_B: Tensor, num_queries_B: Tensor, upload: Callable[[Tensor], Tensor]) -> RaggedRows:
         """Build the rows from their numbers of tokens and of queried slots.
 
         Args:
             lengths_B: tokens of each row, on the CPU.
-            asked_B: queried slots of each row, on the CPU.
+            num_queries_B: queried slots of each row, on the CPU.
             upload: copies a tensor to the policy's device.
         """
         columns_BL = torch.arange(int(lengths_B.max())).expand(len(lengths_B), -1)
         positions_T = columns_BL[columns_BL < lengths_B[:, None]]
         return cls(
-            positions=upload(positions_T[None]), tokens=_lengths(lengths_B, upload), asked=_lengths(asked_B, upload)
+            positions=upload(positions_T[None]),
+            tokens=_lengths(lengths_B, upload),
+            queries=_lengths(num_queries_B, upload),
         )
 
 
-def _lengths(each_B: Tensor, upload: Callable[[Tensor], Tensor]) -> Lengths:
+def _lengths(each_B: Tensor, upload: Callable[[Tensor], Tensor]) -> RowLengths:
     ends = torch.cat((each_B.new_zeros(1), each_B.cumsum(0))).int()
-    return Lengths.of(each_B.tolist(), upload(ends))
+    return RowLengths.of(each_B.tolist(), upload(ends))

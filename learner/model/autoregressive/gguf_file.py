@@ -42,14 +42,14 @@ def check_gguf(path: Path) -> str:
         raise ValueError(f"there is no file {path}")
     if find_spec("gguf") is None:
         raise ValueError(f"{path} is a GGUF file, and the package gguf is missing: pip install gguf")
-    reader = _opened(path)
+    reader = _open_reader(path)
     try:
-        return _looked_at(path, reader)
+        return _check_header(path, reader)
     except UnicodeDecodeError as error:
         raise ValueError(_damaged(path)) from error
 
 
-def _looked_at(path: Path, reader: GGUFReader) -> str:
+def _check_header(path: Path, reader: GGUFReader) -> str:
     architecture = _field(reader, "general.architecture")
     if not isinstance(architecture, str):
         raise ValueError(f"{path} names no general.architecture; it is not a language model's GGUF file")
@@ -64,7 +64,7 @@ def _looked_at(path: Path, reader: GGUFReader) -> str:
     return architecture
 
 
-def _opened(path: Path) -> GGUFReader:
+def _open_reader(path: Path) -> GGUFReader:
     from gguf import GGUFReader
 
     try:

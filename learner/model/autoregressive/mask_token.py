@@ -32,7 +32,7 @@ class MaskToken:
     """Whether a row is appended to the embedding for it."""
 
 
-def take_mask_token(tokenizer: PreTrainedTokenizerFast, vocab_size: int, name: str | None) -> MaskToken:
+def choose_mask_token(tokenizer: PreTrainedTokenizerFast, vocab_size: int, name: str | None) -> MaskToken:
     """Choose the mask token and set it as the tokenizer's `mask_token`.
 
     Without a name these are tried in turn: a mask token that the tokenizer has, a token with the name of a reserved
@@ -50,13 +50,13 @@ def take_mask_token(tokenizer: PreTrainedTokenizerFast, vocab_size: int, name: s
         raise ValueError("--mask-token is blank; name a token of the vocabulary, or a new one such as <|mask|>")
     vocabulary = tokenizer.get_vocab()
     has_spare_row = max(vocabulary.values()) + 1 < vocab_size
-    chosen = name or _spare(tokenizer, _NEW if has_spare_row else None)
+    chosen = name or _unused_token(tokenizer, _NEW if has_spare_row else None)
     if chosen is None:
         raise ValueError(
             f"the tokenizer has no token to spare for the mask among its {len(vocabulary)}; pass --mask-token NEW to "
             "append a row"
         )
-    if chosen in _taken(tokenizer):
+    if chosen in _tokens_in_use(tokenizer):
         raise ValueError(
             f"--mask-token {chosen}: it has a meaning of its own in this tokenizer; name another, or a new one"
         )
@@ -65,14 +65,14 @@ def take_mask_token(tokenizer: PreTrainedTokenizerFast, vocab_size: int, name: s
     return MaskToken(token=chosen, id=index, is_new_row=index >= vocab_size)
 
 
-def _spare(tokenizer: PreTrainedTokenizerFast, new: str | None) -> str | None:
+def _unused_token(tokenizer: PreTrainedTokenizerFast, new: str | None) -> str | None:
     if tokenizer.mask_token is not None:
         return str(tokenizer.mask_token)
-    vocabulary, taken = tokenizer.get_vocab(), _taken(tokenizer)
+    vocabulary, in_use = tokenizer.get_vocab(), _tokens_in_use(tokenizer)
     candidates = [*(token for token in _MASKS if token in vocabulary), *_reserved(tokenizer)]
     candidates += [] if new is None else [new]
     candidates += [token for token in _OF_NOTEBOOKS if token in vocabulary]
-    return next((token for token in candidates if token not in taken), None)
+    return next((token for token in candidates if token not in in_use), None)
 
 
 def _reserved(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
@@ -82,7 +82,7 @@ def _reserved(tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
             yield added.content
 
 
-def _taken(tokenizer: PreTrainedTokenizerFast) -> set[str]:
+def _tokens_in_use(tokenizer: PreTrainedTokenizerFast) -> set[str]:
     """Return the tokens in use: those that begin, end, pad or structure a text."""
     named = {str(token) for name, token in tokenizer.special_tokens_map.items() if name != "mask_token"}
     template = str(tokenizer.chat_template or "")

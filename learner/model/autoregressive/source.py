@@ -24,7 +24,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class AutoregressiveCheckpoint:
     """An autoregressive checkpoint on this machine, of an architecture that d1 can convert."""
 
     name: str
@@ -103,7 +103,7 @@ class Source:
         return arguments | ({} if self.gguf_file is None else {"gguf_file": self.gguf_file})
 
 
-def open_source(name: str) -> Source:
+def open_source(name: str) -> AutoregressiveCheckpoint:
     """Find an autoregressive checkpoint and check that d1 can convert it; a model of the hub is downloaded.
 
     Args:
@@ -134,19 +134,21 @@ def open_source(name: str) -> Source:
                 "safetensors form of it"
             ) from error
         raise
-    return Source(name=name, directory=directory, architecture=architecture, is_fetched=is_fetched)
+    return AutoregressiveCheckpoint(name=name, directory=directory, architecture=architecture, is_fetched=is_fetched)
 
 
-def stated_ends(raw: RawConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def stop_token_ids(raw: RawConfig, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """Collect a checkpoint's end-of-text ids: the tokenizer's, the config's, and `generation_config.json`'s."""
     stated = [tokenizer.eos_token_id, raw.get("eos_token_id"), raw.generation.get("eos_token_id")]
     listed = [one for value in stated for one in (value if isinstance(value, list) else [value])]
     return [one for one in dict.fromkeys(listed) if one is not None]
 
 
-def _of_gguf(name: str, path: Path) -> Source:
+def _of_gguf(name: str, path: Path) -> AutoregressiveCheckpoint:
     architecture = _checked(check_gguf(path), path)
-    return Source(name=name, directory=path.absolute().parent, architecture=architecture, gguf_file=path.name)
+    return AutoregressiveCheckpoint(
+        name=name, directory=path.absolute().parent, architecture=architecture, gguf_file=path.name
+    )
 
 
 def _checked(architecture: str, path: Path) -> str:

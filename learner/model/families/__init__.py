@@ -130,7 +130,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     Raises:
         ValueError: the family is unknown, or its `read_config` rejects the config.
     """
-    raw.check({"quantization_config": None}, may_lack=True)
+    raw.check({"quantization_config": None}, has_default=True)
     if others := [kind for kind in raw.get("layer_types", []) if kind != "full_attention"]:
         raise ValueError(f"{raw.path} has {others[0]!r} in layer_types; d1 computes 'full_attention' only")
     model_type = raw["model_type"]

@@ -50,7 +50,7 @@ def read_config(family: Family, raw: RawConfig) -> TransformerConfig:
     Raises:
         ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
-    raw.check(_FIXED_OF[family], may_lack=True)
+    raw.check(_FIXED_OF[family], has_default=True)
     _check_architecture(family, raw)
     return TransformerConfig(
         family=family,

@@ -51,7 +51,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     Raises:
         ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
-    raw.check(_FIXED_DEFAULTS, may_lack=True)
+    raw.check(_FIXED_DEFAULTS, has_default=True)
     vocab_size = raw["vocab_size"]
     return TransformerConfig(
         family="dream",
@@ -67,7 +67,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         tied_embeddings=raw.get("tie_word_embeddings", False),
         rope_theta=read_rotary(raw).theta,
         rms_norm_eps=raw["rms_norm_eps"],
-        **read_ids(raw, vocab_size, may_end_by_padding=True),
+        **read_ids(raw, vocab_size, padding_is_stop=True),
     )
 
 

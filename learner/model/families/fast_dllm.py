@@ -37,7 +37,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     Raises:
         ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
-    raw.check(_FIXED_DEFAULTS, may_lack=True)
+    raw.check(_FIXED_DEFAULTS, has_default=True)
     return TransformerConfig(
         family="fast_dllm",
         **read_shape(raw),

@@ -21,7 +21,7 @@ def read_ids(
     vocab_size: int,
     *,
     mask_token: str | tuple[str, ...] | None = None,
-    may_end_by_padding: bool = False,
+    padding_is_stop: bool = False,
 ) -> dict[str, Any]:
     """Read the four fields of `TransformerConfig` that hold ids.
 
@@ -31,13 +31,13 @@ def read_ids(
         raw: the config.
         vocab_size: rows of the embedding.
         mask_token: possible names of the mask token in the tokenizer, for a family whose configs may lack its id.
-        may_end_by_padding: whether the padding id ends a text if the config has no `eos_token_id`.
+        padding_is_stop: whether the padding id ends a text if the config has no `eos_token_id`.
 
     Raises:
         ValueError: there is no mask id or no id that ends a text, or a value is not an id of the vocabulary.
     """
     padding = read_list(raw.path, _PAD, raw.get(_PAD), vocab_size, may_be_none=True)
-    ends = read_list(raw.path, _EOS, raw.get(_EOS), vocab_size) or (padding if may_end_by_padding else [])
+    ends = read_list(raw.path, _EOS, raw.get(_EOS), vocab_size) or (padding if padding_is_stop else [])
     ends += read_list(raw.path.with_name(GENERATION_CONFIG), _EOS, raw.generation.get(_EOS), vocab_size)
     if not ends:
         raise ValueError(f"{raw.path} has no {_EOS}")

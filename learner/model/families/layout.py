@@ -63,7 +63,7 @@ class Layout:
                 self.of_ours.setdefault(name, []).append(piece)
                 self.stored_shapes[stored] = [begin + num_rows, *_row(shape)]
 
-    def outline(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def meta_tensors(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Make the checkpoint's tensors on the meta device: shapes and types alone."""
         return {
             stored: torch.empty(shape, dtype=weights[self.of_stored[stored][0].ours].dtype, device="meta")
@@ -84,7 +84,7 @@ def rows_of(shape: Sequence[int]) -> int:
     return math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
 
 
-def within(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[tuple[str, slice]]:
+def pieces_in_range(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[tuple[str, slice]]:
     """Yield the checkpoint's tensors and their rows that hold rows `begin` to `end` of the parameter of these pieces.
 
     An empty range yields no rows of the first tensor.

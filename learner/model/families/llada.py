@@ -68,8 +68,8 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     Raises:
         ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
-    raw.check(_FIXED, may_lack=False)
-    raw.check(_FIXED_DEFAULTS, may_lack=True)
+    raw.check(_FIXED, has_default=False)
+    raw.check(_FIXED_DEFAULTS, has_default=True)
     vocab_size = raw.get("embedding_size") or raw["vocab_size"]
     return TransformerConfig(
         family="llada",

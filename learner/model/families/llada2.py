@@ -72,7 +72,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
     Raises:
         ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
-    raw.check(_FIXED_DEFAULTS, may_lack=True)
+    raw.check(_FIXED_DEFAULTS, has_default=True)
     for key in _OF_LLADA2_2:
         if raw.get(key) is not None:
             raise ValueError(f"{raw.path} has {key} = {raw[key]!r}, so it is LLaDA2.2's; d1 computes 2.0 and 2.1 only")
@@ -94,7 +94,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         tied_embeddings=raw.get("tie_word_embeddings", False),
         rope_theta=rotary.theta,
         rms_norm_eps=raw["rms_norm_eps"],
-        **read_ids(raw, vocab_size, mask_token=_MASK, may_end_by_padding=True),
+        **read_ids(raw, vocab_size, mask_token=_MASK, padding_is_stop=True),
     )
 
 

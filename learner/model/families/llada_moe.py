@@ -48,9 +48,9 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         ValueError: a key is missing, or requires a variant that our transformer does not compute.
     """
     if raw.get("architectures", _ARCHITECTURES[0]) not in _ARCHITECTURES:
-        raw.check({"architectures": _ARCHITECTURES[0]}, may_lack=True)
-    raw.check(_FIXED, may_lack=False)
-    raw.check(_FIXED_DEFAULTS, may_lack=True)
+        raw.check({"architectures": _ARCHITECTURES[0]}, has_default=True)
+    raw.check(_FIXED, has_default=False)
+    raw.check(_FIXED_DEFAULTS, has_default=True)
     moe = _read_moe(raw)
     return TransformerConfig(
         family="llada_moe",
@@ -60,7 +60,7 @@ def read_config(raw: RawConfig) -> TransformerConfig:
         moe=moe,
         qk_norm=True,
         tied_embeddings=raw.get("tie_word_embeddings", False),
-        **read_ids(raw, raw["vocab_size"], mask_token=_MASK, may_end_by_padding=True),
+        **read_ids(raw, raw["vocab_size"], mask_token=_MASK, padding_is_stop=True),
     )
 
 

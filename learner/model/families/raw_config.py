@@ -46,15 +46,15 @@ class RawConfig:
         value = self.values.get(key)
         return default if value is None else value
 
-    def check(self, fixed: Mapping[str, Any], *, may_lack: bool) -> None:
+    def check(self, fixed: Mapping[str, Any], *, has_default: bool) -> None:
         """Raise ValueError unless every key has the one value that our transformer computes.
 
         Args:
             fixed: keys and their required values.
-            may_lack: whether the value is also the original code's default for a key that is missing or null.
+            has_default: whether the value is also the original code's default for a key that is missing or null.
         """
         for key, value in fixed.items():
-            found = self.get(key, value) if may_lack else self[key]
+            found = self.get(key, value) if has_default else self[key]
             if found != value:
                 raise ValueError(f"{self.path} has {key} = {found!r}; d1 computes {key} = {value!r} only")
 
@@ -66,9 +66,9 @@ class RawConfig:
         stated: int | None = self.get("mask_token_id")
         if stated is not None:
             return stated
-        declared = self._beside(_TOKENIZER_CONFIG).get("mask_token")
+        declared = self._read_sibling(_TOKENIZER_CONFIG).get("mask_token")
         declared = declared.get("content") if isinstance(declared, dict) else declared
-        added = _added_tokens(self._beside(_TOKENIZER)) | _added_tokens(self._beside(_TOKENIZER_CONFIG))
+        added = _added_tokens(self._read_sibling(_TOKENIZER)) | _added_tokens(self._read_sibling(_TOKENIZER_CONFIG))
         for token in (declared, *tokens):
             if token in added:
                 return added[token]
@@ -78,9 +78,9 @@ class RawConfig:
     @property
     def generation(self) -> Mapping[str, Any]:
         """The keys of `generation_config.json` in the same directory; empty if there is none."""
-        return self._beside(GENERATION_CONFIG)
+        return self._read_sibling(GENERATION_CONFIG)
 
-    def _beside(self, name: str) -> Mapping[str, Any]:
+    def _read_sibling(self, name: str) -> Mapping[str, Any]:
         path = self.path.with_name(name)
         return _read_object(path) if path.is_file() else {}
 

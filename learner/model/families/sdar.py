@@ -62,7 +62,7 @@ def read_config_of(
     raw: RawConfig, family: Family, fixed: Mapping[str, Any], moe: MoEConfig | None
 ) -> TransformerConfig:
     """Convert the config of a variant of SDAR, with the values that its config must have and its experts."""
-    raw.check(fixed, may_lack=True)
+    raw.check(fixed, has_default=True)
     return TransformerConfig(
         family=family,
         **read_shape(raw),

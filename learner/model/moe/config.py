@@ -73,7 +73,7 @@ class MoEConfig(BaseModel):
         """Whether each expert has a bias that is added for the choice."""
         return self.router == "sigmoid"
 
-    def products_of_token(self, width: int) -> int:
+    def multiply_adds_per_token(self, width: int) -> int:
         """Count the multiply-adds of a token without the shared SwiGLU: router, its experts, and their weighted sum."""
         return width * (self.num_experts + self.experts_per_token * (3 * self.expert_width + 1))
 

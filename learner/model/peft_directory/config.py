@@ -43,7 +43,7 @@ _INITS = ("gaussian", "eva", "orthogonal", "mica")
 _Number = TypeVar("_Number", int, float)
 
 
-class PeftConfig(BaseModel):
+class PeftAdapterConfig(BaseModel):
     """Keys of an `adapter_config.json` that determine what its matrices compute; the defaults are peft's."""
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
@@ -111,11 +111,11 @@ class PeftConfig(BaseModel):
             raise ValueError(f"{path} is no config of an adapter: {place}{what}") from error
         except ValueError as error:
             raise ValueError(f"{path} is no config of an adapter: {error}") from error
-        if (refusal := config.refusal()) is not None:
-            raise ValueError(f"{path} has {refusal}")
+        if (unsupported_setting := config.unsupported_setting()) is not None:
+            raise ValueError(f"{path} has {unsupported_setting}")
         return config
 
-    def refusal(self) -> str | None:
+    def unsupported_setting(self) -> str | None:
         """Return an error message for the first setting that d1 does not compute; None if it computes all."""
         if self.peft_type != "LORA":
             return f"peft_type = {self.peft_type!r}; d1 reads 'LORA' only"
@@ -187,9 +187,9 @@ def find_base(directory: Path, find: Callable[[Path | str], Path] = find_checkpo
             in peft, or else against this one.
         find: fetches the needed files of a base on the hub.
 
-    Raises ValueError that names the base if it is missing, or as `PeftConfig.read`.
+    Raises ValueError that names the base if it is missing, or as `PeftAdapterConfig.read`.
     """
-    config = PeftConfig.read(directory)
+    config = PeftAdapterConfig.read(directory)
     named = config.base_model_name_or_path or ""
     places = [place for place in (Path(named), directory / named) if place.is_dir()]
     for place in places:

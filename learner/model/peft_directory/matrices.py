@@ -21,11 +21,11 @@ from torch import Tensor
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.families.layout import Layout
-from learner.model.families.stored_names import unwrapped
+from learner.model.families.wrapper_prefixes import unwrapped
 from learner.model.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from learner.model.lora import adaptable_layers, adapter_names
-from learner.model.networks import make_on_meta
-from learner.model.peft_directory.config import PeftConfig
+from learner.model.networks import make_meta_model
+from learner.model.peft_directory.config import PeftAdapterConfig
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # peft omits the adapter's name, other tools keep it.
@@ -68,8 +68,8 @@ def read_matrices(directory: Path, shape: TransformerConfig) -> PeftMatrices:
 
     Raises ValueError that names the tensor or layer which is missing, does not fit, or has no counterpart in d1.
     """
-    config = PeftConfig.read(directory)
-    model = make_on_meta(shape)
+    config = PeftAdapterConfig.read(directory)
+    model = make_meta_model(shape)
     layout = FAMILIES[shape.family].layout({name: held.shape for name, held in model.named_parameters()})
     adaptable = {f"{name}{_WEIGHT}" for name in (*adaptable_layers(model), "head")}
     pairs = _pairs(directory / ADAPTER_WEIGHTS, config, layout, _outer_names(shape))
@@ -134,7 +134,7 @@ def _copied(name: str, outer_names: Mapping[str, str]) -> str | None:
     return next((outer_names[stored] for stored in names if stored in outer_names), None)
 
 
-def _pairs(path: Path, config: PeftConfig, layout: Layout, outer_names: Mapping[str, str]) -> dict[str, _Pair]:
+def _pairs(path: Path, config: PeftAdapterConfig, layout: Layout, outer_names: Mapping[str, str]) -> dict[str, _Pair]:
     """Read A and B of each adapted layer, by the name of the base's weight."""
     pairs: dict[str, _Pair] = {}
     for module, matrices in _by_module(path, outer_names).items():
@@ -179,7 +179,7 @@ def _stored_names(module: str) -> tuple[str, str]:
 
 
 def _check_targets(
-    directory: Path, config: PeftConfig, pairs: Mapping[str, _Pair], layout: Layout, adaptable: AbstractSet[str]
+    directory: Path, config: PeftAdapterConfig, pairs: Mapping[str, _Pair], layout: Layout, adaptable: AbstractSet[str]
 ) -> None:
     """Raise ValueError if the file lacks matrices of a target, or has matrices that peft would not use."""
     if config.targets is None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _VISION = ("vision_tower", "embed_vision")
 
 
-class Prefix:
+class PrefixCache:
     """KV cache of the finished slots, which the decoder reads. Entries never change."""
 
     def __init__(self, cache: DynamicCache) -> None:
@@ -47,19 +47,19 @@ class RenoisingPolicy(nn.Module):
         """Device of the weights."""
         return next(self.parameters()).device
 
-    def prefix(self) -> Prefix:
+    def prefix(self) -> PrefixCache:
         """Make an empty prefix."""
         from transformers.cache_utils import DynamicCache
 
-        return Prefix(DynamicCache(config=self.network.config.get_text_config(decoder=True)))
+        return PrefixCache(DynamicCache(config=self.network.config.get_text_config(decoder=True)))
 
-    def finish(self, prefix: Prefix, ids: Tensor) -> None:
+    def append(self, prefix: PrefixCache, ids: Tensor) -> None:
         """Append the finished slots [L] to a prefix."""
         positions = torch.arange(prefix.num_slots, prefix.num_slots + len(ids), device=ids.device)
         self.network.model.encoder(input_ids=ids[None], past_key_values=prefix.cache, position_ids=positions[None])
         prefix.num_slots += len(ids)
 
-    def forward(self, prefix: Prefix, canvas: Tensor, conditioning: Tensor | None = None) -> Tensor:
+    def forward(self, prefix: PrefixCache, canvas: Tensor, conditioning: Tensor | None = None) -> Tensor:
         """Compute the float32 logits [C, V] of a canvas [C] behind a prefix.
 
         `conditioning` are the logits [C, V] of the previous step, divided by its temperature; None at the first step.

@@ -21,7 +21,7 @@ from torch import Tensor
 from learner.model.storage.throughput import Throughput, num_threads
 
 _CHUNK_BYTES = 16 << 20
-_FEWEST_SHARED = 2
+_MIN_CHUNKS_FOR_THREADS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,9 @@ def read_extents(extents: Sequence[Extent], progress: Throughput | None = None) 
             return chunk.num_bytes
 
         # A single chunk is read before a thread would have started.
-        each = map if count < _FEWEST_SHARED else stack.enter_context(ThreadPoolExecutor(count, "d1-reading")).map
+        each = (
+            map if count < _MIN_CHUNKS_FOR_THREADS else stack.enter_context(ThreadPoolExecutor(count, "d1-reading")).map
+        )
         for num_bytes in each(read, chunks):
             if progress is not None:
                 progress.add(num_bytes)

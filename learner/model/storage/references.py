@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from learner.model.storage.hashing import checksum, checksums
-from learner.model.storage.throughput import Say, Throughput
+from learner.model.storage.throughput import ReportProgress, Throughput
 
 REFERENCES = "weights.json"
 _SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reference:
+class FileReference:
     """Reference to one weight file outside the checkpoint."""
 
     path: Path
@@ -32,7 +32,7 @@ class Reference:
     mtime_ns: int
     """Time of its last change, in Unix time (ns)."""
 
-    def is_as_it_was(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether the file exists with the recorded size and mtime."""
         try:
             about = self.path.stat()
@@ -41,20 +41,20 @@ class Reference:
         return (about.st_size, about.st_mtime_ns) == (self.size, self.mtime_ns)
 
 
-def write_references(directory: Path, files: Sequence[Path], say: Say | None = None) -> None:
+def write_references(directory: Path, files: Sequence[Path], report: ReportProgress | None = None) -> None:
     """Write references to weight files into a checkpoint's directory. Hashing reads every file once."""
-    progress = Throughput("hashing the checkpoint", sum(path.stat().st_size for path in files), say)
+    progress = Throughput("hashing the checkpoint", sum(path.stat().st_size for path in files), report)
     references = {}
     for path, digest in checksums(files, progress).items():
         about = path.stat()
         # Only the parent is resolved: in the hub's cache the file is a symlink, and its target has another name.
         where = path.parent.resolve() / path.name
-        reference = Reference(path=where, sha256=digest, size=about.st_size, mtime_ns=about.st_mtime_ns)
+        reference = FileReference(path=where, sha256=digest, size=about.st_size, mtime_ns=about.st_mtime_ns)
         references[path.name] = asdict(reference) | {"path": str(where)}
     (directory / REFERENCES).write_text(json.dumps(references, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_references(directory: Path) -> dict[str, Reference]:
+def read_references(directory: Path) -> dict[str, FileReference]:
     """Read the files that a checkpoint refers to, by name; a file of that name in its own directory takes precedence.
 
     Raises ValueError if the list is not as d1 writes it.
@@ -71,7 +71,7 @@ def read_references(directory: Path) -> dict[str, Reference]:
     return {name: replace(reference, path=beside.get(name, reference.path)) for name, reference in found.items()}
 
 
-def _reference(name: str, about: Mapping[str, object]) -> Reference:
+def _reference(name: str, about: Mapping[str, object]) -> FileReference:
     path, digest, size, mtime_ns = (about[key] for key in ("path", "sha256", "size", "mtime_ns"))
     if not (isinstance(path, str) and isinstance(digest, str) and isinstance(size, int) and isinstance(mtime_ns, int)):
         raise TypeError(name)
@@ -80,10 +80,10 @@ def _reference(name: str, about: Mapping[str, object]) -> Reference:
         raise ValueError(name)
     if not re.fullmatch("[0-9a-f]{64}", digest):
         raise ValueError(name)
-    return Reference(path=where, sha256=digest, size=size, mtime_ns=mtime_ns)
+    return FileReference(path=where, sha256=digest, size=size, mtime_ns=mtime_ns)
 
 
-def why_gone(directory: Path, reference: Reference) -> str:
+def missing_message(directory: Path, reference: FileReference) -> str:
     """Make the error message for a missing file."""
     return (
         f"{directory} refers to {reference.path} for its weights, and this machine has no such file; put it back, or "
@@ -100,12 +100,12 @@ def check_unchanged(directory: Path) -> None:
         if reference.path.parent == directory:
             continue
         if not reference.path.is_file():
-            raise ValueError(why_gone(directory, reference))
-        if not reference.is_as_it_was() and checksum(reference.path) != reference.sha256:
-            raise ValueError(why_changed(directory, reference))
+            raise ValueError(missing_message(directory, reference))
+        if not reference.is_unchanged() and checksum(reference.path) != reference.sha256:
+            raise ValueError(changed_message(directory, reference))
 
 
-def why_changed(directory: Path, reference: Reference) -> str:
+def changed_message(directory: Path, reference: FileReference) -> str:
     """Make the error message for a changed file."""
     return (
         f"{reference.path} was changed since {directory} was made, which refers to it for its weights; put the "

@@ -17,20 +17,20 @@ from learner.model.attention.rotary import rope_frequencies
 from learner.model.checkpoint_files import load_config, weight_files
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
-from learner.model.families.layout import Piece, rows_of, within
-from learner.model.families.stored_names import is_rotary_buffer, plain_names
-from learner.model.networks import make_on_meta
+from learner.model.families.layout import Piece, pieces_in_range, rows_of
+from learner.model.families.wrapper_prefixes import is_rotary_buffer, plain_names
+from learner.model.networks import make_meta_model
 from learner.model.storage.reading import Extent, read_extents
-from learner.model.storage.throughput import Say, Throughput
+from learner.model.storage.throughput import ReportProgress, Throughput
 
 # Types by their safetensors names. Quantised types are left out: their numbers mean nothing without their scales.
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 # A safetensors file begins with the length of its header.
 _LENGTH_BYTES = 8
 # A wrong config.json makes every tensor wrong: an error names this many of them and counts the others.
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 # Chunk size of tensor comparison, in numbers.
-_COMPARED = 2**24
+_COMPARISON_CHUNK = 2**24
 
 
 class StoredWeights(Mapping[str, "StoredTensor"]):
@@ -46,11 +46,11 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         """The checkpoint's directory."""
         self.config = config or load_config(directory)
         """The policy's shape and family."""
-        parameters = dict(make_on_meta(self.config).to(torch.bfloat16).named_parameters())
+        parameters = dict(make_meta_model(self.config).to(torch.bfloat16).named_parameters())
         family = FAMILIES[self.config.family]
         layout = family.layout({name: held.shape for name, held in parameters.items()})
         found = _read_headers(weight_files(directory))
-        stored, self.is_renamed = self._in_our_names(found)
+        stored, self.has_foreign_names = self._in_our_names(found)
         """Whether its tensors have other names than in the family's original code."""
         surplus = {name for name in stored.keys() - layout.stored_shapes.keys() if self._is_known_surplus(name)}
         shapes = {name: header.shape for name, header in stored.items() if name not in surplus}
@@ -103,14 +103,17 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
                 )
 
     def read_into(
-        self, destinations: Mapping[str, Tensor], rows: Mapping[str, slice] | None = None, say: Say | None = None
+        self,
+        destinations: Mapping[str, Tensor],
+        rows: Mapping[str, slice] | None = None,
+        report: ReportProgress | None = None,
     ) -> None:
         """Read tensors into destinations of any precision, on any device, in several threads.
 
         Args:
             destinations: contiguous tensors by our names.
             rows: the rows of a tensor that its destination holds; all rows for names that are not listed.
-            say: receives progress messages with the rate of reading.
+            report: receives progress messages with the rate of reading.
 
         Raises ValueError if a file has become shorter, OSError if it cannot be read.
         """
@@ -120,17 +123,17 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
             for extent in self._tensors[name].extents((rows or {}).get(name, slice(None)), destination.detach())
         ]
         num_bytes = sum(extent.num_bytes for extent in extents)
-        read_extents(extents, Throughput(f"loading {self.directory.name}", num_bytes, say))
+        read_extents(extents, Throughput(f"loading {self.directory.name}", num_bytes, report))
 
-    def whole_ones(self, names: Iterable[str], say: Say | None = None) -> Iterator[tuple[str, Tensor]]:
+    def iter_float32(self, names: Iterable[str], report: ReportProgress | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors by our names, in float32 on the CPU, reading one at a time and keeping none.
 
-        `say` receives progress messages with the rate of reading. Raises as `read_into` does.
+        `report` receives progress messages with the rate of reading. Raises as `read_into` does.
         """
         everything, tensors = slice(None), {name: self._tensors[name] for name in names}
         on_meta = (tensor.extents(everything, torch.empty(*tensor.shape, device="meta")) for tensor in tensors.values())
         num_bytes = sum(extent.num_bytes for extents in on_meta for extent in extents)
-        progress = Throughput(f"loading {self.directory.name}", num_bytes, say)
+        progress = Throughput(f"loading {self.directory.name}", num_bytes, report)
         for name, tensor in tensors.items():
             whole = torch.empty(*tensor.shape)
             read_extents(list(tensor.extents(everything, whole)), progress)
@@ -185,7 +188,7 @@ class StoredTensor:
         inner, width = rows_of(self.shape) // self.shape[0], self.shape[-1] if len(self.shape) > 1 else 1
         numbers, first = destination.view(-1), 0
         assert len(numbers) == (end - begin) * inner * width, "a destination has the shape of its rows"
-        for name, part in within(self.pieces, begin * inner, end * inner):
+        for name, part in pieces_in_range(self.pieces, begin * inner, end * inner):
             held, after = self.stored[name], first + (part.stop - part.start) * width
             yield Extent(
                 path=held.path,
@@ -206,7 +209,7 @@ def _are_equal(one: StoredHeader, other: StoredHeader) -> bool:
     """Whether two tensors hold the same numbers. A scalar or empty tensor equals no other."""
     if one.shape != other.shape or not math.prod(one.shape or [0]):
         return False
-    step = max(1, _COMPARED * one.shape[0] // math.prod(one.shape))
+    step = max(1, _COMPARISON_CHUNK * one.shape[0] // math.prod(one.shape))
     parts, wider = range(0, one.shape[0], step), torch.promote_types(one.dtype, other.dtype)
     pairs = (tuple(_whole(each)[slice(begin, begin + step)].to(wider) for each in (one, other)) for begin in parts)
     return all(torch.equal(*pair) for pair in pairs)
@@ -260,8 +263,8 @@ def _check_shapes(directory: Path, stored: Mapping[str, list[int]], expected: Ma
     """Raise ValueError that names the tensors which differ."""
     wrong = list(_differences(stored, expected))
     if wrong:
-        more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-        raise ValueError(f"the weights in {directory} do not fit: {'; '.join(wrong[:_MOST_NAMED])}{more}")
+        more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
+        raise ValueError(f"the weights in {directory} do not fit: {'; '.join(wrong[:_MAX_NAMED])}{more}")
 
 
 def _differences(stored: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> Iterator[str]:

@@ -18,8 +18,8 @@ from actors.plan import RunPlan
 from actors.run_config import GraderSection
 from actors.spec import RunSpec
 from actors.training.choosing import GroupChoice
-from learner.keys import fold, key_of
 from learner.model.tokenizer import ChatTokenizer
+from learner.seeds import fold, key_of
 from rewards import Grade, SumsConfig
 
 

@@ -147,7 +147,7 @@ def test_costs_of_the_terms_add_up_over_a_round(plan: RunPlan) -> None:
 def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: RunPlan) -> None:
     grader, portion = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint), plan.round_portion(0, 0)
     tokenizer = ChatTokenizer(spec.initial_checkpoint)
-    demonstration = [*tokenizer.encode_completion(plan.train[0].reference_completion), tokenizer.eos_id]
+    demonstration = [*tokenizer.encode_plain(plan.train[0].reference_completion), tokenizer.eos_id]
     # What follows the end of text would spoil the answer, were it graded.
     completion = replace(_completion([*demonstration, *demonstration], version=0), num_tokens=len(demonstration))
     portion = replace(portion, problems=(plan.train[0],) * 8)

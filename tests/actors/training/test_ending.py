@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from actors.training.ending import Decision, Limit, Stopwatch, decided
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 from tests.actors.local_run import Pulse
 from tests.ranks import run_ranks
 

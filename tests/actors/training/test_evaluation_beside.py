@@ -8,7 +8,7 @@ from typing import Any
 from actors.messages import Generation, Next
 from actors.spec import RunSpec
 from actors.training.training import TrainingRun
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 from tests.actors.local_run import LocalRun, Pulse, facts
 from tests.actors.training.test_training import _files, _run, _spec, _ticking
 

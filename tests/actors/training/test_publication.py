@@ -18,13 +18,13 @@ from actors.training.publication import Publisher
 from actors.training.shards import Travel
 from actors.weights.store import Manifest
 from actors.weights.tensors import make_manifest, verify
-from learner.model.checkpoint_files import Base
+from learner.model.checkpoint_files import BaseCheckpoint
 from learner.model.config import TransformerConfig
-from learner.model.lora import adapter_names, merged
-from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.lora import adapter_names, merge_weight
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.model.networks import make_model
 from learner.model.transformer import init_weights
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 from tests.actors.offered import Offers
 from tests.ranks import run_ranks
@@ -68,7 +68,7 @@ class Store:
             for name in self.base:
                 a, b = adapter_names(name)
                 if a in weights:
-                    whole[name] = merged(self.base[name], weights[a], weights[b], manifest.base.scaling)
+                    whole[name] = merge_weight(self.base[name], weights[a], weights[b], manifest.base.scaling)
             self.weights.append(whole)
         self.said.append(f"version {manifest.version} {manifest.base.checkpoint if manifest.base else ''}".strip())
         self.digests.append(manifest.digest)
@@ -97,7 +97,7 @@ def _go_through(policy: ShardedPolicy, store: Store, ranks: Ranks) -> list[dict[
         policy.load_full_weights(weights)
         store.base = weights
         if policy.lora.rank:
-            publisher.base = Base(checkpoint=stage, digest="of it", scaling=policy.lora.scaling)
+            publisher.base = BaseCheckpoint(checkpoint=stage, digest="of it", scaling=policy.lora.scaling)
         for version in (1, 2) if stage == "initial" else (3,):
             _train(policy)
             publisher.publish(version, Phase.SFT, 0)
@@ -108,7 +108,7 @@ def _go_through(policy: ShardedPolicy, store: Store, ranks: Ranks) -> list[dict[
     return was
 
 
-@pytest.mark.parametrize("lora", [WHOLE, ADAPTER])
+@pytest.mark.parametrize("lora", [FULL_FINE_TUNING, ADAPTER])
 def test_what_is_published_is_the_policy_to_the_bit(config: TransformerConfig, lora: LoraConfig) -> None:
     store = Store()
     was = _go_through(_policy(config, lora), store, Ranks())
@@ -128,7 +128,7 @@ def test_an_adapter_is_published_with_the_name_of_what_it_stands_on(config: Tran
 def test_what_the_store_forgot_to_have_been_offered_is_offered_again(config: TransformerConfig) -> None:
     store = Store()
     store.forgets = 2
-    policy = _policy(config, WHOLE)
+    policy = _policy(config, FULL_FINE_TUNING)
     Publisher(policy, Ranks(), store).publish(1, Phase.SFT, 0)
     assert store.said == ["version 1", "announced 1"]
 
@@ -138,7 +138,7 @@ def test_weights_travel_in_the_samplers_precision_and_are_named_after_those_that
 ) -> None:
     """Nothing that a sampler holds in float32 is narrowed: a router's bias."""
     for shape in (config, moe_config):
-        store, policy = Store(), _policy(shape, WHOLE)
+        store, policy = Store(), _policy(shape, FULL_FINE_TUNING)
         _train(policy)
         publisher = Publisher(policy, Ranks(), store, travel=Travel(dtype=torch.bfloat16))
         publisher.publish(1, Phase.SFT, 0)
@@ -162,7 +162,7 @@ def _rank(rank: int, directory: Path, config: TransformerConfig) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/port", rank=rank, world_size=2)
     said = {}
-    for lora in (WHOLE, ADAPTER):
+    for lora in (FULL_FINE_TUNING, ADAPTER):
         for kind, workers_per_copy in _MESHES.items():
             store = Store()
             _go_through(_policy(config, lora, make_mesh("cpu", workers_per_copy)), store, Ranks())
@@ -174,7 +174,7 @@ def _rank(rank: int, directory: Path, config: TransformerConfig) -> None:
 def test_two_ranks_publish_what_one_would(config: TransformerConfig, tmp_path: Path) -> None:
     run_ranks(_rank, tmp_path, config, num=2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    for lora in (WHOLE, ADAPTER):
+    for lora in (FULL_FINE_TUNING, ADAPTER):
         store = Store()
         _go_through(_policy(config, lora), store, Ranks())
         for kind in _MESHES:

@@ -50,7 +50,7 @@ def test_without_a_file_they_are_the_first_training_and_held_out_problems(spec: 
         assert [completion for _, completion in _texts(spec, documents)] == [p.reference_completion for p in problems]
         for row, problem in enumerate(problems):
             prompt = plan.prompt_ids(problem)
-            end = len(prompt) + len(tokenizer.encode_completion(problem.reference_completion))
+            end = len(prompt) + len(tokenizer.encode_plain(problem.reference_completion))
             ids = documents.ids[row].tolist()
             assert tuple(ids[: len(prompt)]) == prompt
             assert ids[end : int(documents.lengths[row])] == [tokenizer.eos_id] * (8 - (end - len(prompt)))
@@ -71,13 +71,13 @@ def test_a_canvas_too_short_for_the_task_is_refused(spec: RunSpec) -> None:
 def test_demonstrations_that_do_not_fit_are_left_out_and_counted(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = ChatTokenizer.encode_completion
+    encode = ChatTokenizer.encode_plain
     texts = [
         problem.reference_completion for problem in RunPlan(spec, ChatTokenizer(spec.initial_checkpoint)).train[:10]
     ]
     longer = [*encode(ChatTokenizer(spec.initial_checkpoint), texts[0]), 2, 2, 2, 2]
     monkeypatch.setattr(
-        ChatTokenizer, "encode_completion", lambda self, text: longer if text == texts[0] else encode(self, text)
+        ChatTokenizer, "encode_plain", lambda self, text: longer if text == texts[0] else encode(self, text)
     )
     facts = _load(_with_slots(spec, 8)).facts
     assert facts["num_overlong"] == texts.count(texts[0])
@@ -178,7 +178,7 @@ def test_texts_are_cut_into_chunks_of_which_the_last_ends(spec: RunSpec, tmp_pat
     documents = _load(spec, data=tmp_path / "data.txt", num_labels=None, max_tokens=7).train
     assert documents.prompt_lengths.tolist() == [0, 0, 0, 0]
     ids = [row[:length] for row, length in zip(documents.ids.tolist(), documents.lengths.tolist(), strict=True)]
-    whole = [tokenizer.encode_completion(text) for text in texts]
+    whole = [tokenizer.encode_plain(text) for text in texts]
     end = [tokenizer.eos_id]
     # Eleven tokens in two chunks; three with room for the end; seven without.
     assert ids == [whole[0][:7], whole[0][7:] + end, whole[1] + end, whole[2]]
@@ -206,7 +206,7 @@ def test_of_few_texts_the_last_chunks_are_held_out(
     texts = [" ".join("1" * (4 * count - 1)) for count in num_chunks]
     (tmp_path / "data.txt").write_text("<|endoftext|>".join(texts))
     every = _load(spec, data=tmp_path / "data.txt", num_labels=None, max_tokens=8).train.ids.tolist()
-    assert (len(every), len(tokenizer.encode_completion("1 1"))) == (sum(num_chunks), 3)
+    assert (len(every), len(tokenizer.encode_plain("1 1"))) == (sum(num_chunks), 3)
     data = _load(spec, data=tmp_path / "data.txt", num_labels=None, max_tokens=8, num_eval=num_eval)
     held_out = [] if data.held_out is None else data.held_out.ids.tolist()
     assert len(held_out) == num_held_out

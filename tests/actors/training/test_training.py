@@ -37,10 +37,10 @@ from learner.model.checkpoint_files import LEARNER_STATE, verify_checkpoint, wei
 from learner.model.lora import merge_adapters
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import ShardedPolicy, local_part
+from learner.sft.config import SftConfig
 from learner.sft.learner import SftLearner
-from learner.sft.sft import SftConfig
 from rollout.config import EvaluationConfig
 from tests.actors.local_run import LocalRun, Pulse, facts
 from tests.ranks import run_ranks

@@ -20,8 +20,8 @@ from actors.training.training import TrainingRun
 from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.model.checkpoint import save_checkpoint
-from learner.model.lora_config import WHOLE, LoraConfig
-from learner.parallel.ranks import Ranks
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
+from learner.parallel.consensus import Ranks
 from rollout.config import EvaluationConfig
 from tests.actors.local_run import LocalRun, Pulse, facts
 from tests.ranks import run_ranks
@@ -114,7 +114,7 @@ class SlowDiskRun(LocalRun):
         super().record(event, values)
 
 
-@pytest.mark.parametrize("lora", [WHOLE, LoraConfig(rank=4, alpha=8)])
+@pytest.mark.parametrize("lora", [FULL_FINE_TUNING, LoraConfig(rank=4, alpha=8)])
 def test_what_is_written_beside_the_next_round_is_what_was_when_it_was_gathered(
     spec: RunSpec, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, lora: LoraConfig
 ) -> None:

@@ -19,7 +19,7 @@ from deploy.adapt import responses
 from deploy.adapt.generation import Sampling
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
-from learner.model.autoregressive.source import Source
+from learner.model.autoregressive.source import AutoregressiveCheckpoint
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.storage.references import REFERENCES
@@ -239,7 +239,9 @@ def test_the_models_own_responses_are_trained_on_and_an_earlier_try_goes_on(
 ) -> None:
     asked: list[Any] = []
 
-    def write(source: Source, prompts: Sequence[Any], path: Path, sampling: Sampling, say: Any) -> str:
+    def write(
+        source: AutoregressiveCheckpoint, prompts: Sequence[Any], path: Path, sampling: Sampling, say: Any
+    ) -> str:
         asked.append((source.name, len(prompts), sampling.max_new_tokens))
         if len(asked) == 1:
             path.write_text("")

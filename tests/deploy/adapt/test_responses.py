@@ -18,7 +18,7 @@ from deploy.adapt.prompts import Conversation, file_prompts, task_prompts
 from deploy.adapt.response_file import ResponseProgress
 from deploy.adapt.responses import write_responses
 from deploy.errors import UserError
-from learner.model.autoregressive.source import Source, open_source
+from learner.model.autoregressive.source import AutoregressiveCheckpoint, open_source
 from rewards import SumsConfig
 from rewards.data.demonstrations import read_demonstrations
 from rewards.data.prompts import user_turn
@@ -31,7 +31,7 @@ CONTEXT = 512
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def source(tmp_path_factory: pytest.TempPathFactory) -> AutoregressiveCheckpoint:
     directory = tmp_path_factory.mktemp("source")
     write_source(directory)
     return open_source(str(directory))
@@ -61,7 +61,7 @@ class Says:
 
 
 @pytest.fixture
-def speaker(source: Source, monkeypatch: pytest.MonkeyPatch) -> Any:
+def speaker(source: AutoregressiveCheckpoint, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the next writers use a generator that says such texts."""
 
     def use(texts: Sequence[str], *, dies_at: int = -1) -> Says:
@@ -81,7 +81,7 @@ def in_order(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_response_does_not_depend_on_its_batch(source: Source, temperature: float) -> None:
+def test_a_response_does_not_depend_on_its_batch(source: AutoregressiveCheckpoint, temperature: float) -> None:
     tokenizer = source.tokenizer()
     asked = encode_prompts(source, tokenizer, [*PROMPTS[:5], user_turn("hi")], 12)
     generator = TransformersGenerator(source, [2], replace(SAMPLING, temperature=temperature), "cpu")
@@ -93,7 +93,7 @@ def test_a_response_does_not_depend_on_its_batch(source: Source, temperature: fl
     assert (others == together) == (temperature == 0)
 
 
-def test_greedy_responses_are_those_of_transformers(source: Source) -> None:
+def test_greedy_responses_are_those_of_transformers(source: AutoregressiveCheckpoint) -> None:
     import torch
 
     [asked] = encode_prompts(source, source.tokenizer(), PROMPTS[:1], 12)
@@ -108,7 +108,7 @@ def test_greedy_responses_are_those_of_transformers(source: Source) -> None:
 
 
 def test_vllm_is_taken_where_it_can_run_and_is_asked_by_seed_and_tokens(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: AutoregressiveCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a stand-in for the library, which needs a GPU: what d1 asks of it, and how it reads the answers."""
 
@@ -139,7 +139,9 @@ def test_vllm_is_taken_where_it_can_run_and_is_asked_by_seed_and_tokens(
     ]
 
 
-def test_the_prompts_and_the_models_answers_are_what_sft_reads(source: Source, tmp_path: Path, speaker: Any) -> None:
+def test_the_prompts_and_the_models_answers_are_what_sft_reads(
+    source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any
+) -> None:
     speaker(["the sky is blue."])
     written = write_responses(source, PROMPTS, tmp_path / "own.jsonl", SAMPLING)
     rows = read_demonstrations(tmp_path / "own.jsonl")
@@ -149,7 +151,7 @@ def test_the_prompts_and_the_models_answers_are_what_sft_reads(source: Source, t
 
 
 def test_a_cut_response_keeps_its_whole_sentences_and_an_empty_one_is_left_out(
-    source: Source, tmp_path: Path, speaker: Any
+    source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any
 ) -> None:
     speaker(["It is 4.", 'It is so! "Yes." And then the...', "1. the sky...", " \n"])
     written = write_responses(source, PROMPTS[:4], tmp_path / "own.jsonl", SAMPLING)
@@ -160,7 +162,9 @@ def test_a_cut_response_keeps_its_whole_sentences_and_an_empty_one_is_left_out(
     )
 
 
-def test_a_writer_that_is_killed_goes_on_where_it_was(source: Source, tmp_path: Path, speaker: Any) -> None:
+def test_a_writer_that_is_killed_goes_on_where_it_was(
+    source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any
+) -> None:
     path, whole = tmp_path / "own.jsonl", tmp_path / "whole.jsonl"
     all_seeds = speaker(["the sky is blue."]).seeds
     write_responses(source, PROMPTS, whole, SAMPLING)
@@ -180,7 +184,7 @@ def test_a_writer_that_is_killed_goes_on_where_it_was(source: Source, tmp_path: 
     assert write_responses(source, PROMPTS, path, SAMPLING) == written
 
 
-def test_a_file_of_something_else_is_left_alone(source: Source, tmp_path: Path, speaker: Any) -> None:
+def test_a_file_of_something_else_is_left_alone(source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any) -> None:
     speaker(["the sky is blue."])
     path = tmp_path / "own.jsonl"
     path.write_text("mine\n")
@@ -200,7 +204,9 @@ def test_a_file_of_something_else_is_left_alone(source: Source, tmp_path: Path, 
         write_responses(source, PROMPTS, path, SAMPLING)
 
 
-def test_prompts_without_room_are_counted_and_all_of_them_refused(source: Source, tmp_path: Path, speaker: Any) -> None:
+def test_prompts_without_room_are_counted_and_all_of_them_refused(
+    source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any
+) -> None:
     says = speaker(["the sky is blue."])
     long = user_turn("sky " * CONTEXT)
     written = write_responses(source, [PROMPTS[0], long, PROMPTS[1]], tmp_path / "own.jsonl", SAMPLING)
@@ -216,11 +222,13 @@ def test_prompts_without_room_are_counted_and_all_of_them_refused(source: Source
         encode_prompts(source, source.tokenizer(), PROMPTS[:1], CONTEXT + 1 - len(source_ids(source, PROMPTS[0])))
 
 
-def source_ids(source: Source, turns: Conversation) -> Sequence[int]:
+def source_ids(source: AutoregressiveCheckpoint, turns: Conversation) -> Sequence[int]:
     return encode_prompts(source, source.tokenizer(), [turns], 0)[0].ids
 
 
-def test_a_model_that_says_nothing_or_cannot_be_asked_is_refused(source: Source, tmp_path: Path, speaker: Any) -> None:
+def test_a_model_that_says_nothing_or_cannot_be_asked_is_refused(
+    source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any
+) -> None:
     speaker([" "])
     with pytest.raises(UserError, match="no response is left to train on: 0 of 10 responses kept"):
         write_responses(source, PROMPTS, tmp_path / "own.jsonl", SAMPLING)
@@ -232,7 +240,7 @@ def test_a_model_that_says_nothing_or_cannot_be_asked_is_refused(source: Source,
 
 
 def test_a_part_of_the_prompts_is_a_fair_sample_and_batches_are_of_like_lengths(
-    source: Source, monkeypatch: pytest.MonkeyPatch
+    source: AutoregressiveCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "_SORTED", 4)
     turns = [user_turn("sky " * (length % 5)) if length % 5 else user_turn("a") for length in range(8)]

@@ -24,7 +24,7 @@ from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
-from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.model.moe.config import MoEConfig
 from learner.model.networks import make_model
 from learner.model.transformer import init_weights
@@ -172,7 +172,7 @@ def _kept_and_most(shape: TransformerConfig, lora: LoraConfig, *, checkpointed: 
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("lora", [WHOLE, EVERYWHERE, FIRST_D1S], ids=["whole", "everywhere", "first d1's"])
+@pytest.mark.parametrize("lora", [FULL_FINE_TUNING, EVERYWHERE, FIRST_D1S], ids=["whole", "everywhere", "first d1's"])
 @pytest.mark.parametrize(
     "family", [{}, SDAR, SDAR | {"family": "sdar_moe", "moe": EXPERTS}, SDAR | {"family": "llada2_moe", "moe": SHARED}]
 )
@@ -203,7 +203,7 @@ def test_the_most_that_an_update_has_is_what_is_counted(config: TransformerConfi
     assert most == pytest.approx(kept_bytes(shape, EVERYWHERE, tokens, 4, checkpointed=checkpointed), rel=0.1)
 
 
-@pytest.mark.parametrize("lora", [WHOLE, LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))])
+@pytest.mark.parametrize("lora", [FULL_FINE_TUNING, LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))])
 def test_parameters_are_counted_as_the_policy_has_them(
     config: TransformerConfig, moe_config: TransformerConfig, lora: LoraConfig
 ) -> None:

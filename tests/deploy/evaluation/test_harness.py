@@ -182,8 +182,8 @@ def test_a_likelihood_is_the_lower_bound_and_says_so(
     for sample in found["samples"]:
         prompt = tokenizer.encode_chat([{"role": "user", "content": sample["doc"]["question"]}])
         for choice, ((bound, said),) in zip(CHOICES, sample["resps"], strict=True):
-            text = tokenizer.encode_completion(choice)
-            expected = evidence_lower_bound(policy, prompt, text, num_draws=2000, most_rows=500, seed=5)
+            text = tokenizer.encode_plain(choice)
+            expected = evidence_lower_bound(policy, prompt, text, num_draws=2000, max_rows=500, seed=5)
             assert float(bound) == pytest.approx(expected, rel=0.5, abs=1.0)
             params = SamplingParams(
                 gen_length=len(text), block_length=len(text), num_denoise_steps=len(text), temperature=0.0

@@ -59,7 +59,7 @@ RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_shipped_recipe_is_one(path: Path) -> None:
     recipe = load_recipe(path, [])
-    assert recipe.learner.refusal(sampler_facts(recipe.rollout.sampling)) is None
+    assert recipe.learner.incompatibility(sampler_facts(recipe.rollout.sampling)) is None
 
 
 NEEDS = {
@@ -78,9 +78,9 @@ def test_one_override_switches_a_shipped_recipe_to_any_algorithm(name: str) -> N
     path = next(path for path in RECIPES if path.stem == "tiny")
     recipe = load_recipe(path, [f"learner.algorithm={name}"])
     facts = sampler_facts(recipe.rollout.sampling)
-    assert bool(recipe.learner.refusal(facts)) is (name in NEEDS)
+    assert bool(recipe.learner.incompatibility(facts)) is (name in NEEDS)
     fitting = load_recipe(path, [f"learner.algorithm={name}", *NEEDS.get(name, [])])
-    assert fitting.learner.refusal(sampler_facts(fitting.rollout.sampling)) is None
+    assert fitting.learner.incompatibility(sampler_facts(fitting.rollout.sampling)) is None
 
 
 def test_an_override_of_the_algorithm_leaves_out_the_files_method_and_nothing_else(recipe_file: Path) -> None:

@@ -13,7 +13,7 @@ from deploy.requests.planner import Planner
 from deploy.sampling.policy import open_policy
 from deploy.sampling.prepare import Options
 from deploy.service.api.text_codec import TextCodec
-from learner.keys import fold
+from learner.seeds import fold
 from rollout.config import EngineConfig
 from tests.deploy.sample.asking import SHORT
 

@@ -56,7 +56,7 @@ def test_conversations_go_through_the_chat_template_and_a_text_is_raw(
 ) -> None:
     tokenizer = ChatTokenizer(checkpoints / "with")
     by_template = tokenizer.encode_chat([{"role": "user", "content": "What is 2?"}])
-    plain = tokenizer.encode_completion("What is 2?")
+    plain = tokenizer.encode_plain("What is 2?")
     asked = [
         {"prompt": "What is 2?"},
         {"messages": [{"role": "user", "content": "What is 2?"}]},

@@ -21,7 +21,7 @@ from learner.estimators.trajectory import CHOICE_KEY
 from learner.learner import Learner
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer
-from learner.optimizer import Stepped
+from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy
 from learner.round import WEIGHING
 from tests.learner import slow
@@ -61,13 +61,13 @@ class Recorder:
         self.gradients: list[dict[str, Tensor]] = []
         self.loss = 0.0
 
-    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> Stepped:
+    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
         self.gradients.append(
             {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
         )
         self._move(self._model)
         self._model.zero_grad()
-        return Stepped(loss=0.0, grad_norm=0.0)
+        return StepResult(loss=0.0, grad_norm=0.0)
 
 
 def moved(model: Transformer) -> Transformer:

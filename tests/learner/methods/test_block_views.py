@@ -17,10 +17,10 @@ from learner.likelihood import evidence_lower_bound
 from learner.model.checkpoint import load_policy
 from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
+from learner.model.targets import PADDING
 from learner.model.transformer import Transformer, init_weights
-from learner.model.wanted import FILL
-from learner.parallel.micro_batches import cut
-from learner.sft.sft import MaskedDocuments, masked_logps
+from learner.parallel.micro_batches import make_micro_batches
+from learner.sft.masking import MaskedDocuments, masked_logps
 from tests.learner.batches import batch_of
 
 BLOCK, MASK = 4, 38
@@ -111,7 +111,7 @@ def test_all_states_of_a_completion_share_a_row(policy: Transformer) -> None:
     assert terms.rows.tolist() == view_of_term.tolist(), "views keep the order of the rows"
     assert terms.views.blocks is not None
     # The canvas ends in its last block, of which a slot is left over.
-    assert int((terms.views.blocks.chunks == FILL).sum()) == 8 * 3
+    assert int((terms.views.blocks.states == PADDING).sum()) == 8 * 3
     assert width == terms.views.ids.shape[1]
 
 
@@ -157,7 +157,7 @@ def test_the_gradient_is_that_of_a_forward_of_each_canvas(policy: Transformer) -
     terms = make_terms(batch, policy.config, corruption)
     weights = torch.linspace(-1, 1, 4 * 13).view(4, 13)
     # In micro-batches, as the learner runs them.
-    for micro in cut(terms, torch.arange(terms.num_terms), 100).terms:
+    for micro in make_micro_batches(terms, torch.arange(terms.num_terms), 100).terms:
         (token_logps(policy, micro.views) * weights[micro.rows, micro.slots]).sum().backward()
     found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
     policy.zero_grad()
@@ -177,8 +177,8 @@ def test_micro_batches_count_all_slots_of_a_row(policy: Transformer) -> None:
     terms = make_terms(batch, policy.config, _random(batch, 1))
     length = int(terms.views.lengths.max())
     assert length > 19
-    assert [len(micro.views.ids) for micro in cut(terms, terms.rows, 2 * length).terms] == [2, 2]
-    assert all(micro.views.blocks is not None for micro in cut(terms, terms.rows, length).terms)
+    assert [len(micro.views.ids) for micro in make_micro_batches(terms, terms.rows, 2 * length).terms] == [2, 2]
+    assert all(micro.views.blocks is not None for micro in make_micro_batches(terms, terms.rows, length).terms)
 
 
 def test_a_masked_prompt_is_so_for_every_block(policy: Transformer) -> None:
@@ -234,7 +234,7 @@ def test_a_text_in_blocks_of_one_has_its_likelihood_and_no_bound(policy: Transfo
             logits = policy(torch.tensor([[*ids[: 5 + slot], MASK]]))[0, -1]
             exact += float(logits.log_softmax(-1)[token])
     # Every draw masks a share of the slots, each scored behind clean ones: with all masked it is the sum itself.
-    bound = evidence_lower_bound(policy, prompt, text, num_draws=64, most_rows=16, seed=0)
+    bound = evidence_lower_bound(policy, prompt, text, num_draws=64, max_rows=16, seed=0)
     assert bound == pytest.approx(exact, abs=0.6)
     views = views_of_blocks(
         torch.tensor([[*prompt, *[MASK] * 4]]),
@@ -277,10 +277,10 @@ def test_the_original_sdar_codes_log_probabilities_come_back(shared: Path) -> No
 
 def test_an_order_over_blocks_is_refused() -> None:
     config = TrajectoryConfig(steps_per_segment=1, scores_order=True)
-    refusal = config.refusal(SamplerFacts(is_block_causal=True))
+    refusal = config.incompatibility(SamplerFacts(is_block_causal=True))
     assert refusal is not None
     assert refusal.startswith("estimator.scores_order is true, and a block-causal policy orders the slots of a block")
-    assert config.refusal(SamplerFacts()) is None
+    assert config.incompatibility(SamplerFacts()) is None
 
 
 def test_segments_of_blocks_follow_the_blocks_of_the_sampler() -> None:

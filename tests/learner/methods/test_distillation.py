@@ -26,8 +26,8 @@ from learner.model import scoring
 from learner.model.checkpoint import save_checkpoint
 from learner.model.lora_config import LoraConfig
 from learner.model.networks import make_model
+from learner.model.targets import Targets, TeacherStates
 from learner.model.transformer import Transformer
-from learner.model.wanted import Compared, Wanted
 from learner.objectives import DistillationConfig
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.teacher import Teacher
@@ -74,7 +74,9 @@ class _Student:
 
     moved = 0.0
 
-    def __call__(self, module: Transformer, views: Views, _law: object, _device: object, compared: Compared) -> Tensor:
+    def __call__(
+        self, module: Transformer, views: Views, _distribution: object, _device: object, states: TeacherStates
+    ) -> Tensor:
         at_V, width = module.head.weight[0, 0], views.ids.shape[1]
         view_N, slot_N = views.slots[views.scored] // width, views.slots[views.scored] % width - PROMPT
         is_masked_VS = views.ids[:, PROMPT:] == MASK
@@ -82,12 +84,12 @@ class _Student:
         row_N1, tokens = views.ids[view_N, :1], torch.arange(VOCABULARY)
         waves_NV = torch.sin(1.0 + slot_N[:, None] + 2.0 * row_N1 + 0.7 * tokens)
         logits_NV = at_V * waves_NV + 0.8 * torch.cos((0.5 + 0.05 * masked_N[:, None]) * tokens + row_N1)
-        wanted = Wanted(slot=torch.arange(len(slot_N)), token=views.targets, compared=compared)
-        return scoring.wanted_logps(logits_NV, torch.eye(VOCABULARY), wanted)
+        targets = Targets(slot=torch.arange(len(slot_N)), token=views.targets, teacher=states)
+        return scoring.score_targets(logits_NV, torch.eye(VOCABULARY), targets)
 
 
 def _teacher(_module: Transformer, views: Views, _device: object) -> Tensor:
-    """In the place of `token_streams`: the formula's logits after the tokens before each slot."""
+    """In the place of `token_hidden_states`: the formula's logits after the tokens before each slot."""
     width, tokens = views.ids.shape[1], torch.arange(VOCABULARY)
     at_N, column_N = views.slots[views.scored] // width, views.slots[views.scored] % width
     total_N = views.ids.cumsum(dim=1)[at_N, column_N - 1]
@@ -101,7 +103,7 @@ def test_opdlm_is_its_authors(
     with torch.no_grad():
         policy.head.weight[0, 0] = 0.7
     monkeypatch.setattr(learner.learner, "token_logps", student := _Student())
-    monkeypatch.setattr(learner.parallel.teacher, "token_streams", _teacher)
+    monkeypatch.setattr(learner.parallel.teacher, "token_hidden_states", _teacher)
     monkeypatch.setattr(ShardedPolicy, "gathered_head", lambda _: torch.eye(VOCABULARY))
     for probe in ("sampling_gap", "mask_variance"):
         monkeypatch.setattr(learner.learner, probe, lambda *_: {})
@@ -169,21 +171,21 @@ def test_a_divergence_and_its_derivatives_are_those_of_plain_loops(
     reverse_kl: float, top_k: int | None, excludes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over slots and tokens, in float64; in chunks of two slots, of which terms share some."""
-    monkeypatch.setattr(scoring, "_MOST_LOGITS_CPU", 2 * 7)
+    monkeypatch.setattr(scoring, "_MAX_LOGITS_CPU", 2 * 7)
     generator = torch.Generator().manual_seed(3)
     x_MD, weight_VD = torch.randn(4, 5, generator=generator), torch.randn(7, 5, generator=generator)
-    stream, head = torch.randn(5, 6, generator=generator), torch.randn(7, 6, generator=generator)
+    head_input, head = torch.randn(5, 6, generator=generator), torch.randn(7, 6, generator=generator)
     slot_N, grad_N = torch.tensor([0, 1, 1, 2, 3]), torch.randn(5, generator=generator)
-    compared = Compared(stream=stream, weight=head, reverse_kl=reverse_kl, top_k=top_k)
-    wanted = Wanted(slot=slot_N, token=slot_N, temperature=0.8, mask_id=2, excludes_mask_id=excludes, compared=compared)
+    states = TeacherStates(head_input=head_input, weight=head, reverse_kl=reverse_kl, top_k=top_k)
+    targets = Targets(slot=slot_N, token=slot_N, temperature=0.8, mask_id=2, excludes_mask_id=excludes, teacher=states)
     leaves = [x_MD.requires_grad_(), weight_VD.requires_grad_()]
-    found = scoring.wanted_logps(x_MD, weight_VD, wanted)
+    found = scoring.score_targets(x_MD, weight_VD, targets)
     ours = torch.autograd.grad((found * grad_N).sum(), leaves)
 
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     values = []
     for term, slot in enumerate(slot_N.tolist()):
-        logits = [(wide[0][slot] @ wide[1].T) / 0.8, (stream[term].double() @ head.T.double()) / 0.8]
+        logits = [(wide[0][slot] @ wide[1].T) / 0.8, (head_input[term].double() @ head.T.double()) / 0.8]
         kept = [token for token in range(7) if not (excludes and token == 2)]
         new, teacher = (dict(zip(kept, one[kept].log_softmax(0), strict=True)) for one in logits)
         counted = sorted(kept, key=lambda token: -float(teacher[token]))[:top_k]
@@ -203,9 +205,9 @@ def test_the_likeliest_tokens_of_a_sure_teacher_are_found_among_those_without_pr
     logits_NV, teacher_NV = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(0))
     teacher_NV = 200.0 * teacher_NV
     slot_N = torch.arange(3)
-    compared = Compared(stream=teacher_NV, weight=torch.eye(12), reverse_kl=reverse_kl, top_k=3)
-    wanted = Wanted(slot=slot_N, token=slot_N, compared=compared)
-    found_N = scoring.wanted_logps(logits_NV.requires_grad_(), torch.eye(12), wanted)
+    states = TeacherStates(head_input=teacher_NV, weight=torch.eye(12), reverse_kl=reverse_kl, top_k=3)
+    targets = Targets(slot=slot_N, token=slot_N, teacher=states)
+    found_N = scoring.score_targets(logits_NV.requires_grad_(), torch.eye(12), targets)
     (slope_NV,) = torch.autograd.grad(found_N.sum(), logits_NV)
 
     wide_NV = logits_NV.detach().double().requires_grad_()
@@ -229,8 +231,8 @@ def test_a_teacher_of_a_checkpoint_says_what_the_autoregressive_model_says(
     teacher = Teacher.load(tmp_path / "teacher", adapted, DistillationConfig())
     batch = GroupedBatch.of(rollouts)
     terms = make_terms(batch, policy.config, BlockStatesConfig().corrupt(batch, InnerUpdate(0, 1), SAMPLER))
-    compared = teacher.compared(terms, batch)
-    found_NV = compared.stream @ compared.weight.T
+    states = teacher.states(terms, batch)
+    found_NV = states.head_input @ states.weight.T
     causal = make_model(policy.config.model_copy(update={"block_length": 1}))
     causal.load_state_dict(policy.state_dict())
     for term, (row, slot) in enumerate(zip(terms.rows.tolist(), terms.slots.tolist(), strict=True)):

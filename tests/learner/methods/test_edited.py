@@ -15,7 +15,7 @@ from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
-from learner.parallel.micro_batches import cut
+from learner.parallel.micro_batches import make_micro_batches
 from learner.parallel.sharding import ShardedPolicy
 from rewards import Grade
 from rollout.request import Completion, Request, SamplingParams
@@ -75,14 +75,14 @@ def test_every_write_of_a_text_is_scored_as_it_was_drawn(
     assert sorted(found) == [(row, step, slot, pytest.approx(logp)) for row, step, slot, logp in sorted(expected)]
     assert len(terms.views.ids) == 8, "all states of a completion stand in one row"
     with torch.no_grad():
-        logps = token_logps(policy, terms.views, terms.law)
+        logps = token_logps(policy, terms.views, terms.distribution)
         assert logps.tolist() == pytest.approx(terms.recorded.tolist(), abs=1e-4)
         # In micro-batches each brings its record along.
-        micros = cut(terms, terms.rows, 3 * terms.views.ids.shape[1]).terms
+        micros = make_micro_batches(terms, terms.rows, 3 * terms.views.ids.shape[1]).terms
         assert len(micros) > 1
         for micro in micros:
             assert micro.recorded is not None
-            again = token_logps(policy, micro.views, micro.law)
+            again = token_logps(policy, micro.views, micro.distribution)
             assert again.tolist() == pytest.approx(micro.recorded.tolist(), abs=1e-4)
 
 
@@ -147,8 +147,10 @@ def test_a_round_is_trained_on(policy: Transformer, batch: RolloutBatch, method:
     ],
 )
 def test_what_cannot_be_said_of_single_writes_is_refused(changes: dict[str, object], said: str) -> None:
-    refusal = TrajectoryConfig(**{"steps_per_segment": 1} | changes).refusal(FACTS)
+    refusal = TrajectoryConfig(**{"steps_per_segment": 1} | changes).incompatibility(FACTS)
     assert refusal is not None
     assert refusal.startswith(f"estimator.{said}, and rollout.sampling.editing_threshold")
-    assert EXACT.refusal(FACTS) is None
-    assert TrajectoryConfig(**{"steps_per_segment": 1} | changes).refusal(SamplerFacts(has_fallback=True)) is None
+    assert EXACT.incompatibility(FACTS) is None
+    assert (
+        TrajectoryConfig(**{"steps_per_segment": 1} | changes).incompatibility(SamplerFacts(has_fallback=True)) is None
+    )

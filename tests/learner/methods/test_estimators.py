@@ -179,8 +179,8 @@ def test_the_first_steps_can_be_shown_throughout(grouped: GroupedBatch, settings
 
 def test_a_sampler_of_no_more_steps_than_are_shown_is_refused() -> None:
     config = TrajectoryConfig(num_segments=2, num_shown_steps=3)
-    assert "nothing would be scored" in str(config.refusal(SamplerFacts(most_steps=3)))
-    assert config.refusal(SamplerFacts(most_steps=4)) is None
+    assert "nothing would be scored" in str(config.incompatibility(SamplerFacts(max_denoise_steps=3)))
+    assert config.incompatibility(SamplerFacts(max_denoise_steps=4)) is None
 
 
 def test_segments_that_are_drawn_alike_are_different_ones_and_any_of_them(grouped: GroupedBatch) -> None:
@@ -284,8 +284,8 @@ def test_only_fallback_tokens_and_only_uncertain_ones(grouped: GroupedBatch) -> 
 
 def test_fallback_needs_a_sampler_that_falls_back() -> None:
     config = TrajectoryConfig(steps_per_segment=1, only="fallback")
-    assert "never falls back" in str(config.refusal(SamplerFacts(has_fallback=False)))
-    assert config.refusal(SAMPLER) is None
+    assert "never falls back" in str(config.incompatibility(SamplerFacts(has_fallback=False)))
+    assert config.incompatibility(SAMPLER) is None
 
 
 def test_a_mask_and_its_complement_hide_every_token_once(grouped: GroupedBatch) -> None:

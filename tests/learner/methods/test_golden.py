@@ -24,8 +24,8 @@ from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
-from learner.model.scoring import Wanted
-from learner.optimizer import Stepped
+from learner.model.scoring import Targets
+from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy
 from learner.round import WEIGHING
 from tests.learner.batches import batch_of
@@ -201,11 +201,11 @@ class Table(nn.Module):
         nearness_SS = 0.5 ** (place_S[:, None] - place_S).abs().double()
         return nearness_SS @ self.weight[ids_BS]
 
-    def forward(self, ids: Tensor, lengths: Tensor, queries: Tensor, scored: Tensor, *, wanted: Wanted) -> Tensor:
+    def forward(self, ids: Tensor, lengths: Tensor, queries: Tensor, scored: Tensor, *, targets: Targets) -> Tensor:
         """As `Transformer` scores tokens: [N] float32."""
         rows_B1 = torch.arange(len(ids))[:, None]
         logps_MV = self.logits(ids)[rows_B1, queries].flatten(0, 1)[scored].log_softmax(-1)
-        return logps_MV[wanted.slot, wanted.token].float()
+        return logps_MV[targets.slot, targets.token].float()
 
 
 def table(number: int, distance: float = 1.0) -> Tensor:
@@ -232,13 +232,13 @@ class Recorder:
         self._policy, self._distances = policy, iter((*distances, 0.0))
         self.gradients: list[Tensor] = []
 
-    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> Stepped:
+    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
         assert self._policy.weight.grad is not None
         self.gradients.append(self._policy.weight.grad.clone())
         with torch.no_grad():
             self._policy.weight.copy_(table(1, next(self._distances)))
         self._policy.weight.grad = None
-        return Stepped(loss=0.0, grad_norm=0.0)
+        return StepResult(loss=0.0, grad_norm=0.0)
 
 
 def example(source: Source) -> RolloutBatch:
@@ -271,13 +271,15 @@ def config(name: str) -> LearnerConfig:
 
 def sampler(name: str) -> SamplerFacts:
     source = SOURCES[name]
-    return SamplerFacts(block_length=source.block_length, records_law=False, is_block_causal=source.is_block_causal)
+    return SamplerFacts(
+        block_length=source.block_length, has_reproducible_logps=False, is_block_causal=source.is_block_causal
+    )
 
 
 def masks(name: str) -> list[list[int]]:
     """The canvases of every inner update, and of the weighing before the first: their masked columns as bits."""
     grouped, estimator = GroupedBatch.of(example(SOURCES[name])), config(name).estimator
-    plans = [WEIGHING] if config(name).objective.weighs_rows else []
+    plans = [WEIGHING] if config(name).objective.precomputes_row_weights else []
     found = []
     for index in [*plans, *range(SOURCES[name].updates)]:
         corruption = estimator.corrupt(grouped, InnerUpdate(index, SOURCES[name].updates), sampler(name))

@@ -14,7 +14,7 @@ from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, RandomMasksConfig, SamplerFacts
 from learner.learner import Learner
 from learner.model.transformer import Transformer
-from learner.optimizer import Stepped
+from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy
 
 COEFFICIENT = 0.3
@@ -29,9 +29,9 @@ def _gradients(
     learner = Learner(ShardedPolicy(model, None), LearnerConfig.model_validate(settings | changes))
     kept: dict[str, Tensor] = {}
 
-    def step(lr: float, max_grad_norm: float, loss: Tensor) -> Stepped:
+    def step(lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
         kept.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        return Stepped(loss=0.0, grad_norm=0.0)
+        return StepResult(loss=0.0, grad_norm=0.0)
 
     learner.optimizer.step = step  # type: ignore[method-assign]
     return kept, learner.update(batch, 0)

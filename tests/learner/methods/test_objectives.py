@@ -30,7 +30,7 @@ def _terms(lengths: list[int], importance: torch.Tensor) -> Terms:
     slots = torch.cat([torch.arange(length) for length in lengths])
     return Terms(
         views=views,
-        law=SOFTMAX,
+        distribution=SOFTMAX,
         rows=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
         slots=slots,
         parts=torch.zeros_like(slots),
@@ -183,8 +183,8 @@ def test_trajectory_balance_learns_from_stale_completions_too() -> None:
 
 def test_a_range_of_speeds_needs_steps_that_vary() -> None:
     config = LearnerConfig.model_validate({"num_rounds": 1, "algorithm": "lightningrl"})
-    assert config.refusal(SamplerFacts(has_varying_steps=True)) is None
-    assert config.refusal(SamplerFacts()) == (
+    assert config.incompatibility(SamplerFacts(has_varying_steps=True)) is None
+    assert config.incompatibility(SamplerFacts()) == (
         "filters.min_speed_range is 0.01; the sampler takes equally many steps for every block: set "
         "rollout.sampling.threshold, factor or entropy_bound, or min_speed_range 0"
     )

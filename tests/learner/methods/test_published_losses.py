@@ -23,7 +23,7 @@ from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, Views
 from learner.learner import Learner
 from learner.model.transformer import Transformer
-from learner.optimizer import Stepped
+from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy
 from tests.learner.batches import batch_of
 
@@ -63,7 +63,7 @@ class _Formula:
 
     moved: float = 0.0
 
-    def __call__(self, module: Transformer, views: Views, *_law: object) -> Tensor:
+    def __call__(self, module: Transformer, views: Views, *_distribution: object) -> Tensor:
         at_V, width = module.head.weight[0, 0], views.ids.shape[1]
         slots_N = views.slots[views.scored]
         view_N, slot_N = slots_N // width, slots_N % width - PROMPT
@@ -79,13 +79,13 @@ class _Steps:
         self._model, self._formula, self._by = model, formula, by
         self.gradients: list[float] = []
 
-    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> Stepped:
+    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
         gradient = self._model.head.weight.grad
         assert gradient is not None
         self.gradients.append(float(gradient[0, 0]))
         self._model.zero_grad()
         self._formula.moved += self._by
-        return Stepped(loss=0.0, grad_norm=0.0)
+        return StepResult(loss=0.0, grad_norm=0.0)
 
 
 def _batch(completions: list[list[int]], rewards: Tensor, correct: Tensor, entropy: Tensor) -> RolloutBatch:

@@ -54,7 +54,7 @@ def _beside(
     chunks = torch.cat((torch.full((length,), -1), torch.arange(length) // block)).expand(rows, -1)
     queries = torch.arange(length, 2 * length).expand(rows, -1)
     ids = torch.cat((clean, noisy), dim=1)
-    return model(ids, None, queries, columns_BL=columns, chunks_BL=chunks, **others)
+    return model(ids, None, queries, columns_BL=columns, states_BL=chunks, **others)
 
 
 @pytest.mark.parametrize(("name", "block"), [("sdar-tiny", 4), ("sdar-moe-tiny", 4), ("llada2-tiny", 8)])
@@ -120,7 +120,7 @@ def test_states_of_a_block_that_share_a_row_do_not_see_each_other(either: Transf
     columns = torch.tensor([[*range(8), *range(8, 12), *range(8, 12), 0, 0, 0]])
     chunks = torch.tensor([[-1] * 8 + [0] * 4 + [1] * 4 + [-2] * 3])
     with torch.no_grad():
-        found = either(ids, columns_BL=columns, chunks_BL=chunks)[0]
+        found = either(ids, columns_BL=columns, states_BL=chunks)[0]
         for number, state in enumerate(states):
             alone = either(torch.cat((clean[0, :8], state))[None])[0]
             torch.testing.assert_close(found[8 + 4 * number : 12 + 4 * number], alone[8:], atol=1e-5, rtol=0)

@@ -41,7 +41,7 @@ def test_a_checkpoint_comes_back_the_same(policy: Transformer, saved: Path) -> N
     for name, tensor in policy.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     verify_checkpoint(saved)
-    assert ChatTokenizer(saved).decode(ChatTokenizer(saved).encode_completion("1 + 2")) == "1 + 2"
+    assert ChatTokenizer(saved).decode(ChatTokenizer(saved).encode_plain("1 + 2")) == "1 + 2"
     assert json.loads((saved / "trainer_state.json").read_text()) == {"round": 4}
 
 
@@ -281,7 +281,7 @@ def test_an_adapter_alone_is_the_policy_that_the_learner_has(
     merged = load_merged(alone)
     assert [name for name, whole in expected.items() if not torch.equal(merged.state_dict()[name], whole)] == []
     assert (merged.config, stored_dtype(alone)) == (policy.config, torch.float32)
-    assert ChatTokenizer(alone).decode(ChatTokenizer(alone).encode_completion("1 + 2")) == "1 + 2"
+    assert ChatTokenizer(alone).decode(ChatTokenizer(alone).encode_plain("1 + 2")) == "1 + 2"
     verify_checkpoint(alone)
     ids = torch.arange(36).view(3, 12)
     with torch.no_grad():

@@ -18,16 +18,16 @@ from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts, token_logps
 from learner.learner import Learner
-from learner.model.adapter import Adapter, put_beside, stacked
+from learner.model.adapter import Adapter, attach_adapters, combine_adapters
 from learner.model.config import TransformerConfig
 from learner.model.lora import (
     AdaptedLinear,
     adapted_layers,
+    copy_sharing_base,
     is_adapter,
     merge_adapters,
     plain_name,
     set_adapter,
-    sharing_base,
 )
 from learner.model.lora_config import TARGETS, LoraConfig
 from learner.model.networks import make_model
@@ -80,7 +80,7 @@ def test_without_the_adapter_a_trained_policy_is_its_base(base: Transformer, rol
     policy = _with_adapter(base)
     Learner(policy, RL).update(rollouts, 0)
     assert not torch.allclose(_logits(policy.module), _logits(base), atol=1e-2)
-    with policy.adapters_off():
+    with policy.disable_adapters():
         assert torch.equal(_logits(policy.module), _logits(base))
     assert not torch.allclose(_logits(policy.module), _logits(base), atol=1e-2)
 
@@ -290,7 +290,7 @@ def test_an_adapter_adds_no_pass_over_activations(base: Transformer) -> None:
     # Derivatives go through every block, with the adapter and without it.
     policy.module.embed.weight.requires_grad_()
     ours, pefts = _passes(policy.module), _passes(_as_peft(policy.module))
-    with policy.adapters_off():
+    with policy.disable_adapters():
         without = _passes(policy.module)
     assert ours.kernels == without.kernels
     assert ours.num_bytes == without.num_bytes
@@ -312,7 +312,7 @@ def test_a_stage_trains_its_adapter_beside_what_earlier_stages_added(base: Trans
     """The same function, derivatives and reference as on weights into which the earlier stage is merged."""
     earlier = _stage(base, 1, 0.1)
     policy, on_merged = _with_adapter(base), copy.deepcopy(base)
-    policy.begin_adapter(earlier)
+    policy.reset_adapter(earlier)
     set_adapter(on_merged, earlier.matrices, earlier.scaling)
     merge_adapters(on_merged)
     torch.testing.assert_close(_logits(policy.module), _logits(on_merged), atol=1e-4, rtol=1e-4)
@@ -321,24 +321,24 @@ def test_a_stage_trains_its_adapter_beside_what_earlier_stages_added(base: Trans
     assert ours == pytest.approx(theirs, rel=1e-2, abs=1e-4)
     for name, matrix in merged.adapter_on_rank_0().items():
         torch.testing.assert_close(policy.adapter_on_rank_0()[name], matrix, atol=2e-3, rtol=1e-2)
-    with policy.adapters_off():
+    with policy.disable_adapters():
         torch.testing.assert_close(_logits(policy.module), _logits(on_merged), atol=1e-4, rtol=1e-4)
     for name, weight in merged.full_weights().items():
         torch.testing.assert_close(policy.full_weights()[name], weight, atol=2e-3, rtol=1e-2)
-    policy.begin_adapter()
+    policy.reset_adapter()
     assert torch.equal(_logits(policy.module), _logits(base))
 
 
 def test_the_layers_derivatives_are_those_of_the_sum(base: Transformer) -> None:
     """By autograd on the sum written out, with both adapters, and with the trained one off."""
     layer = _trained(base).attn.q_proj
-    layer.start_from(torch.randn(3, 32), torch.randn(32, 3), 0.5)
-    for is_off in (False, True):
-        layer.is_off = is_off
+    layer.set_start_adapter(torch.randn(3, 32), torch.randn(32, 3), 0.5)
+    for is_disabled in (False, True):
+        layer.is_disabled = is_disabled
         x = torch.randn(5, 32, requires_grad=True)
         plain = layer.base_layer(x) + 0.5 * x @ layer.start_A.T @ layer.start_B.T
-        wanted = [x] if is_off else [x, layer.lora_A, layer.lora_B]
-        plain = plain if is_off else plain + layer.scaling * x @ layer.lora_A.T @ layer.lora_B.T
+        wanted = [x] if is_disabled else [x, layer.lora_A, layer.lora_B]
+        plain = plain if is_disabled else plain + layer.scaling * x @ layer.lora_A.T @ layer.lora_B.T
         product = layer(x)
         torch.testing.assert_close(product, plain, atol=1e-4, rtol=1e-4)
         with torch.no_grad():
@@ -350,9 +350,9 @@ def test_the_layers_derivatives_are_those_of_the_sum(base: Transformer) -> None:
 
 def test_adapters_of_several_stages_add_up_to_one_whatever_their_scale(base: Transformer) -> None:
     stages = [_stage(base, 1, 0.1), replace(_stage(base, 2, 0.1), alpha=3)]
-    together, summed = stacked(stages), copy.deepcopy(base)
+    together, summed = combine_adapters(stages), copy.deepcopy(base)
     assert together is not None
-    assert (together.rank, stacked([])) == (8, None)
+    assert (together.rank, combine_adapters([])) == (8, None)
     for stage in stages:
         set_adapter(summed, stage.matrices, stage.scaling)
         merge_adapters(summed)
@@ -365,14 +365,14 @@ def test_adapters_of_several_stages_add_up_to_one_whatever_their_scale(base: Tra
 
 def test_policies_that_share_a_base_have_adapters_of_their_own(base: Transformer) -> None:
     first = copy.deepcopy(base)
-    put_beside(first, _stage(base, 1).matrices, 2.0, _stage(base, 2))
+    attach_adapters(first, _stage(base, 1).matrices, 2.0, _stage(base, 2))
     expected = _logits(first)
-    second = sharing_base(first)
+    second = copy_sharing_base(first)
     set_adapter(second, _stage(base, 3).matrices, 2.0)
     assert torch.equal(_logits(first), expected)
     assert not torch.allclose(_logits(second), expected)
     alone = copy.deepcopy(base)
-    put_beside(alone, _stage(base, 3).matrices, 2.0, _stage(base, 2))
+    attach_adapters(alone, _stage(base, 3).matrices, 2.0, _stage(base, 2))
     assert torch.equal(_logits(second), _logits(alone))
     # Nothing but the trained matrices is there twice.
     ours, theirs = (
@@ -469,9 +469,9 @@ def test_what_experts_have_not_is_refused(moe_config: TransformerConfig) -> None
         "model.lora.targets names up_proj, down_proj, and experts have no adapters; the linear layers of this policy "
         "are q_proj, k_proj, v_proj, out_proj"
     )
-    assert lora.refusal(moe_config) is None
-    assert LoraConfig(rank=4).refusal(bare) is None
-    assert LoraConfig(targets=("up_proj",)).refusal(bare) is None
+    assert lora.incompatibility(moe_config) is None
+    assert LoraConfig(rank=4).incompatibility(bare) is None
+    assert LoraConfig(targets=("up_proj",)).incompatibility(bare) is None
     nf4 = LoraConfig(rank=4, base_weights="nf4")
     with pytest.raises(ValueError, match="holds linear layers in 4 bits, and experts, most of the policy, are none"):
         _with_adapter(make_model(moe_config), nf4)

@@ -18,7 +18,7 @@ from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.moe.config import MoEConfig
-from learner.model.networks import make_model, make_on_meta
+from learner.model.networks import make_meta_model, make_model
 from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import Transformer, init_weights
 
@@ -217,7 +217,7 @@ def test_the_published_models_have_as_many_parameters_and_tensors_as_ours(family
     ids = {"mask_token_id": 2, "eos_token_id": 1, "pad_token_id": 1, "max_sequence_length": 32768}
     attention = {"num_heads": 32, "num_kv_heads": 4, "head_width": 128, "qk_norm": True}
     shape = TransformerConfig(family=family, **ids | attention | SHAPES[family])
-    parameters = dict(make_on_meta(shape).named_parameters())
+    parameters = dict(make_meta_model(shape).named_parameters())
     layout = FAMILIES[shape.family].layout({name: parameter.shape for name, parameter in parameters.items()})
     num_parameters = sum(parameter.numel() for parameter in parameters.values())
     assert (num_parameters, len(layout.stored_shapes)) == PUBLISHED[family]

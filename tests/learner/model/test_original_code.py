@@ -15,7 +15,7 @@ from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
-from learner.model.networks import make_on_meta
+from learner.model.networks import make_meta_model
 from learner.model.transformer import Transformer
 from tests.tiny_policy import random_policy
 
@@ -271,7 +271,7 @@ def test_the_published_models_have_as_many_parameters_and_tensors_as_ours(
     tmp_path: Path, family: str, changes: dict[str, Any], num_parameters: int, num_tensors: int
 ) -> None:
     shape = load_config(_directory(tmp_path, PUBLISHED[family] | changes))
-    parameters = dict(make_on_meta(shape).named_parameters())
+    parameters = dict(make_meta_model(shape).named_parameters())
     layout = FAMILIES[shape.family].layout({name: parameter.shape for name, parameter in parameters.items()})
     assert sum(parameter.numel() for parameter in parameters.values()) == num_parameters
     assert len(layout.stored_shapes) == num_tensors

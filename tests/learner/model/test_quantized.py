@@ -188,7 +188,7 @@ def test_a_checkpoint_is_rounded_tensor_by_tensor_as_it_is_read(
     monkeypatch.setattr(throughput, "_EVERY_S", 0.0)
     # What is there already need not be looked through for each tensor.
     gc.freeze()
-    policy = load_by_rows(tmp_path / "it", None, ShardingConfig(), device=CPU, lora=LORA, seed=7, say=said.append)
+    policy = load_by_rows(tmp_path / "it", None, ShardingConfig(), device=CPU, lora=LORA, seed=7, report=said.append)
     assert len(held) == 2 * 7
     assert held[-1] - held[0] <= _bytes_of_blocks(policy) + 14 * 16 * 4, "the 4 bits of all but one, and their values"
     assert {line.split(":")[0] for line in said} == {"loading it"}

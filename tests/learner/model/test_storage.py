@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from learner.model.checkpoint import load_policy, save_checkpoint, stored_dtype
-from learner.model.checkpoint_files import most_weight_bytes, verify_checkpoint, weight_files
+from learner.model.checkpoint_files import max_float32_bytes, verify_checkpoint, weight_files
 from learner.model.storage import hashing, reading
 from learner.model.storage.hashing import checksums
 from learner.model.storage.reading import Extent, read_extents
@@ -124,7 +124,7 @@ def test_a_checkpoint_that_refers_to_files_is_the_same_policy(
 ) -> None:
     assert list(referring.glob("*.safetensors")) == []
     assert weight_files(referring) == weight_files(original)
-    assert most_weight_bytes(referring) == most_weight_bytes(original) > 2 * 60_000
+    assert max_float32_bytes(referring) == max_float32_bytes(original) > 2 * 60_000
     assert stored_dtype(referring) is torch.float32
     loaded = load_policy(referring)
     assert loaded.config == policy.config

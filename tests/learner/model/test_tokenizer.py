@@ -26,7 +26,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 
 def test_digits_and_tags_are_single_tokens(tokenizer: ChatTokenizer) -> None:
-    assert tokenizer.tokens(tokenizer.encode_completion("<answer>19</answer>")) == ["<answer>", "1", "9", "</answer>"]
+    assert tokenizer.tokens(tokenizer.encode_plain("<answer>19</answer>")) == ["<answer>", "1", "9", "</answer>"]
 
 
 def test_a_conversation_ends_where_the_assistant_begins(tokenizer: ChatTokenizer) -> None:
@@ -43,7 +43,7 @@ def test_special_tokens_have_the_first_ids(tokenizer: ChatTokenizer) -> None:
 @settings(max_examples=200)
 def test_any_text_comes_back(tokenizer: ChatTokenizer, text: str) -> None:
     assume(not any(token in text for token in SPECIAL_TOKENS))
-    assert tokenizer.decode(tokenizer.encode_completion(text)) == text
+    assert tokenizer.decode(tokenizer.encode_plain(text)) == text
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_dreams_two_files_are_read_as_qwens_and_no_code_beside_them_is_run(dream
         *("<|im_start|>", "u", "s", "e", "r", "\n", "hel", "l", "o", " w", "1", "2", "<|im_end|>", "\n"),
         *("<|im_start|>", "a", "s", "s", "i", "s", "t", "a", "n", "t", "\n"),
     ]
-    assert tokenizer.decode([*tokenizer.encode_completion("hello \u00e9 <tool_call>"), 261, 259, 264]) == (
+    assert tokenizer.decode([*tokenizer.encode_plain("hello \u00e9 <tool_call>"), 261, 259, 264]) == (
         "hello \u00e9 <tool_call>"
     )
     assert not (tmp_path / "trace").exists()

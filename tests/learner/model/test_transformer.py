@@ -8,8 +8,8 @@ from learner.model.attention.rotary import rope_tables, rotate, rotate_by_halves
 from learner.model.checkpoint import load_policy
 from learner.model.config import Family, TransformerConfig
 from learner.model.networks import make_model
+from learner.model.targets import query_grid
 from learner.model.transformer import Transformer
-from learner.model.wanted import query_grid
 
 
 def test_logits_are_those_of_the_original_llada_code(shared: Path) -> None:

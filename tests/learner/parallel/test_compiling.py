@@ -20,10 +20,10 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from learner.batch import RolloutBatch
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
-from learner.model.lora_config import WHOLE, LoraConfig
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.model.networks import make_model
+from learner.model.targets import Targets
 from learner.model.transformer import init_weights
-from learner.model.wanted import Wanted
 from learner.parallel import compiling
 from learner.parallel.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
 from learner.parallel.sharding_config import ShardingConfig
@@ -40,9 +40,9 @@ LORA = LoraConfig(rank=4, alpha=8)
 NF4 = LoraConfig(rank=4, alpha=8, base_weights="nf4")
 BLOCK_CAUSAL = {"family": "sdar", "block_length": 4, "qk_norm": True}
 CASES: dict[str, tuple[str, dict[str, Any], LoraConfig, dict[str, bool]]] = {
-    "one step": ("diffu-grpo", {}, WHOLE, {}),
-    "one step, block-causal": ("diffu-grpo", BLOCK_CAUSAL, WHOLE, {}),
-    "trajectories, block-causal": ("tracerl", BLOCK_CAUSAL, WHOLE, {}),
+    "one step": ("diffu-grpo", {}, FULL_FINE_TUNING, {}),
+    "one step, block-causal": ("diffu-grpo", BLOCK_CAUSAL, FULL_FINE_TUNING, {}),
+    "trajectories, block-causal": ("tracerl", BLOCK_CAUSAL, FULL_FINE_TUNING, {}),
     "bound, adapter": ("espo", {}, LORA, {"activation_checkpointing": True}),
 }
 SHARES = ((4, 10, 3), (5, 13, 2))
@@ -72,7 +72,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModu
 
 
 def _policy(
-    config: TransformerConfig, *, lora: LoraConfig = WHOLE, on_ranks: bool = False, **sharding: object
+    config: TransformerConfig, *, lora: LoraConfig = FULL_FINE_TUNING, on_ranks: bool = False, **sharding: object
 ) -> ShardedPolicy:
     model = make_model(config)
     init_weights(model, seed=0)
@@ -93,7 +93,7 @@ def _logps(policy: ShardedPolicy, rows: int, width: int, asked: int) -> Tensor:
     lengths = torch.randint(3, width + 1, (rows,), generator=generator)
     scored = torch.arange(0, rows * asked, 2)
     slots = torch.arange(len(scored))
-    found: Tensor = policy.module(ids, lengths, queries, scored, wanted=Wanted(slot=slots, token=slots % 38))
+    found: Tensor = policy.module(ids, lengths, queries, scored, targets=Targets(slot=slots, token=slots % 38))
     return found
 
 
@@ -146,7 +146,7 @@ def test_adapters_are_compiled_on_and_off(config: TransformerConfig, counted: li
     _assert_equal(_gradients(compiled, 3, 10, 4), _gradients(eager, 3, 10, 4), 1e-6)
     with torch.no_grad():
         adapted = _logps(eager, 3, 10, 4)
-        with compiled.adapters_off(), eager.adapters_off():
+        with compiled.disable_adapters(), eager.disable_adapters():
             expected = _logps(eager, 3, 10, 4)
             torch.testing.assert_close(_logps(compiled, 3, 10, 4), expected, atol=1e-6, rtol=0)
     assert not torch.allclose(adapted, expected)
@@ -158,7 +158,7 @@ def test_a_graph_too_many_is_an_error_in_every_thread(
 ) -> None:
     """A backward pass that runs a block again is in another, and from torch 2.13 on each has a limit of its own."""
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # Torch's own, which is restored.
-    monkeypatch.setattr(compiling, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(compiling, "_MAX_GRAPHS", 2)
     policy = _policy(config, compile=True)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_logps, policy, 3, 10, 4).result()
@@ -239,9 +239,9 @@ def test_what_cannot_be_compiled_is_refused(config: TransformerConfig, moe_confi
     with pytest.raises(ValueError, match=kept):
         _policy(config, lora=NF4, compile=True)
     checkpointed = ShardingConfig(compile=True, activation_checkpointing=True)
-    assert checkpointed.refusal(config, NF4) is None
-    assert ShardingConfig().refusal(moe_config, WHOLE) is None
-    assert ShardingConfig(compile=True, compute_dtype="bfloat16").refusal(moe_config, WHOLE) is None
+    assert checkpointed.incompatibility(config, NF4) is None
+    assert ShardingConfig().incompatibility(moe_config, FULL_FINE_TUNING) is None
+    assert ShardingConfig(compile=True, compute_dtype="bfloat16").incompatibility(moe_config, FULL_FINE_TUNING) is None
 
 
 @pytest.mark.nightly

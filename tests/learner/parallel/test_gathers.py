@@ -17,11 +17,11 @@ from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
-from learner.parallel.ranks import Ranks
+from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import ShardedPolicy, gather_on_rank_0, gathered, make_mesh
+from learner.sft.config import SftConfig
 from learner.sft.documents import Documents
 from learner.sft.learner import SftLearner, evaluation_loss
-from learner.sft.sft import SftConfig
 from tests.ranks import run_ranks
 
 # ALLREDUCE, ALLGATHER and BROADCAST on gloo. A name of more than 15 characters would be freed, perhaps by two threads.
@@ -73,10 +73,10 @@ def _collectives(
         evaluation_loss(policy, documents, batch_size=4)
         learner = Learner(policy, LearnerConfig(num_rounds=1, group_size=4, groups_per_round=3))
         learner.update(batch, 0)
-        policy.wait_for_all("the end", timeout_s=60)
+        policy.barrier("the end", timeout_s=60)
         ranks = Ranks()
-        ranks.agreed(lambda: 1)
-        ranks.shared(lambda: (None, {"ids": batch.prompt_ids}))
+        ranks.broadcast_decision(lambda: 1)
+        ranks.broadcast_tensors(lambda: (None, {"ids": batch.prompt_ids}))
         learner.load_full_state(learner.full_state())
         policy.load_full_weights(policy.full_weights())
     if rank == 0:

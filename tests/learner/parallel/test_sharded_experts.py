@@ -14,8 +14,8 @@ from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
-from learner.model.lora_config import WHOLE, LoraConfig
-from learner.model.networks import make_model, make_on_meta
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
+from learner.model.networks import make_meta_model, make_model
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.loading import load_by_rows
 from learner.parallel.sharding import ShardedPolicy, local_part, make_mesh
@@ -28,7 +28,11 @@ LORA = LoraConfig(rank=4, alpha=8)
 HALF = ShardingConfig(compute_dtype="bfloat16", activation_checkpointing=True)
 BIAS = "blocks.1.mlp.router.expert_bias"
 EXPERTS = "blocks.1.mlp.experts.gate_up_proj.weight"
-CASES = {"whole": (WHOLE, ShardingConfig()), "adapter": (LORA, ShardingConfig()), "half": (WHOLE, HALF)}
+CASES = {
+    "whole": (FULL_FINE_TUNING, ShardingConfig()),
+    "adapter": (LORA, ShardingConfig()),
+    "half": (FULL_FINE_TUNING, HALF),
+}
 
 
 def _model(config: TransformerConfig) -> Transformer:
@@ -112,7 +116,7 @@ def test_two_ranks_are_one(
 def test_weights_that_travel_keep_a_bias_whole(moe_config: TransformerConfig) -> None:
     """To a sampler in bfloat16, as they are published."""
     weights = ShardedPolicy(_model(moe_config), None).weights_on_rank_0()
-    sampler = make_on_meta(moe_config).to(torch.bfloat16).to_empty(device="cpu")
+    sampler = make_meta_model(moe_config).to(torch.bfloat16).to_empty(device="cpu")
     sampler.load_state_dict(weights)
     assert torch.equal(sampler.get_parameter(BIAS), weights[BIAS])
     assert not torch.equal(weights[BIAS].bfloat16().float(), weights[BIAS])

@@ -21,12 +21,12 @@ from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer, init_weights
-from learner.optimizer import Stepped
+from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
 from learner.parallel.sharding_config import ShardingConfig
+from learner.sft.config import SftConfig
 from learner.sft.documents import Documents
 from learner.sft.learner import SftLearner, evaluation_loss
-from learner.sft.sft import SftConfig
 from tests.ranks import run_ranks
 
 RL = LearnerConfig(
@@ -143,7 +143,7 @@ def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBa
         results["back to back"] = _train(policy, _ragged(batch), None)
     with patch("learner.parallel.sharding.has_kernel", lambda _device, dtype, _head_dim: dtype is torch.bfloat16):
         computed_in = {sharding: _policy(config, LORAS["whole"], sharding, on_ranks=True) for sharding in (PLAIN, HALF)}
-        assert [policy.spares_padding for policy in computed_in.values()] == [False, True]
+        assert [policy.concatenates_rows for policy in computed_in.values()] == [False, True]
     if rank == 0:
         torch.save(results, out)
     dist.destroy_process_group()
@@ -353,11 +353,11 @@ class _Recorder:
         self._policy = policy
         self.gradients: list[dict[str, torch.Tensor]] = []
 
-    def step(self, lr: float, max_grad_norm: float, loss: torch.Tensor) -> Stepped:
+    def step(self, lr: float, max_grad_norm: float, loss: torch.Tensor) -> StepResult:
         named = dict(self._policy.module.named_parameters())
         self.gradients.append({name: on_cpu(gathered(p.grad)) for name, p in named.items() if p.grad is not None})
         self._policy.module.zero_grad()
-        return Stepped(loss=0.0, grad_norm=0.0)
+        return StepResult(loss=0.0, grad_norm=0.0)
 
 
 def _gradients(policy: ShardedPolicy, name: str, batch: RolloutBatch, num_minibatches: int) -> dict[str, object]:
@@ -461,14 +461,14 @@ def _late_rank(rank: int, port_file: str, out: Path, is_first: bool) -> None:
     dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=3)
     policy = ShardedPolicy(Transformer(_tiny()), make_mesh("cpu"))
     if not is_first:
-        policy.wait_for_all("round 6", timeout_s=60)
+        policy.barrier("round 6", timeout_s=60)
     if rank == 2:
         deadline = time.monotonic() + 60
         while not (out / "said").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         return
     try:
-        policy.wait_for_all("round 7", timeout_s=8)
+        policy.barrier("round 7", timeout_s=8)
     except TimeoutError as error:
         (out / "said").write_text(str(error))
     except RuntimeError:

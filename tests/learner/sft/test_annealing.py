@@ -9,10 +9,11 @@ from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
-from learner.sft.annealing import opened_slots
-from learner.sft.documents import Documents, Example, make_documents
+from learner.sft.annealing import annealing_mask
+from learner.sft.config import SftConfig
+from learner.sft.documents import Documents, TokenizedExample, make_documents
 from learner.sft.learner import SftLearner
-from learner.sft.sft import MaskedDocuments, SftConfig, mask_documents, masked_logps
+from learner.sft.masking import MaskedDocuments, mask_documents, masked_logps
 
 MASK_ID, EOS_ID = 38, 39
 BLOCK_LENGTH = 4
@@ -21,7 +22,7 @@ BLOCK_LENGTH = 4
 def _documents() -> Documents:
     generator = torch.Generator().manual_seed(1)
     examples = [
-        Example(
+        TokenizedExample(
             prompt_ids=tuple(torch.randint(0, 38, (2 + index % 3,), generator=generator).tolist()),
             completion_ids=tuple(torch.randint(0, 38, (1 + 2 * index,), generator=generator).tolist()),
             num_slots=9,
@@ -37,7 +38,7 @@ def _masked() -> MaskedDocuments:
 
 
 def _opened(step: int = 3, width: int = 16) -> torch.Tensor:
-    opened = opened_slots(step, 10, width, seed=5)
+    opened = annealing_mask(step, 10, width, seed=5)
     assert opened is not None
     return opened
 
@@ -55,14 +56,14 @@ def test_the_share_of_later_slots_that_are_seen_grows_linearly_to_all() -> None:
         opened = _opened(step, width=200)
         assert opened[~later].all(), "a slot sees itself and all before it"
         assert opened[later].float().mean().item() == pytest.approx((step + 1) / 10, abs=0.01)
-    assert opened_slots(9, 10, 200, seed=5) is None
-    assert opened_slots(0, 0, 200, seed=5) is None
+    assert annealing_mask(9, 10, 200, seed=5) is None
+    assert annealing_mask(0, 0, 200, seed=5) is None
 
 
 def test_the_draw_hangs_on_seed_step_and_places_alone() -> None:
     assert torch.equal(_opened(3), _opened(3, width=99)[:16, :16])
     assert (_opened(3) & ~_opened(4)).any(), "each step draws anew"
-    other = opened_slots(3, 10, 16, seed=6)
+    other = annealing_mask(3, 10, 16, seed=6)
     assert other is not None
     assert not torch.equal(_opened(3), other)
 
@@ -74,7 +75,7 @@ def test_what_is_not_opened_is_not_seen(config: TransformerConfig) -> None:
     lengths = torch.tensor([12, 7, 9])
     none_opened = torch.ones(16, 16, dtype=torch.bool).tril()
     with torch.no_grad():
-        torch.testing.assert_close(opened(ids, lengths, opened_SS=none_opened), causal(ids, lengths))
+        torch.testing.assert_close(opened(ids, lengths, annealing_mask_SS=none_opened), causal(ids, lengths))
         assert not torch.allclose(opened(ids, lengths), causal(ids, lengths), atol=1e-3)
 
 
@@ -84,14 +85,14 @@ def test_documents_are_scored_as_each_is_alone(config: TransformerConfig, policy
     masked, opened = _masked(), _opened()
     model = _block_causal(config, BLOCK_LENGTH) if form == "in blocks" else policy
     with torch.no_grad():
-        found = masked_logps(model, masked, packing=form == "packed", opened_SS=opened)
+        found = masked_logps(model, masked, packing=form == "packed", annealing_mask_SS=opened)
         for place, (row, column) in enumerate(zip(masked.rows.tolist(), masked.columns.tolist(), strict=True)):
             ids = masked.ids[row : row + 1, : int(masked.lengths[row])].clone()
             if form == "in blocks":
                 begin = column // BLOCK_LENGTH * BLOCK_LENGTH
                 ids[0, :begin] = masked.clean[row, :begin]
                 ids = ids[:, : begin + BLOCK_LENGTH]
-            logps = model(ids, opened_SS=opened).log_softmax(-1)[0, column]
+            logps = model(ids, annealing_mask_SS=opened).log_softmax(-1)[0, column]
             assert found[place].item() == pytest.approx(logps[masked.targets[place]].item(), abs=1e-5)
 
 
@@ -131,7 +132,7 @@ def test_rows_back_to_back_are_padded_while_attention_opens(
 ) -> None:
     """On a GPU; the kernel for them hides nothing within a row."""
     expected, _ = _trained(config, range(6), attention_annealing_steps=5)
-    monkeypatch.setattr(ShardedPolicy, "spares_padding", True)
+    monkeypatch.setattr(ShardedPolicy, "concatenates_rows", True)
     found, _ = _trained(config, range(6), attention_annealing_steps=5)
     for name, weight in found.items():
         torch.testing.assert_close(weight, expected[name], atol=1e-3, rtol=1e-3, msg=name)

@@ -12,13 +12,14 @@ from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 from learner.model.networks import make_model
 from learner.model.transformer import init_weights
-from learner.optimizer import Stepped
+from learner.optimizer import StepResult
 from learner.parallel import sharding
 from learner.parallel.sharding import ShardedPolicy
-from learner.sft.documents import Example, make_documents
+from learner.sft.config import SftConfig
+from learner.sft.documents import TokenizedExample, make_documents
 from learner.sft.learner import SftLearner
+from learner.sft.masking import mask_documents
 from learner.sft.micro_batches import micro_batches
-from learner.sft.sft import SftConfig, mask_documents
 
 LENGTHS = (12, 5, 9, 6, 12, 7, 5)
 """Tokens of each document, its end of text among them."""
@@ -32,10 +33,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _examples() -> list[Example]:
+def _examples() -> list[TokenizedExample]:
     generator = torch.Generator().manual_seed(2)
     drawn = [torch.randint(0, 38, (length - 1,), generator=generator).tolist() for length in LENGTHS]
-    return [Example(prompt_ids=tuple(ids[:3]), completion_ids=tuple(ids[3:]), num_slots=10) for ids in drawn]
+    return [TokenizedExample(prompt_ids=tuple(ids[:3]), completion_ids=tuple(ids[3:]), num_slots=10) for ids in drawn]
 
 
 class _Recorder:
@@ -46,11 +47,11 @@ class _Recorder:
         self.gradients: dict[str, Tensor] = {}
         self.loss = 0.0
 
-    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> Stepped:
+    def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
         parameters = self._policy.trained_parameters.items()
         self.gradients = {name: weight.grad.clone() for name, weight in parameters if weight.grad is not None}
         self.loss = float(loss)
-        return Stepped(loss=self.loss, grad_norm=0.0)
+        return StepResult(loss=self.loss, grad_norm=0.0)
 
 
 def _step(config: TransformerConfig, lora: LoraConfig | None = None, **sft: Any) -> tuple[_Recorder, list[torch.Size]]:
@@ -121,12 +122,12 @@ def test_they_add_up_with_a_block_causal_policy(config: TransformerConfig) -> No
 def test_rows_of_blocks_are_counted_with_their_states(config: TransformerConfig) -> None:
     """Without a masked slot a document takes none; with all masked, each block after the clean ones before the last."""
     documents = make_documents(
-        [Example(prompt_ids=(1,), completion_ids=(2,) * 10, num_slots=11)] * 3, EOS_ID, trains_padding=True
+        [TokenizedExample(prompt_ids=(1,), completion_ids=(2,) * 10, num_slots=11)] * 3, EOS_ID, trains_padding=True
     )
     masked = mask_documents(documents, MASK_ID, torch.tensor([1.0, 0.0, 1.0]), (0,))
     # Two clean blocks and three states: 20 slots.
     for max_tokens, expected in ((39, [1, 1, 1]), (40, [2, 1]), (59, [2, 1]), (60, [3])):
-        parts = micro_batches(masked, max_tokens, 4, packing=False, spares_padding=False)
+        parts = micro_batches(masked, max_tokens, 4, packing=False, concatenates_rows=False)
         assert [len(part.lengths) for part in parts] == expected, max_tokens
 
 
@@ -145,5 +146,5 @@ def test_a_weightless_micro_batch_has_no_gradient(config: TransformerConfig) -> 
     )
     idle = masked.weightless()
     assert len(idle.lengths) == 1 <= len(idle.targets)
-    learner._loss(idle, None, spares_padding=False).backward()
+    learner._loss(idle, None, concatenates_rows=False).backward()
     assert not any(weight.grad.any() for weight in model.parameters() if weight.grad is not None)

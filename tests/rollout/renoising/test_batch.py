@@ -102,7 +102,7 @@ def test_the_record_of_slots_is_of_the_laws_that_they_came_from(renoising_policy
     kept, slots = canvas.accepted[0], batch.progress([0])[0].slots
     with torch.no_grad():
         prefix = renoising_policy.prefix()
-        renoising_policy.finish(prefix, torch.tensor(REQUESTS[0].prompt_ids))
+        renoising_policy.append(prefix, torch.tensor(REQUESTS[0].prompt_ids))
         raw = renoising_policy(prefix, torch.from_numpy(canvas.seen[0]).long()).log_softmax(-1)
     law = (raw / PARAMS.temperature(0)).log_softmax(-1)
     tokens = torch.from_numpy(canvas.drawn[0]).long()[:, None]

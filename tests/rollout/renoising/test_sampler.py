@@ -59,7 +59,7 @@ def test_logits_are_the_original_codes(original: tuple[Path, RenoisingPolicy]) -
     for which in ("short", "long"):
         for row in range(2):
             prefix = policy.prefix()
-            policy.finish(prefix, expected[f"{which}.input_ids"][row])
+            policy.append(prefix, expected[f"{which}.input_ids"][row])
             first = policy(prefix, expected[f"{which}.canvas"][row])
             torch.testing.assert_close(first, expected[f"{which}.logits"][row], atol=5e-4, rtol=0)
             conditioning = expected[f"{which}.self_conditioning_logits"][row]
@@ -138,7 +138,7 @@ def test_what_was_finished_is_remembered_exactly(renoising_policy: RenoisingPoli
     whole = torch.tensor([*request.prompt_ids, *completion.canvases[0].token_ids.tolist()])
     with torch.no_grad():
         prefix = renoising_policy.prefix()
-        renoising_policy.finish(prefix, whole)
+        renoising_policy.append(prefix, whole)
         logits = renoising_policy(prefix, torch.from_numpy(second.seen[0]).long()) / PARAMS.temperature(0)
     logps = logits.log_softmax(-1).gather(1, torch.from_numpy(second.drawn[0]).long()[:, None])[:, 0]
     assert second.drawn_logp[0] == pytest.approx(logps.numpy(), abs=1e-4)

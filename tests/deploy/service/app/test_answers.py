@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from deploy.service.api.text_codec import MASKED
-from learner.keys import fold
+from learner.seeds import fold
 from rollout.request import Request
 from tests.deploy.service.app.asking import ASK, CHAT, assert_error, events_of
 

@@ -124,7 +124,7 @@ def test_what_would_take_long_to_tokenize_is_refused_before(client, service, mon
     def tokenize(*_):
         raise AssertionError("this takes time")
 
-    for name in ("encode_chat", "encode_completion"):
+    for name in ("encode_chat", "encode_plain"):
         monkeypatch.setattr(service.codec._tokenizer, name, tokenize)
     assert assert_error(client.post(path, json=body), 400, "invalid_value")["param"] == param
 

@@ -13,9 +13,9 @@ from deploy.service.contract import BlocksDone, CanvasSeen, Done, EngineLostErro
 from deploy.service.engine.engine import Engine
 from deploy.service.link.failover import with_failover
 from deploy.service.link.serialization import pack, unpack
-from learner.keys import fold
 from learner.model.renoising.policy import load_renoising_policy
 from learner.model.tokenizer import make_tokenizer
+from learner.seeds import fold
 from rollout.renoising.request import RenoisingParams, RenoisingRequest
 from rollout.renoising.sampler import RenoisingSampler
 from tests.deploy.service.app.asking import assert_error, events_of

@@ -75,7 +75,7 @@ def solving(recipe, run_dir, monkeypatch):
         def _written(self, request, index, completion):
             generated.append((self.policy_version, index, request))
             answer = answers[request.prompt_ids] if index < solved.get(self.policy_version, 0) else "x"
-            ids = np.array(tokenizer.encode_completion(f"<answer>{answer}</answer>"), dtype=np.int32)
+            ids = np.array(tokenizer.encode_plain(f"<answer>{answer}</answer>"), dtype=np.int32)
             return replace(completion, token_ids=ids, num_tokens=len(ids))
 
     monkeypatch.setattr("deploy.service.engine.canary.Sampler", Solver)

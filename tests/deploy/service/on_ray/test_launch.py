@@ -25,7 +25,7 @@ from deploy.service.on_ray.launch import banner, banner_of_key, serve_checkpoint
 from deploy.service.source import Source
 from learner.model.adapter import Adapter, read_adapter
 from learner.model.checkpoint import load_policy, save_checkpoint
-from learner.model.checkpoint_files import Base, chain_digest
+from learner.model.checkpoint_files import BaseCheckpoint, chain_digest
 from rollout.config import EngineConfig
 
 
@@ -54,7 +54,7 @@ def test_a_policy_that_is_large_enough_computes_with_the_threads_that_it_is_give
     source = Source(directory=str(run_dir / "checkpoints" / "sft-1"), is_run=False, registry_url=None)
     source.versions("cpu", num_threads=2)
     assert torch.get_num_threads() == 1
-    monkeypatch.setattr("learner.hardware._LEAST_SHARED_PARAMETERS", 1000)
+    monkeypatch.setattr("learner.hardware._MIN_SHARED_PARAMETERS", 1000)
     source.versions("cpu", num_threads=2)
     assert torch.get_num_threads() == 2
 
@@ -135,7 +135,7 @@ def test_versions_of_a_lora_run_share_the_weights_that_their_adapters_stand_on(
     class Store:
         def version(self, version, digest):
             name = stands_on[version]
-            base = Base(checkpoint=name, digest=chain_digest(checkpoints / name), scaling=2.0)
+            base = BaseCheckpoint(checkpoint=name, digest=chain_digest(checkpoints / name), scaling=2.0)
             return make_manifest(version, adapters[version].matrices, base), adapters[version].matrices
 
     monkeypatch.setattr("actors.weights.fetching.open_store", lambda store, timeout_s: Store())
@@ -192,7 +192,7 @@ def test_a_base_that_this_machine_does_not_see_is_out_of_reach_and_not_refused(r
     class Store:
         def version(self, version, digest):
             adapter = read_adapter(adapted)
-            base = Base(checkpoint="sft-9", digest="not looked at", scaling=adapter.scaling)
+            base = BaseCheckpoint(checkpoint="sft-9", digest="not looked at", scaling=adapter.scaling)
             return make_manifest(version, adapter.matrices, base), adapter.matrices
 
     monkeypatch.setattr("actors.weights.fetching.open_store", lambda store, timeout_s: Store())

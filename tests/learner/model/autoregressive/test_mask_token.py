@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from learner.model.autoregressive.mask_token import take_mask_token
+from learner.model.autoregressive.mask_token import choose_mask_token
 from learner.model.tokenizer import load_tokenizer
 from tests.learner.model.autoregressive.tiny_autoregressive import END, END_OF_TURN, RESERVED, TURN, write_tokenizer
 
@@ -36,7 +36,7 @@ def test_a_token_that_nobody_uses_is_taken(
     specials: Sequence[str], spare_rows: int, token: str, index: int, tmp_path: Path
 ) -> None:
     tokenizer = made(tmp_path, specials)
-    mask = take_mask_token(tokenizer, len(tokenizer) + spare_rows, None)
+    mask = choose_mask_token(tokenizer, len(tokenizer) + spare_rows, None)
     assert (mask.token, mask.id, mask.is_new_row) == (token, index, False)
     assert tokenizer.mask_token == token
     assert tokenizer(f"a{token}b")["input_ids"].count(index) == 1
@@ -46,7 +46,7 @@ def test_a_token_that_nobody_uses_is_taken(
 def test_the_tokenizers_own_mask_token_is_taken(tmp_path: Path) -> None:
     tokenizer = made(tmp_path, (*ENDS, RESERVED, "<hole>"))
     tokenizer.mask_token = "<hole>"
-    assert take_mask_token(tokenizer, 300, None).token == "<hole>"
+    assert choose_mask_token(tokenizer, 300, None).token == "<hole>"
 
 
 @pytest.mark.parametrize(
@@ -56,18 +56,18 @@ def test_the_tokenizers_own_mask_token_is_taken(tmp_path: Path) -> None:
 def test_a_named_token_is_taken_or_made(
     name: str, spare_rows: int, index: int, is_new_row: bool, tmp_path: Path
 ) -> None:
-    mask = take_mask_token(made(tmp_path, (*ENDS, *CODE)), 300 + spare_rows, name)
+    mask = choose_mask_token(made(tmp_path, (*ENDS, *CODE)), 300 + spare_rows, name)
     assert (mask.token, mask.id, mask.is_new_row) == (name, index, is_new_row)
 
 
 @pytest.mark.parametrize("name", ["", " "])
 def test_a_blank_token_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--mask-token is blank"):
-        take_mask_token(made(tmp_path, ENDS), 310, name)
+        choose_mask_token(made(tmp_path, ENDS), 310, name)
 
 
 @pytest.mark.parametrize("name", [None, TURN, END_OF_TURN])
 def test_a_token_with_a_meaning_is_not_taken(name: str | None, tmp_path: Path) -> None:
     sentence = "no token to spare .* pass --mask-token NEW" if name is None else "has a meaning of its own"
     with pytest.raises(ValueError, match=sentence):
-        take_mask_token(made(tmp_path, (*ENDS, "<repo_name>")), 300, name)
+        choose_mask_token(made(tmp_path, (*ENDS, "<repo_name>")), 300, name)

@@ -22,7 +22,7 @@ from learner.model.checkpoint_files import checkpoint_chain, load_config, open_t
 from learner.model.config import TransformerConfig
 from learner.model.lora import adapted_layers
 from learner.model.networks import make_model
-from learner.model.peft_directory.config import PeftConfig
+from learner.model.peft_directory.config import PeftAdapterConfig
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import Transformer, init_weights
 from tests.learner.model.on_disk.original import Original, change_config, make_adapter, merged_by_peft
@@ -141,7 +141,7 @@ def test_targets_ranks_and_scalings_are_pefts() -> None:
     for names, others, (indices, lists), pattern in product(targets, excluded, layers, patterns):
         about = {"target_modules": names, "exclude_modules": others, "layers_to_transform": indices}
         about |= {"layers_pattern": lists, "rank_pattern": pattern, "alpha_pattern": pattern}
-        config = PeftConfig(peft_type="LORA", r=4, lora_alpha=6, **about)
+        config = PeftAdapterConfig(peft_type="LORA", r=4, lora_alpha=6, **about)
         for module in modules:
             is_target = check_target_module_exists(SimpleNamespace(**about), module)
             assert config.is_target(module) == bool(is_target), (module, about)

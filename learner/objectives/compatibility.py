@@ -8,7 +8,7 @@ from learner.objectives.base import Objective
 from learner.objectives.units import Normalize
 
 
-def unfit(
+def shared_incompatibility(
     objective: Objective,
     estimator: Estimator,
     max_staleness: int,
@@ -30,7 +30,7 @@ def unfit(
         takes_stale: whether it corrects for off-policy completions, or need not.
     """
     facts = estimator.facts
-    if facts.has_single_draws != takes_draws:
+    if facts.has_separate_draws != takes_draws:
         return "objective linear_bound and estimator elbo with values: draws need each other"
     if own is not None:
         return own
@@ -42,10 +42,10 @@ def unfit(
         )
     if facts.scores_order != takes_order:
         return "objective.order_temperature and estimator.scores_order need each other"
-    return _unfit_for_parts(objective, estimator)
+    return _part_incompatibility(objective, estimator)
 
 
-def _unfit_for_parts(objective: Objective, estimator: Estimator) -> str | None:
+def _part_incompatibility(objective: Objective, estimator: Estimator) -> str | None:
     """Return why a mean over draws or segments is impossible; None if it is possible, or not configured."""
     facts, level = estimator.facts, objective.level
     is_split = {Level.TOKEN: facts.splits_tokens, Level.PART: False, Level.ROW: facts.splits_rows}[level]

@@ -12,18 +12,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from learner.hardware import free_unused_memory, placed_on
+from learner.hardware import free_unused_memory, indexed_device
 from learner.parallel.sharding import local_part
 
 
 @contextmanager
 @torch.no_grad()
-def asleep(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+def offloaded(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
     """Offload these tensors from `device` within the block, and restore them bit-identical after it.
 
     Tensors that share memory with them must be among them, or hold nothing that is needed. Those on other devices stay.
     """
-    device = placed_on(device)
+    device = indexed_device(device)
     here = [local for tensor in tensors if (local := local_part(tensor.detach())).device == device and local.nbytes]
     storages = {storage.data_ptr(): storage for storage in (local.untyped_storage() for local in here)}
     sizes = [(storage, storage.nbytes()) for storage in storages.values()]

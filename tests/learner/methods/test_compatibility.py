@@ -43,9 +43,13 @@ _EVERY: list[Objective] = [
     ("facts", "max_staleness", "takers"),
     [
         (EstimatorFacts(), 0, {"clipped_ratio", "weighted_likelihood"}),
-        (EstimatorFacts(sums_up=True), 0, {"clipped_ratio", "weighted_likelihood", "trajectory_balance"}),
-        (EstimatorFacts(sums_up=True), 1, {"trajectory_balance"}),
-        (EstimatorFacts(sums_up=True, has_single_draws=True), 0, {"linear_bound"}),
+        (
+            EstimatorFacts(sums_to_log_likelihood=True),
+            0,
+            {"clipped_ratio", "weighted_likelihood", "trajectory_balance"},
+        ),
+        (EstimatorFacts(sums_to_log_likelihood=True), 1, {"trajectory_balance"}),
+        (EstimatorFacts(sums_to_log_likelihood=True, has_separate_draws=True), 0, {"linear_bound"}),
         (EstimatorFacts(scores_order=True), 0, set()),
     ],
 )
@@ -53,30 +57,34 @@ def test_an_objective_says_itself_which_estimators_and_how_stale_completions_it_
     facts: EstimatorFacts, max_staleness: int, takers: set[str]
 ) -> None:
     estimator = cast("Estimator", _Unheard(facts))
-    assert {one.name for one in _EVERY if one.refusal(estimator, max_staleness) is None} == takers
+    assert {one.name for one in _EVERY if one.incompatibility(estimator, max_staleness) is None} == takers
 
 
 @pytest.mark.parametrize(
     ("facts", "max_staleness", "is_refused"),
-    [(EstimatorFacts(replays=True), 3, False), (EstimatorFacts(replays=True), 0, False), (EstimatorFacts(), 0, True)],
+    [
+        (EstimatorFacts(matches_sampler_record=True), 3, False),
+        (EstimatorFacts(matches_sampler_record=True), 0, False),
+        (EstimatorFacts(), 0, True),
+    ],
 )
 def test_a_ratio_to_recorded_likelihoods_takes_stale_completions_and_needs_states_that_replay(
     facts: EstimatorFacts, max_staleness: int, is_refused: bool
 ) -> None:
-    why = ClippedRatioConfig(old="sampler").refusal(cast("Estimator", _Unheard(facts)), max_staleness)
+    why = ClippedRatioConfig(old="sampler").incompatibility(cast("Estimator", _Unheard(facts)), max_staleness)
     assert (why is not None and "not comparable with the recorded ones" in why) == is_refused == (why is not None)
 
 
 @pytest.mark.parametrize(
     ("sampler", "why"),
     [
-        (SamplerFacts(records_law=False), "does not record the likelihoods that replay"),
-        (SamplerFacts(draws_law=False), "does not record the likelihoods that replay"),
+        (SamplerFacts(has_reproducible_logps=False), "does not record the likelihoods that replay"),
+        (SamplerFacts(has_exact_logps=False), "does not record the likelihoods that replay"),
         (SamplerFacts(temperature=0), "at rollout.sampling.temperature 0 nothing is drawn"),
     ],
 )
 def test_only_a_ratio_to_recorded_likelihoods_minds_what_a_sampler_records(sampler: SamplerFacts, why: str) -> None:
-    assert [one.sampler_refusal(sampler) for one in _EVERY] == [None] * len(_EVERY)
+    assert [one.sampler_incompatibility(sampler) for one in _EVERY] == [None] * len(_EVERY)
     recorded = ClippedRatioConfig(old="sampler")
-    assert why in str(recorded.sampler_refusal(sampler))
-    assert recorded.sampler_refusal(SamplerFacts()) is None
+    assert why in str(recorded.sampler_incompatibility(sampler))
+    assert recorded.sampler_incompatibility(SamplerFacts()) is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from learner.model.autoregressive.policy import write_policy
+from learner.model.autoregressive.conversion import convert_checkpoint
 from learner.model.autoregressive.source import open_source
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import load_config, verify_checkpoint
@@ -51,7 +51,7 @@ def test_the_policy_is_the_source_where_attention_is_causal(
     architecture: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     model = write_source(tmp_path / "source", architecture, **changes)
-    mask = write_policy(open_source(str(tmp_path / "source")), tmp_path / "policy")
+    mask = convert_checkpoint(open_source(str(tmp_path / "source")), tmp_path / "policy")
     ids = torch.randint(4, 300, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model.float()(ids).logits
@@ -68,7 +68,7 @@ def test_the_policy_is_the_source_where_attention_is_causal(
 def test_files_of_the_hubs_cache_are_linked(tmp_path: Path) -> None:
     write_source(tmp_path / "source")
     source = replace(open_source(str(tmp_path / "source")), is_fetched=True)
-    write_policy(source, tmp_path / "policy")
+    convert_checkpoint(source, tmp_path / "policy")
     one, other = (tmp_path / place / "model.safetensors" for place in ("source", "policy"))
     assert one.samefile(other)
     assert not (tmp_path / "policy" / REFERENCES).exists()
@@ -77,7 +77,7 @@ def test_files_of_the_hubs_cache_are_linked(tmp_path: Path) -> None:
 
 def test_blocks_and_the_shift_are_written(tmp_path: Path) -> None:
     write_source(tmp_path / "source")
-    write_policy(open_source(str(tmp_path / "source")), tmp_path / "policy", block_length=8, predicts_next=True)
+    convert_checkpoint(open_source(str(tmp_path / "source")), tmp_path / "policy", block_length=8, predicts_next=True)
     config = load_config(tmp_path / "policy")
     assert (config.block_length, config.predicts_next) == (8, True)
 
@@ -86,7 +86,7 @@ def test_a_gguf_file_becomes_the_policy_that_its_directory_does(tmp_path: Path) 
     write_source(tmp_path / "source")
     write_gguf(tmp_path / "tiny.gguf", tmp_path / "source", "F32")
     for name, place in (("source", "one"), ("tiny.gguf", "other")):
-        write_policy(open_source(str(tmp_path / name)), tmp_path / place)
+        convert_checkpoint(open_source(str(tmp_path / name)), tmp_path / place)
     one, other = (StoredWeights(tmp_path / place) for place in ("one", "other"))
     assert one.keys() == other.keys()
     for name in one:
@@ -106,7 +106,7 @@ def test_a_policy_whose_writing_is_stopped_leaves_nothing(tmp_path: Path, monkey
     monkeypatch.setattr("learner.model.checkpoint.save_file", stop)
     (tmp_path / "out").mkdir()
     with pytest.raises(KeyboardInterrupt):
-        write_policy(open_source(str(tmp_path / "tiny.gguf")), tmp_path / "out" / "policy")
+        convert_checkpoint(open_source(str(tmp_path / "tiny.gguf")), tmp_path / "out" / "policy")
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -117,7 +117,7 @@ def test_a_new_row_is_the_mean_of_the_others(kind: str, tmp_path: Path) -> None:
     )
     write_gguf(tmp_path / "tiny.gguf", tmp_path / "source", "F32")
     source = open_source(str(tmp_path / ("tiny.gguf" if kind == "gguf" else "source")))
-    mask = write_policy(source, tmp_path / "policy", mask_token="<|hole|>")
+    mask = convert_checkpoint(source, tmp_path / "policy", mask_token="<|hole|>")
     assert (mask.id, mask.is_new_row) == (300, True)
     assert load_config(tmp_path / "policy").mask_token_id == 300
     assert load_tokenizer(tmp_path / "policy").mask_token == "<|hole|>"
@@ -135,7 +135,7 @@ def test_a_new_row_is_the_mean_of_the_others(kind: str, tmp_path: Path) -> None:
 def test_ends_of_turn_and_of_text_both_end_a_completion(tmp_path: Path) -> None:
     write_source(tmp_path / "source", eos_token_id=0)
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 3]}))
-    write_policy(open_source(str(tmp_path / "source")), tmp_path / "policy", mask_token="<|hole|>")
+    convert_checkpoint(open_source(str(tmp_path / "source")), tmp_path / "policy", mask_token="<|hole|>")
     # The tokenizer's own comes first: SFT fills canvases with it.
     assert load_config(tmp_path / "policy").stop_ids == (2, 0, 3)
     assert ChatTokenizer(tmp_path / "policy").eos_id == 2
@@ -144,5 +144,5 @@ def test_ends_of_turn_and_of_text_both_end_a_completion(tmp_path: Path) -> None:
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     write_source(tmp_path / "source", specials=(*WITHOUT_RESERVED, RESERVED), spare_rows=-10)
     with pytest.raises(ValueError, match="has 300 tokens, and its model embeds 290"):
-        write_policy(open_source(str(tmp_path / "source")), tmp_path / "policy")
+        convert_checkpoint(open_source(str(tmp_path / "source")), tmp_path / "policy")
     assert not (tmp_path / "policy").exists()

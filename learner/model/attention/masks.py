@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from learner.model.attention.within import WithinRows
-from learner.model.wanted import CLEAN
+from learner.model.attention.varlen import VarlenAttention
+from learner.model.targets import CLEAN
 
 Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Predicate of (row, query column, key column), broadcastable indices: bool, whether the query attends to the key."""
-Visible = Tensor | BlockMask | WithinRows | None
+AttentionMask = Tensor | BlockMask | VarlenAttention | None
 """Attention mask: a bool tensor [B, 1, L or 1, width], FlexAttention's form of one, or concatenated rows; None: all is
 visible."""
 
 
-def up_to_own_block(block_length: Tensor | int, lengths_B: Tensor | None) -> Pattern:
+def block_causal(block_length: Tensor | int, lengths_B: Tensor | None) -> Pattern:
     """Return the block-causal pattern: each slot sees its own block and those before it, within the used slots.
 
     Args:
@@ -45,18 +45,20 @@ def positions_in_documents(documents_BL: Tensor) -> Tensor:
     return columns_BL - torch.where(is_first_BL, columns_BL, 0).cummax(dim=1).values
 
 
-def within_documents(sees: Pattern | None, documents_BL: Tensor, positions_BL: Tensor) -> Pattern:
-    """Return the pattern of packed documents: within a slot's own document as `sees` of its positions, else nothing."""
+def within_documents(pattern: Pattern | None, documents_BL: Tensor, positions_BL: Tensor) -> Pattern:
+    """Return the pattern of packed documents: `pattern` of the positions within a slot's own document, else nothing."""
 
     def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
         is_same = documents_BL[row, query] == documents_BL[row, column]
-        return is_same if sees is None else is_same & sees(row, positions_BL[row, query], positions_BL[row, column])
+        return (
+            is_same if pattern is None else is_same & pattern(row, positions_BL[row, query], positions_BL[row, column])
+        )
 
     return is_seen
 
 
-def beside_clean(sees: Pattern, chunks_BL: Tensor, columns_BL: Tensor) -> Pattern:
-    """Return the pattern of rows that hold a clean canvas and noisy states of its blocks; `sees` is block-causal.
+def clean_and_noisy(pattern: Pattern, states_BL: Tensor, columns_BL: Tensor) -> Pattern:
+    """Return the pattern of rows that hold a clean canvas and noisy states of its blocks; `pattern` is block-causal.
 
     A state sees itself and the clean blocks before its own, and is seen by itself alone. So it has the logits of a
     forward of [clean blocks before it | the state]. Block diffusion (arXiv 2503.09573, section 4.1) packs one noisy
@@ -64,47 +66,47 @@ def beside_clean(sees: Pattern, chunks_BL: Tensor, columns_BL: Tensor) -> Patter
     """
 
     def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
-        own, other = chunks_BL[row, query], chunks_BL[row, column]
+        own, other = states_BL[row, query], states_BL[row, column]
         here, there = columns_BL[row, query], columns_BL[row, column]
-        is_of_own_block = sees(row, there, here)
-        is_clean = (other == CLEAN) & sees(row, here, there) & ((own == CLEAN) | ~is_of_own_block)
+        is_of_own_block = pattern(row, there, here)
+        is_clean = (other == CLEAN) & pattern(row, here, there) & ((own == CLEAN) | ~is_of_own_block)
         return is_clean | ((own == other) & (own != CLEAN))
 
     return is_seen
 
 
-def partly_opened(sees: Pattern | None, opened_SS: Tensor, positions_BL: Tensor | None) -> Pattern:
-    """Return the pattern of attention annealing: `sees`, restricted to the pairs that are open so far.
+def annealed(pattern: Pattern | None, annealing_mask_SS: Tensor, positions_BL: Tensor | None) -> Pattern:
+    """Return the pattern of attention annealing: `pattern`, restricted to the pairs that are open so far.
 
     Args:
-        sees: the policy's own pattern; None: all is visible.
-        opened_SS: [query position, key position] bool, whether the pair is open.
+        pattern: the policy's own pattern; None: all is visible.
+        annealing_mask_SS: [query position, key position] bool, whether the pair is open.
         positions_BL: position of each slot in its canvas or document; None: its column.
     """
 
     def is_seen(row: Tensor, query: Tensor, column: Tensor) -> Tensor:
         here = query if positions_BL is None else positions_BL[row, query]
         there = column if positions_BL is None else positions_BL[row, column]
-        is_open = opened_SS[here, there]
-        return is_open if sees is None else is_open & sees(row, query, column)
+        is_open = annealing_mask_SS[here, there]
+        return is_open if pattern is None else is_open & pattern(row, query, column)
 
     return is_seen
 
 
-def make_visible(sees: Pattern | None, columns_BQ: Tensor, width: int, *, flex: bool) -> Tensor | BlockMask | None:
+def make_mask(pattern: Pattern | None, columns_BQ: Tensor, width: int, *, flex: bool) -> Tensor | BlockMask | None:
     """Evaluate a pattern for the queries at `columns_BQ` and `width` key columns.
 
     With `flex` the result is FlexAttention's `BlockMask`, otherwise a bool tensor. None where all is visible.
     """
-    if sees is None:
+    if pattern is None:
         return None
     if flex:
 
         def is_visible(row: Tensor, _head: Tensor, query: Tensor, column: Tensor) -> Tensor:
-            return sees(row, columns_BQ[row, query], column)
+            return pattern(row, columns_BQ[row, query], column)
 
         rows, queries = columns_BQ.shape
         return create_block_mask(is_visible, rows, None, queries, width, device=columns_BQ.device)
     rows_B11 = torch.arange(len(columns_BQ), device=columns_BQ.device)[:, None, None]
-    visible = sees(rows_B11, columns_BQ[:, :, None], torch.arange(width, device=columns_BQ.device))
-    return visible[:, None]
+    mask = pattern(rows_B11, columns_BQ[:, :, None], torch.arange(width, device=columns_BQ.device))
+    return mask[:, None]

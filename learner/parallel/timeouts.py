@@ -13,6 +13,6 @@ COLLECTIVE_TIMEOUT_S = 900.0
 same work takes. Hangs are detected much earlier, by other means."""
 
 
-def patience_s(least_s: float, num_bytes: float) -> float:
-    """Return the timeout of an operation that moves `num_bytes`, in seconds; `least_s` if it moves none."""
-    return least_s + num_bytes / SLOWEST_BYTES_PER_S
+def transfer_timeout_s(base_s: float, num_bytes: float) -> float:
+    """Return the timeout of an operation that moves `num_bytes`, in seconds; `base_s` if it moves none."""
+    return base_s + num_bytes / SLOWEST_BYTES_PER_S

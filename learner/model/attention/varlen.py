@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learner.model.attention.rows import Lengths
+from learner.model.attention.rows import RowLengths
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -37,12 +37,12 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WithinRows:
+class VarlenAttention:
     """Attention of each query to all keys of its own row."""
 
-    queries: Lengths
+    queries: RowLengths
     """Number of queries of each row; may be 0 for some."""
-    keys: Lengths
+    keys: RowLengths
     """Number of keys of each row."""
 
     def attend(self, q_1HQE: Tensor, k_1KTE: Tensor, v_1KTE: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ class WithinRows:
         # Not at module level: it imports torch's compiler, which takes a second in every process that loads a policy.
         from torch.nn.attention.varlen import varlen_attn
 
-        is_told = _is_grouped(q_1HQE, k_1KTE) and _is_told_of_groups(varlen_attn)
-        groups: dict[str, Any] = {"enable_gqa": True} if is_told else {}
+        passes_gqa = _is_grouped(q_1HQE, k_1KTE) and _has_enable_gqa(varlen_attn)
+        groups: dict[str, Any] = {"enable_gqa": True} if passes_gqa else {}
         mixed_QHE = varlen_attn(
             q_1HQE.squeeze(0).transpose(0, 1),
             k_1KTE.squeeze(0).transpose(0, 1),
@@ -86,7 +86,7 @@ def _is_grouped(q_1HQE: Tensor, k_1KTE: Tensor) -> bool:
 
 
 @cache
-def _is_told_of_groups(varlen_attn: Callable[..., Any]) -> bool:
+def _has_enable_gqa(varlen_attn: Callable[..., Any]) -> bool:
     """Whether `varlen_attn` has the argument `enable_gqa`. That of torch 2.11 has not, and shares key-value heads
     without it: the kernel is the same."""
     return "enable_gqa" in signature(varlen_attn).parameters

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class LayerMemory:
+class LayerKVCache:
     """KV cache of one transformer block, for some of its rows."""
 
     keys: Tensor
@@ -21,7 +21,7 @@ class LayerMemory:
     values: Tensor
     rows: Tensor
     """[B] the rows of this forward."""
-    are_first: bool
+    is_prefix: bool
     """Whether these are rows 0, 1, ... B - 1."""
     width: int
     """W of this forward: no canvas is longer."""
@@ -37,25 +37,25 @@ class LayerMemory:
         self.keys.flatten(0, 1).index_copy_(0, flat, k_BKLE.transpose(1, 2).flatten(0, 1))
         self.values.flatten(0, 1).index_copy_(0, flat, v_BKLE.transpose(1, 2).flatten(0, 1))
         # A slice makes no copy if the rows are the first ones, as in a full batch.
-        rows = slice(len(self.rows)) if self.are_first else self.rows
+        rows = slice(len(self.rows)) if self.is_prefix else self.rows
         return self.keys[rows, : self.width].transpose(1, 2), self.values[rows, : self.width].transpose(1, 2)
 
 
-Held = tuple[Tensor, Tensor]
+KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one block: [S, W + 1, K, E] each."""
 
 
-class Memory:
+class KVCache:
     """KV cache of a batch of canvases, for all transformer blocks."""
 
-    def __init__(self, held: Sequence[Held], rows_B: Tensor, width: int, *, are_first: bool) -> None:
+    def __init__(self, keys_values: Sequence[KeysValues], rows_B: Tensor, width: int, *, is_prefix: bool) -> None:
         """Make a view of the rows `rows_B` of each block's cache, for canvases of `width` columns.
 
-        The tensors must not share storage: on a write, a compiler copies every tensor that shares it. `are_first` says
+        The tensors must not share storage: on a write, a compiler copies every tensor that shares it. `is_prefix` says
         that these are rows 0, 1, ... B - 1, which are read without a copy.
         """
-        self._held, self._rows_B, self.width, self._are_first = held, rows_B, width, are_first
+        self._keys_values, self._rows_B, self.width, self._is_prefix = keys_values, rows_B, width, is_prefix
 
-    def layer(self, index: int) -> LayerMemory:
+    def layer(self, index: int) -> LayerKVCache:
         """Return the cache of one transformer block."""
-        return LayerMemory(*self._held[index], self._rows_B, self._are_first, self.width)
+        return LayerKVCache(*self._keys_values[index], self._rows_B, self._is_prefix, self.width)

@@ -7,16 +7,17 @@ from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
-from learner.sft.documents import Documents, Example, make_documents
+from learner.sft.config import SftConfig
+from learner.sft.documents import Documents, TokenizedExample, make_documents
 from learner.sft.learner import EVALUATION_T, SftLearner, evaluation_loss
-from learner.sft.sft import MaskedDocuments, SftConfig, mask_documents, masked_logps, plan_sft, sft_rows
+from learner.sft.masking import MaskedDocuments, mask_documents, masked_logps, plan_sft, sft_rows
 
 CONFIG = SftConfig(num_labels=12, num_steps=1, batch_size=6, num_warmup_steps=0)
 PACKED = CONFIG.model_copy(update={"eos_padding": "ignored", "packing": True})
 MASK_ID, EOS_ID = 38, 39
 
 
-def _examples(num_examples: int = 12, num_slots: int = 8) -> list[Example]:
+def _examples(num_examples: int = 12, num_slots: int = 8) -> list[TokenizedExample]:
     """Prompts of 3 to 6 tokens, completions of 1 token to the whole canvas."""
     generator = torch.Generator().manual_seed(1)
 
@@ -25,7 +26,7 @@ def _examples(num_examples: int = 12, num_slots: int = 8) -> list[Example]:
         return tuple(torch.randint(0, 38, (length,), generator=generator).tolist())
 
     return [
-        Example(prompt_ids=draw(3, 6), completion_ids=draw(1, num_slots), num_slots=num_slots)
+        TokenizedExample(prompt_ids=draw(3, 6), completion_ids=draw(1, num_slots), num_slots=num_slots)
         for _ in range(num_examples)
     ]
 
@@ -46,7 +47,7 @@ def test_each_epoch_is_a_permutation_of_all_labels() -> None:
 
 
 def test_padding_is_trained_on_or_the_document_ends_with_the_first_end_of_text() -> None:
-    short, full = (Example(prompt_ids=(1, 2), completion_ids=ids, num_slots=3) for ids in ((5,), (5, 6, 7)))
+    short, full = (TokenizedExample(prompt_ids=(1, 2), completion_ids=ids, num_slots=3) for ids in ((5,), (5, 6, 7)))
     trained = make_documents([short, full], EOS_ID, trains_padding=True)
     assert trained.ids.tolist() == [[1, 2, 5, EOS_ID, EOS_ID], [1, 2, 5, 6, 7]]
     assert (trained.prompt_lengths.tolist(), trained.lengths.tolist()) == ([2, 2], [5, 5])
@@ -61,7 +62,7 @@ def test_padding_is_trained_on_or_the_document_ends_with_the_first_end_of_text()
 def test_the_first_slot_of_a_text_is_trained_on_where_an_output_predicts_it(
     config: TransformerConfig, predicts_next: bool
 ) -> None:
-    texts = [Example(prompt_ids=(), completion_ids=(5, 6, 7)[:length], num_slots=length) for length in (3, 1)]
+    texts = [TokenizedExample(prompt_ids=(), completion_ids=(5, 6, 7)[:length], num_slots=length) for length in (3, 1)]
     documents = make_documents([*texts, *_examples(1)], EOS_ID, trains_padding=False)
     policy = config.model_copy(update={"predicts_next": predicts_next})
     lengths = documents.predicted_by(policy).prompt_lengths.tolist()
@@ -141,9 +142,9 @@ def test_packing_changes_no_gradient(policy: Transformer) -> None:
     masked, shapes = _plan(_documents(trains_padding=False)), []
     policy.register_forward_pre_hook(lambda _module, arguments: shapes.append(len(arguments[0])))
     gradients = []
-    for packing, spares_padding in ((False, False), (True, False), (False, True), (True, True)):
+    for packing, concatenates_rows in ((False, False), (True, False), (False, True), (True, True)):
         policy.zero_grad()
-        logps_N = masked_logps(policy, masked, packing=packing, spares_padding=spares_padding)
+        logps_N = masked_logps(policy, masked, packing=packing, concatenates_rows=concatenates_rows)
         (logps_N * masked.weights).sum().backward()
         gradients.append({name: weight.grad.clone() for name, weight in policy.named_parameters()})
     assert shapes[0] > shapes[1] > shapes[2] == shapes[3] == 1
@@ -165,7 +166,9 @@ def test_packed_documents_do_not_see_each_other(policy: Transformer) -> None:
 
 
 def test_packing_takes_fewer_slots(policy: Transformer) -> None:
-    examples = [Example(prompt_ids=(1, 2), completion_ids=(3,) * count, num_slots=12) for count in (9, 2, 1, 4, 1, 1)]
+    examples = [
+        TokenizedExample(prompt_ids=(1, 2), completion_ids=(3,) * count, num_slots=12) for count in (9, 2, 1, 4, 1, 1)
+    ]
     # A step that masks some of each.
     masked, shapes = _plan(make_documents(examples, EOS_ID, trains_padding=False), step=16), []
     hook = policy.register_forward_pre_hook(lambda _module, arguments: shapes.append(arguments[0].shape))
@@ -265,4 +268,4 @@ def test_fields_that_do_not_go_together_are_refused(sentence: str, fields: dict[
     with pytest.raises(ValueError, match=sentence):
         SftConfig(num_steps=1, **fields)  # type: ignore[arg-type]
     if "data" in sentence:
-        assert SftConfig(num_steps=0, **fields).refusal is not None, "a stage that is skipped needs no examples"  # type: ignore[arg-type]
+        assert SftConfig(num_steps=0, **fields).config_error is not None, "a stage that is skipped needs no examples"  # type: ignore[arg-type]

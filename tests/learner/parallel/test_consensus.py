@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from learner.parallel import ranks as module
-from learner.parallel.ranks import LeaderFailedError, Ranks
+from learner.parallel import consensus as module
+from learner.parallel.consensus import LeaderFailedError, Ranks
 from tests.ranks import run_ranks
 
 _COLLECTIVE_S = 6.0
@@ -34,8 +34,8 @@ def _rank(rank: int, folder: Path) -> None:
     ranks = Ranks(_COLLECTIVE_S)
     assert (ranks.rank, ranks.is_alone) == (rank, False)
     # Asked on rank 0 alone, whose answer is another.
-    assert ranks.agreed(lambda: {"rank": rank, "seconds": 0.1 + rank}) == {"rank": 0, "seconds": 0.1}
-    decision, tensors = ranks.shared(lambda: (["go on", rank], TENSORS))
+    assert ranks.broadcast_decision(lambda: {"rank": rank, "seconds": 0.1 + rank}) == {"rank": 0, "seconds": 0.1}
+    decision, tensors = ranks.broadcast_tensors(lambda: (["go on", rank], TENSORS))
     assert decision == ["go on", 0]
     assert tensors.keys() == TENSORS.keys()
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
@@ -45,13 +45,13 @@ def _rank(rank: int, folder: Path) -> None:
     ranks.on_rank_0(lambda: (time.sleep(1.5 * _COLLECTIVE_S), done.append(rank)))
     assert done == ([0] if rank == 0 else [])
     with pytest.raises(LeaderFailedError if rank else FloatingPointError):
-        ranks.agreed(_fail)
-    assert ranks.agreed(lambda: "still together") == "still together"
+        ranks.broadcast_decision(_fail)
+    assert ranks.broadcast_decision(lambda: "still together") == "still together"
     dist.destroy_process_group()
 
 
 def _with_short_waits(rank: int, folder: Path) -> None:
-    module.TICK_S = 0.1
+    module.HEARTBEAT_S = 0.1
     _rank(rank, folder)
 
 
@@ -62,8 +62,8 @@ def test_ranks_do_what_rank_0_decided(tmp_path: Path) -> None:
 def test_a_process_by_itself_decides_alone() -> None:
     ranks = Ranks()
     assert (ranks.rank, ranks.is_alone) == (0, True)
-    assert ranks.agreed(lambda: (1, "two")) == [1, "two"]
-    decision, tensors = ranks.shared(lambda: (None, TENSORS))
+    assert ranks.broadcast_decision(lambda: (1, "two")) == [1, "two"]
+    decision, tensors = ranks.broadcast_tensors(lambda: (None, TENSORS))
     assert decision is None
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
     with pytest.raises(FloatingPointError):

@@ -1,8 +1,8 @@
 """Consensus of a learner's ranks: rank 0 decides and broadcasts its decisions.
 
 A rank that takes one step more than another, or finds another checkpoint, runs another collective than its peers: gloo
-aborts at best. So everything that ranks branch on goes through `Ranks.agreed` or `Ranks.shared`, and never comes from a
-rank's own clock or disk.
+aborts at best. So everything that ranks branch on goes through `Ranks.broadcast_decision` or `Ranks.broadcast_tensors`,
+and never comes from a rank's own clock or disk.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from learner.parallel.patience import COLLECTIVE_TIMEOUT_S
+from learner.parallel.timeouts import COLLECTIVE_TIMEOUT_S
 
-TICK_S = 5.0
+HEARTBEAT_S = 5.0
 """Seconds between heartbeats of a busy rank 0; the others never wait longer than this in one collective."""
 _LENGTH = struct.Struct("<Q")
 
@@ -35,7 +35,7 @@ class LeaderFailedError(RuntimeError):
     """Rank 0 failed at work that the others wait for; rank 0 itself raises the cause."""
 
 
-def is_lost_peer(error: Exception) -> bool:
+def is_peer_failure(error: Exception) -> bool:
     """Return whether a collective failed because another rank ended, whose own error is the cause."""
     if isinstance(error, dist.DistBackendError | dist.DistNetworkError):
         return True
@@ -55,20 +55,20 @@ class Ranks:
         # One thread, so that rank 0 can send heartbeats while it works.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank-0")
 
-    def agreed(self, decide: Callable[[], Any]) -> Any:
+    def broadcast_decision(self, decide: Callable[[], Any]) -> Any:
         """Return on every rank what `decide` returns on rank 0 (JSON).
 
-        It may take long: rank 0 sends a heartbeat every `TICK_S` seconds.
+        It may take long: rank 0 sends a heartbeat every `HEARTBEAT_S` seconds.
 
         Raises:
             LeaderFailedError: on the other ranks, if `decide` raises on rank 0.
         """
         return json.loads(self._from_rank_0(lambda: json.dumps(decide()).encode()))
 
-    def shared(self, make: Callable[[], tuple[Any, Mapping[str, Tensor]]]) -> tuple[Any, dict[str, Tensor]]:
+    def broadcast_tensors(self, make: Callable[[], tuple[Any, Mapping[str, Tensor]]]) -> tuple[Any, dict[str, Tensor]]:
         """Return on every rank what `make` returns on rank 0: a decision (JSON) and tensors on the CPU.
 
-        Raises LeaderFailedError as `agreed` does.
+        Raises LeaderFailedError as `broadcast_decision` does.
         """
 
         def packed() -> bytes:
@@ -81,7 +81,7 @@ class Ranks:
         text, tensors = message[_LENGTH.size : _LENGTH.size + length], message[_LENGTH.size + length :]
         return json.loads(text), load(tensors)
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return the `value` of every rank (JSON), in their order, on rank 0; an empty list on the others."""
         if self.is_alone:
             return [value]
@@ -90,7 +90,7 @@ class Ranks:
         return [json.loads(text) for text in found or ()]
 
     def on_rank_0(self, work: Callable[[], object]) -> None:
-        """Run `work` on rank 0 while all ranks wait. Raises LeaderFailedError as `agreed` does."""
+        """Run `work` on rank 0 while all ranks wait. Raises LeaderFailedError as `broadcast_decision` does."""
 
         def nothing() -> bytes:
             work()
@@ -105,7 +105,7 @@ class Ranks:
 
     def _lead(self, work: Callable[[], bytes]) -> bytes:
         result: Future[bytes] = self._thread.submit(work)
-        while not wait([result], timeout=TICK_S).done:
+        while not wait([result], timeout=HEARTBEAT_S).done:
             self._send_header(_State.AT_WORK, 0)
         if (error := result.exception()) is not None:
             self._send_header(_State.FAILED, 0)

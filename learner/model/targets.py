@@ -1,4 +1,4 @@
-"""Scoring request to a policy: queried slots, target tokens, and an optional teacher.
+"""Target tokens of a forward, the distribution that they are scored under, and an optional teacher.
 
 Shape letters: B rows, Q queries of a row, L slots of a row, N target tokens.
 """
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-CLEAN, FILL = -1, -2
+CLEAN, PADDING = -1, -2
 """Labels of slots that belong to no noisy state of a block: the clean canvas, and padding of the row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """Teacher of a distillation, whose distributions are computed chunk by chunk, and the divergence from it."""
+class TeacherStates:
+    """Hidden states and head of a teacher, of which distributions are computed by chunk, and the divergence from it."""
 
-    stream: Tensor
+    head_input: Tensor
     """[N, D of the teacher] input of the teacher's head at each target token's slot."""
     weight: Tensor
     """[V, D of the teacher] matrix of the teacher's head."""
@@ -33,7 +33,7 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class Targets:
     """Target tokens whose log-probabilities are computed, and the distribution (temperature, excluded ids)."""
 
     slot: Tensor
@@ -54,7 +54,7 @@ class Wanted:
     """Other ids without probability."""
     float32_head: bool = False
     """Whether logits are float32, not rounded to 16 bits, even if the policy is in half precision."""
-    compared: Compared | None = None
+    teacher: TeacherStates | None = None
     """Teacher, with the same temperature and excluded ids. The forward then returns the divergence from it instead of
     log-probabilities. None: there is no teacher."""
 

@@ -20,7 +20,7 @@ from learner.config import LearnerConfig
 from learner.learner import Learner
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
-from learner.parallel.asleep import asleep
+from learner.parallel.offload import offloaded
 from learner.parallel.sharding import ShardedPolicy, local_part, make_mesh
 from learner.parallel.sharding_config import ShardingConfig
 from tests.ranks import run_ranks
@@ -36,7 +36,7 @@ def _round() -> RolloutBatch:
 
 
 def _sleeping(learner: Learner) -> AbstractContextManager[None]:
-    return asleep(chain(learner.policy.tensors(), learner.tensors()), learner.policy.device)
+    return offloaded(chain(learner.policy.tensors(), learner.tensors()), learner.policy.device)
 
 
 def _updates(learner: Learner, *, is_sleeping: bool) -> Iterator[Any]:
@@ -72,7 +72,7 @@ def test_a_gpu_without_an_index_is_the_one_that_tensors_name(policy: Transformer
     with stand_in_gpu():
         before = bytes_there()
         on_gpu = copy.deepcopy(policy).cuda()
-        with asleep(on_gpu.parameters(), torch.device("cuda")):
+        with offloaded(on_gpu.parameters(), torch.device("cuda")):
             assert bytes_there() == before
         assert torch.equal(on_gpu.head.weight.cpu(), policy.head.weight)
 
@@ -104,6 +104,6 @@ def test_shards_sleep_and_wake_as_they_were(policy: Transformer, lora: LoraConfi
 def test_a_failure_wakes_what_sleeps(policy: Transformer) -> None:
     weight = policy.blocks[0].mlp.up_proj.weight
     before = weight.detach().clone()
-    with pytest.raises(RuntimeError, match="meanwhile"), asleep(policy.parameters(), torch.device("cpu")):
+    with pytest.raises(RuntimeError, match="meanwhile"), offloaded(policy.parameters(), torch.device("cpu")):
         raise RuntimeError("meanwhile")
     assert torch.equal(weight, before)
