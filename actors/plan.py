@@ -63,14 +63,14 @@ class RunPlan:
         )
 
     @property
-    def to_choose_by(self) -> list[Problem]:
+    def selection_problems(self) -> list[Problem]:
         """Problems for model selection during a run: the validation problems, or without any the held-out ones."""
         return self.validation or self.heldout
 
     @property
-    def to_test_loss_by(self) -> list[Problem]:
-        """Problems of `to_choose_by` whose prompts fit the training canvases."""
-        return [problem for problem in self.to_choose_by if not self._is_overlong(problem)]
+    def loss_problems(self) -> list[Problem]:
+        """Problems of `selection_problems` whose prompts fit the training canvases."""
+        return [problem for problem in self.selection_problems if not self._is_overlong(problem)]
 
     @property
     def portions_per_round(self) -> int:

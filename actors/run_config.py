@@ -171,7 +171,7 @@ class RunConfig(BaseModel):
     def canvas_tokens(self) -> int:
         """The longest canvas of the rounds, in tokens."""
         is_block_causal = self.model.block_length is not None
-        return self.rollout.max_prompt_tokens + self.rollout.sampling.most_slots(is_block_causal=is_block_causal)
+        return self.rollout.max_prompt_tokens + self.rollout.sampling.max_slots(is_block_causal=is_block_causal)
 
     @property
     def may_hold_base_in_half(self) -> bool:
@@ -351,7 +351,7 @@ class RunConfig(BaseModel):
                 f"sft.num_labels {self.sft.num_labels} exceeds num_train_problems {self.num_train_problems}, "
                 "of which the labels are the first"
             )
-        kind, field, most = self.evaluation.to_choose_by
+        kind, field, most = self.evaluation.selection_problems
         if self.sft.num_eval > most:
             raise ValueError(
                 f"sft.num_eval {self.sft.num_eval} exceeds evaluation.{field} {most}, the {kind} problems, of which "

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from learner.model.transformer import Transformer
 from learner.model.wanted import query_grid
-from rollout.drawing import predictions, truncate
 from rollout.request import Completion, Request
+from rollout.token_sampling import predictions, truncate
 
 _CANVASES_AT_A_TIME = 32
 

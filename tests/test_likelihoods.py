@@ -42,7 +42,7 @@ def _sampled(policy: Transformer, **settings: object) -> tuple[GroupedBatch, Sam
     grades = tuple(Grade(reward=i / 8, parts={"all": i / 8}, correct=False) for i in range(8))
     summary = PortionSummary.of(completions, grades, texts=[""] * len(completions), costs={})
     scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
-    num_slots = params.most_slots(is_block_causal=policy.config.is_block_causal)
+    num_slots = params.max_slots(is_block_causal=policy.config.is_block_causal)
     return GroupedBatch.of(collate([scored], num_slots, policy.config.eos_token_id, EVERY_GROUP)), params
 
 

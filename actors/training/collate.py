@@ -27,7 +27,7 @@ def part_names_of(grades: Sequence[Grade]) -> list[str]:
 def collate(portions: Sequence[ScoredPortion], num_slots: int, eos_id: int, choice: GroupChoice) -> RolloutBatch | None:
     """Build a round's batch: the chosen rows in the order of their groups, independent of the work units.
 
-    None if no row is left. Completions are padded to `num_slots`, which is `SamplingParams.most_slots`.
+    None if no row is left. Completions are padded to `num_slots`, which is `SamplingParams.max_slots`.
     """
     trained = choice.trained_rows([(scored.portion.group_ids, scored.grades) for scored in portions])
     rows = [row for scored, kept in zip(portions, trained, strict=True) for row in _rows(scored, kept)]

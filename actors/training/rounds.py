@@ -132,7 +132,7 @@ class Rounds:
             label = "" if begun is None else begun.label
             what, portions[:] = context.client.next_batch(round_index, context.publisher.newest, label)
             sampling, policy = context.spec.rollout.sampling, context.policy.config
-            num_slots = sampling.most_slots(is_block_causal=policy.is_block_causal)
+            num_slots = sampling.max_slots(is_block_causal=policy.is_block_causal)
             choice = GroupChoice.of(context.spec)
             batch = collate(portions, num_slots, policy.eos_token_id, choice) if what is Next.GO_ON else None
             return what, {} if batch is None else batch.given()

@@ -101,7 +101,7 @@ class LocalRun:
             began_s = time.process_time()
             scored = self._round(num_rounds)
             policy = self.policy.config
-            num_slots = self._spec.rollout.sampling.most_slots(is_block_causal=policy.is_block_causal)
+            num_slots = self._spec.rollout.sampling.max_slots(is_block_causal=policy.is_block_causal)
             batch = collate(scored, num_slots, policy.eos_token_id, GroupChoice.of(self._spec))
             if batch is None:
                 raise RuntimeError(f"no completion of round {num_rounds} could be graded")

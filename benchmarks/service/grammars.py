@@ -17,8 +17,8 @@ from deploy.requests.structured.byte_automaton import byte_automaton
 from deploy.requests.structured.grammars import in_words_of_the_library
 from deploy.requests.structured.structure import Structure
 from deploy.requests.structured.token_automaton import TokenTrie
+from rollout.grammar.canvas_grammar import CanvasGrammar
 from rollout.grammar.grammar import Grammar
-from rollout.grammar.reach import CanvasGrammar
 
 _FIELDS = {f"field_{index}": {"type": "string", "maxLength": 20} for index in range(5)}
 _PERSON = {

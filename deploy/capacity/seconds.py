@@ -63,7 +63,7 @@ def sft_step_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_w
 
 def evaluation_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_samplers: int) -> float:
     """Estimate the seconds of an evaluation such as those between the rounds, at the first of its schedules only."""
-    _, _, num_problems = recipe.evaluation.to_choose_by
+    _, _, num_problems = recipe.evaluation.selection_problems
     portion = min(recipe.rollout.batch_size, num_problems)
     num_portions = -(-num_problems // portion)
     of_busiest = min(num_problems, -(-num_portions // num_samplers) * portion)

@@ -221,7 +221,7 @@ def _check_canvas(recipe: Recipe, source: Path) -> TransformerConfig:
     """Return the shape of a checkpoint. Raises ValueError if the recipe's canvases are too long for it."""
     config, rollout = load_config(source), recipe.rollout
     most = config.max_sequence_length
-    num_slots = rollout.sampling.most_slots(is_block_causal=config.is_block_causal)
+    num_slots = rollout.sampling.max_slots(is_block_causal=config.is_block_causal)
     wanted = {
         "sft.max_tokens": recipe.sft_tokens,
         "rollout.max_prompt_tokens + rollout.sampling.gen_length": rollout.max_prompt_tokens + num_slots,

@@ -76,7 +76,7 @@ def _of_task(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> tuple[li
         return [example for example in examples if len(example.completion_ids) <= gen_length]
 
     problems = plan.train[: spec.sft.num_labels]
-    train, held_out = fitting(problems), fitting(plan.to_test_loss_by[: spec.sft.num_eval])
+    train, held_out = fitting(problems), fitting(plan.loss_problems[: spec.sft.num_eval])
     if not train:
         shortest = min(len(tokenizer.encode_completion(problem.demonstration)) for problem in problems)
         raise ValueError(

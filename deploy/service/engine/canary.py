@@ -73,7 +73,7 @@ class HeldoutCanary:
         if self._grader is None:
             plan = RunPlan(make_spec(self._recipe, Stages.ALL), ChatTokenizer(self._checkpoint))
             params, policy = self._recipe.evaluated_params[0], load_config(self._checkpoint)
-            problems = plan.to_choose_by[: self._config.num_problems]
+            problems = plan.selection_problems[: self._config.num_problems]
             self._portions = plan.evaluation_portions(params, policy, asked=problems)
             # An evaluation asks no term of the reward.
             self._grader = GraderWorker(self._recipe.task, RewardConfig(), self._checkpoint)
@@ -83,7 +83,7 @@ class HeldoutCanary:
         self, sampler: Sampler, deadline: float, still_wanted: StillWanted
     ) -> list[tuple[Portion, list[Completion]]]:
         """What the version answers, a step at a time; between two, requests have as much time as a step took."""
-        batch = Sampler(sampler.model, sampler.policy_version, self._engine).open(most_rows=_MAX_ROWS)
+        batch = Sampler(sampler.model, sampler.policy_version, self._engine).open(max_rows=_MAX_ROWS)
         requests = [request for portion in self._portions for request in portion.requests]
         for request in requests:
             batch.submit(request)

@@ -129,7 +129,7 @@ def test_training_leaves_long_prompts_out_and_a_cut_one_is_cut_everywhere(of: Ca
     spec = of(LONG, TOO_LONG)
     plan = _plan(spec)
     assert (len(plan.train), len(plan.heldout), plan.num_overlong) == (50, 20, 1)
-    assert len(plan.to_test_loss_by) == 18
+    assert len(plan.loss_problems) == 18
     sft = spec.sft.model_copy(update={"num_eval": 20})
     spec = spec.model_copy(update={"sft": sft})
     data = load_sft_data(spec, plan, ChatTokenizer(spec.initial_checkpoint))

@@ -53,7 +53,7 @@ def batch(sampled: tuple[list[Request], list[Completion]], config: TransformerCo
     grades = [Grade(reward=(i % 3) / 2, parts={}, correct=i % 3 == 2) for i in range(8)]
     summary = PortionSummary.of(completions, grades, [""] * 8, {})
     scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
-    found = collate([scored], PARAMS.most_slots(is_block_causal=True), config.eos_token_id, EVERY_GROUP)
+    found = collate([scored], PARAMS.max_slots(is_block_causal=True), config.eos_token_id, EVERY_GROUP)
     assert found is not None
     return found
 
