@@ -73,7 +73,7 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> S
     return SamplerFacts(
         temperature=params.temperature,
         block_length=params.block_length,
-        most_steps=_most_steps(params, is_block_causal=is_block_causal),
+        most_steps=_max_denoise_steps(params, is_block_causal=is_block_causal),
         forbidden_ids=params.forbidden_ids,
         records_law=is_whole and params.cache is Cache.NONE,
         draws_law=params.logp_exact,
@@ -85,7 +85,7 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> S
     )
 
 
-def _most_steps(params: SamplingParams, *, is_block_causal: bool) -> int:
+def _max_denoise_steps(params: SamplingParams, *, is_block_causal: bool) -> int:
     if params.edits:
         # A step that begins with a masked slot fills at least one.
         return (params.block_length + params.max_post_steps) * (params.num_blocks + 1)

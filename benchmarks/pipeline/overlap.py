@@ -34,7 +34,7 @@ from rich.table import Table
 
 from actors.cluster import watched
 from actors.coordination.coordinator import Coordinator
-from actors.messages import Generation, Portion, PortionSummary, ScoredPortion
+from actors.messages import ScoredWorkUnit, WeightsId, WorkUnit, WorkUnitSummary
 from actors.run_log import read_events
 from actors.spec import RunSpec
 from actors.training.run_client import RunClient
@@ -74,10 +74,10 @@ class SleepingSampler:
         """As a sampler's."""
         return 0
 
-    def generate(self, generation: Generation, portion: Portion) -> tuple[int, int]:
+    def generate(self, weights_id: WeightsId, work_unit: WorkUnit) -> tuple[int, int]:
         """The version instead of completions."""
         time.sleep(self._seconds)
-        return generation.version, len(portion.requests)
+        return weights_id.version, len(work_unit.requests)
 
 
 class InstantGrader:
@@ -87,16 +87,16 @@ class InstantGrader:
         """As a grader's."""
         return 0
 
-    def grade(self, portion: Portion, version: int) -> tuple[ScoredPortion, PortionSummary]:
+    def grade(self, work_unit: WorkUnit, version: int) -> tuple[ScoredWorkUnit, WorkUnitSummary]:
         """Every second completion is right."""
-        summary = graded(portion, version)
-        return ScoredPortion(portion=portion, completions=(), summary=summary), summary
+        summary = graded(work_unit, version)
+        return ScoredWorkUnit(work_unit=work_unit, completions=(), summary=summary), summary
 
 
 @contextmanager
 def simulated_run(spec: RunSpec, sampling_s: float) -> Iterator[RunClient]:
     """What a learner asks of a run whose samplers sleep: so long for all portions of a round."""
-    of_portion = sampling_s * _NUM_SAMPLERS / spec.portions_per_round
+    of_portion = sampling_s * _NUM_SAMPLERS / spec.work_units_per_round
     sampler, grader = watched(SleepingSampler).options(num_cpus=0), watched(InstantGrader).options(num_cpus=0)
     samplers: list[Any] = [sampler.remote(of_portion) for _ in range(_NUM_SAMPLERS)]
     graders: list[Any] = [grader.remote()]
@@ -133,23 +133,23 @@ def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tup
             take_round(client, index, learning_s)
             taken.append(time.perf_counter() - began)
         cpu_s = _cpu_s_of("ray::Coordinator") - cpu_s
-    return taken[FIRST:], cpu_s / ((spec.learner.num_rounds - FIRST) * spec.portions_per_round)
+    return taken[FIRST:], cpu_s / ((spec.learner.num_rounds - FIRST) * spec.work_units_per_round)
 
 
-def take_round(client: RunClient, index: int, learning_s: float, label: str = "") -> Generation:
+def take_round(client: RunClient, index: int, learning_s: float, label: str = "") -> WeightsId:
     """What a learner does with a round, sleeping. Returns what it was sampled from, which is evaluated beside it where
     there is a label."""
-    began, generation = time.perf_counter(), _generation(index + 1)
-    _, portions = client.next_batch(index, generation, label)
+    began, weights_id = time.perf_counter(), _weights_id(index + 1)
+    _, work_units = client.next_batch(index, weights_id, label)
     sampled = time.perf_counter()
     time.sleep(learning_s)
     seconds = {"sampling_s": sampled - began, "training_s": learning_s, "publish_s": 0.0}
-    client.published(index, _generation(index + 2), seconds, portions)
-    return generation
+    client.published(index, _weights_id(index + 2), seconds, work_units)
+    return weights_id
 
 
-def _generation(version: int) -> Generation:
-    return Generation(version=version, digest=str(version))
+def _weights_id(version: int) -> WeightsId:
+    return WeightsId(version=version, digest=str(version))
 
 
 def _cpu_s_of(title: str) -> float:

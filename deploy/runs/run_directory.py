@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from actors.checkpoints.selection import Position, is_passing
+from actors.checkpoints.selection import Position, is_intermediate
 from actors.plan import RunPlan
 from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS, RECIPE
@@ -283,7 +283,7 @@ def _stays(reference: str | Path, source: Path) -> bool:
 
     They cannot if a run may delete them, or if they are from the hub and other machines of a cluster lack the download.
     """
-    if is_passing(source):
+    if is_intermediate(source):
         return False
     return not (is_hub_id(reference) and "RAY_ADDRESS" in os.environ)
 
@@ -332,8 +332,8 @@ def _texts(recipe: Recipe) -> list[str]:
 def _check_plan(spec: RunSpec, tokenizer: ChatTokenizer, policy: TransformerConfig) -> None:
     plan = RunPlan(spec, tokenizer)
     for params in spec.evaluation.params(spec.rollout.sampling):
-        plan.evaluation_portions(params, policy)
-    plan.evaluation_portions(spec.evaluation.params(spec.rollout.sampling)[0], policy, asked=plan.validation)
+        plan.evaluation_work_units(params, policy)
+    plan.evaluation_work_units(spec.evaluation.params(spec.rollout.sampling)[0], policy, problems=plan.validation)
     if Phase.SFT in spec.phases:
         load_sft_data(spec, plan, tokenizer)
     if Phase.RL in spec.phases and isinstance(spec.learner.objective, DistillationConfig):

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically. Errors are ignored: on a full disk the old file stays."""
     beside = path.with_name(f".{path.name.lstrip('.')}.new")
     try:
