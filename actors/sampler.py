@@ -48,7 +48,7 @@ class SamplerWorker:
         *,
         is_offloaded: bool = False,
     ) -> None:
-        """Create an empty policy of a checkpoint's shape; with `is_offloaded` it has no device memory until its first use.
+        """Create an empty policy of a checkpoint's shape; with `is_offloaded` it gets device memory at its first use.
 
         The base checkpoints of adapters are siblings of `checkpoint`. `open_store` opens the reader of policy versions,
         for instance `read_from` of a weight store on Ray.

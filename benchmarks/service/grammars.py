@@ -74,7 +74,7 @@ def _step(grammar: Grammar, num_slots: int, block: int) -> tuple[float, float]:
     tokens, masked = np.zeros(num_slots, dtype=np.int64), np.ones(num_slots, dtype=bool)
 
     def step() -> None:
-        seen.look(tokens, masked)
+        seen.update(tokens, masked)
         allowed = {slot: seen.allowed(slot) for slot in range(block) if masked[slot]}
         slots = [*allowed][::2][: len(allowed) // 8 + 1]
         drawn = {slot: int(np.argmax(allowed[slot][seen.class_of_V])) for slot in slots}

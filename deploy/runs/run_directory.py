@@ -296,22 +296,22 @@ def _digest(weights: Mapping[str, Tensor] | StoredWeights, say: Say | None) -> s
     """Compute the digest of weights as the learner, which computes in float32, will publish them."""
     import torch
 
-    from actors.weights.checksums import Checked, checked, joined
+    from actors.weights.checksums import Checksum, checksum_of, combine_checksums
     from actors.weights.tensors import as_bytes, manifest_of_shards
 
     shapes = {name: tuple(weights[name].shape) for name in weights}
     num_bytes = _FLOAT_BYTES * sum(map(math.prod, shapes.values()))
     progress = Throughput("computing the checksum of version 0", num_bytes, say)
 
-    def check(name: str) -> Checked:
+    def check(name: str) -> Checksum:
         shape, tensor = shapes[name], weights[name]
         step = max(1, _LOOKED_AT // math.prod(shape[1:]))
         found = []
         for begin in range(0, shape[0], step):
             rows = as_bytes(tensor[begin : begin + step].float())
-            found.append(checked([rows]))
+            found.append(checksum_of([rows]))
             progress.add(rows.nbytes)
-        return joined(found)
+        return combine_checksums(found)
 
     with ThreadPoolExecutor(num_threads()) as threads:
         found = dict(zip(shapes, threads.map(check, shapes), strict=True))

@@ -166,7 +166,7 @@ def test_what_each_block_remembers_has_a_storage_of_its_own(policy: Transformer)
     # And when it has grown.
     batch.submit(Request(prompt_ids=(3,) * 9, params=params, seed=1))
     batch.step()
-    held = [tensor for of_block in batch._forwards._memory for tensor in of_block]
+    held = [tensor for of_block in batch._forwards._kv_cache for tensor in of_block]
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held) == 2 * policy.config.num_layers
 
 

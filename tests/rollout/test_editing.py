@@ -179,7 +179,7 @@ def test_rows_that_leave_take_their_record_along(policy: Transformer) -> None:
         done |= batch.step()
     for index, request in enumerate(requests[1:], start=1):
         _check_equal(done[index], sample(policy, request))
-    assert not batch._writes._steps
+    assert not batch._edit_log._steps
 
 
 def test_an_interrupted_completion_goes_on_as_it_would_have(policy: Transformer) -> None:

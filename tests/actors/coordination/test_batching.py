@@ -68,4 +68,4 @@ def test_a_rounds_groups_are_portioned_by_their_prompts_and_those_that_replace_o
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
         for work_unit in work_units:
             for group, problem in zip(work_unit.group_ids, work_unit.problems, strict=True):
-                assert plan._asked_in(round_index).problems[group][0] is problem
+                assert plan._round_plan(round_index).problems[group][0] is problem

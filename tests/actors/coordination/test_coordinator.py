@@ -667,13 +667,13 @@ def test_an_evaluation_beside_a_round_ends_with_the_learner_and_with_the_run(cas
         case.sampler.mood = "silent"
         waiting = asyncio.create_task(coordinator.next_batch(0, _weights_id(1), None, "round"))
         await asyncio.sleep(0.05)
-        assert coordinator._beside is not None
-        scoring = coordinator._beside[1]
+        assert coordinator._background_evaluation is not None
+        scoring = coordinator._background_evaluation[1]
         await (coordinator.learner_starting("the next group") if ends == "learner" else coordinator.stop())
         assert (await waiting)[0] is Next.STOP
         with pytest.raises(asyncio.CancelledError):
             await scoring
-        assert coordinator._beside is None
+        assert coordinator._background_evaluation is None
         assert case.events("evaluation") == []
 
     _run(scene())
@@ -709,15 +709,15 @@ def test_a_controller_that_is_silent_is_ended_unless_it_may_be_starting_ranks(
 
     async def scene() -> None:
         coordinator, time_s = case.coordinator(), 0.0
-        coordinator._watch._now = lambda: time_s
-        coordinator._watch._swept_at = 0.0
+        coordinator._liveness._now = lambda: time_s
+        coordinator._liveness._swept_at = 0.0
         await coordinator.heartbeat(0, "a step", "rank", controller)
         await asyncio.sleep(0.01)
         for _ in range(100):
             time_s += 1
             if beating:
                 await coordinator.heartbeat(0, "a step", "rank", controller)
-            coordinator._watch.sweep()
+            coordinator._liveness.sweep()
         # The others of the case never answer.
         assert [one for one in ended if one in (controller, "rank")] == [controller if beating else "rank"]
         said = [event["what"] for event in case.events("failure") if "controller" in event["what"]]

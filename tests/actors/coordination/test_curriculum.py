@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.curriculum import SolveRates, chosen, line_of, outcomes_of, read_solve_rates
+from actors.curriculum import SolveRates, choose_problems, line_of, outcomes_of, read_solve_rates
 from actors.messages import WorkUnit, WorkUnitKey
 from actors.plan import RunPlan
 from actors.run_log import SOLVE_RATES, RunLog
@@ -42,13 +42,13 @@ def _problems(count: int) -> list[tuple[Problem, int]]:
 
 def test_totals_are_of_the_rounds_before() -> None:
     rates = SolveRates()
-    rates.note(0, {"a": (1, 4), "b": (0, 4)})
-    rates.note(1, {"a": (3, 4)})
+    rates.record(0, {"a": (1, 4), "b": (0, 4)})
+    rates.record(1, {"a": (3, 4)})
     assert dict(rates.before(0)) == {}
     assert dict(rates.before(1)) == {"a": (1, 4), "b": (0, 4)}
     assert dict(rates.before(5)) == {"a": (4, 8), "b": (0, 4)}
     # A learner that starts again does a round again, from other versions perhaps: what it has now counts.
-    rates.note(0, {"a": (2, 4)})
+    rates.record(0, {"a": (2, 4)})
     assert dict(rates.before(2)) == {"a": (5, 8)}
     assert dict(rates.before(-1)) == {}
 
@@ -57,17 +57,17 @@ def test_problems_are_drawn_by_what_they_are_worth_and_unknown_ones_before_all()
     candidates = _problems(4)
     # Never solved, always solved, half of the time, never asked: worth 1/12 x 11/12 twice, 1/4 and 1/4.
     known = {"problem 0": (0, 10), "problem 1": (10, 10), "problem 2": (5, 10)}
-    first = Counter(chosen(candidates, 1, known, 7, index)[0][0].problem_id for index in range(4000))
+    first = Counter(choose_problems(candidates, 1, known, 7, index)[0][0].problem_id for index in range(4000))
     hard = (1 / 12) * (11 / 12)
     for name, worth in (("problem 0", hard), ("problem 1", hard), ("problem 2", 0.25), ("problem 3", 0.25)):
         assert first[name] / 4000 == pytest.approx(worth / (2 * hard + 0.5), abs=0.03)
-    assert chosen(candidates, 2, known, 7, 3) == chosen(candidates, 2, known, 7, 3)
-    assert len({problem.problem_id for problem, _ in chosen(candidates, 4, known, 7, 3)}) == 4
+    assert choose_problems(candidates, 2, known, 7, 3) == choose_problems(candidates, 2, known, 7, 3)
+    assert len({problem.problem_id for problem, _ in choose_problems(candidates, 4, known, 7, 3)}) == 4
 
 
 @given(st.integers(0, 2**62), st.integers(0, 10**6))
 def test_every_draw_has_a_priority(seed: int, round_index: int) -> None:
-    assert len(chosen(_problems(3), 3, {"problem 0": (0, 10**9)}, seed, round_index)) == 3
+    assert len(choose_problems(_problems(3), 3, {"problem 0": (0, 10**9)}, seed, round_index)) == 3
 
 
 def test_without_a_curriculum_problems_come_in_their_order(spec: RunSpec, plan: RunPlan) -> None:

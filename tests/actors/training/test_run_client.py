@@ -70,7 +70,7 @@ def test_a_round_is_told_of_by_the_ask_for_the_next(client: Callable[..., Any]) 
     assert coordinator.asked[2:] == [("next_batch", 1, SECOND, None, "")], "once"
 
 
-@pytest.mark.parametrize("name", ["record", "evaluate", "tell"])
+@pytest.mark.parametrize("name", ["record", "evaluate", "report_round"])
 def test_before_whatever_else_is_asked(client: Callable[..., Any], name: str) -> None:
     run, coordinator = client()
     _publish(run)
@@ -81,7 +81,7 @@ def test_before_whatever_else_is_asked(client: Callable[..., Any], name: str) ->
     else:
         run.report_round()
     assert coordinator.asked[1] == ("published", TRAINED, None)
-    assert [asked[0] for asked in coordinator.asked[2:]] == ([] if name == "tell" else [name])
+    assert [asked[0] for asked in coordinator.asked[2:]] == ([] if name == "report_round" else [name])
     assert coordinator.heard[:2] == ["announce", "published"]
 
 

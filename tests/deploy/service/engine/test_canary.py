@@ -58,8 +58,8 @@ def solving(recipe, run_dir, monkeypatch):
     solved, generated = {}, []
 
     class Solver(Sampler):
-        def open(self, requests=(), most_rows=None):
-            batch = super().open(requests, most_rows)
+        def open(self, requests=(), max_rows=None):
+            batch = super().open(requests, max_rows)
             step, submit, asked = batch.step, batch.submit, []
 
             def keep(request):
