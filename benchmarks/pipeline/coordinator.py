@@ -3,12 +3,12 @@
     python -m benchmarks.pipeline.coordinator [--samplers 10 100 1000 4000] [--portion-s 1] [--rounds 3] [--out FILE]
 
 The run's own coordinator in this process, with its ledger, pools, run log and files; samplers, graders and learner are
-simulated: a sampler answers after `--portion-s`, a grader and the learner at once. A round has four portions for each
+simulated: a sampler answers after `--portion-s`, a grader and the learner at once. A round has four work units for each
 sampler, of two groups of eight. What Ray adds to a call is not in it (`benchmarks.pipeline.overlap` has that).
 
-- dispatch: from where a sampler is free and a portion waits for one to where it is asked, 50th and 99th percentile.
+- dispatch: from where a sampler is free and a work unit waits for one to where it is asked, 50th and 99th percentile.
 - at work: share of the samplers' time; 1 less this is what the coordinator costs them.
-- CPU a portion: of this process, simulation and all; one divided by it bounds the portions per second.
+- CPU a work unit: of this process, simulation and all; one divided by it bounds the work units per second.
 - memory: what the process grew by over the rounds, for 100,000 groups.
 """
 
@@ -73,7 +73,7 @@ class Answers:
 
 
 class Sampler:
-    """Takes its time for a portion, and notes when it was free and when asked."""
+    """Takes its time for a work unit, and notes when it was free and when asked."""
 
     def __init__(self, portion_s: float, waits: list[float]) -> None:
         self._portion_s, self._waits = portion_s, waits

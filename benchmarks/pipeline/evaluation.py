@@ -47,7 +47,7 @@ class Row:
     """Rounds with an evaluation each."""
 
     sampling_s: float
-    """Of a round's portions on all samplers, and of an evaluation's."""
+    """Of a round's work units on all samplers, and of an evaluation's."""
     learning_s: float
     staleness: int
     way: Way

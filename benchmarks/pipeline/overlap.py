@@ -6,7 +6,7 @@ Simulated: the run's own coordinator, pools and client on Ray, with samplers and
 computing, so that two cores are enough for both: a round of both phases at staleness 0 and 1, compared with the sum of
 the phases and the longer of them. What is above the sum at staleness 0 is what a round costs beside its work: with
 phases of 0 s there is nothing else. `taken` is the share of the possible overlap, (sum - round) / (sum - longer). CPU a
-portion is what the coordinator's process takes for one, Ray's share of it too.
+work unit is what the coordinator's process takes for one, Ray's share of it too.
 
 With `--recipe` also a run of it by `d1 train`, at staleness 0 and 1 in turn: seconds of a round by the run log. There
 both compute, and share the cores.
@@ -53,7 +53,7 @@ class Row:
     """Rounds of one setting."""
 
     sampling_s: float
-    """Of a round's portions on all samplers."""
+    """Of a round's work units on all samplers."""
     learning_s: float
     staleness: int
     round_s: float
@@ -65,7 +65,7 @@ class Row:
 
 
 class SleepingSampler:
-    """Takes its time for a portion."""
+    """Takes its time for a work unit."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -95,7 +95,7 @@ class InstantGrader:
 
 @contextmanager
 def simulated_run(spec: RunSpec, sampling_s: float) -> Iterator[RunClient]:
-    """What a learner asks of a run whose samplers sleep: so long for all portions of a round."""
+    """What a learner asks of a run whose samplers sleep: so long for all work units of a round."""
     of_portion = sampling_s * _NUM_SAMPLERS / spec.work_units_per_round
     sampler, grader = watched(SleepingSampler).options(num_cpus=0), watched(InstantGrader).options(num_cpus=0)
     samplers: list[Any] = [sampler.remote(of_portion) for _ in range(_NUM_SAMPLERS)]
@@ -123,7 +123,7 @@ def simulated_run(spec: RunSpec, sampling_s: float) -> Iterator[RunClient]:
 
 
 def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tuple[list[float], float]:
-    """Seconds of each round that counts, and CPU seconds of the coordinator for a portion of theirs."""
+    """Seconds of each round that counts, and CPU seconds of the coordinator for a work unit of theirs."""
     taken, cpu_s = [], 0.0
     with simulated_run(spec, sampling_s) as client:
         for index in range(spec.learner.num_rounds):
@@ -193,7 +193,7 @@ def simulated(
 
 
 def spec_of(directory: Path, num_rounds: int, staleness: int) -> RunSpec:
-    """A run of so many rounds that count, with four portions each and four of an evaluation."""
+    """A run of so many rounds that count, with four work units each and four of an evaluation."""
     return make_run(
         directory,
         f"name=staleness-{staleness}",
