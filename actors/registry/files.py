@@ -74,12 +74,12 @@ def read_admin(run_dir: Path) -> AdminState:
 def write_admin(run_dir: Path, state: AdminState) -> None:
     """Write an operator's settings atomically: Redis is never the only copy."""
     # A unique name, as two replicas may write at once.
-    beside = run_dir / f".{ADMIN}.{secrets.token_hex(8)}"
-    with beside.open("w", encoding="utf-8") as file:
+    temporary = run_dir / f".{ADMIN}.{secrets.token_hex(8)}"
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(json.dumps(asdict(state)) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(run_dir / ADMIN)
+    temporary.replace(run_dir / ADMIN)
 
 
 def _from_rounds(events: list[Event]) -> dict[int, PolicyVersion]:
