@@ -402,7 +402,7 @@ def test_an_actor_that_is_stopped_is_silent_and_what_takes_its_place_answers(
 
     async def scene() -> None:
         watch = LivenessMonitor(end)
-        watch.ask("sampler 0", sampler, probe, hung_s=4.0)
+        watch.probe("sampler 0", sampler, probe, hung_s=4.0)
         await until(watch, lambda: bool(answered))
         os.kill(first, signal.SIGSTOP)
         await until(watch, lambda: "sampler 0" in watch.silent())

@@ -92,8 +92,8 @@ def test_an_answer_from_another_process_is_a_restart(monkeypatch: pytest.MonkeyP
 
     async def watch() -> dict[str, int]:
         watch, actor = LivenessMonitor(lambda name, actor, seconds: None), _Restarting()
-        watch.ask("sampler 0", actor)
-        watch.ask("sampler 1", _Restarting())
+        watch.probe("sampler 0", actor)
+        watch.probe("sampler 1", _Restarting())
         watch.forget("sampler 1")
         while actor.answers:
             assert watch.num_restarts() == {}
