@@ -104,7 +104,7 @@ def start_sampler(spec: RunSpec, store: Any, index: int) -> tuple[str, Any]:
             name=actor_name(spec.name, name),
             max_restarts=-1,
             scheduling_strategy=spec.placement.samplers,
-            **sampler_resources(spec.device, spec.gpus.asked_for_sampler),
+            **sampler_resources(spec.device, spec.gpus.sampler_request),
         )
         .remote(
             spec.initial_checkpoint,
@@ -112,7 +112,7 @@ def start_sampler(spec: RunSpec, store: Any, index: int) -> tuple[str, Any]:
             spec.device,
             spec.rollout.engine,
             spec.gpus.sampler,
-            is_asleep=spec.gpus.colocate,
+            is_offloaded=spec.gpus.colocate,
         )
     )
     return name, sampler
@@ -132,7 +132,7 @@ def start_grader(spec: RunSpec, index: int) -> tuple[str, Any]:
 def watched(actor_class: type) -> Any:
     """Make an actor class with concurrency groups, so that some calls are answered while another one runs.
 
-    These are `ready`, which `Pools` and `Watch` poll, and a sampler's `stage`.
+    These are `ready`, which `Pools` and `LivenessMonitor` poll, and a sampler's `prefetch`.
     """
     remote: Any = ray.remote  # Its type stubs lack `concurrency_groups`.
     return remote(concurrency_groups={"liveness": 1, "weights": 1})(actor_class)
@@ -186,7 +186,7 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
         scaling_config=ScalingConfig(
             num_workers=spec.learner.num_workers,
             use_gpu=spec.device == "cuda",
-            resources_per_worker=learner_resources(spec.device, spec.gpus.asked_for_learner),
+            resources_per_worker=learner_resources(spec.device, spec.gpus.learner_request),
             placement_strategy=spec.placement.learner,
         ),
         run_config=RunConfig(
@@ -211,7 +211,7 @@ def train_worker(config: Mapping[str, Any]) -> None:
     spec, coordinator = config["spec"], config["coordinator"]
     ranks = Ranks(spec.collective_timeout_s)
     client = RunClient(coordinator, config["store"], spec.weight_transport)
-    if (tokens := ranks.broadcast_decision(client.starting)) is None:
+    if (tokens := ranks.broadcast_decision(client.report_start)) is None:
         return
     heartbeat = Heartbeat(coordinator, ranks.rank)
     try:

@@ -36,7 +36,7 @@ class SolveRates:
         self._totals: dict[str, tuple[int, int]] = {}
         self._totals_before = 0
 
-    def note(self, round_index: int, outcomes: Outcomes) -> None:
+    def record(self, round_index: int, outcomes: Outcomes) -> None:
         """Record a round's outcomes; a repeated round replaces its earlier ones."""
         if self._rounds.get(round_index) == outcomes:
             return
@@ -56,7 +56,7 @@ class SolveRates:
         return self._totals
 
 
-def chosen(
+def choose_problems(
     candidates: Sequence[tuple[Problem, int]], count: int, known: Outcomes, seed: int, round_index: int
 ) -> list[tuple[Problem, int]]:
     """Choose the `count` problems of a round, each with its epoch, from its candidates.
@@ -72,12 +72,12 @@ def chosen(
     def priority(candidate: tuple[Problem, int]) -> float:
         problem, epoch = candidate
         draw = fold(seed, _KEY, round_index, key_of(problem.problem_id), epoch)
-        return math.log((draw + 0.5) / 2**_KEY_BITS) / _worth(*known.get(problem.problem_id, (0, 0)))
+        return math.log((draw + 0.5) / 2**_KEY_BITS) / _weight(*known.get(problem.problem_id, (0, 0)))
 
     return sorted(candidates, key=priority, reverse=True)[:count]
 
 
-def _worth(right: int, graded: int) -> float:
+def _weight(right: int, graded: int) -> float:
     rate = (right + 1) / (graded + 2)
     return rate * (1 - rate)
 
@@ -102,7 +102,7 @@ def read_solve_rates(directory: Path) -> SolveRates:
     """Read a run's solve rates file, skipping unreadable lines. Of a repeated round, the last line counts."""
     rates = SolveRates()
     for round_index, outcomes in _lines(directory / SOLVE_RATES):
-        rates.note(round_index, outcomes)
+        rates.record(round_index, outcomes)
     return rates
 
 

@@ -9,8 +9,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.messages import EVALUATION_ROUND, Portion, PortionSummary, ScoredPortion
-from actors.packed import Completions
+from actors.columnar import Completions
+from actors.messages import EVALUATION_ROUND, ScoredWorkUnit, WorkUnit, WorkUnitSummary
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grader, Problem, RewardConfig, Sample, TaskConfig
 from rollout.renoising.request import RenoisedCompletion, RenoisingRequest
@@ -29,21 +29,21 @@ class GraderWorker:
         """Return the process id once the actor is up; a different id means that it restarted."""
         return os.getpid()
 
-    def grade(self, portion: Portion, completions: Sequence[Completion]) -> tuple[ScoredPortion, PortionSummary]:
+    def grade(self, work_unit: WorkUnit, completions: Sequence[Completion]) -> tuple[ScoredWorkUnit, WorkUnitSummary]:
         """Grade each completion's text up to its end-of-text token; what follows is not part of the answer.
 
         An evaluation is graded by the task alone, without the reward's terms. Raises RewardUnavailableError if a
         service that a term calls does not answer.
         """
-        samples = self._samples(portion, completions)
-        is_evaluation = portion.key.round == EVALUATION_ROUND
+        samples = self._samples(work_unit, completions)
+        is_evaluation = work_unit.key.round == EVALUATION_ROUND
         grades = self._grader.evaluate(samples) if is_evaluation else self._grader.grade(samples)
         texts = [sample.text for sample in samples]
-        summary = PortionSummary.of(completions, grades, texts, self._grader.take_costs())
-        return ScoredPortion(portion=portion, completions=Completions(completions), summary=summary), summary
+        summary = WorkUnitSummary.of(completions, grades, texts, self._grader.take_costs())
+        return ScoredWorkUnit(work_unit=work_unit, completions=Completions(completions), summary=summary), summary
 
-    def _samples(self, portion: Portion, completions: Sequence[Completion]) -> list[Sample]:
-        asked = zip(portion.problems, portion.requests, completions, strict=True)
+    def _samples(self, work_unit: WorkUnit, completions: Sequence[Completion]) -> list[Sample]:
+        asked = zip(work_unit.problems, work_unit.requests, completions, strict=True)
         return [sample_of(problem, request, completion, self._tokenizer) for problem, request, completion in asked]
 
 

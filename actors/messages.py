@@ -1,4 +1,4 @@
-"""Message types between the actors: work units (portions), completions, summaries and weight versions."""
+"""Message types between the actors: work units, completions, summaries and weight versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVALUATION_ROUND = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
+class WeightsId:
     """Identity of the weights that a work unit is sampled from.
 
     A restarted learner makes versions again, possibly with different weights. By the number alone a sampler would keep
@@ -31,13 +31,13 @@ class Generation:
 class Next(StrEnum):
     """The coordinator's answer to a request of the learner."""
 
-    GO_ON = "go on"
+    CONTINUE = "continue"
     """Continue: the request is done."""
     PUBLISH = "publish"
     """The weight store lost the newest version: publish it again, then repeat the request."""
     STOP = "stop"
     """A stop was requested: write a checkpoint and end."""
-    TELL = "tell"
+    REPORT = "report"
     """The coordinator has restarted and lacks the last round's summaries: report them, then repeat the request."""
 
 
@@ -47,14 +47,14 @@ class TrainedRound:
 
     round: int
     """Its index."""
-    generation: Generation
+    weights_id: WeightsId
     """The version that it produced, already published."""
     values: Mapping[str, Any]
     """The learner's metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PortionKey:
+class WorkUnitKey:
     """Key of a work unit: whole groups of one round (or one evaluation) that are sampled together.
 
     The recipe fixes what a work unit contains, independently of which sampler is free. The last bits of a logit depend
@@ -73,10 +73,10 @@ class PortionKey:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Portion:
+class WorkUnit:
     """Work unit of a sampler: requests that are sampled together."""
 
-    key: PortionKey
+    key: WorkUnitKey
     """Its round and position."""
     problems: tuple[Problem, ...]
     """The problem of each request."""
@@ -89,7 +89,7 @@ class Portion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PortionSummary:
+class WorkUnitSummary:
     """The part of a scored work unit that the coordinator keeps; the tensors bypass it."""
 
     grades: tuple[Grade, ...]
@@ -129,14 +129,14 @@ class PortionSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScoredPortion:
+class ScoredWorkUnit:
     """Work unit with its completions and grades: the learner's training data."""
 
-    portion: Portion
+    work_unit: WorkUnit
     """The work unit."""
     completions: tuple[Completion, ...]
     """Its completions, in the order of the requests."""
-    summary: PortionSummary
+    summary: WorkUnitSummary
     """Grades and statistics for the coordinator; reported again from here if the coordinator restarts."""
 
     @property

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from actors.curriculum import Outcomes, SolveRates, chosen
-from actors.messages import EVALUATION_ROUND, Portion, PortionKey
-from actors.portioning import evaluated_together, in_order, portioned
+from actors.batching import balanced_batches, consecutive_batches, evaluation_batches
+from actors.curriculum import Outcomes, SolveRates, choose_problems
+from actors.messages import EVALUATION_ROUND, WorkUnit, WorkUnitKey
 from actors.spec import RunSpec
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer
@@ -22,16 +22,16 @@ from rollout.request import Request, SamplingParams, canvas_of
 
 _ORDER_KEY, _SAMPLE_KEY, MASK_KEY, _SCHEDULE_KEY = 11, 12, 13, 14
 # Number of rounds whose plans stay cached.
-_MOST_KEPT = 16
+_MAX_CACHED = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
+class _RoundPlan:
     """Candidate groups of a round, and their work units."""
 
     problems: list[tuple[Problem, int]]
     """The problem of each group, with its epoch."""
-    portions: list[tuple[int, ...]]
+    work_units: list[tuple[int, ...]]
     """The groups of each work unit."""
 
 
@@ -51,71 +51,71 @@ class RunPlan:
         self._tokenizer = tokenizer
         self._prompts: dict[str, tuple[int, ...]] = {}
         self._orders: dict[int, list[int]] = {}
-        self._asked: dict[int, _Asked] = {}
+        self._round_plans: dict[int, _RoundPlan] = {}
         self.solve_rates = SolveRates()
         self.num_overlong = 0
         # The split is by solution and not by seed, so the held-out and validation sets are the same for every run.
-        self.train = self._fitting(task.problems(Split.TRAIN, spec.num_train_problems, spec.seed))
-        self.heldout = self._encoded(task.problems(Split.HELDOUT, spec.evaluation.num_problems, seed=0))
+        self.train = self._encode_and_filter(task.problems(Split.TRAIN, spec.num_train_problems, spec.seed))
+        self.heldout = self._encode(task.problems(Split.HELDOUT, spec.evaluation.num_problems, seed=0))
         num_validation = spec.evaluation.num_validation
         self.validation = (
-            self._encoded(task.problems(Split.VALIDATION, num_validation, seed=0)) if num_validation else []
+            self._encode(task.problems(Split.VALIDATION, num_validation, seed=0)) if num_validation else []
         )
 
     @property
-    def to_choose_by(self) -> list[Problem]:
+    def selection_problems(self) -> list[Problem]:
         """Problems for model selection during a run: the validation problems, or without any the held-out ones."""
         return self.validation or self.heldout
 
     @property
-    def to_test_loss_by(self) -> list[Problem]:
-        """Problems of `to_choose_by` whose prompts fit the training canvases."""
-        return [problem for problem in self.to_choose_by if not self._is_overlong(problem)]
+    def loss_problems(self) -> list[Problem]:
+        """Problems of `selection_problems` whose prompts fit the training canvases."""
+        return [problem for problem in self.selection_problems if not self._is_overlong(problem)]
 
     @property
-    def portions_per_round(self) -> int:
+    def work_units_per_round(self) -> int:
         """Work units of a round, before any group is replaced."""
-        return self._spec.portions_per_round
+        return self._spec.work_units_per_round
 
-    def portion_sizes(self, round_index: int) -> list[int]:
+    def work_unit_sizes(self, round_index: int) -> list[int]:
         """Return the number of groups in each candidate work unit of a round."""
-        return [len(groups) for groups in self._asked_in(round_index).portions]
+        return [len(groups) for groups in self._round_plan(round_index).work_units]
 
-    def round_portion(self, round_index: int, index: int) -> Portion:
+    def round_work_unit(self, round_index: int, index: int) -> WorkUnit:
         """Make a work unit of a round. Problems are shuffled anew in every epoch; every sample has its own seed."""
-        spec, asked_in = self._spec, self._asked_in(round_index)
+        spec, round_plan = self._spec, self._round_plan(round_index)
         problems, requests = [], []
-        for group in asked_in.portions[index]:
-            problem, epoch = asked_in.problems[group]
-            asked = key_of(problem.problem_id), epoch
-            params = self._params[fold(spec.seed, _SCHEDULE_KEY, *asked) % len(self._params)]
+        for group in round_plan.work_units[index]:
+            problem, epoch = round_plan.problems[group]
+            problem_key = key_of(problem.problem_id), epoch
+            params = self._params[fold(spec.seed, _SCHEDULE_KEY, *problem_key) % len(self._params)]
             for sample in range(spec.learner.group_size):
                 problems.append(problem)
-                requests.append(self._request(problem, params, fold(spec.seed, _SAMPLE_KEY, *asked, sample)))
-        return Portion(
-            key=PortionKey(round=round_index, index=index),
+                requests.append(self._request(problem, params, fold(spec.seed, _SAMPLE_KEY, *problem_key, sample)))
+        return WorkUnit(
+            key=WorkUnitKey(round=round_index, index=index),
             problems=tuple(problems),
-            group_ids=self.group_ids(PortionKey(round=round_index, index=index)),
+            group_ids=self.group_ids(WorkUnitKey(round=round_index, index=index)),
             requests=tuple(requests),
         )
 
-    def group_ids(self, key: PortionKey) -> tuple[int, ...]:
+    def group_ids(self, key: WorkUnitKey) -> tuple[int, ...]:
         """Return the group of each request of a work unit, numbered within the round."""
-        groups = self._asked_in(key.round).portions[key.index]
+        groups = self._round_plan(key.round).work_units[key.index]
         return tuple(group for group in groups for _ in range(self._spec.learner.group_size))
 
-    def portion_problems(self, key: PortionKey) -> list[Problem]:
+    def work_unit_problems(self, key: WorkUnitKey) -> list[Problem]:
         """Return the problem of each request of a round's work unit."""
-        problems = self._asked_in(key.round).problems
+        problems = self._round_plan(key.round).problems
         return [problems[group][0] for group in self.group_ids(key)]
 
-    def evaluation_portions(
+    def evaluation_work_units(
         self,
         params: SamplingParams,
         policy: TransformerConfig,
         first_index: int = 0,
-        asked: Sequence[Problem] | None = None,
-    ) -> list[Portion]:
+        problems: Sequence[Problem] | None = None,
+    ) -> list[WorkUnit]:
         """Make the work units of an evaluation: each problem once, at temperature 0.
 
         Problems whose prompts leave no room in the policy's longest canvas are left out.
@@ -124,25 +124,25 @@ class RunPlan:
             params: sampling parameters; their temperature is ignored.
             policy: config of the policy that answers.
             first_index: index of the first work unit.
-            asked: which of the plan's problems; None: the held-out ones.
+            problems: which of the plan's problems; None: the held-out ones.
 
         Raises ValueError if no problem has room.
         """
-        asked = self.heldout if asked is None else asked
-        has_no_room = {problem.problem_id for problem in self.without_room(params, policy, asked)}
-        if has_no_room and len(has_no_room) == len(asked):
+        problems = self.heldout if problems is None else problems
+        has_no_room = {problem.problem_id for problem in self.without_room(params, policy, problems)}
+        if has_no_room and len(has_no_room) == len(problems):
             raise ValueError(
                 f"every evaluation prompt of task {self._spec.task.name} is too long: with {params.gen_length} slots "
                 f"of a completion it exceeds the policy's {policy.max_sequence_length} tokens"
             )
-        answered = [problem for problem in asked if problem.problem_id not in has_no_room]
+        answered = [problem for problem in problems if problem.problem_id not in has_no_room]
         params = params.model_copy(update={"temperature": 0.0})
         lengths = [len(self._prompts[problem.problem_id]) for problem in answered]
         rollout = self._spec.rollout
-        batches = evaluated_together(lengths, rollout.batch_size, rollout.max_prompt_tokens, params.gen_length)
+        batches = evaluation_batches(lengths, rollout.batch_size, rollout.max_prompt_tokens, params.gen_length)
         return [
-            Portion(
-                key=PortionKey(round=EVALUATION_ROUND, index=index),
+            WorkUnit(
+                key=WorkUnitKey(round=EVALUATION_ROUND, index=index),
                 problems=tuple(answered[place] for place in places),
                 group_ids=places,
                 requests=tuple(self._request(answered[place], params, seed=0) for place in places),
@@ -152,15 +152,15 @@ class RunPlan:
         ]
 
     def without_room(
-        self, params: SamplingParams, policy: TransformerConfig, asked: Sequence[Problem] | None = None
+        self, params: SamplingParams, policy: TransformerConfig, problems: Sequence[Problem] | None = None
     ) -> list[Problem]:
         """Return the problems whose prompts leave no room for a completion in the policy's longest canvas.
 
-        The arguments are those of `evaluation_portions`.
+        The arguments are those of `evaluation_work_units`.
         """
         return [
             problem
-            for problem in (self.heldout if asked is None else asked)
+            for problem in (self.heldout if problems is None else problems)
             if canvas_of(self._request(problem, params, seed=0), policy).end > policy.max_sequence_length
         ]
 
@@ -172,33 +172,33 @@ class RunPlan:
         """Return the prompt as readable text."""
         return "\n".join(message.content for message in problem.messages)
 
-    def note_solved(self, round_index: int, outcomes: Outcomes) -> None:
+    def record_outcomes(self, round_index: int, outcomes: Outcomes) -> None:
         """Record a graded round's outcomes; with a curriculum, later rounds are planned again from them."""
-        self.solve_rates.note(round_index, outcomes)
+        self.solve_rates.record(round_index, outcomes)
         if self._spec.rollout.curriculum > 1:
-            self._asked = {index: asked for index, asked in self._asked.items() if index <= round_index}
+            self._round_plans = {index: plan for index, plan in self._round_plans.items() if index <= round_index}
 
-    def _asked_in(self, round_index: int) -> _Asked:
-        if round_index not in self._asked:
-            if len(self._asked) > _MOST_KEPT:
-                del self._asked[min(self._asked)]
-            self._asked[round_index] = self._asks(round_index)
-        return self._asked[round_index]
+    def _round_plan(self, round_index: int) -> _RoundPlan:
+        if round_index not in self._round_plans:
+            if len(self._round_plans) > _MAX_CACHED:
+                del self._round_plans[min(self._round_plans)]
+            self._round_plans[round_index] = self._make_round_plan(round_index)
+        return self._round_plans[round_index]
 
-    def _asks(self, round_index: int) -> _Asked:
+    def _make_round_plan(self, round_index: int) -> _RoundPlan:
         # A round has its own spare problems for replacements, so its problems do not depend on other rounds' groups.
-        spec, most, times = self._spec, self._spec.most_groups_per_round, self._spec.rollout.curriculum
+        spec, most, times = self._spec, self._spec.max_groups_per_round, self._spec.rollout.curriculum
         first = round_index * most * times
         problems = [self._problem_at(first + place) for place in range(most * times)]
         if times > 1:
             # Only rounds that are certain to be graded before this one begins.
             known = self.solve_rates.before(round_index - spec.learner.max_staleness)
-            problems = chosen(problems, most, known, spec.seed, round_index)
-        whole, size = spec.learner.groups_per_round, spec.portion_groups
+            problems = choose_problems(problems, most, known, spec.seed, round_index)
+        whole, size = spec.learner.groups_per_round, spec.groups_per_work_unit
         lengths = [len(self._prompts[problem.problem_id]) + spec.rollout.sampling.gen_length for problem, _ in problems]
-        at_first = portioned(lengths[:whole], size, spec.most_portion_groups)
+        at_first = balanced_batches(lengths[:whole], size, spec.max_groups_per_work_unit)
         # Replacement groups stay in order, so that short ones have no advantage.
-        return _Asked(problems=problems, portions=[*at_first, *in_order(range(whole, most), size)])
+        return _RoundPlan(problems=problems, work_units=[*at_first, *consecutive_batches(range(whole, most), size)])
 
     def _problem_at(self, position: int) -> tuple[Problem, int]:
         epoch, place = divmod(position, len(self.train))
@@ -210,9 +210,9 @@ class RunPlan:
     def _request(self, problem: Problem, params: SamplingParams, seed: int) -> Request:
         return Request(prompt_ids=self._prompts[problem.problem_id], params=params, seed=seed)
 
-    def _fitting(self, problems: list[Problem]) -> list[Problem]:
+    def _encode_and_filter(self, problems: list[Problem]) -> list[Problem]:
         """Encode prompts and drop those that are too long, unless they are truncated."""
-        kept = [problem for problem in self._encoded(problems) if not self._is_overlong(problem)]
+        kept = [problem for problem in self._encode(problems) if not self._is_overlong(problem)]
         self.num_overlong += len(problems) - len(kept)
         if not kept:
             raise ValueError(
@@ -221,7 +221,7 @@ class RunPlan:
             )
         return kept
 
-    def _encoded(self, problems: list[Problem]) -> list[Problem]:
+    def _encode(self, problems: list[Problem]) -> list[Problem]:
         """Encode prompts, truncating those that are too long if the recipe says so."""
         rollout = self._spec.rollout
         for problem in problems:

@@ -42,17 +42,17 @@ class GpuSection(BaseModel):
     """Share of a GPU for each engine of the run's service; 0: it computes on the CPU."""
 
     @property
-    def asked_for_sampler(self) -> float:
+    def sampler_request(self) -> float:
         """GPU share to request from Ray for a sampler. With `colocate` it is the larger half of the pair's: samplers
         are placed first, no two on one GPU, and each leaves room for one learner worker."""
         return round(_FIRST_OF_TWO * max(self.sampler, self.learner), 4) if self.colocate else self.sampler
 
     @property
-    def asked_for_learner(self) -> float:
+    def learner_request(self) -> float:
         """GPU share to request from Ray for a learner worker."""
         if not self.colocate:
             return self.learner
-        return round(max(self.sampler, self.learner) - self.asked_for_sampler, 4)
+        return round(max(self.sampler, self.learner) - self.sampler_request, 4)
 
 
 class PlacementSection(BaseModel):

@@ -171,49 +171,49 @@ class RunConfig(BaseModel):
     def canvas_tokens(self) -> int:
         """The longest canvas of the rounds, in tokens."""
         is_block_causal = self.model.block_length is not None
-        return self.rollout.max_prompt_tokens + self.rollout.sampling.most_slots(is_block_causal=is_block_causal)
+        return self.rollout.max_prompt_tokens + self.rollout.sampling.max_slots(is_block_causal=is_block_causal)
 
     @property
-    def may_hold_base_in_half(self) -> bool:
+    def may_hold_base_in_bfloat16(self) -> bool:
         """Whether the learner may hold frozen weights in bfloat16, if their checkpoint is: it computes in bfloat16
         anyway."""
         lora = self.model.lora
         return lora.rank > 0 and lora.base_weights == "full" and self.sharding.compute_dtype == "bfloat16"
 
     @property
-    def portion_groups(self) -> int:
+    def groups_per_work_unit(self) -> int:
         """Groups in a work unit."""
-        return self.portion_groups_for(self.rollout.num_samplers)
+        return self.groups_per_work_unit_for(self.rollout.num_samplers)
 
-    def portion_groups_for(self, num_samplers: int) -> int:
+    def groups_per_work_unit_for(self, num_samplers: int) -> int:
         """Return the groups in a work unit for `num_samplers`: at most a sampler's batch, and few enough for each
         sampler to have its share of a round."""
-        return min(self.most_portion_groups, -(-self.learner.groups_per_round // num_samplers))
+        return min(self.max_groups_per_work_unit, -(-self.learner.groups_per_round // num_samplers))
 
     @property
-    def most_portion_groups(self) -> int:
+    def max_groups_per_work_unit(self) -> int:
         """Maximum groups in a work unit: a sampler's batch."""
         return max(1, self.rollout.batch_size // self.learner.group_size)
 
     @property
-    def most_portion_requests(self) -> int:
+    def max_requests_per_work_unit(self) -> int:
         """Completions of the largest work unit, of a round or of an evaluation."""
         return max(self.rollout.batch_size, self.learner.group_size)
 
     @property
     def grading_timeout_s(self) -> float:
         """Timeout for grading one work unit: `grading.timeout_s`, plus the time limit of each completion."""
-        return self.grading.timeout_s + self.most_portion_requests * self.task.max_grading_s
+        return self.grading.timeout_s + self.max_requests_per_work_unit * self.task.max_grading_s
 
     @property
-    def most_groups_per_round(self) -> int:
+    def max_groups_per_round(self) -> int:
         """Maximum groups that a round may sample, including replacements."""
         return int(self.learner.groups_per_round * self.rollout.max_oversampling)
 
     @property
-    def portions_per_round(self) -> int:
+    def work_units_per_round(self) -> int:
         """Work units of a round, before any group is replaced."""
-        return -(-self.learner.groups_per_round // self.portion_groups)
+        return -(-self.learner.groups_per_round // self.groups_per_work_unit)
 
     @property
     def sft_tokens(self) -> int:
@@ -241,7 +241,7 @@ class RunConfig(BaseModel):
     def _consistent(self) -> RunConfig:
         if self.sft.data is None and self.sft.num_steps:
             self._check_labels()
-        if self.most_groups_per_round > self.num_train_problems:
+        if self.max_groups_per_round > self.num_train_problems:
             oversampling = self.rollout.max_oversampling
             times = f" times rollout.max_oversampling {oversampling:g}" if oversampling > 1 else ""
             raise ValueError(
@@ -353,7 +353,7 @@ class RunConfig(BaseModel):
                 f"sft.num_labels {self.sft.num_labels} exceeds num_train_problems {self.num_train_problems}, "
                 "of which the labels are the first"
             )
-        kind, field, most = self.evaluation.to_choose_by
+        kind, field, most = self.evaluation.selection_problems
         if self.sft.num_eval > most:
             raise ValueError(
                 f"sft.num_eval {self.sft.num_eval} exceeds evaluation.{field} {most}, the {kind} problems, of which "

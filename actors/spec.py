@@ -73,26 +73,28 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> S
     return SamplerFacts(
         temperature=params.temperature,
         block_length=params.block_length,
-        max_denoise_steps=_most_steps(params, is_block_causal=is_block_causal),
+        max_denoise_steps=_max_denoise_steps(params, is_block_causal=is_block_causal),
         forbidden_ids=params.forbidden_ids,
         has_reproducible_logps=is_whole and params.cache is Cache.NONE,
         has_exact_logps=params.logp_exact,
         # The other schedules have no acceptance test, or one that the first slot always passes.
         has_fallback=params.threshold is not None or params.schedule is Schedule.FACTOR,
-        has_varying_steps=not params.is_by_shares or params.edits,
+        has_varying_steps=not params.has_even_shares or params.edits,
         edits=params.edits,
         is_block_causal=is_block_causal,
     )
 
 
-def _most_steps(params: SamplingParams, *, is_block_causal: bool) -> int:
+def _max_denoise_steps(params: SamplingParams, *, is_block_causal: bool) -> int:
     if params.edits:
         # A step that begins with a masked slot fills at least one.
         return (params.block_length + params.max_post_steps) * (params.num_blocks + 1)
-    has_shares = params.is_by_shares or (params.schedule is Schedule.THRESHOLD and params.steps_per_block is not None)
+    has_shares = params.has_even_shares or (
+        params.schedule is Schedule.THRESHOLD and params.steps_per_block is not None
+    )
     if not has_shares:
         # At least one slot per step.
-        return params.most_slots(is_block_causal=is_block_causal)
+        return params.max_slots(is_block_causal=is_block_causal)
     if params.steps_per_block is None and not is_block_causal:
         return params.num_denoise_steps
     # A block-causal policy's first block may begin in the prompt, which adds one block.

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from learner.model.targets import query_grid
 from learner.model.transformer import Transformer
-from rollout.drawing import predictions, truncate
 from rollout.request import Completion, Request
+from rollout.token_sampling import predictions, truncate
 
 _CANVASES_AT_A_TIME = 32
 
@@ -30,7 +30,7 @@ class Replayed:
     logp: NDArray[np.float32]
     logp_raw: NDArray[np.float32]
     entropy: NDArray[np.float32]
-    law_entropy: NDArray[np.float32]
+    distribution_entropy: NDArray[np.float32]
 
 
 @torch.inference_mode()
@@ -54,8 +54,8 @@ def replay(model: Transformer, request: Request, completion: Completion) -> Repl
         logits_NV = _logits(model, request, canvases_TL, rows_N, asked_N)
         tokens_N = canvases_TL.new_tensor(completion.token_ids)[asked_N]
         records[:, asked_N] = torch.stack(_record(request, logits_NV, tokens_N))
-    logp, logp_raw, entropy, law_entropy = records.cpu().numpy()
-    return Replayed(logp=logp, logp_raw=logp_raw, entropy=entropy, law_entropy=law_entropy)
+    logp, logp_raw, entropy, distribution_entropy = records.cpu().numpy()
+    return Replayed(logp=logp, logp_raw=logp_raw, entropy=entropy, distribution_entropy=distribution_entropy)
 
 
 def _in_order(step_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,7 @@ class EvaluationConfig(BaseModel):
     SFT, of the rounds and of the control are evaluated at the others too."""
 
     @property
-    def to_choose_by(self) -> tuple[str, str, int]:
+    def selection_problems(self) -> tuple[str, str, int]:
         """Problems that decisions within a run are based on: their kind, the field with their number, the number."""
         if self.num_validation:
             return "validation", "num_validation", self.num_validation

@@ -17,19 +17,19 @@ from torch import Tensor
 
 from learner.batch import to_device_async
 from learner.model.config import TransformerConfig
+from rollout.batch_state import BatchState, on_device
 from rollout.forwards import ActiveRow, SlotLogits
-from rollout.grammar.reach import CanvasGrammar
+from rollout.grammar.canvas_grammar import CanvasGrammar
 from rollout.request import Request, canvas_grammar_of
-from rollout.slots import Slots, on_device
-from rollout.step import Drawn
+from rollout.step import CommittedTokens
 
 
 class ConstrainedRows:
     """Grammars of the rows of a batch, by slot of the engine."""
 
-    def __init__(self, slots: Slots, config: TransformerConfig) -> None:
+    def __init__(self, state: BatchState, config: TransformerConfig) -> None:
         """Begin without grammars."""
-        self._slots, self._config = slots, config
+        self._state, self._config = state, config
         self._grammars: dict[int, CanvasGrammar] = {}
 
     @property
@@ -56,7 +56,7 @@ class ConstrainedRows:
         columns_N = columns_AK.flatten()[found.index].cpu().numpy()
         owner_N = (found.index // num_places).cpu().numpy()
         for index, row in rows.items():
-            grammar = self._look(row)
+            grammar = self._updated(row)
             slots_N = columns_N - len(row.request.prompt_ids)
             is_mine_N = (owner_N == index) & (slots_N >= 0) & (slots_N < grammar.num_slots)
             places = [place for place in is_mine_N.nonzero()[0] if grammar.is_masked(slots_N[place])]
@@ -65,20 +65,20 @@ class ConstrainedRows:
                 self._restrict(found, places, grammar, allowed)
 
     def fitting(
-        self, active: Sequence[ActiveRow], where: tuple[Tensor, Tensor], drawn: Drawn, chosen_M: Tensor
+        self, active: Sequence[ActiveRow], where: tuple[Tensor, Tensor], sampled: CommittedTokens, chosen_M: Tensor
     ) -> Tensor:
         """Return [M] bool: which of the chosen slots are committed.
 
         Args:
             active: the rows of this step.
             where: slots of the engine and columns of the candidates, [M] each.
-            drawn: their sampled tokens.
+            sampled: their sampled tokens.
             chosen_M: bool, which of them the schedules chose.
         """
         rows = {row.slot: row for row in active if row.slot in self._grammars}
         if not rows:
             return chosen_M
-        slots_M, columns_M, tokens, chosen = (part.cpu().numpy() for part in (*where, drawn.tokens, chosen_M))
+        slots_M, columns_M, tokens, chosen = (part.cpu().numpy() for part in (*where, sampled.tokens, chosen_M))
         fits_M = chosen.copy()
         for slot, row in rows.items():
             places = (chosen & (slots_M == slot)).nonzero()[0]
@@ -88,11 +88,11 @@ class ConstrainedRows:
                 fits_M[places] = [int(at_M[place]) in fit for place in places]
         return on_device(fits_M, chosen_M.device)
 
-    def _look(self, row: ActiveRow) -> CanvasGrammar:
+    def _updated(self, row: ActiveRow) -> CanvasGrammar:
         grammar, start = self._grammars[row.slot], len(row.request.prompt_ids)
-        span, canvases = slice(start, start + grammar.num_slots), self._slots.canvases
+        span, canvases = slice(start, start + grammar.num_slots), self._state.canvases
         tokens, masked = (part[row.slot, span].cpu().numpy() for part in (canvases.tokens, canvases.masked))
-        grammar.look(tokens, masked)
+        grammar.update(tokens, masked)
         return grammar
 
     def _restrict(self, found: SlotLogits, places: list[int], grammar: CanvasGrammar, allowed: np.ndarray) -> None:

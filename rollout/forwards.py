@@ -28,8 +28,8 @@ from learner.batch import to_device_async
 from learner.model.attention.rows import RaggedRows
 from learner.model.kv_cache import KeysValues, KVCache
 from learner.model.transformer import Transformer
+from rollout.batch_state import BatchState, on_device
 from rollout.request import Cache, Request
-from rollout.slots import Slots, on_device
 
 _BUCKET = 64
 
@@ -37,7 +37,7 @@ _BUCKET = 64
 class ForwardKind(IntEnum):
     """Kind of forward that a row needs; active rows are sorted by it."""
 
-    WHOLE = 0
+    UNCACHED = 0
     REFRESH = 1
     CACHED = 2
     PREFILL = 3
@@ -48,7 +48,7 @@ class ForwardKind(IntEnum):
     """Block-causal: any other step."""
 
     @property
-    def remembers_finished(self) -> bool:
+    def caches_finished(self) -> bool:
         """Whether the KV cache that it fills for finished blocks is final."""
         return self >= ForwardKind.PREFILL
 
@@ -60,13 +60,13 @@ class ActiveRow:
     slot: int
     request: Request
     kind: ForwardKind
-    twin: int
+    first_equal_slot: int
     """The first slot whose canvas has the same tokens, possibly its own."""
     block_start: int
     """Column where its block begins."""
     length: int
     """Columns of the canvas that the block can attend to."""
-    num_remembered: int = 0
+    num_cached: int = 0
     """Columns in the final KV cache, where the policy is block-causal."""
 
     @property
@@ -74,7 +74,7 @@ class ActiveRow:
         """Key that is equal for rows that share a forward: equal tokens, masked slots, blocks and guidance."""
         params = self.request.params
         return (
-            self.twin,
+            self.first_equal_slot,
             len(self.request.prompt_ids),
             params.gen_length,
             params.block_length,
@@ -120,22 +120,22 @@ class Forwards:
         self,
         model: Transformer,
         forward: Callable[..., Tensor],
-        slots: Slots,
+        state: BatchState,
         counts: ForwardCounts,
         *,
-        memory: list[KeysValues] | None,
+        kv_cache: list[KeysValues] | None,
         is_static: bool,
         is_compiled: bool,
         concatenates_rows: bool = False,
     ) -> None:
-        """Run `model` on canvases in `slots`.
+        """Run `model` on canvases in `state`.
 
         Args:
             model: the policy.
             forward: its forward, possibly compiled.
-            slots: the rows.
+            state: the rows.
             counts: counters to add to.
-            memory: the KV cache, passed from batch to batch; it grows as needed. None: a cache of this batch only.
+            kv_cache: the KV cache, passed from batch to batch; it grows as needed. None: a cache of this batch only.
             is_static: score every slot of each block instead of the masked ones, so that nothing synchronizes with the
                 device, and round up the common width of unequal rows.
             is_compiled: round up every width, since each shape is compiled separately.
@@ -143,10 +143,10 @@ class Forwards:
                 neither padding nor its mask.
         """
         self.model, self._forward, self.counts = model, forward, counts
-        self._slots, self._is_static, self._is_compiled = slots, is_static, is_compiled
+        self._state, self._is_static, self._is_compiled = state, is_static, is_compiled
         self._concatenates_rows = concatenates_rows
-        self._memory: list[KeysValues] = [] if memory is None else memory
-        self._is_memory_kept = memory is not None
+        self._kv_cache: list[KeysValues] = [] if kv_cache is None else kv_cache
+        self._is_cache_kept = kv_cache is not None
 
     def logits(self, active: Sequence[ActiveRow], columns_AK: Tensor, open_AK: Tensor) -> SlotLogits:
         """Compute the logits of the open slots of all active rows, which are sorted by kind.
@@ -174,89 +174,89 @@ class Forwards:
 
     def _part(self, rows: list[ActiveRow], columns_RK: Tensor, open_RK: Tensor) -> SlotLogits:
         """Compute the logits of rows of one kind."""
-        index_N = self._asked(open_RK)
-        if rows[0].kind is not ForwardKind.WHOLE:
-            logits_NV = self._with_memory(rows, columns_RK, index_N)
+        index_N = self._scored_slots(open_RK)
+        if rows[0].kind is not ForwardKind.UNCACHED:
+            logits_NV = self._with_cache(rows, columns_RK, index_N)
             return SlotLogits(logits_NV, index_N, torch.arange(len(index_N), device=index_N.device))
         keys_R = [row.canvas_key for row in rows]
         first_of_key: dict[object, int] = {}
         for index, key in enumerate(keys_R):
             first_of_key.setdefault(key, index)
         if len(first_of_key) == len(rows):
-            logits_NV = self._whole(rows, columns_RK, index_N)
+            logits_NV = self._uncached(rows, columns_RK, index_N)
             return SlotLogits(logits_NV, index_N, torch.arange(len(index_N), device=index_N.device))
         canvas_of_key = {key: canvas for canvas, key in enumerate(first_of_key)}
         first = list(first_of_key.values())
         first_U = self._tensor(first)
-        shared_M = self._asked(open_RK[first_U])
-        logits_MV = self._whole([rows[row] for row in first], columns_RK[first_U], shared_M)
+        shared_M = self._scored_slots(open_RK[first_U])
+        logits_MV = self._uncached([rows[row] for row in first], columns_RK[first_U], shared_M)
         K = columns_RK.shape[1]
         place = torch.empty(len(first) * K, dtype=torch.int64, device=index_N.device)
         place[shared_M] = torch.arange(len(shared_M), device=index_N.device)
         canvas_N = self._tensor([canvas_of_key[key] for key in keys_R])[index_N // K]
         return SlotLogits(logits_MV, index_N, place[canvas_N * K + index_N % K])
 
-    def _asked(self, open_RK: Tensor) -> Tensor:
+    def _scored_slots(self, open_RK: Tensor) -> Tensor:
         if self._is_static:
             return torch.arange(open_RK.numel(), device=open_RK.device)
         return open_RK.flatten().nonzero()[:, 0]
 
-    def _whole(self, rows: Sequence[ActiveRow], columns_RK: Tensor, scored_N: Tensor) -> Tensor:
+    def _uncached(self, rows: Sequence[ActiveRow], columns_RK: Tensor, scored_N: Tensor) -> Tensor:
         """Compute the logits [N, V] of whole canvases."""
         rows_R = self._tensor([row.slot for row in rows])
         lengths = [row.length for row in rows]
         width = self._width(lengths)
-        ids_RL = self._slots.canvases.tokens[rows_R, :width]
+        ids_RL = self._state.canvases.tokens[rows_R, :width]
         guided = [index for index, row in enumerate(rows) if row.request.params.cfg_scale]
         if not guided:
             return self._run(rows, ids_RL, lengths, columns_RK, scored_N)
         guided_G = self._tensor(guided)
-        blind_GL = self._without_prompt(rows_R[guided_G], width)
-        twins_T, of_T = self._twins(guided_G, columns_RK, scored_N)
+        unconditional_GL = self._without_prompt(rows_R[guided_G], width)
+        unconditional_T, of_T = self._unconditional_slots(guided_G, columns_RK, scored_N)
         logits = self._run(
             [*rows, *(rows[index] for index in guided)],
-            torch.cat((ids_RL, blind_GL)),
+            torch.cat((ids_RL, unconditional_GL)),
             [*lengths, *(lengths[index] for index in guided)],
             torch.cat((columns_RK, columns_RK[guided_G])),
-            torch.cat((scored_N, twins_T)),
+            torch.cat((scored_N, unconditional_T)),
         )
         logits = logits.float()
-        seeing_NV, blind_TV = logits[: len(scored_N)], logits[len(scored_N) :]
-        scale_T = 1 + self._slots.rows.cfg_scale[rows_R[scored_N[of_T] // columns_RK.shape[1]]]
-        seeing_NV[of_T] = torch.lerp(blind_TV, seeing_NV[of_T], scale_T[:, None])
-        return seeing_NV
+        conditional_NV, unconditional_TV = logits[: len(scored_N)], logits[len(scored_N) :]
+        scale_T = 1 + self._state.rows.cfg_scale[rows_R[scored_N[of_T] // columns_RK.shape[1]]]
+        conditional_NV[of_T] = torch.lerp(unconditional_TV, conditional_NV[of_T], scale_T[:, None])
+        return conditional_NV
 
     def _without_prompt(self, rows_G: Tensor, width: int) -> Tensor:
         """Return the canvases [G, width] of some rows with their prompts masked."""
         columns = torch.arange(width, device=rows_G.device)
-        is_prompt_GL = columns < self._slots.rows.prompt_length[rows_G, None]
-        return torch.where(is_prompt_GL, self.model.config.mask_token_id, self._slots.canvases.tokens[rows_G, :width])
+        is_prompt_GL = columns < self._state.rows.prompt_length[rows_G, None]
+        return torch.where(is_prompt_GL, self.model.config.mask_token_id, self._state.canvases.tokens[rows_G, :width])
 
-    def _twins(self, guided_G: Tensor, columns_RK: Tensor, scored_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _unconditional_slots(self, guided_G: Tensor, columns_RK: Tensor, scored_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scored slots of the guided rows in their masked-prompt canvases, which follow all others.
 
         Returns:
-            indices into the flattened [(R + G) * K], and for each the position in `scored_N` of its unmasked twin.
+            indices into the flattened [(R + G) * K], and for each the position in `scored_N` of its conditional slot.
         """
         R, K = columns_RK.shape
-        twin_R = torch.full((R,), -1, device=scored_N.device)
-        twin_R[guided_G] = torch.arange(R, R + len(guided_G), device=scored_N.device)
+        unconditional_R = torch.full((R,), -1, device=scored_N.device)
+        unconditional_R[guided_G] = torch.arange(R, R + len(guided_G), device=scored_N.device)
         if self._is_static:
             of_T = (guided_G[:, None] * K + torch.arange(K, device=guided_G.device)).flatten()
         else:
-            of_T = (twin_R[scored_N // K] >= 0).nonzero()[:, 0]
-        return twin_R[scored_N[of_T] // K] * K + scored_N[of_T] % K, of_T
+            of_T = (unconditional_R[scored_N // K] >= 0).nonzero()[:, 0]
+        return unconditional_R[scored_N[of_T] // K] * K + scored_N[of_T] % K, of_T
 
-    def _with_memory(self, rows: Sequence[ActiveRow], columns_RK: Tensor, scored_N: Tensor) -> Tensor:
+    def _with_cache(self, rows: Sequence[ActiveRow], columns_RK: Tensor, scored_N: Tensor) -> Tensor:
         """Compute the logits [N, V] of rows with a KV cache: run whole, or only the columns of `_windows`."""
         rows_R = self._tensor([row.slot for row in rows])
         lengths = [row.length for row in rows]
         width = self._width(lengths)
-        memory = self._remembered([row.slot for row in rows], width)
+        kv_cache = self._cache_for([row.slot for row in rows], width)
         if rows[0].kind is ForwardKind.REFRESH:
-            ids_RL = self._slots.canvases.tokens[rows_R, :width]
+            ids_RL = self._state.canvases.tokens[rows_R, :width]
             # Columns past a short row's end are not attended to, so they may be cached.
-            return self._run(rows, ids_RL, lengths, columns_RK, scored_N, memory=memory)
+            return self._run(rows, ids_RL, lengths, columns_RK, scored_N, kv_cache=kv_cache)
         begins, ends = self._windows(rows)
         windows = [end - begin for begin, end in zip(begins, ends, strict=True)]
         # Blocks have few distinct lengths, unlike prompts and the columns after a block.
@@ -266,17 +266,17 @@ class Forwards:
         columns_RQ = self._tensor(begins)[:, None] + torch.arange(window, device=rows_R.device)
         # Surplus columns of rows with a shorter window are run in vain; the cache's spare last column takes them.
         columns_RQ = torch.where(columns_RQ < self._tensor(ends)[:, None], columns_RQ, width)
-        ids_RQ = self._slots.canvases.tokens[rows_R[:, None], columns_RQ.clamp(max=self._slots.width - 1)]
+        ids_RQ = self._state.canvases.tokens[rows_R[:, None], columns_RQ.clamp(max=self._state.width - 1)]
         queries_RK = columns_RK - self._tensor(begins)[:, None]
-        return self._run(rows, ids_RQ, lengths, queries_RK, scored_N, memory=memory, columns_RL=columns_RQ)
+        return self._run(rows, ids_RQ, lengths, queries_RK, scored_N, kv_cache=kv_cache, columns_RL=columns_RQ)
 
     def _windows(self, rows: Sequence[ActiveRow]) -> tuple[list[int], list[int]]:
         """Return the columns of each row to run on top of its KV cache: the first, and the one after the last."""
         # A policy that predicts a slot from the column before it needs that column too. (On the CPU, to avoid a sync.)
         begins = self.model.predicting_columns(torch.tensor([row.block_start for row in rows])).tolist()
-        if rows[0].kind.remembers_finished:
+        if rows[0].kind.caches_finished:
             # The cache entry of that column is written again, with the same values.
-            first = [min(begin, row.num_remembered) for begin, row in zip(begins, rows, strict=True)]
+            first = [min(begin, row.num_cached) for begin, row in zip(begins, rows, strict=True)]
             return first, [row.length for row in rows]
         ends = [
             row.length
@@ -294,14 +294,14 @@ class Forwards:
         queries_RQ: Tensor,
         scored_N: Tensor,
         *,
-        memory: KVCache | None = None,
+        kv_cache: KVCache | None = None,
         columns_RL: Tensor | None = None,
     ) -> Tensor:
-        width = ids_RL.shape[1] if memory is None else memory.width
+        width = ids_RL.shape[1] if kv_cache is None else kv_cache.width
         is_padded = any(length != width for length in lengths)
         self.counts.num_forwards += 1
         self.counts.num_rows += len(ids_RL)
-        if is_padded and memory is None and self._concatenates_rows:
+        if is_padded and kv_cache is None and self._concatenates_rows:
             return self._run_back_to_back(ids_RL, torch.tensor(lengths), queries_RQ, scored_N)
         self.counts.num_tokens += ids_RL.numel()
         # A block narrower than the widest one queries past its row's end; those results are ignored.
@@ -309,53 +309,53 @@ class Forwards:
         if self.model.config.is_block_causal:
             blocks_R = self._tensor([row.request.params.block_length for row in rows])
             return self._forward(
-                ids_RL, None, queries_RQ, scored_N, kv_cache=memory, columns_BL=columns_RL, block_lengths_B=blocks_R
+                ids_RL, None, queries_RQ, scored_N, kv_cache=kv_cache, columns_BL=columns_RL, block_lengths_B=blocks_R
             )
         # A GPU's flash kernel takes no mask.
         lengths_R = self._tensor(lengths) if is_padded else None
-        return self._forward(ids_RL, lengths_R, queries_RQ, scored_N, kv_cache=memory, columns_BL=columns_RL)
+        return self._forward(ids_RL, lengths_R, queries_RQ, scored_N, kv_cache=kv_cache, columns_BL=columns_RL)
 
     def _run_back_to_back(self, ids_RL: Tensor, lengths_R: Tensor, queries_RQ: Tensor, scored_N: Tensor) -> Tensor:
         """Run rows back to back as one, without padding; `lengths_R` is on the CPU."""
         self.counts.num_tokens += int(lengths_R.sum())
         places_T = (torch.arange(ids_RL.shape[1]) < lengths_R[:, None]).flatten().nonzero()[:, 0]
         ids_1T = ids_RL.flatten()[to_device_async(places_T, ids_RL.device)][None]
-        asked_R = torch.full_like(lengths_R, queries_RQ.shape[1])
-        ragged = RaggedRows.of(lengths_R, asked_R, partial(to_device_async, device=ids_RL.device))
+        queried_R = torch.full_like(lengths_R, queries_RQ.shape[1])
+        ragged = RaggedRows.of(lengths_R, queried_R, partial(to_device_async, device=ids_RL.device))
         begins_R1 = ragged.tokens.ends[:-1, None].long()
         # Clamped as in `_run`, to the end of each row.
         last_R1 = ragged.tokens.ends[1:, None] - 1
         queries_1Q = (queries_RQ + begins_R1).minimum(last_R1).view(1, -1)
         return self._forward(ids_1T, None, queries_1Q, scored_N, ragged=ragged)
 
-    def _remembered(self, rows: list[int], width: int) -> KVCache:
-        num_rows, num_columns = self._memory[0][0].shape[:2] if self._memory else (0, 0)
-        if num_rows < self._slots.num_slots or num_columns <= width:
+    def _cache_for(self, rows: list[int], width: int) -> KVCache:
+        num_rows, num_columns = self._kv_cache[0][0].shape[:2] if self._kv_cache else (0, 0)
+        if num_rows < self._state.num_slots or num_columns <= width:
             # A cache that is kept gets room for the next batch too.
-            rounded = _bucketed(self._slots.width) if self._is_memory_kept else 0
-            wide = max(self._slots.width, min(rounded, self.model.config.max_sequence_length))
-            self._grow_memory(max(num_rows, self._slots.num_slots), max(num_columns, wide + 1))
-        return KVCache(self._memory, self._tensor(rows), width, is_prefix=rows == list(range(len(rows))))
+            rounded = _bucketed(self._state.width) if self._is_cache_kept else 0
+            wide = max(self._state.width, min(rounded, self.model.config.max_sequence_length))
+            self._grow_cache(max(num_rows, self._state.num_slots), max(num_columns, wide + 1))
+        return KVCache(self._kv_cache, self._tensor(rows), width, is_prefix=rows == list(range(len(rows))))
 
-    def _grow_memory(self, num_rows: int, num_columns: int) -> None:
+    def _grow_cache(self, num_rows: int, num_columns: int) -> None:
         """Grow the KV cache layer by layer, so that there are never two whole caches."""
         config, weight = self.model.config, self.model.embed.weight
         shape = (num_rows, num_columns, config.num_kv_heads, config.head_dim)
         nothing = weight.new_empty(0, 0, *shape[2:])
         for index in range(config.num_layers):
-            keys, values = self._memory[index] if index < len(self._memory) else (nothing, nothing)
-            self._memory[index : index + 1] = [(self._wider(keys, shape), self._wider(values, shape))]
+            keys, values = self._kv_cache[index] if index < len(self._kv_cache) else (nothing, nothing)
+            self._kv_cache[index : index + 1] = [(self._wider(keys, shape), self._wider(values, shape))]
 
-    def _wider(self, memory: Tensor, shape: tuple[int, ...]) -> Tensor:
-        wider = memory.new_zeros(shape)
-        wider[: memory.shape[0], : memory.shape[1]] = memory
-        if self._is_memory_kept:
+    def _wider(self, kv_cache: Tensor, shape: tuple[int, ...]) -> Tensor:
+        wider = kv_cache.new_zeros(shape)
+        wider[: kv_cache.shape[0], : kv_cache.shape[1]] = kv_cache
+        if self._is_cache_kept:
             # A CUDA graph writes only to the addresses that it was recorded with.
             torch._dynamo.mark_static_address(wider, guard=False)
         return wider
 
     def _width(self, lengths: list[int]) -> int:
-        return min(self._rounded(lengths, are_many=True), self._slots.width, self.model.config.max_sequence_length)
+        return min(self._rounded(lengths, are_many=True), self._state.width, self.model.config.max_sequence_length)
 
     def _rounded(self, lengths: list[int], *, are_many: bool) -> int:
         """Return the width at which rows of these lengths are run. Equal lengths are not rounded, so that they need no
@@ -365,7 +365,7 @@ class Forwards:
         return _bucketed(longest) if self._is_static and is_rounded else longest
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return on_device(values, self._slots.device)
+        return on_device(values, self._state.device)
 
 
 def _bucketed(width: int) -> int:

@@ -15,14 +15,14 @@ from learner.model.config import TransformerConfig
 from learner.seeds import fold
 from rollout.canvas import Canvas
 from rollout.field_error import FieldError
+from rollout.grammar.canvas_grammar import CanvasGrammar, masked_canvas
 from rollout.grammar.grammar import Grammar
-from rollout.grammar.reach import CanvasGrammar, masked_canvas
 
 MAX_SEED = 2**63 - 1
-MAX_PLACES = 2**20
+MAX_GRAMMAR_CELLS = 2**20
 """Maximum states of a grammar times slots of the completion: a step then takes tenths of a second of a core."""
-_LARGEST = 2**31 - 1
-LEAST_TEMPERATURE = 1e-3
+_MAX_INT32 = 2**31 - 1
+MIN_TEMPERATURE = 1e-3
 """Smallest temperature above 0: logits divided by less overflow float32."""
 _DRAW_KEY = 21
 
@@ -45,7 +45,7 @@ class Schedule(StrEnum):
     """The leftmost ones, as many as under `quota`. With `threshold`: those above it, or the leftmost if none is."""
 
 
-class Drawing(StrEnum):
+class SamplingOrder(StrEnum):
     """Whether slots are selected before or after their tokens are sampled. At temperature 0 both are the same."""
 
     SELECT_THEN_SAMPLE = "select_then_sample"
@@ -66,13 +66,13 @@ class Cache(StrEnum):
     """Keys and values before and after the block (the same section)."""
 
 
-PARAMETER_OF = {
+SCHEDULE_PARAMETER = {
     Schedule.THRESHOLD: "threshold",
     Schedule.FACTOR: "factor",
     Schedule.ENTROPY_BOUND: "entropy_bound",
 }
 """The parameter that implies a schedule when the schedule itself is left out."""
-_BY_SHARES = (Schedule.QUOTA, Schedule.RANDOM, Schedule.LEFT_TO_RIGHT)
+_EVEN_SHARES = (Schedule.QUOTA, Schedule.RANDOM, Schedule.LEFT_TO_RIGHT)
 
 
 class SamplingParams(BaseModel):
@@ -85,10 +85,10 @@ class SamplingParams(BaseModel):
     block_length: PositiveInt = 32
     """Slots denoised together; blocks are finished from left to right. Must divide `gen_length`, except in a
     block-causal policy with `steps_per_block` or a schedule that depends on probabilities."""
-    num_denoise_steps: Annotated[int, Field(gt=0, le=_LARGEST)] = 128
+    num_denoise_steps: Annotated[int, Field(gt=0, le=_MAX_INT32)] = 128
     """Denoise steps of the whole completion; a multiple of the number of blocks. Each step commits an even share.
     Schedules that depend on probabilities take as many steps as they need."""
-    steps_per_block: Annotated[int, Field(gt=0, le=_LARGEST)] | None = None
+    steps_per_block: Annotated[int, Field(gt=0, le=_MAX_INT32)] | None = None
     """Denoise steps of each block, in place of `num_denoise_steps`. With `threshold`, a step then commits at least its
     share (`low_confidence_dynamic` of SDAR, arXiv 2510.06303, and LLaDA2) instead of at least one slot."""
     temperature: Annotated[float, Field(ge=0, le=1000)] = 0.9
@@ -106,17 +106,17 @@ class SamplingParams(BaseModel):
     editing_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     """Token editing (LLaDA2.1, arXiv 2602.08676): a step also replaces committed tokens of its block where another
     token is the most probable one, with more than this probability. For block-causal policies; absent: no editing."""
-    max_post_steps: Annotated[int, Field(gt=0, le=_LARGEST)] = 16
+    max_post_steps: Annotated[int, Field(gt=0, le=_MAX_INT32)] = 16
     """With `editing_threshold`: maximum denoise steps of a block once none of its slots is masked. A step that writes
     nothing ends the block too."""
-    drawing: Drawing = Drawing.SELECT_THEN_SAMPLE
+    drawing: SamplingOrder = SamplingOrder.SELECT_THEN_SAMPLE
     """`select_then_sample`, or `sample_then_select` as LLaDA and d1 do, whose log-probabilities are approximate."""
     cfg_scale: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """Classifier-free guidance: logits move away from those of a masked prompt by this factor, at two forwards per step
     (LLaDA, section 2.4). 0: no guidance."""
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
     """Sample from the fewest most probable tokens that have this much probability together (nucleus sampling)."""
-    top_k: Annotated[int, Field(ge=0, le=_LARGEST)] = 0
+    top_k: Annotated[int, Field(ge=0, le=_MAX_INT32)] = 0
     """Sample from this many most probable tokens. 0: from all."""
     forbidden_ids: tuple[NonNegativeInt, ...] = ()
     """Ids that are never committed, besides the mask id."""
@@ -129,10 +129,10 @@ class SamplingParams(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_the_schedule(cls, values: Any) -> Any:
+    def _infer_schedule(cls, values: Any) -> Any:
         if not isinstance(values, Mapping) or values.get("schedule") is not None:
             return values
-        given = [schedule for schedule, name in PARAMETER_OF.items() if values.get(name) is not None]
+        given = [schedule for schedule, name in SCHEDULE_PARAMETER.items() if values.get(name) is not None]
         return {**values, "schedule": given[0]} if given else values
 
     @model_validator(mode="after")
@@ -142,11 +142,11 @@ class SamplingParams(BaseModel):
                 raise FieldError(
                     f"{{steps_per_block}} {self.steps_per_block} is more than the {self.block_length} slots of a block"
                 )
-        elif self.is_by_shares:
-            self._check_shares(self.num_denoise_steps)
+        elif self.has_even_shares:
+            self._check_even_shares(self.num_denoise_steps)
         return self
 
-    def _check_shares(self, num_steps: int) -> None:
+    def _check_even_shares(self, num_steps: int) -> None:
         self.check_whole_blocks()
         if num_steps % self.num_blocks or num_steps > self.gen_length:
             raise FieldError(
@@ -168,13 +168,13 @@ class SamplingParams(BaseModel):
 
     @model_validator(mode="after")
     def _temperature(self) -> SamplingParams:
-        if 0 < self.temperature < LEAST_TEMPERATURE:
-            raise FieldError(f"{{temperature}} {self.temperature:g} is neither 0 nor at least {LEAST_TEMPERATURE:g}")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise FieldError(f"{{temperature}} {self.temperature:g} is neither 0 nor at least {MIN_TEMPERATURE:g}")
         return self
 
     @model_validator(mode="after")
     def _parameters(self) -> SamplingParams:
-        for schedule, name in PARAMETER_OF.items():
+        for schedule, name in SCHEDULE_PARAMETER.items():
             is_given, is_taken = getattr(self, name) is not None, self.schedule is schedule
             if is_taken and not is_given:
                 raise FieldError(f"{{schedule}} {schedule} needs {{{name}}}")
@@ -182,7 +182,7 @@ class SamplingParams(BaseModel):
                 raise FieldError(f"{{schedule}} {self.schedule} does not take {{{name}}}; leave it out")
         if self.cfg_scale and self.cache is not Cache.NONE:
             raise FieldError(f"{{cfg_scale}} {self.cfg_scale:g} needs {{cache}} none: guidance has no cached forward")
-        if self.edits and self.drawing is not Drawing.SELECT_THEN_SAMPLE:
+        if self.edits and self.drawing is not SamplingOrder.SELECT_THEN_SAMPLE:
             raise FieldError(
                 "{editing_threshold} needs {drawing} select_then_sample: it looks at what is most probable"
             )
@@ -196,22 +196,22 @@ class SamplingParams(BaseModel):
         return self.editing_threshold is not None
 
     @property
-    def is_by_shares(self) -> bool:
+    def has_even_shares(self) -> bool:
         """Whether a step commits an even share of the slots, so that the number of steps is given."""
-        return self.schedule in _BY_SHARES and self.threshold is None
+        return self.schedule in _EVEN_SHARES and self.threshold is None
 
     @property
     def schedule_name(self) -> str:
         """Label of the schedule in tables: `9 steps`, `threshold 0.9`, `random, 9 steps`."""
         parts = [] if self.schedule is Schedule.QUOTA else [self.schedule.replace("_", " ")]
-        if self.is_by_shares:
+        if self.has_even_shares:
             num_steps = self.steps_per_block or self.num_denoise_steps
             of = " a block" if self.steps_per_block else ""
             parts.append("1 step" + of if num_steps == 1 else f"{num_steps} steps{of}")
         elif self.schedule is Schedule.LEFT_TO_RIGHT:
             parts.append(f"threshold {self.threshold:g}")
         else:
-            parts[0] += f" {getattr(self, PARAMETER_OF[self.schedule]):g}"
+            parts[0] += f" {getattr(self, SCHEDULE_PARAMETER[self.schedule]):g}"
             if self.schedule is Schedule.THRESHOLD and self.steps_per_block is not None:
                 parts.append(f"at most {self.steps_per_block} steps a block")
         if self.editing_threshold is not None:
@@ -223,7 +223,7 @@ class SamplingParams(BaseModel):
         """Blocks of the completion. A block-causal policy may have one more, if its prompt ends inside a block."""
         return -(-self.gen_length // self.block_length)
 
-    def most_slots(self, *, is_block_causal: bool) -> int:
+    def max_slots(self, *, is_block_causal: bool) -> int:
         """Return the maximum completion slots: a block-causal policy's last block may exceed `gen_length`."""
         return self.gen_length + (self.block_length - 1 if is_block_causal else 0)
 
@@ -233,21 +233,21 @@ class SamplingParams(BaseModel):
         return self.steps_per_block or max(1, self.num_denoise_steps // self.num_blocks)
 
     @property
-    def known_num_steps(self) -> int | None:
+    def fixed_num_steps(self) -> int | None:
         """Denoise steps of a completion that fills its canvas, if they are known in advance."""
-        is_known = self.is_by_shares and self.steps_per_block is None and not self.edits
+        is_known = self.has_even_shares and self.steps_per_block is None and not self.edits
         return self.num_denoise_steps if is_known else None
 
     @property
-    def most_committed(self) -> int:
+    def max_committed(self) -> int:
         """Maximum slots that a denoise step writes."""
-        is_share = self.is_by_shares and not self.edits
+        is_share = self.has_even_shares and not self.edits
         return -(-self.block_length // self.num_block_steps) if is_share else self.block_length
 
     @property
     def logp_exact(self) -> bool:
         """Whether `commit_logp` is exact: slots are selected before sampling, or nothing is sampled."""
-        return self.drawing is Drawing.SELECT_THEN_SAMPLE or self.temperature == 0
+        return self.drawing is SamplingOrder.SELECT_THEN_SAMPLE or self.temperature == 0
 
 
 class FinishReason(StrEnum):
@@ -387,7 +387,7 @@ def canvas_grammar_of(request: Request, config: TransformerConfig) -> CanvasGram
     tokens, masked = np.zeros(num_slots, dtype=np.int64), np.ones(num_slots, dtype=bool)
     for slot, token in request.fixed_tokens.items():
         tokens[slot], masked[slot] = token, False
-    grammar.look(tokens, masked)
+    grammar.update(tokens, masked)
     return grammar
 
 
@@ -448,10 +448,10 @@ def _check_grammar(request: Request, config: TransformerConfig) -> None:
         raise ValueError(f"grammar has classes of {len(grammar.class_of)} tokens; the policy has {config.vocab_size}")
     if params.edits:
         raise FieldError("{editing_threshold} is not for {grammar}: what fits was committed; leave one out")
-    if grammar.num_states * params.gen_length > MAX_PLACES:
+    if grammar.num_states * params.gen_length > MAX_GRAMMAR_CELLS:
         raise FieldError(
             f"{{grammar}} has an automaton of {grammar.num_states} states: with one so large {{gen_length}} is at most "
-            f"{MAX_PLACES // grammar.num_states}"
+            f"{MAX_GRAMMAR_CELLS // grammar.num_states}"
         )
     fewest, most = grammar.fewest_tokens, min(grammar.most_tokens, params.gen_length)
     if fewest is None or fewest > most:

@@ -28,13 +28,13 @@ from torch import Tensor
 from learner.model.attention.varlen import has_kernel
 from learner.model.kv_cache import KeysValues
 from learner.model.transformer import Transformer
+from rollout.batch_state import BatchState, RowState, on_device
 from rollout.config import EngineConfig
 from rollout.constrained import ConstrainedRows
+from rollout.edit_log import EditLog
 from rollout.forwards import ActiveRow, ForwardCounts, ForwardKind, Forwards, SlotLogits
 from rollout.request import Cache, Completion, Progress, Request, SamplingParams, canvas_of, check_request
-from rollout.slots import RowState, Slots, on_device
-from rollout.step import BlockSlots, DenoiseStep, Drawn
-from rollout.writes import WriteLog
+from rollout.step import BlockSlots, CommittedTokens, DenoiseStep
 
 
 class Sampler:
@@ -50,7 +50,7 @@ class Sampler:
             _compiled(model) if self._engine.compile else model, flex=self._engine.attention == "flex"
         )
         self.counts = ForwardCounts()
-        self._memory: list[KeysValues] = []
+        self._kv_cache: list[KeysValues] = []
 
     def generate(
         self, requests: Sequence[Request], on_completion: Callable[[int, Completion], None] | None = None
@@ -67,8 +67,8 @@ class Sampler:
         """
         # CUDA graphs of a compiled policy are bound to one KV cache, so each batch passes it on to the next, unless it
         # fails: a NaN in the cache would spread to later batches, for a mask gives it weight 0, and 0 times NaN is NaN.
-        memory, self._memory = (self._memory if self._engine.compile else None), []
-        batch = self._batch(len(requests), memory)
+        kv_cache, self._kv_cache = (self._kv_cache if self._engine.compile else None), []
+        batch = self._batch(len(requests), kv_cache)
         for index, request in enumerate(requests):
             try:
                 batch.submit(request)
@@ -80,38 +80,38 @@ class Sampler:
                 completions[index] = completion
                 if on_completion is not None:
                     on_completion(index, completion)
-        self._memory = memory or []
+        self._kv_cache = kv_cache or []
         return [completions[index] for index in range(len(requests))]
 
-    def open(self, requests: Sequence[Request] = (), most_rows: int | None = None) -> SlotBatch:
+    def open(self, requests: Sequence[Request] = (), max_rows: int | None = None) -> SlotBatch:
         """Open a batch that the caller steps: its progress can be read, and more requests can be submitted.
 
         Args:
             requests: the first requests.
-            most_rows: maximum rows that it will need, where that is less than `num_slots`.
+            max_rows: maximum rows that it will need, where that is less than `num_slots`.
         """
-        batch = self._batch(most_rows, None)
+        batch = self._batch(max_rows, None)
         for request in requests:
             batch.submit(request)
         return batch
 
-    def _batch(self, most_rows: int | None, memory: list[KeysValues] | None) -> SlotBatch:
-        num_slots = self._engine.num_slots if most_rows is None else min(self._engine.num_slots, max(1, most_rows))
-        return SlotBatch(self, self._forward, self._engine, num_slots, memory)
+    def _batch(self, max_rows: int | None, kv_cache: list[KeysValues] | None) -> SlotBatch:
+        num_slots = self._engine.num_slots if max_rows is None else min(self._engine.num_slots, max(1, max_rows))
+        return SlotBatch(self, self._forward, self._engine, num_slots, kv_cache)
 
 
 _Number = TypeVar("_Number", int, Tensor)
 
 
-class _Seen(NamedTuple, Generic[_Number]):
+class _RowSnapshot(NamedTuple, Generic[_Number]):
     """State of a row as the host last read it; with tensors, the state of several rows, [A]."""
 
     is_done: _Number
     step_in_block: _Number
     block_start: _Number
-    twin: _Number
+    first_equal_slot: _Number
     """The first slot with an equal canvas."""
-    is_broken: _Number
+    is_not_finite: _Number
     """Whether a prediction for the row was not finite."""
 
 
@@ -124,7 +124,7 @@ class SlotBatch:
         forward: Callable[..., Tensor],
         engine: EngineConfig,
         num_slots: int,
-        memory: list[KeysValues] | None,
+        kv_cache: list[KeysValues] | None,
     ) -> None:
         """Make empty slots. Call `Sampler.open` instead."""
         model, config = sampler.model, sampler.model.config
@@ -133,24 +133,24 @@ class SlotBatch:
         self._config, self._policy_version = config, sampler.policy_version
         self._steps_per_sync = engine.steps_per_sync
         self._is_cache_exact = model.is_cache_exact
-        self._remembers_blocks = config.is_block_causal and engine.block_cache
-        self.slots = Slots(num_slots, config, device)
+        self._caches_blocks = config.is_block_causal and engine.block_cache
+        self.state = BatchState(num_slots, config, device)
         self._forwards = Forwards(
             model,
             forward,
-            self.slots,
+            self.state,
             sampler.counts,
-            memory=memory,
+            kv_cache=kv_cache,
             is_static=self._is_static,
             is_compiled=engine.compile,
             concatenates_rows=_concatenates_rows(model, engine),
         )
-        self._constrained = ConstrainedRows(self.slots, config)
-        self._writes = WriteLog()
+        self._constrained = ConstrainedRows(self.state, config)
+        self._edit_log = EditLog()
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, tuple[int, Request]] = {}
-        self._seen: dict[int, _Seen[int]] = {}
-        self._num_remembered: dict[int, int] = {}
+        self._snapshots: dict[int, _RowSnapshot[int]] = {}
+        self._num_cached: dict[int, int] = {}
         """By slot: columns in the KV cache of finished blocks, where the policy has one."""
         self._num_submitted = 0
 
@@ -188,8 +188,8 @@ class SlotBatch:
         self._waiting = deque(item for item in self._waiting if item[0] != index)
         slot = self._slot_of(index)
         if slot is not None:
-            self.slots.clear(slot)
-            self._writes.forget(slot)
+            self.state.clear(slot)
+            self._edit_log.forget(slot)
             self._constrained.forget(slot)
             del self._running[slot]
 
@@ -197,7 +197,7 @@ class SlotBatch:
         """Return the slots in finished blocks of each running request, as of the last step, without synchronization."""
         return {
             # A block-causal policy's first block may begin in the prompt.
-            index: max(0, self._seen[slot].block_start - len(request.prompt_ids))
+            index: max(0, self._snapshots[slot].block_start - len(request.prompt_ids))
             for slot, (index, request) in self._running.items()
         }
 
@@ -209,7 +209,7 @@ class SlotBatch:
             return {}
         requests = [self._running[slot][1] for slot in slots.values()]
         num_committed = [self.num_committed()[index] for index in slots]
-        return dict(zip(slots, self.slots.progress([*slots.values()], requests, num_committed), strict=True))
+        return dict(zip(slots, self.state.progress([*slots.values()], requests, num_committed), strict=True))
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
@@ -220,120 +220,120 @@ class SlotBatch:
         self._admit()
         active = self._active()
         if active:
-            has_cache = any(row.kind is not ForwardKind.WHOLE for row in active)
+            has_cache = any(row.kind is not ForwardKind.UNCACHED for row in active)
             for _ in range(1 if has_cache else self._steps_per_sync):
                 self._denoise(active)
-                # Which canvases are equal after that is only known after the next `_look`.
-                active = [replace(row, twin=row.slot) for row in active]
-            self._look([row.slot for row in active])
+                # Which canvases are equal after that is only known after the next `_sync`.
+                active = [replace(row, first_equal_slot=row.slot) for row in active]
+            self._sync([row.slot for row in active])
         return self._harvest()
 
     def _admit(self) -> None:
-        free = [slot for slot in range(self.slots.num_slots) if slot not in self._running]
+        free = [slot for slot in range(self.state.num_slots) if slot not in self._running]
         taken = [(slot, *self._waiting.popleft()) for slot in free[: len(self._waiting)]]
         if taken:
             slots = [slot for slot, _, _ in taken]
-            self.slots.admit(slots, [request for _, _, request in taken])
+            self.state.admit(slots, [request for _, _, request in taken])
             for slot, _, request in taken:
                 self._constrained.admit(slot, request)
             self._running |= {slot: (index, request) for slot, index, request in taken}
-            self._num_remembered |= dict.fromkeys(slots, 0)
-            # All rows: the twin of a remaining row may have left, and its slot now holds another request.
-            self._look([*self._running])
+            self._num_cached |= dict.fromkeys(slots, 0)
+            # All rows: the row in the first equal slot of a remaining one may have left for another request.
+            self._sync([*self._running])
 
     def _slot_of(self, index: int) -> int | None:
         return next((slot for slot, (running, _) in self._running.items() if running == index), None)
 
-    def _look(self, slots: list[int]) -> None:
+    def _sync(self, slots: list[int]) -> None:
         """Read the state of these rows from the device, in one synchronization."""
-        rows_A = on_device(slots, self.slots.device)
-        rows = self.slots.rows
-        columns = _Seen(
+        rows_A = on_device(slots, self.state.device)
+        rows = self.state.rows
+        columns = _RowSnapshot(
             is_done=rows.done[rows_A].long(),
             step_in_block=rows.step_in_block[rows_A],
             block_start=rows.block_start[rows_A],
-            twin=self.slots.twins(rows_A),
-            is_broken=rows.broken[rows_A].long(),
+            first_equal_slot=self.state.equal_canvases(rows_A),
+            is_not_finite=rows.not_finite[rows_A].long(),
         )
-        seen = (_Seen[int](*row) for row in torch.stack(columns, dim=1).tolist())
-        self._seen |= zip(slots, seen, strict=True)
-        broken = [self._running[slot][0] for slot in slots if self._seen[slot].is_broken]
-        if broken:
-            raise FloatingPointError(f"the policy predicts what is no number for request {broken[0]}: bad weights")
+        snapshots = (_RowSnapshot[int](*row) for row in torch.stack(columns, dim=1).tolist())
+        self._snapshots |= zip(slots, snapshots, strict=True)
+        not_finite = [self._running[slot][0] for slot in slots if self._snapshots[slot].is_not_finite]
+        if not_finite:
+            raise FloatingPointError(f"the policy predicts what is no number for request {not_finite[0]}: bad weights")
 
     def _active(self) -> list[ActiveRow]:
         active = []
         for slot, (_, request) in self._running.items():
-            seen = self._seen[slot]
-            if not seen.is_done:
-                remembered = self._num_remembered[slot]
-                kind = self._kind(request.params, seen, remembered)
+            snapshot = self._snapshots[slot]
+            if not snapshot.is_done:
+                num_cached = self._num_cached[slot]
+                kind = self._kind(request.params, snapshot, num_cached)
                 active.append(
                     ActiveRow(
                         slot,
                         request,
                         kind,
-                        twin=seen.twin,
-                        block_start=seen.block_start,
-                        length=self._visible_columns(request, seen.block_start, kind),
-                        num_remembered=remembered,
+                        first_equal_slot=snapshot.first_equal_slot,
+                        block_start=snapshot.block_start,
+                        length=self._visible_columns(request, snapshot.block_start, kind),
+                        num_cached=num_cached,
                     )
                 )
         return sorted(active, key=lambda row: (row.kind, row.slot))
 
-    def _kind(self, params: SamplingParams, seen: _Seen[int], num_remembered: int) -> ForwardKind:
-        if self._remembers_blocks and not params.cfg_scale:
-            if num_remembered == seen.block_start:
+    def _kind(self, params: SamplingParams, snapshot: _RowSnapshot[int], num_cached: int) -> ForwardKind:
+        if self._caches_blocks and not params.cfg_scale:
+            if num_cached == snapshot.block_start:
                 return ForwardKind.BLOCK
-            return ForwardKind.COMMIT if num_remembered else ForwardKind.PREFILL
+            return ForwardKind.COMMIT if num_cached else ForwardKind.PREFILL
         if params.cache is Cache.NONE:
-            return ForwardKind.WHOLE
+            return ForwardKind.UNCACHED
         every = params.cache_refresh_steps
-        is_refresh = seen.step_in_block % every == 0 if every else seen.step_in_block == 0
+        is_refresh = snapshot.step_in_block % every == 0 if every else snapshot.step_in_block == 0
         return ForwardKind.REFRESH if is_refresh else ForwardKind.CACHED
 
     def _visible_columns(self, request: Request, block_start: int, kind: ForwardKind) -> int:
         """Return the number of canvas columns that the block beginning at `block_start` can attend to."""
         # A row may move on to its next block between two synchronizations.
-        is_seen = self._steps_per_sync == 1 or kind is not ForwardKind.WHOLE
-        if self._config.is_block_causal and is_seen:
+        is_current = self._steps_per_sync == 1 or kind is not ForwardKind.UNCACHED
+        if self._config.is_block_causal and is_current:
             return block_start + request.params.block_length
         return canvas_of(request, self._config).end
 
     def _denoise(self, active: list[ActiveRow]) -> None:
         """Run one denoise step of all active rows: forwards, selection, sampling and commit."""
         params = [row.request.params for row in active]
-        rows_A = on_device([row.slot for row in active], self.slots.device)
-        before = self.slots.rows.of(rows_A)
+        rows_A = on_device([row.slot for row in active], self.state.device)
+        before = self.state.rows.of(rows_A)
         block = self._block(rows_A, before, params)
         num_places = block.columns.shape[1]
         found = self._forwards.logits(active, block.columns, block.open)
         self._forbid(found, active, num_places)
         self._constrained.forbid(active, block.columns, found)
         step = DenoiseStep(params, before, block, found)
-        self.slots.rows.broken[rows_A] |= step.broken_rows()
+        self.state.rows.not_finite[rows_A] |= step.non_finite_rows()
         chosen_AK, fallback_AK = step.select()
         # Static shapes: slots that are not chosen may be written too, with their old values.
         picked_M = (
-            _first_chosen(chosen_AK, max(p.most_committed for p in params))
+            _first_chosen(chosen_AK, max(p.max_committed for p in params))
             if self._is_static
             else chosen_AK.flatten()[found.index].nonzero()[:, 0]
         )
         index_M = found.index[picked_M]
         where = rows_A[index_M // num_places], block.columns.flatten()[index_M]
-        drawn, chosen_M = step.draw(picked_M), chosen_AK.flatten()[index_M]
-        chosen_M = self._constrained.fitting(active, where, drawn, chosen_M)
-        self._write(where, drawn, fallback_AK.flatten()[index_M], chosen_M)
+        sampled, chosen_M = step.sample(picked_M), chosen_AK.flatten()[index_M]
+        chosen_M = self._constrained.fitting(active, where, sampled, chosen_M)
+        self._write(where, sampled, fallback_AK.flatten()[index_M], chosen_M)
         editing = [row.slot for row in active if row.request.params.edits]
         if editing:
             slots_M = where[1] - before.prompt_length[index_M // num_places]
-            self._writes.add(editing, where[0], slots_M, drawn, chosen_M)
-        self.slots.advance(rows_A, before, block.masked, chosen_AK)
-        self._num_remembered |= {row.slot: row.block_start for row in active if row.kind.remembers_finished}
+            self._edit_log.add(editing, where[0], slots_M, sampled, chosen_M)
+        self.state.advance(rows_A, before, block.masked, chosen_AK)
+        self._num_cached |= {row.slot: row.block_start for row in active if row.kind.caches_finished}
 
     def _block(self, rows_A: Tensor, now: RowState, params: Sequence[SamplingParams]) -> BlockSlots:
         """Return the slots of each row's block, and which of them may be written."""
-        canvases = self.slots.canvases
+        canvases = self.state.canvases
         places_K = torch.arange(max(p.block_length for p in params), device=rows_A.device)
         columns_AK = now.block_start[:, None] + places_K
         where = rows_A[:, None], columns_AK
@@ -347,17 +347,19 @@ class SlotBatch:
             columns=columns_AK, masked=canvases.masked[where] & is_here_AK, editable=editable_AK, tokens=tokens_AK
         )
 
-    def _write(self, where: tuple[Tensor, Tensor], drawn: Drawn, fallback_M: Tensor, chosen_M: Tensor) -> None:
+    def _write(
+        self, where: tuple[Tensor, Tensor], sampled: CommittedTokens, fallback_M: Tensor, chosen_M: Tensor
+    ) -> None:
         """Commit the tokens, with their step, log-probabilities and entropies."""
-        canvases = self.slots.canvases
+        canvases = self.state.canvases
         is_all = not self._is_static and not self._constrained.is_any
         for target, value_M in (
-            (canvases.tokens, drawn.tokens),
-            (canvases.step_map, drawn.steps),
-            (canvases.logp, drawn.logp),
-            (canvases.logp_raw, drawn.logp_raw),
-            (canvases.entropy, drawn.entropy),
-            (canvases.law_entropy, drawn.law_entropy),
+            (canvases.tokens, sampled.tokens),
+            (canvases.step_map, sampled.steps),
+            (canvases.logp, sampled.logp),
+            (canvases.logp_raw, sampled.logp_raw),
+            (canvases.entropy, sampled.entropy),
+            (canvases.distribution_entropy, sampled.distribution_entropy),
             (canvases.fallback, fallback_M),
             (canvases.masked, torch.zeros_like(fallback_M)),
         ):
@@ -376,15 +378,15 @@ class SlotBatch:
             logits_UV.scatter_(1, ids_AF[owner_U], -torch.inf)
 
     def _harvest(self) -> list[tuple[int, Completion]]:
-        done = [slot for slot in self._running if self._seen[slot].is_done]
+        done = [slot for slot in self._running if self._snapshots[slot].is_done]
         if not done:
             return []
         indices, requests = zip(*(self._running.pop(slot) for slot in done), strict=True)
         for slot in done:
             self._constrained.forget(slot)
-        completions = self.slots.harvest(done, requests, self._policy_version, is_cache_exact=self._is_cache_exact)
+        completions = self.state.harvest(done, requests, self._policy_version, is_cache_exact=self._is_cache_exact)
         completions = [
-            replace(completion, writes=self._writes.take(slot)) if request.params.edits else completion
+            replace(completion, writes=self._edit_log.take(slot)) if request.params.edits else completion
             for slot, request, completion in zip(done, requests, completions, strict=True)
         ]
         return list(zip(indices, completions, strict=True))
@@ -410,10 +412,11 @@ def _compiled(model: Transformer) -> Callable[..., Tensor]:
     return forward
 
 
-def _first_chosen(chosen_AK: Tensor, most: int) -> Tensor:
-    """Return indices into [A * K]: `most` of each row, chosen slots first. Only the device knows how many those are."""
+def _first_chosen(chosen_AK: Tensor, max_per_row: int) -> Tensor:
+    """Return indices into [A * K]: `max_per_row` of each row, chosen slots first. Only the device knows how many are
+    chosen."""
     rows, places = chosen_AK.shape
-    if most >= places:
+    if max_per_row >= places:
         return torch.arange(rows * places, device=chosen_AK.device)
     order_AK = chosen_AK.long().sort(dim=1, descending=True, stable=True).indices
-    return (torch.arange(rows, device=order_AK.device)[:, None] * places + order_AK[:, :most]).flatten()
+    return (torch.arange(rows, device=order_AK.device)[:, None] * places + order_AK[:, :max_per_row]).flatten()

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from rollout.request import PARAMETER_OF, SamplingParams, Schedule
+from rollout.request import SCHEDULE_PARAMETER, SamplingParams, Schedule
 
-_NAMES = ("schedule", *PARAMETER_OF.values())
+_NAMES = ("schedule", *SCHEDULE_PARAMETER.values())
 _STEPS_OF_BLOCK = "steps_per_block"
 
 
@@ -38,7 +38,7 @@ class ScheduleConfig(BaseModel):
         """
         given = self.model_dump(exclude_none=True)
         kept: dict[str, Any] = sampling.model_dump()
-        if given.keys() & set(_NAMES) or not sampling.is_by_shares:
+        if given.keys() & set(_NAMES) or not sampling.has_even_shares:
             kept = {name: value for name, value in kept.items() if name not in _NAMES}
         kept.pop(_STEPS_OF_BLOCK)
         try:

@@ -31,7 +31,7 @@ class BlockView:
     one."""
     entropy: Tensor | None
     """[A, K] entropy, in nats; needed by `entropy_bound` only."""
-    lottery: Tensor | None
+    random_order: Tensor | None
     """[A, K] uniform random numbers; needed by `random` only."""
 
 
@@ -43,7 +43,7 @@ class RowSchedules:
     """`CODES` of the schedule."""
     quota: Tensor
     """Slots that this step commits under the schedules of even shares."""
-    least: Tensor
+    minimum: Tensor
     """Minimum number of slots that this step commits under `threshold`: 1, or its quota."""
     log_threshold: Tensor
     """Log of `threshold`, NaN without."""
@@ -67,8 +67,8 @@ def select(view: BlockView, rows: RowSchedules, present: Collection[Schedule]) -
     passed_A = torch.full_like(rows.quota, len(places_K))
     for schedule in present:
         mine_A = rows.code == CODES[schedule]
-        if schedule is Schedule.RANDOM and view.lottery is not None:
-            score_AK = torch.where(mine_A[:, None], view.lottery, score_AK)
+        if schedule is Schedule.RANDOM and view.random_order is not None:
+            score_AK = torch.where(mine_A[:, None], view.random_order, score_AK)
         elif schedule is Schedule.ENTROPY_BOUND and view.entropy is not None:
             score_AK = torch.where(mine_A[:, None], -view.entropy, score_AK)
         elif schedule is Schedule.LEFT_TO_RIGHT:
@@ -85,15 +85,15 @@ def select(view: BlockView, rows: RowSchedules, present: Collection[Schedule]) -
         if schedule in _COUNTS:
             mine_A = rows.code == CODES[schedule]
             counted_A = _COUNTS[schedule](view, rows, sorted_AK)
-            least_A = rows.least if schedule is Schedule.THRESHOLD else torch.zeros_like(counted_A)
-            count_A = torch.where(mine_A, torch.maximum(counted_A, least_A), count_A)
+            minimum_A = rows.minimum if schedule is Schedule.THRESHOLD else torch.zeros_like(counted_A)
+            count_A = torch.where(mine_A, torch.maximum(counted_A, minimum_A), count_A)
             passed_A = torch.where(mine_A, counted_A, passed_A)
     ranks_AK = torch.empty_like(order_AK).scatter_(1, order_AK, places_K.expand_as(order_AK))
     chosen_AK = (ranks_AK < count_A.clamp(min=1)[:, None]) & view.masked
     return chosen_AK, chosen_AK & (ranks_AK >= passed_A[:, None])
 
 
-def shares(num_slots: Tensor, num_steps: Tensor, step: Tensor) -> Tensor:
+def even_share(num_slots: Tensor, num_steps: Tensor, step: Tensor) -> Tensor:
     """Return how many of `num_slots` slots step `step` of `num_steps` commits: an even share, and one more in the first
     steps for the remainder (LLaDA). All int64 of one shape."""
     return num_slots // num_steps + (step < num_slots % num_steps)

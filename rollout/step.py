@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from learner.counter import uniform
-from rollout.drawing import Draws, Law, draw, predictions
+from rollout.batch_state import RowState, on_device
 from rollout.forwards import SlotLogits
 from rollout.request import SamplingParams, Schedule
 from rollout.schedules import BlockView, select
-from rollout.slots import RowState, on_device
+from rollout.token_sampling import SampledTokens, SamplingDistribution, predictions, sample_tokens
 
-_LOTTERY_KEY = 1
+_RANDOM_ORDER_KEY = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class CommittedTokens:
     """Sampled tokens and their record: [M] each, as in `Completion`."""
 
     tokens: Tensor
@@ -33,7 +33,7 @@ class Drawn:
     logp: Tensor
     logp_raw: Tensor
     entropy: Tensor
-    law_entropy: Tensor
+    distribution_entropy: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,24 +77,24 @@ class DenoiseStep:
         self._index_N, self._source_N = found.index, found.source
         self._predicted = predictions(found.logits)
         self._slots_AK = block.columns - rows.prompt_length[:, None]
-        self._drawn_N: Draws | None = None
+        self._sampled_N: SampledTokens | None = None
         if not all(p.logp_exact for p in params):
-            self._drawn_N = self._draw(torch.arange(len(found.index), device=found.index.device))
+            self._sampled_N = self._sample(torch.arange(len(found.index), device=found.index.device))
 
     def select(self) -> tuple[Tensor, Tensor]:
         """Return the slots [A, K] to write, and those of them committed only to reach the minimum, as in `select`."""
         present = {p.schedule for p in self._params}
-        entropy_AK = lottery_AK = None
+        entropy_AK = random_order_AK = None
         if Schedule.ENTROPY_BOUND in present:
             entropy_AK = self._grid(self._entropies()[self._source_N])
         if Schedule.RANDOM in present:
             rows = self._rows
-            lottery_AK = uniform(rows.draw_key[:, None], rows.step[:, None], self._slots_AK, _LOTTERY_KEY)
+            random_order_AK = uniform(rows.draw_key[:, None], rows.step[:, None], self._slots_AK, _RANDOM_ORDER_KEY)
         view = BlockView(
             masked=self._block.masked,
             confidence=self._grid(self._confidence()),
             entropy=entropy_AK,
-            lottery=lottery_AK,
+            random_order=random_order_AK,
         )
         chosen_AK, fallback_AK = select(view, self._rows.schedules(), present)
         editable_AK, tokens_AK = self._block.editable, self._block.tokens
@@ -108,42 +108,42 @@ class DenoiseStep:
         top_AK.view(-1)[self._index_N] = self._predicted.top_tokens(self._source_N)
         return (confidence_AK > self._rows.log_editing_threshold[:, None]) & (top_AK != tokens_AK)
 
-    def broken_rows(self) -> Tensor:
+    def non_finite_rows(self) -> Tensor:
         """Return [A] bool: whether any prediction of the row is not finite."""
-        is_number_U = self._predicted.log_norm.isfinite()
-        is_broken_AK = torch.zeros_like(self._block.masked)
-        is_broken_AK.view(-1)[self._index_N] = ~is_number_U[self._source_N]
-        return is_broken_AK.any(dim=1)
+        is_finite_U = self._predicted.log_norm.isfinite()
+        is_not_finite_AK = torch.zeros_like(self._block.masked)
+        is_not_finite_AK.view(-1)[self._index_N] = ~is_finite_U[self._source_N]
+        return is_not_finite_AK.any(dim=1)
 
-    def draw(self, picked_M: Tensor) -> Drawn:
+    def sample(self, picked_M: Tensor) -> CommittedTokens:
         """Sample tokens for some of the open slots."""
         source_M = self._source_N[picked_M]
-        draws_M = self._draw(picked_M) if self._drawn_N is None else self._drawn_N.of(picked_M)
-        return Drawn(
-            tokens=draws_M.tokens,
+        sampled_M = self._sample(picked_M) if self._sampled_N is None else self._sampled_N.of(picked_M)
+        return CommittedTokens(
+            tokens=sampled_M.tokens,
             steps=self._rows.step[self._row_of(picked_M)],
-            logp=draws_M.logp,
-            logp_raw=self._predicted.logp(source_M, draws_M.tokens),
+            logp=sampled_M.logp,
+            logp_raw=self._predicted.logp(source_M, sampled_M.tokens),
             entropy=self._entropy(source_M),
-            law_entropy=draws_M.law_entropy,
+            distribution_entropy=sampled_M.distribution_entropy,
         )
 
     def _confidence(self) -> Tensor:
         """Return the slots' confidence: log-probability of the most probable token, or of the sampled one."""
         confidence_N = -self._predicted.log_norm[self._source_N]
-        if self._drawn_N is None:
+        if self._sampled_N is None:
             return confidence_N
-        draws_first_A = on_device([not p.logp_exact for p in self._params], confidence_N.device)
-        drawn_first_N = draws_first_A[self._index_N // self._block.masked.shape[1]]
-        return torch.where(drawn_first_N, self._predicted.logp(self._source_N, self._drawn_N.tokens), confidence_N)
+        samples_first_A = on_device([not p.logp_exact for p in self._params], confidence_N.device)
+        sampled_first_N = samples_first_A[self._index_N // self._block.masked.shape[1]]
+        return torch.where(sampled_first_N, self._predicted.logp(self._source_N, self._sampled_N.tokens), confidence_N)
 
-    def _draw(self, picked_M: Tensor) -> Draws:
+    def _sample(self, picked_M: Tensor) -> SampledTokens:
         rows, row_M, source_M = self._rows, self._row_of(picked_M), self._source_N[picked_M]
         if all(p.temperature == 0 for p in self._params):
             tokens_M = self._predicted.top_tokens(source_M)
             zeros_M = torch.zeros(tokens_M.shape, device=tokens_M.device)
-            return Draws(tokens=tokens_M, logp=zeros_M, law_entropy=zeros_M)
-        law = Law(
+            return SampledTokens(tokens=tokens_M, logp=zeros_M, distribution_entropy=zeros_M)
+        distribution = SamplingDistribution(
             temperature=rows.temperature[row_M],
             top_p=rows.top_p[row_M],
             top_k=rows.top_k[row_M],
@@ -151,7 +151,7 @@ class DenoiseStep:
         )
         slots_M = self._slots_AK.flatten()[self._index_N[picked_M]]
         uniforms_M = uniform(rows.draw_key[row_M], rows.step[row_M], slots_M)
-        return draw(self._predicted, source_M, law, uniforms_M)
+        return sample_tokens(self._predicted, source_M, distribution, uniforms_M)
 
     def _entropy(self, source_M: Tensor) -> Tensor:
         if len(source_M) <= len(self._predicted.log_norm):

@@ -177,14 +177,14 @@ def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, f
         assert [span.args["round"] for span in trainings] == [0, 1, 2, 3]
         assert {span.args["round"] for span in sampled} == {0, 1, 2, 3}
         overlapping[name] = [
-            (training.args["round"], portion.args["round"])
+            (training.args["round"], work_unit.args["round"])
             for training in trainings
-            for portion in sampled
-            if portion.began < training.ended and training.began < portion.ended
+            for work_unit in sampled
+            if work_unit.began < training.ended and training.began < work_unit.ended
         ]
     assert overlapping["first"] == [], "with a staleness of 0 samplers wait for the learner, and it for them"
     assert overlapping["ahead"]
-    assert all(portion > training for training, portion in overlapping["ahead"]), "what is trained on is complete"
+    assert all(work_unit > training for training, work_unit in overlapping["ahead"]), "what is trained on is complete"
     said = _d1(cluster, "status", str(folder / "ahead"))
     assert said.stdout.startswith("ahead: finished, ")
     assert "rounds, 4 of 4 done" in said.stdout

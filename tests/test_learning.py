@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
+from actors.messages import ScoredWorkUnit, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.spec import sampler_facts
-from actors.training.choosing import EVERY_GROUP
 from actors.training.collate import collate
+from actors.training.dynamic_sampling import EVERY_GROUP
 from learner.algorithms import ALGORITHMS
 from learner.batch import RolloutBatch
 from learner.config import LearnerConfig
@@ -52,16 +52,16 @@ def _round(model: Transformer, params: SamplingParams, index: int) -> RolloutBat
     problem = Problem(
         problem_id="p", messages=(Message(role="user", content="?"),), answer=str(TARGET), reference_completion=""
     )
-    portion = Portion(
-        key=PortionKey(round=index, index=0),
+    work_unit = WorkUnit(
+        key=WorkUnitKey(round=index, index=0),
         problems=(problem,) * len(requests),
         group_ids=tuple(row // GROUP_SIZE for row in range(len(requests))),
         requests=tuple(requests),
     )
     # Half of the best counts as right: what looks at nothing else must meet right completions among the first.
     grades = tuple(Grade(reward=reward, parts={"share": reward}, correct=reward >= 0.5) for reward in rewards)
-    summary = PortionSummary.of(completions, grades, texts=[""] * len(completions), costs={})
-    scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
+    summary = WorkUnitSummary.of(completions, grades, texts=[""] * len(completions), costs={})
+    scored = ScoredWorkUnit(work_unit=work_unit, completions=tuple(completions), summary=summary)
     return collate([scored], GEN_LENGTH, 11, EVERY_GROUP)
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
+from actors.messages import ScoredWorkUnit, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.spec import sampler_facts
-from actors.training.choosing import EVERY_GROUP
 from actors.training.collate import collate
+from actors.training.dynamic_sampling import EVERY_GROUP
 from learner.batch import GroupedBatch
 from learner.estimators import InnerUpdate, TrajectoryConfig, make_terms, token_logps
 from learner.model.networks import make_model
@@ -33,16 +33,16 @@ def _sampled(policy: Transformer, **settings: object) -> tuple[GroupedBatch, Sam
     requests = [Request(prompt_ids=prompts[i // 4], params=params, seed=i) for i in range(8)]
     completions = Sampler(policy, 0).generate(requests)
     problem = Problem(problem_id="p", messages=(Message(role="user", content="?"),), answer="", reference_completion="")
-    portion = Portion(
-        key=PortionKey(round=0, index=0),
+    work_unit = WorkUnit(
+        key=WorkUnitKey(round=0, index=0),
         problems=(problem,) * 8,
         group_ids=tuple(i // 4 for i in range(8)),
         requests=tuple(requests),
     )
     grades = tuple(Grade(reward=i / 8, parts={"all": i / 8}, correct=False) for i in range(8))
-    summary = PortionSummary.of(completions, grades, texts=[""] * len(completions), costs={})
-    scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
-    num_slots = params.most_slots(is_block_causal=policy.config.is_block_causal)
+    summary = WorkUnitSummary.of(completions, grades, texts=[""] * len(completions), costs={})
+    scored = ScoredWorkUnit(work_unit=work_unit, completions=tuple(completions), summary=summary)
+    num_slots = params.max_slots(is_block_causal=policy.config.is_block_causal)
     return GroupedBatch.of(collate([scored], num_slots, policy.config.eos_token_id, EVERY_GROUP)), params
 
 

@@ -17,7 +17,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from actors.messages import Generation, Portion, ScoredPortion
+from actors.messages import ScoredWorkUnit, WeightsId, WorkUnit
 from actors.plan import RunPlan
 from actors.registry.records import PolicyVersion
 from actors.resources import GpuSection
@@ -88,30 +88,30 @@ class Served(LocalRun):
         """Let samplers have their turn only while nothing of this learner is on the GPU that they share."""
         self._learner = context
 
-    def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
-        super().announce(generation, phase, round_index)
+    def announce(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None:
+        super().announce(weights_id, phase, round_index)
         announced = PolicyVersion(
-            version=generation.version,
+            version=weights_id.version,
             round=round_index,
             phase=phase,
             num_correct=None,
             num_problems=None,
             checkpoint=None,
             weight_store="store",
-            manifest_digest=generation.digest,
+            manifest_digest=weights_id.digest,
         )
         with in_process(store=self.store):
             self._engine.versions.adopt(announced)
 
-    def _score(self, portion: Portion, generation: Generation) -> ScoredPortion:
+    def _score(self, work_unit: WorkUnit, weights_id: WeightsId) -> ScoredWorkUnit:
         if self._spec.gpus.colocate:
             held = [*self._learner.policy.tensors(), *self._learner.learner_tensors()]
             assert {local_part(tensor).untyped_storage().nbytes() for tensor in held} == {0}
-        scored = super()._score(portion, generation)
-        if generation.version == self._engine.versions.policy.version:
-            answered = asyncio.run(_answers(self._engine, Job(requests=portion.requests, wanted="policy")))
+        scored = super()._score(work_unit, weights_id)
+        if weights_id.version == self._engine.versions.policy.version:
+            answered = asyncio.run(_answers(self._engine, Job(requests=work_unit.requests, wanted="policy")))
             sampled = [completion.token_ids.tolist() for completion in scored.completions]
-            self.served.append((generation.version, answered == sampled))
+            self.served.append((weights_id.version, answered == sampled))
         return scored
 
 
@@ -192,14 +192,14 @@ class Walk:
     def _evaluated(self, checkpoint: Path) -> tuple[Worker, list[str]]:
         """A worker of the pool, and what it reads in its answers to the held-out problems."""
         plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
-        (portion,) = plan.evaluation_portions(self._spec.rollout.sampling, load_config(checkpoint))
+        (work_unit,) = plan.evaluation_work_units(self._spec.rollout.sampling, load_config(checkpoint))
         batch = EvaluationBatch(
             index=0,
             task=self._spec.task,
             grades_whole_canvas=False,
-            problems=portion.problems,
-            samples=(0,) * len(portion.problems),
-            requests=portion.requests,
+            problems=work_unit.problems,
+            samples=(0,) * len(work_unit.problems),
+            requests=work_unit.requests,
         )
         config = WorkerConfig(checkpoint=checkpoint, engine=self._spec.rollout.engine, device="", num_threads=1)
         wanted = PoolSettings(num_workers=1, device=self._spec.device)
@@ -228,8 +228,8 @@ def _assert_placed(walk: Walk, gpus: GpuSection, shares: list[float] | None, lea
     if shares is not None:
         assert shares == [gpus.engine, gpus.sampler, gpus.learner, gpus.sampler, gpus.learner]
     for what, num_bytes in walk.taken.items():
-        is_asleep = what == "samplers" and gpus.colocate
-        assert num_bytes == 0 if is_asleep else num_bytes >= least_bytes, what
+        is_offloaded = what == "samplers" and gpus.colocate
+        assert num_bytes == 0 if is_offloaded else num_bytes >= least_bytes, what
     assert walk.num_swaps == 4
     assert {version for version, _ in walk.served} == set(range(5))
     assert all(is_same for _, is_same in walk.served)

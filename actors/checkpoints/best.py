@@ -24,7 +24,7 @@ def best_version(events: Sequence[Event]) -> int | None:
     labels = (VALIDATION,) if has_validation(events) else _HELDOUT
     found = {
         event["policy_version"]: event["num_correct"] / event["num_problems"]
-        for event in standing_evaluations(events)
+        for event in current_evaluations(events)
         if event["label"] in labels
     }
     return max(found, key=lambda version: (found[version], -version), default=None)
@@ -35,18 +35,18 @@ def validated_best(events: Sequence[Event]) -> int | None:
     return best_version(events) if has_validation(events) else None
 
 
-def standing_evaluations(events: Sequence[Event]) -> list[Event]:
+def current_evaluations(events: Sequence[Event]) -> list[Event]:
     """Return the evaluations of weights that a run still has, in order.
 
     A resumed run repeats the rounds after its checkpoint, so later versions are discarded.
     """
-    standing, later = [], math.inf
+    current, later = [], math.inf
     for event in reversed(events):
         if event["event"] == "round":
             later = min(later, event["policy_version"])
         elif event["event"] == "evaluation" and event["policy_version"] < later:
-            standing.append(event)
-    return standing[::-1]
+            current.append(event)
+    return current[::-1]
 
 
 def has_validation(events: Iterable[Event]) -> bool:

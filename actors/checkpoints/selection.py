@@ -16,7 +16,7 @@ from learner.model.checkpoint_files import MANIFEST, TRAINER_STATE, verify_check
 from learner.model.storage.throughput import ReportProgress
 
 # Names of intermediate checkpoints, written within a stage.
-_PASSING = re.compile(r"(sft|rl|control)-\d+")
+_INTERMEDIATE = re.compile(r"(sft|rl|control)-\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +72,11 @@ class FoundCheckpoint:
     """Its directory."""
     position: Position
     """Progress of the run at it."""
-    passed_over: tuple[str, ...]
+    skipped: tuple[str, ...]
     """One sentence per damaged checkpoint that was skipped; the caller reports them."""
 
 
-def to_go_on(num_rounds: int) -> Rule:
+def resumable(num_rounds: int) -> Rule:
     """Return the rule for resuming a run of `num_rounds`.
 
     The control's checkpoint is eligible if all rounds are done; otherwise more rounds continue from the last of them.
@@ -84,7 +84,7 @@ def to_go_on(num_rounds: int) -> Rule:
     return lambda position: position.phase is not Phase.CONTROL or position.round >= num_rounds
 
 
-def to_answer(position: Position) -> bool:
+def servable(position: Position) -> bool:
     """Return whether a service may use it: not the control's, which is a baseline, nor one within SFT."""
     return position.phase is not Phase.CONTROL and position.is_published
 
@@ -113,14 +113,14 @@ def newest_checkpoint(checkpoints_dir: Path, rule: Rule, say: ReportProgress | N
         except ValueError as error:
             damaged.append(str(error))
         else:
-            passed_over = tuple(f"{what}; going on with checkpoint {directory.name}" for what in damaged)
-            return FoundCheckpoint(directory=directory, position=position, passed_over=passed_over)
+            skipped = tuple(f"{what}; going on with checkpoint {directory.name}" for what in damaged)
+            return FoundCheckpoint(directory=directory, position=position, skipped=skipped)
     if damaged:
         raise ValueError(f"no checkpoint in {checkpoints_dir} is whole: {'; '.join(damaged)}")
     return None
 
 
-def checkpoints_to_answer(checkpoints_dir: Path) -> list[tuple[Position, Path]]:
+def servable_checkpoints(checkpoints_dir: Path) -> list[tuple[Position, Path]]:
     """Return the checkpoints that a service may use, oldest version first.
 
     Their large files are verified on loading, since that takes long. Those with a damaged position are left out, as are
@@ -130,7 +130,7 @@ def checkpoints_to_answer(checkpoints_dir: Path) -> list[tuple[Position, Path]]:
     for directory in sorted(checkpoints_dir.glob("[!.]*/")):
         with suppress(ValueError):
             position = read_position(directory)
-            if to_answer(position):
+            if servable(position):
                 found.append((position, directory))
     return sorted(found, key=lambda one: one[0].policy_version)
 
@@ -158,12 +158,12 @@ def prune(checkpoints_dir: Path, num_kept: int, versions: Collection[int], now: 
         with suppress(ValueError):
             found.append((read_position(directory), directory))
     found.sort(key=lambda item: item[0].order)
-    passing = [item for item in found if _PASSING.fullmatch(item[1].name)]
-    past = [item for item in passing if item[0].order <= now.order]
+    intermediate = [item for item in found if _INTERMEDIATE.fullmatch(item[1].name)]
+    past = [item for item in intermediate if item[0].order <= now.order]
     rounds = [item for item in past if item[0].phase is Phase.RL]
     kept = {directory for _, directory in (*past[-num_kept:], *rounds[-1:])}
     deleted = []
-    for position, directory in passing:
+    for position, directory in intermediate:
         if directory in kept or (position.policy_version in versions and position.is_published):
             continue
         # Rename first, so that no reader sees a partial checkpoint.
@@ -175,9 +175,9 @@ def prune(checkpoints_dir: Path, num_kept: int, versions: Collection[int], now: 
     return deleted
 
 
-def is_passing(directory: Path) -> bool:
+def is_intermediate(directory: Path) -> bool:
     """Return whether a directory is an intermediate checkpoint, which its run will delete."""
-    return _PASSING.fullmatch(directory.name) is not None and (directory / TRAINER_STATE).is_file()
+    return _INTERMEDIATE.fullmatch(directory.name) is not None and (directory / TRAINER_STATE).is_file()
 
 
 def find_position(directory: Path) -> Position | None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from actors.checkpoints.beside import Beside
+from actors.checkpoints.background_writer import BackgroundWriter
 from actors.checkpoints.selection import Position, checkpoint_name, prune
 from actors.spec import RunSpec
 from learner.model.adapter import Adapter
@@ -28,7 +28,7 @@ _SHARE_OF_TIME = 20
 _PATIENCE_S, _PAUSE_S = 600.0, 5.0
 # Range of sizes, in bytes, that are written in the background. Smaller ones take a second or so. For larger ones memory
 # may not suffice: full weights are gathered once more when the next version is published.
-_LEAST_BESIDE, _MOST_BESIDE = 250_000_000, 40_000_000_000
+_MIN_BACKGROUND_BYTES, _MAX_BACKGROUND_BYTES = 250_000_000, 40_000_000_000
 
 
 class CheckpointClient(Protocol):
@@ -50,12 +50,12 @@ class Checkpointer:
         """Position of the newest checkpoint that this process wrote."""
         self._pending: Position | None = None
         """Position of a background write whose outcome has not been collected."""
-        self._beside = Beside()
+        self._background_writer = BackgroundWriter()
         """Background writer, used on rank 0."""
 
     def is_due(self) -> bool:
         """Return whether the next checkpoint by time is due; rank 0 decides."""
-        if self._beside.is_busy:
+        if self._background_writer.is_busy:
             return False
         every_s = self._spec.checkpoint_every_s
         since_s = self._clock() - self._written_at
@@ -82,9 +82,9 @@ class Checkpointer:
                 `_PATIENCE_S`.
 
         Raises OSError on rank 0, and LeaderFailedError on the others, if a required one cannot be written; and as
-        `settle`.
+        `collect_pending`.
         """
-        self.settle()
+        self.collect_pending()
         began = self._clock()
         contents = _Contents(
             position=replace(position, manifest_digest=digest),
@@ -94,10 +94,12 @@ class Checkpointer:
         )
 
         def begin() -> bool | None:
-            if not may_fail or not _LEAST_BESIDE <= contents.num_bytes <= _MOST_BESIDE:
+            if not may_fail or not _MIN_BACKGROUND_BYTES <= contents.num_bytes <= _MAX_BACKGROUND_BYTES:
                 return self._is_written(contents, began, 0.0 if may_fail else _PATIENCE_S)
             what = f"checkpoint {checkpoint_name(position)}"
-            self._beside.begin(what, contents.num_bytes, lambda: self._is_written(contents, began, 0.0, is_beside=True))
+            self._background_writer.begin(
+                what, contents.num_bytes, lambda: self._is_written(contents, began, 0.0, in_background=True)
+            )
             return None
 
         is_written = self._ranks.broadcast_decision(begin)
@@ -108,7 +110,7 @@ class Checkpointer:
         self._written_at = self._clock()
         self._write_s = self._written_at - began
 
-    def settle(self) -> None:
+    def collect_pending(self) -> None:
         """Wait for the background write, if there is one. A collective.
 
         Raises TimeoutError on rank 0, and LeaderFailedError on the others, if it takes too long.
@@ -116,15 +118,15 @@ class Checkpointer:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        if self._ranks.broadcast_decision(self._beside.outcome):
+        if self._ranks.broadcast_decision(self._background_writer.outcome):
             self.newest = pending
 
     def wait(self) -> None:
         """Wait for the background write on this rank alone, ignoring its outcome: the process and its thread are about
         to end."""
-        self._beside.wait()
+        self._background_writer.wait()
 
-    def _is_written(self, contents: _Contents, began: float, within_s: float, *, is_beside: bool = False) -> bool:
+    def _is_written(self, contents: _Contents, began: float, within_s: float, *, in_background: bool = False) -> bool:
         """Write and record a checkpoint, then prune old ones. Returns whether that succeeded.
 
         With a positive `within_s` it retries for so many seconds, and then raises OSError.
@@ -145,7 +147,7 @@ class Checkpointer:
 
         if not self._is_saved(save, name, within_s):
             return False
-        beside = {"beside": True} if is_beside else {}
+        beside = {"beside": True} if in_background else {}
         self._record(position, directory, round(self._clock() - began, 3), beside)
         kept = self._client.versions_to_keep()
         prune(self._spec.checkpoints_dir, self._spec.num_checkpoints_kept, kept, position)

@@ -11,7 +11,7 @@ Ray restarts it if it dies, and nothing is lost.
 | `OpenRounds._run` | an admitted work unit | a free sampler, grader | a ready work unit | `published`, a retry      |
 | `next_batch`      | a round's work units  | the complete round     | references        | `OpenRounds._run`, `stop` |
 | `evaluate`        | held-out work units   | all of them            | a score           | `Pools.score`, `stop`     |
-| `_keep_watch`     |                       | a silent actor         | a failure, a kill |                           |
+| `_monitor`     |                       | a silent actor         | a failure, a kill |                           |
 
 Where samplers and learner share GPUs and take turns (`gpus.colocate`), the samplers' turn lasts as long as `next_batch`
 or `evaluate`. The learner is offloaded to host memory before it calls, and the call returns once the samplers have
@@ -37,9 +37,8 @@ from typing import Any, TypeVar
 import ray
 
 from actors import NAMESPACE, actor_name
-from actors.checkpoints.best import best_version, standing_evaluations
-from actors.coordination.evaluation import VersionEvaluator
-from actors.coordination.liveness import Watch
+from actors.checkpoints.best import best_version, current_evaluations
+from actors.coordination.liveness import LivenessMonitor
 from actors.coordination.metrics import RunGauges
 from actors.coordination.pools import Pools, VersionLostError
 from actors.coordination.round_stats import readable_samples, round_stats
@@ -47,14 +46,15 @@ from actors.coordination.rounds import OpenRounds
 from actors.coordination.session import Session
 from actors.coordination.status import SILENT_S, RunStatus, actor_statuses, restarts_by_kind, silence_texts, wait_text
 from actors.coordination.timeline import COORDINATOR, LEARNER, SpanKind, Timeline
+from actors.coordination.version_evaluator import VersionEvaluator
 from actors.curriculum import line_of, outcomes_of, read_solve_rates
-from actors.messages import Generation, Next, PortionKey, PortionSummary, TrainedRound
+from actors.messages import Next, TrainedRound, WeightsId, WorkUnitKey, WorkUnitSummary
 from actors.plan import RunPlan
 from actors.registry.announcer import Announcer
 from actors.registry.registry import Registry
 from actors.run_log import LEARNER_FAILED, RESTARTED, Event, RunLog, is_done
 from actors.spec import Phase, RunSpec
-from actors.training.choosing import GroupChoice
+from actors.training.dynamic_sampling import GroupSelection
 from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 
@@ -125,18 +125,18 @@ class Coordinator:
             policy=self._policy,
         )
         self._rounds = OpenRounds(spec, self._plan, self._pools, self._note_failure)
-        self._watch = Watch(self._end_hung)
+        self._liveness = LivenessMonitor(self._end_hung)
         self._timeline = Timeline()
-        self._doing: dict[str, tuple[str, float]] = {}
+        self._activity: dict[str, tuple[str, float]] = {}
         self._has_echoed = False
         self._waiting_since: tuple[str, float] | None = None
         self._learner_starting_at = time.monotonic()
         self._stopping = asyncio.Event()
-        self._asked: set[asyncio.Task[Any]] = set()
-        self._beside: tuple[tuple[Generation, str], asyncio.Task[dict[str, Any]]] | None = None
+        self._pending_requests: set[asyncio.Task[Any]] = set()
+        self._background_evaluation: tuple[tuple[WeightsId, str], asyncio.Task[dict[str, Any]]] | None = None
         """Background evaluation during the current round: its version and label, and its task."""
         self._store = store
-        self._watching: asyncio.Task[None] | None = None
+        self._monitoring: asyncio.Task[None] | None = None
         self._begin(session)
 
     def _begin(self, session: Session) -> None:
@@ -149,13 +149,13 @@ class Coordinator:
                 self._timeline.add_since(COORDINATOR, "away", SpanKind.AWAY, last.at)
         else:
             self._note_overlong()
-        self._keep(session, num_coordinator_starts=session.num_coordinator_starts + 1, leaving=[])
+        self._save_session(session, num_coordinator_starts=session.num_coordinator_starts + 1, leaving=[])
         for actor in _members(self._spec.name, {}, session.leaving).values():
             # Its work units are sampled again.
             ray.kill(actor)
         if untold := session.untold:
-            generation = Generation(version=untold["version"], digest=untold["digest"])
-            self._announcer.remember(generation, Phase(untold["phase"]), untold["round"])
+            weights_id = WeightsId(version=untold["version"], digest=untold["digest"])
+            self._announcer.enqueue_first(weights_id, Phase(untold["phase"]), untold["round"])
         if session.is_stopping:
             self._stopping.set()
 
@@ -188,14 +188,14 @@ class Coordinator:
 
     async def events_since(self, count: int) -> list[Event]:
         """Return the events after the first `count`."""
-        self._watch_over()
+        self._ensure_monitoring()
         return self._log.events_since(count)
 
     async def finish(self) -> None:
         """Record that the run is done, and how long it took. Its files are then complete."""
-        if self._watching is not None:
-            self._watching.cancel()
-        await self._announcer.settled()
+        if self._monitoring is not None:
+            self._monitoring.cancel()
+        await self._announcer.flush()
         if not is_done(self._log.events_since(0)):
             self._log.append("done", seconds=self._log.seconds())
         self._log.close()
@@ -235,7 +235,7 @@ class Coordinator:
         """
         self._forget_learner()
         self._learner_starting_at = time.monotonic()
-        self._keep(self._session.with_learner_start(learner, self._num_checkpoints()))
+        self._save_session(self._session.with_learner_start(learner, self._num_checkpoints()))
         await self._end_samplers_turn()
         return None if self._session.gave_up else dict(self._session.micro_batch_tokens)
 
@@ -263,7 +263,7 @@ class Coordinator:
             if too_large is not None:
                 what = self._smaller(too_large, what)
             elif not is_echo:
-                self._keep(self._session.with_error(what, self._num_checkpoints(), is_transient=is_transient))
+                self._save_session(self._session.with_error(what, self._num_checkpoints(), is_transient=is_transient))
             self._note_failure(f"{LEARNER_FAILED}: {what}", 1)
         return not self._session.gave_up
 
@@ -275,13 +275,13 @@ class Coordinator:
             tokens, row = spec.sft_micro_batch_tokens, spec.sft_tokens
         if tokens // 2 >= row:
             what = f"{what}; it is tried again with micro-batches of {tokens // 2} tokens instead of {tokens}"
-            self._keep(self._session.with_micro_batches(section, tokens // 2, what))
+            self._save_session(self._session.with_micro_batches(section, tokens // 2, what))
             return what
         what = (
             f"{what}; micro-batches of {tokens} tokens cannot be halved, a canvas has {row}: take "
             "sharding.activation_checkpointing=true or more learner.num_workers"
         )
-        self._keep(self._session.with_error(what, self._num_checkpoints(), is_transient=False))
+        self._save_session(self._session.with_error(what, self._num_checkpoints(), is_transient=False))
         return what
 
     def _num_checkpoints(self) -> int:
@@ -293,25 +293,25 @@ class Coordinator:
 
     async def heartbeat(self, rank: int, doing: str, actor: Any, controller: Any = None) -> bool:
         """Register a heartbeat of a learner rank; rank 0 passes Ray Train's controller. Returns whether to stop."""
-        self._watch_over()
-        if controller is not None and not self._watch.is_watched(_CONTROLLER):
-            self._watch.ask(_CONTROLLER, controller, _controller_answers, _CONTROLLER_HUNG_S)
-        if self._doing.get(str(rank), ("", 0.0))[0] != doing:
-            self._doing[str(rank)] = doing, time.monotonic()
-        self._watch.heard(f"{_RANK}{rank}", actor)
+        self._ensure_monitoring()
+        if controller is not None and not self._liveness.is_watched(_CONTROLLER):
+            self._liveness.probe(_CONTROLLER, controller, _controller_answers, _CONTROLLER_HUNG_S)
+        if self._activity.get(str(rank), ("", 0.0))[0] != doing:
+            self._activity[str(rank)] = doing, time.monotonic()
+        self._liveness.record_heartbeat(f"{_RANK}{rank}", actor)
         return self._stopping.is_set()
 
     async def rank_ended(self, rank: int) -> None:
         """Register that a rank has ended normally."""
-        self._watch.forget(f"{_RANK}{rank}")
-        self._doing.pop(str(rank), None)
+        self._liveness.forget(f"{_RANK}{rank}")
+        self._activity.pop(str(rank), None)
 
     async def stop(self) -> bool:
         """Make the learner write a checkpoint and end, as soon as it can. Returns False if none of its ranks is up."""
-        self._keep(self._session, is_stopping=True)
+        self._save_session(self._session, is_stopping=True)
         self._stopping.set()
         # After a restart of this process the first heartbeat may not have arrived yet.
-        return bool(self._doing) or self._session.num_coordinator_starts > 1
+        return bool(self._activity) or self._session.num_coordinator_starts > 1
 
     # The pools.
 
@@ -319,65 +319,65 @@ class Coordinator:
         """Resize a pool to `size` actors. `added` are new ones, by name; surplus ones leave when they are free."""
         before = len(self._pools.staying()[kind])
         self._pools.scale(kind, size, added)
-        if self._watching is not None:
+        if self._monitoring is not None:
             for name, actor in added.items():
-                if not self._watch.is_watched(name):
-                    self._watch.ask(name, actor)
-        self._keep_members()
+                if not self._liveness.is_watched(name):
+                    self._liveness.probe(name, actor)
+        self._save_members()
         if size != before:
             self._log.append("scale", pool=f"{kind}s", before=before, after=size)
 
     def _note_left(self, name: str) -> None:
-        self._watch.forget(name)
-        self._keep_members()
+        self._liveness.forget(name)
+        self._save_members()
 
-    def _keep_members(self) -> None:
-        self._keep(self._session, pools=self._pools.staying(), leaving=self._pools.leaving())
+    def _save_members(self) -> None:
+        self._save_session(self._session, pools=self._pools.staying(), leaving=self._pools.leaving())
 
-    def _keep(self, session: Session, **changes: Any) -> None:
+    def _save_session(self, session: Session, **changes: Any) -> None:
         self._session = replace(session, **changes).write(self._spec.run_dir)
 
     def _forget_learner(self) -> None:
         self._rounds.forget()
-        for asked in self._asked:
+        for asked in self._pending_requests:
             asked.cancel()
-        self._end_beside()
+        self._cancel_background_evaluation()
         # The controller starts another group, and does not answer until that is up.
-        self._watch.forget(_CONTROLLER, *(f"{_RANK}{rank}" for rank in self._doing))
-        self._doing.clear()
+        self._liveness.forget(_CONTROLLER, *(f"{_RANK}{rank}" for rank in self._activity))
+        self._activity.clear()
         self._has_echoed = False
 
     # The rounds.
 
     async def next_batch(
-        self, round_index: int, generation: Generation, trained: TrainedRound | None = None, label: str = ""
+        self, round_index: int, weights_id: WeightsId, trained: TrainedRound | None = None, label: str = ""
     ) -> tuple[Next, list[ray.ObjectRef[Any]]]:
         """Return references of a round's scored work units, or what to do first. Raises as `OpenRounds.complete` does.
 
         `trained` is the round before, if the learner has not reported it yet. It is recorded as by `published`, and is
-        on disk when this returns; the samplers do not wait for that. `label` is of an evaluation of `generation` that
+        on disk when this returns; the samplers do not wait for that. `label` is of an evaluation of `weights_id` that
         the learner will request after training on the round. It begins now, in the background: behind the round's work
         units and before those of the next.
         """
         summaries = None
         if trained is not None and not self._is_published(trained):
             if (summaries := self._rounds.summaries(trained.round)) is None:
-                return Next.TELL, []
-            self._free(trained, summaries)
+                return Next.REPORT, []
+            self._release_round(trained, summaries)
         self._waiting_since = _ROUND, time.monotonic()
         try:
             async with self._samplers_turn():
-                self._rounds.begin(round_index, generation)
+                self._rounds.begin(round_index, weights_id)
                 # Lets the samplers start before the evaluation, and before this process sums up the previous round and
                 # waits for a disk.
                 await asyncio.sleep(0)
                 if label:
-                    self._begin_beside(generation, label, round_index)
+                    self._start_background_evaluation(weights_id, label, round_index)
                 if trained is not None and summaries is not None:
                     await self._record_round(trained, summaries)
-                return Next.GO_ON, await self._unless_stopped(self._rounds.complete(round_index))
+                return Next.CONTINUE, await self._unless_stopped(self._rounds.complete(round_index))
         except StoppedError:
-            self._end_beside()
+            self._cancel_background_evaluation()
             return Next.STOP, []
         except VersionLostError:
             return Next.PUBLISH, []
@@ -388,7 +388,7 @@ class Coordinator:
         """Sample the work units of a round again, because they can no longer be fetched."""
         self._rounds.redo(round_index)
 
-    async def published(self, trained: TrainedRound, summaries: Mapping[PortionKey, PortionSummary] | None) -> bool:
+    async def published(self, trained: TrainedRound, summaries: Mapping[WorkUnitKey, WorkUnitSummary] | None) -> bool:
         """Record a round that the learner trained on and published. It is on disk when this returns.
 
         Returns False if the round's work units are not known here, because they were collected before a restart:
@@ -399,7 +399,7 @@ class Coordinator:
         summaries = summaries or self._rounds.summaries(trained.round)
         if summaries is None:
             return False
-        self._free(trained, summaries)
+        self._release_round(trained, summaries)
         await self._record_round(trained, summaries)
         return True
 
@@ -413,21 +413,21 @@ class Coordinator:
         answered."""
         events = _since_learner_start(self._log.events_since(0))
         rounds = [event for event in events if event["event"] == "round"]
-        asked = trained.round, trained.generation.version
+        asked = trained.round, trained.weights_id.version
         return bool(rounds) and (rounds[-1]["round"], rounds[-1]["policy_version"]) == asked
 
-    def _free(self, trained: TrainedRound, by_key: Mapping[PortionKey, PortionSummary]) -> None:
+    def _release_round(self, trained: TrainedRound, by_key: Mapping[WorkUnitKey, WorkUnitSummary]) -> None:
         """Let later rounds begin: record which problems of this one were solved, and remove it from the ledger."""
-        outcomes = outcomes_of((self._plan.portion_problems(key), summary.grades) for key, summary in by_key.items())
+        outcomes = outcomes_of((self._plan.work_unit_problems(key), summary.grades) for key, summary in by_key.items())
         self._log.add_solve_rates(line_of(trained.round, outcomes))
-        self._plan.note_solved(trained.round, outcomes)
-        self._rounds.publish(trained.round, trained.generation)
+        self._plan.record_outcomes(trained.round, outcomes)
+        self._rounds.publish(trained.round, trained.weights_id)
 
-    async def _record_round(self, trained: TrainedRound, by_key: Mapping[PortionKey, PortionSummary]) -> None:
+    async def _record_round(self, trained: TrainedRound, by_key: Mapping[WorkUnitKey, WorkUnitSummary]) -> None:
         """Write a round to the run log, on disk when this returns, and to samples, metrics and timeline."""
         plan, summaries, values = self._plan, list(by_key.values()), trained.values
-        version = trained.generation.version
-        stats = round_stats([plan.group_ids(key) for key in by_key], summaries, GroupChoice.of(self._spec))
+        version = trained.weights_id.version
+        stats = round_stats([plan.group_ids(key) for key in by_key], summaries, GroupSelection.of(self._spec))
         seconds = values["sampling_s"] + values["training_s"] + values["publish_s"]
         event = self._log.add(
             "round",
@@ -442,7 +442,7 @@ class Coordinator:
         )
         self._log.add_samples(
             readable_samples(
-                by_key, _SAMPLES_PER_ROUND, lambda key: plan.round_portion(key.round, key.index), plan.prompt_text
+                by_key, _SAMPLES_PER_ROUND, lambda key: plan.round_work_unit(key.round, key.index), plan.prompt_text
             )
         )
         self._gauges.show(event)
@@ -469,63 +469,63 @@ class Coordinator:
 
     # Versions and their scores.
 
-    async def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
+    async def announce(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None:
         """Announce a new version in the weight store to samplers, which prefetch it, and to registry and service."""
         if phase is Phase.RL and round_index < self._spec.learner.num_rounds:
-            self._pools.stage(generation)
-        is_told = await self._announcer.announce(generation, phase, round_index)
-        untold = {} if is_told else {**asdict(generation), "phase": phase, "round": round_index}
+            self._pools.prefetch(weights_id)
+        is_told = await self._announcer.announce(weights_id, phase, round_index)
+        untold = {} if is_told else {**asdict(weights_id), "phase": phase, "round": round_index}
         if untold != self._session.untold:
-            self._keep(self._session, untold=untold)
+            self._save_session(self._session, untold=untold)
 
-    async def evaluate(self, generation: Generation, label: str, round_index: int, is_new: bool) -> Next:
+    async def evaluate(self, weights_id: WeightsId, label: str, round_index: int, is_new: bool) -> Next:
         """Evaluate a version in the weight store on the problems of a label, and record its accuracy.
 
         It is also reported to the registry, unless the version is the control's. An evaluation that already runs in the
         background of a round is awaited. One in the log is not repeated, for a version that is not new.
         Raises RuntimeError if all attempts at a work unit failed: an accuracy over fewer problems is not comparable.
         """
-        version = generation.version
+        version = weights_id.version
         if self._is_evaluated(version, label, is_new=is_new):
-            return Next.GO_ON
+            return Next.CONTINUE
         began = time.monotonic()
         self._waiting_since = _EVALUATION, began
         try:
             async with self._samplers_turn():
-                scored = await self._unless_stopped(self._scored(generation, label))
+                scored = await self._unless_stopped(self._scored(weights_id, label))
         except StoppedError:
             return Next.STOP
         except VersionLostError as error:
             self._note_failure(str(error), 1)
             return Next.PUBLISH
         finally:
-            self._end_beside()
+            self._cancel_background_evaluation()
             self._waiting_since = None
             self._timeline.add(LEARNER, f"evaluation of version {version}", SpanKind.WAIT, began)
         self._log.append("evaluation", label=label, policy_version=version, round=round_index, **scored)
         if label != Phase.CONTROL:
             self._announcer.evaluated(version, label, scored["num_correct"], scored["num_problems"])
-        return Next.GO_ON
+        return Next.CONTINUE
 
-    async def _scored(self, generation: Generation, label: str) -> dict[str, Any]:
-        if self._beside is not None and self._beside[0] == (generation, label):
+    async def _scored(self, weights_id: WeightsId, label: str) -> dict[str, Any]:
+        if self._background_evaluation is not None and self._background_evaluation[0] == (weights_id, label):
             # If the store had lost the version, the learner has published it again for the round: evaluate below.
             with suppress(VersionLostError):
-                return await self._beside[1]
-        return await self._evaluation.score(generation, label, _AT_ONCE)
+                return await self._background_evaluation[1]
+        return await self._evaluation.score(weights_id, label, _AT_ONCE)
 
-    def _begin_beside(self, generation: Generation, label: str, round_index: int) -> None:
+    def _start_background_evaluation(self, weights_id: WeightsId, label: str, round_index: int) -> None:
         """Evaluate a version in the background, before the next round's work units, unless an evaluation runs."""
-        if self._beside is None and not self._is_evaluated(generation.version, label, is_new=True):
-            scoring = self._evaluation.score(generation, label, round_index + 0.5)
-            self._beside = (generation, label), asyncio.create_task(scoring)
+        if self._background_evaluation is None and not self._is_evaluated(weights_id.version, label, is_new=True):
+            scoring = self._evaluation.score(weights_id, label, round_index + 0.5)
+            self._background_evaluation = (weights_id, label), asyncio.create_task(scoring)
 
-    def _end_beside(self) -> None:
-        if self._beside is not None:
+    def _cancel_background_evaluation(self) -> None:
+        if self._background_evaluation is not None:
             # Marks its exception as retrieved: it was raised already, or the evaluation is requested again.
-            self._beside[1].add_done_callback(lambda task: task.cancelled() or task.exception())
-            self._beside[1].cancel()
-            self._beside = None
+            self._background_evaluation[1].add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._background_evaluation[1].cancel()
+            self._background_evaluation = None
 
     async def versions_to_keep(self) -> list[int]:
         """Return the versions whose checkpoints must stay: the best, and one that an operator has pinned."""
@@ -538,7 +538,7 @@ class Coordinator:
         events = self._log.events_since(0)
         if is_new:
             events = _since_learner_start(events) if self._session.num_coordinator_starts > 1 else []
-        evaluations = standing_evaluations(events)
+        evaluations = current_evaluations(events)
         return any((event["label"], event["policy_version"]) == (label, version) for event in evaluations)
 
     # Status and liveness.
@@ -556,23 +556,23 @@ class Coordinator:
             round=newest.get("round", -1) + 1 if next_round is None else next_round,
             num_rounds=self._spec.learner.num_rounds,
             policy_version=self._rounds.newest_version,
-            learner={rank: doing for rank, (doing, _) in self._doing.items()},
+            learner={rank: doing for rank, (doing, _) in self._activity.items()},
             portions=self._rounds.counts(),
-            pools=actor_statuses(self._pools.members(), assignments, self._pools.away()),
+            pools=actor_statuses(self._pools.members(), assignments, self._pools.unreachable()),
             waits=tuple(self._waits()),
             max_staleness=self._spec.learner.max_staleness,
             staleness=newest.get("mean_staleness", 0.0),
             num_restarts={
                 "coordinator": self._session.num_coordinator_starts - 1,
                 "learner": max(0, self._session.num_learner_starts - 1),
-                **restarts_by_kind(self._watch.num_restarts()),
+                **restarts_by_kind(self._liveness.num_restarts()),
             },
             seconds={name: newest[f"{name}_s"] for name in ("sampling", "training", "publish") if newest},
         )
 
     def _waits(self) -> list[str]:
         assignments = self._pools.assignments()
-        texts = silence_texts(self._watch.silent(), self._watch.starting(), assignments)
+        texts = silence_texts(self._liveness.silent(), self._liveness.starting(), assignments)
         if self._waiting_since is not None:
             what, since = self._waiting_since
             who = f"round {self._rounds.next_round}" if what is _ROUND else what
@@ -580,32 +580,32 @@ class Coordinator:
             if seconds > SILENT_S:
                 keys = self._rounds.unfinished() if what is _ROUND else [held.key for held in assignments]
                 texts.append(wait_text(who, seconds, keys, assignments))
-        elif "0" in self._doing:
-            doing, since = self._doing["0"]
+        elif "0" in self._activity:
+            doing, since = self._activity["0"]
             if time.monotonic() - since > SILENT_S:
                 texts.append(f"the learner is at this for {time.monotonic() - since:.0f} s: {doing}")
         return texts
 
-    def _watch_over(self) -> None:
+    def _ensure_monitoring(self) -> None:
         """Start the monitoring task, or restart it after an error. `__init__` cannot: it has no event loop."""
-        if self._watching is not None and self._watching.done() and not self._watching.cancelled():
-            self._note_failure(f"the watch over the actors failed, and goes on: {self._watching.exception()}", 1)
-            self._watching = asyncio.create_task(self._keep_watch())
-        if self._watching is None:
+        if self._monitoring is not None and self._monitoring.done() and not self._monitoring.cancelled():
+            self._note_failure(f"the watch over the actors failed, and goes on: {self._monitoring.exception()}", 1)
+            self._monitoring = asyncio.create_task(self._monitor())
+        if self._monitoring is None:
             for name, actor in (*self._pools.members().items(), (_STORE, self._store)):
-                self._watch.ask(name, actor)
-            self._watching = asyncio.create_task(self._keep_watch())
+                self._liveness.probe(name, actor)
+            self._monitoring = asyncio.create_task(self._monitor())
 
-    async def _keep_watch(self) -> None:
+    async def _monitor(self) -> None:
         while True:
-            self._watch.sweep()
-            self._pools.look_for_outages()
-            self._announcer.go_on()
+            self._liveness.sweep()
+            self._pools.check_outages()
+            self._announcer.retry()
             await self._write_status()
             await asyncio.sleep(_STATUS_EVERY_S)
 
     async def _write_status(self) -> None:
-        self._timeline.add_works(self._pools.take_works())
+        self._timeline.add_work_spans(self._pools.take_spans())
         self._timeline.write(self._spec.run_dir)
         (await self.status()).write(self._spec.run_dir)
 
@@ -615,14 +615,14 @@ class Coordinator:
             return
         self._note_failure(f"{name} was silent for {seconds:.0f} s and is replaced", 1)
         if name.startswith(_RANK):
-            self._watch.forget(name, _CONTROLLER)
+            self._liveness.forget(name, _CONTROLLER)
         # Ray Train restarts its workers itself.
         ray.kill(actor, no_restart=name.startswith(_RANK))
 
     def _end_controller(self, actor: Any, seconds: float) -> None:
         """End a hung controller: ranks would train on under it, but their end or death would go unnoticed."""
         # If a rank is silent too, the controller may be busy replacing it.
-        if not any(name.startswith(_RANK) for name in self._watch.silent()):
+        if not any(name.startswith(_RANK) for name in self._liveness.silent()):
             self._note_failure(f"{_CONTROLLER} was silent for {seconds:.0f} s and is ended, and `d1 train` with it", 1)
             ray.kill(actor)
 
@@ -630,14 +630,14 @@ class Coordinator:
         """Return the result of `work`. Cancels it and raises StoppedError if the run is to stop."""
         task, stop = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
         # A restarted learner repeats its request; `_forget_learner` cancels this one.
-        self._asked.add(task)
+        self._pending_requests.add(task)
         try:
             await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
             if task.done() and not task.cancelled():
                 return task.result()
             raise StoppedError
         finally:
-            self._asked.discard(task)
+            self._pending_requests.discard(task)
             task.cancel()
             stop.cancel()
 
@@ -685,7 +685,7 @@ def _again(what: str, first: int, last: int) -> str:
     return f"{what} {first} is done again" if first == last else f"{what}s {first} to {last} are done again"
 
 
-def _staleness(summaries: Sequence[PortionSummary], newest: int) -> dict[str, float]:
+def _staleness(summaries: Sequence[WorkUnitSummary], newest: int) -> dict[str, float]:
     """Return mean and maximum policy lag: how many versions older than the trained policy the completions were."""
     lags = [newest - version for summary in summaries for version in summary.policy_versions]
     return {"mean_staleness": fmean(lags), "max_staleness": float(max(lags))}

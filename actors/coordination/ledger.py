@@ -1,6 +1,6 @@
 """Ledger of work units: a pure state machine for retries and bounded staleness.
 
-Only what the learner publishes admits new rounds. Groups are sampled in work units (`PortionKey`), each of which goes
+Only what the learner publishes admits new rounds. Groups are sampled in work units (`WorkUnitKey`), each of which goes
 
     waiting -> running -> ready -> trained        or        -> failed (after `max_attempts` attempts)
 
@@ -15,8 +15,8 @@ version at that time, which is at least r - S, and at most r, because round r ha
 taken back is pinned again, to a newer version. A new ledger, after a restart at round n, begins at version n, with work
 units of rounds n to n + S.
 
-A round that replaces groups (`actors/training/choosing.py`) is extended while it is sampled, and has that many more
-groups in flight.
+A round that replaces groups (`actors/training/dynamic_sampling.py`) is extended while it is sampled, and has that many
+more groups in flight.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from actors.messages import PortionKey
+from actors.messages import WorkUnitKey
 
 
 @dataclass(slots=True)
-class _Progress:
+class _WorkUnitState:
     """State of one work unit."""
 
     attempts: int = 0
@@ -44,7 +44,7 @@ class Ledger:
 
     num_rounds: int
     """Rounds of the run."""
-    portions_per_round: int
+    work_units_per_round: int
     """Work units of a round, before it is extended."""
     max_staleness: int
     """S."""
@@ -56,12 +56,12 @@ class Ledger:
     """The newest published policy version."""
     num_retries: int = 0
     """Attempts beyond the first, since this ledger was made."""
-    _waiting: dict[PortionKey, _Progress] = field(default_factory=dict)
+    _waiting: dict[WorkUnitKey, _WorkUnitState] = field(default_factory=dict)
     _order: list[tuple[int, int]] = field(default_factory=list)
     """A heap of the waiting work units: there may be thousands."""
-    _running: dict[PortionKey, _Progress] = field(default_factory=dict)
-    _ready: set[PortionKey] = field(default_factory=set)
-    _failed: set[PortionKey] = field(default_factory=set)
+    _running: dict[WorkUnitKey, _WorkUnitState] = field(default_factory=dict)
+    _ready: set[WorkUnitKey] = field(default_factory=set)
+    _failed: set[WorkUnitKey] = field(default_factory=set)
     _sizes: dict[int, int] = field(default_factory=dict)
     """Number of work units of each admitted round."""
     _num_done: Counter[int] = field(default_factory=Counter)
@@ -72,20 +72,20 @@ class Ledger:
         self._admitted = self.next_round
         self._admit()
 
-    def start_next(self) -> tuple[PortionKey, int] | None:
+    def start_next(self) -> tuple[WorkUnitKey, int] | None:
         """Start the next work unit, oldest round first. Returns it with the policy version that it is sampled from."""
         if not self._waiting:
             return None
         round_index, index = heappop(self._order)
-        key = PortionKey(round=round_index, index=index)
-        progress = self._waiting.pop(key)
-        progress.attempts += 1
-        if progress.version is None:
-            progress.version = self.version
-        self._running[key] = progress
-        return key, progress.version
+        key = WorkUnitKey(round=round_index, index=index)
+        state = self._waiting.pop(key)
+        state.attempts += 1
+        if state.version is None:
+            state.version = self.version
+        self._running[key] = state
+        return key, state.version
 
-    def finish(self, key: PortionKey) -> bool:
+    def finish(self, key: WorkUnitKey) -> bool:
         """Mark a work unit as ready. Returns False if it is no longer running, so that its result is not needed."""
         if self._running.pop(key, None) is None:
             return False
@@ -93,43 +93,43 @@ class Ledger:
         self._num_done[key.round] += 1
         return True
 
-    def fail(self, key: PortionKey) -> int | None:
+    def fail(self, key: WorkUnitKey) -> int | None:
         """Count a failed attempt. Returns its number, or None if the work unit is no longer running."""
-        progress = self._running.pop(key, None)
-        if progress is None:
+        state = self._running.pop(key, None)
+        if state is None:
             return None
-        if progress.attempts < self.max_attempts:
-            self._wait(key, progress)
+        if state.attempts < self.max_attempts:
+            self._enqueue(key, state)
             self.num_retries += 1
         else:
             self._failed.add(key)
             self._num_done[key.round] += 1
-        return progress.attempts
+        return state.attempts
 
-    def release(self, key: PortionKey) -> None:
+    def release(self, key: WorkUnitKey) -> None:
         """Take back an attempt whose version was lost. It does not count, and the next uses the newest version."""
-        progress = self._running.pop(key, None)
-        if progress is not None:
-            self._wait(key, _Progress(attempts=progress.attempts - 1))
+        state = self._running.pop(key, None)
+        if state is not None:
+            self._enqueue(key, _WorkUnitState(attempts=state.attempts - 1))
 
     def redo(self, round_index: int) -> None:
         """Return the ready work units of a round to waiting, because their results are lost."""
         for key in self.ready(round_index):
             self._ready.remove(key)
             self._num_done[round_index] -= 1
-            self._wait(key, _Progress())
+            self._enqueue(key, _WorkUnitState())
 
-    def extend(self, round_index: int, num_portions: int) -> None:
-        """Grow a round to `num_portions` work units. It never shrinks."""
-        for index in range(self._sizes[round_index], num_portions):
-            self._wait(PortionKey(round=round_index, index=index), _Progress())
-        self._sizes[round_index] = max(self._sizes[round_index], num_portions)
+    def extend(self, round_index: int, num_work_units: int) -> None:
+        """Grow a round to `num_work_units` work units. It never shrinks."""
+        for index in range(self._sizes[round_index], num_work_units):
+            self._enqueue(WorkUnitKey(round=round_index, index=index), _WorkUnitState())
+        self._sizes[round_index] = max(self._sizes[round_index], num_work_units)
 
     def is_complete(self, round_index: int) -> bool:
         """Whether every work unit of a round is ready or failed."""
         return self._num_done[round_index] == self._sizes.get(round_index)
 
-    def ready(self, round_index: int) -> list[PortionKey]:
+    def ready(self, round_index: int) -> list[WorkUnitKey]:
         """Return the ready work units of a round, in their order."""
         return _of_round(self._ready, round_index)
 
@@ -142,7 +142,7 @@ class Ledger:
             "failed": len(self._failed),
         }
 
-    def unfinished(self, round_index: int) -> list[PortionKey]:
+    def unfinished(self, round_index: int) -> list[WorkUnitKey]:
         """Return the work units of a round that are neither ready nor failed, in their order."""
         return _of_round((*self._waiting, *self._running), round_index)
 
@@ -160,17 +160,17 @@ class Ledger:
         self.next_round, self.version = round_index + 1, version
         self._admit()
 
-    def _wait(self, key: PortionKey, progress: _Progress) -> None:
-        self._waiting[key] = progress
+    def _enqueue(self, key: WorkUnitKey, state: _WorkUnitState) -> None:
+        self._waiting[key] = state
         heappush(self._order, (key.round, key.index))
 
     def _admit(self) -> None:
         end = min(self.next_round + self.max_staleness + 1, self.num_rounds)
         for round_index in range(self._admitted, end):
             self._sizes[round_index] = 0
-            self.extend(round_index, self.portions_per_round)
+            self.extend(round_index, self.work_units_per_round)
         self._admitted = max(self._admitted, end)
 
 
-def _of_round(keys: Iterable[PortionKey], round_index: int) -> list[PortionKey]:
+def _of_round(keys: Iterable[WorkUnitKey], round_index: int) -> list[WorkUnitKey]:
     return sorted((key for key in keys if key.round == round_index), key=lambda key: key.index)

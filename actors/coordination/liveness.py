@@ -33,7 +33,7 @@ async def ready(actor: Any) -> int | None:
 
 
 @dataclass(slots=True)
-class _Pulse:
+class _ActorLiveness:
     actor: Any
     heard_at: float
     is_up: bool
@@ -48,80 +48,80 @@ class _Pulse:
     """Seconds without an answer after which it is ended, once it has answered."""
 
 
-class Watch:
+class LivenessMonitor:
     """Liveness monitor of named actors. Runs in an event loop; `silent` may be called at any time."""
 
     def __init__(self, on_hung: Callable[[str, Any, float], None], now: Callable[[], float] = time.monotonic) -> None:
         """Begin without actors. `on_hung` receives name, handle and seconds of silence of an actor to be ended."""
         self._on_hung, self._now = on_hung, now
-        self._pulses: dict[str, _Pulse] = {}
+        self._actors: dict[str, _ActorLiveness] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._swept_at = now()
 
-    def ask(self, name: str, actor: Any, probe: Probe = ready, hung_s: float = HUNG_S) -> None:
+    def probe(self, name: str, actor: Any, probe: Probe = ready, hung_s: float = HUNG_S) -> None:
         """Probe an actor periodically from now on."""
-        self._pulses[name] = _Pulse(actor=actor, heard_at=self._now(), is_up=False, hung_s=hung_s)
+        self._actors[name] = _ActorLiveness(actor=actor, heard_at=self._now(), is_up=False, hung_s=hung_s)
         task = asyncio.get_running_loop().create_task(self._follow(name, probe))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def heard(self, name: str, actor: Any) -> None:
+    def record_heartbeat(self, name: str, actor: Any) -> None:
         """Record a heartbeat."""
-        self._pulses[name] = _Pulse(actor=actor, heard_at=self._now(), is_up=True, has_answered=True)
+        self._actors[name] = _ActorLiveness(actor=actor, heard_at=self._now(), is_up=True, has_answered=True)
 
     def is_watched(self, name: str) -> bool:
         """Whether an actor of that name is monitored."""
-        return name in self._pulses
+        return name in self._actors
 
     def forget(self, *names: str) -> None:
         """Stop monitoring actors that have ended or are about to be replaced."""
         for name in names:
-            self._pulses.pop(name, None)
+            self._actors.pop(name, None)
 
     def silent(self) -> dict[str, float]:
         """Return the seconds of silence of each actor that has been silent for more than `SILENT_S`."""
-        return {name: age for name in self._pulses if (age := self._age(name)) > SILENT_S}
+        return {name: age for name in self._actors if (age := self._age(name)) > SILENT_S}
 
     def starting(self) -> set[str]:
         """Return the monitored actors that have never answered."""
-        return {name for name, pulse in self._pulses.items() if not pulse.has_answered}
+        return {name for name, liveness in self._actors.items() if not liveness.has_answered}
 
     def num_restarts(self) -> dict[str, int]:
         """Return how often each probed actor has answered from another process than before, where that is not 0."""
-        return {name: pulse.num_restarts for name, pulse in self._pulses.items() if pulse.num_restarts}
+        return {name: liveness.num_restarts for name, liveness in self._actors.items() if liveness.num_restarts}
 
     def sweep(self) -> None:
         """Pass hung actors to `on_hung`. To be called every `PROBE_EVERY_S` seconds, or more often."""
-        self._allow_for_our_own_silence()
-        for name, pulse in list(self._pulses.items()):
+        self._discount_stall()
+        for name, liveness in list(self._actors.items()):
             seconds = self._age(name)
-            if seconds > (pulse.hung_s if pulse.is_up else START_S):
+            if seconds > (liveness.hung_s if liveness.is_up else START_S):
                 # Its replacement has to start first.
-                pulse.is_up, pulse.heard_at = False, self._now()
-                self._on_hung(name, pulse.actor, seconds)
+                liveness.is_up, liveness.heard_at = False, self._now()
+                self._on_hung(name, liveness.actor, seconds)
 
-    def _allow_for_our_own_silence(self) -> None:
+    def _discount_stall(self) -> None:
         """Discount time in which this process itself stood still, and could not receive answers."""
         now = self._now()
         away_s, self._swept_at = now - self._swept_at, now
         if away_s > 2 * PROBE_EVERY_S:
-            for pulse in self._pulses.values():
-                pulse.heard_at = min(now, pulse.heard_at + away_s)
+            for liveness in self._actors.values():
+                liveness.heard_at = min(now, liveness.heard_at + away_s)
 
     def _age(self, name: str) -> float:
-        return self._now() - self._pulses[name].heard_at
+        return self._now() - self._actors[name].heard_at
 
     async def _follow(self, name: str, probe: Probe) -> None:
-        pulse = self._pulses[name]
+        liveness = self._actors[name]
         # An actor that was forgotten and added again has another such task.
-        while self._pulses.get(name) is pulse:
+        while self._actors.get(name) is liveness:
             try:
-                process = await probe(pulse.actor)
+                process = await probe(liveness.actor)
             except RayError:
                 # It died: when it answers again, it has restarted.
-                pulse.is_up = False
+                liveness.is_up = False
             else:
-                pulse.heard_at, pulse.is_up, pulse.has_answered = self._now(), True, True
-                pulse.num_restarts += pulse.process not in (None, process)
-                pulse.process = process
+                liveness.heard_at, liveness.is_up, liveness.has_answered = self._now(), True, True
+                liveness.num_restarts += liveness.process not in (None, process)
+                liveness.process = process
             await asyncio.sleep(PROBE_EVERY_S)

@@ -15,16 +15,16 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors.coordination.liveness import START_S
 from actors.coordination.status import SILENT_S
-from actors.messages import PortionKey
+from actors.messages import WorkUnitKey
 
 RESTART_POLL_S = 0.5
 # A free actor releases its memory in much less.
-_SLEEP_TIMEOUT_S = 10.0
+_RELEASE_TIMEOUT_S = 10.0
 # An actor that has just answered is not probed: that saves half of all calls, and half of the overhead of a short
 # round. If it died meanwhile, the work unit loses an attempt.
 _FRESH_S = 1.0
 # The coordinator collects them every two seconds.
-_MAX_WORKS = 2000
+_MAX_SPANS = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,19 +33,19 @@ class Assignment:
 
     actor: str
     """Its name: `sampler 1`."""
-    key: PortionKey
+    key: WorkUnitKey
     """The work unit."""
     seconds: float
     """Time since it was assigned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class WorkSpan:
     """Time span in which an actor of a pool had a work unit, or was unreachable."""
 
     actor: str
     """Its name: `sampler 1`."""
-    key: PortionKey | None
+    key: WorkUnitKey | None
     """The work unit; None where the actor was unreachable."""
     began: float
     """By `time.monotonic`."""
@@ -92,9 +92,9 @@ class ActorPool:
         self._leaving: set[Member] = set()
         self._waiting: list[tuple[float, int, int, asyncio.Future[Member]]] = []
         self._num_waited = 0
-        self._assigned: dict[Member, tuple[PortionKey, float]] = {}
-        self._away: dict[Member, float] = {}
-        self._works: deque[Work] = deque(maxlen=_MAX_WORKS)
+        self._assigned: dict[Member, tuple[WorkUnitKey, float]] = {}
+        self._unreachable: dict[Member, float] = {}
+        self._spans: deque[WorkSpan] = deque(maxlen=_MAX_SPANS)
         self._answered: dict[Member, float] = {}
         self._num_busy = 0
         self._busy_s, self._offered_s, self._counted_at = 0.0, 0.0, time.monotonic()
@@ -112,13 +112,13 @@ class ActorPool:
 
     def up(self) -> list[Member]:
         """Return the reachable actors. Calls to an actor without a place yet would pile up, and run one by one."""
-        return [member for member in self.members if member not in self._away]
+        return [member for member in self.members if member not in self._unreachable]
 
-    def out_s(self) -> float:
+    def outage_s(self) -> float:
         """Return for how many seconds no actor of the pool has been up; 0 if one is."""
-        if len(self._away) < len(self.members):
+        if len(self._unreachable) < len(self.members):
             return 0.0
-        return time.monotonic() - max(self._away.values(), default=time.monotonic())
+        return time.monotonic() - max(self._unreachable.values(), default=time.monotonic())
 
     def grow(self, actors: Mapping[str, Any]) -> None:
         """Add actors, by name. Each is free once it answers: the cluster may have no room for it yet."""
@@ -133,24 +133,24 @@ class ActorPool:
         """Retire surplus actors: first unreachable ones, then the newest, each when its work is done."""
         staying = [member for member in self.members if member not in self._leaving]
         by_use = staying[::-1]
-        by_use.sort(key=lambda member: member not in self._away)
+        by_use.sort(key=lambda member: member not in self._unreachable)
         for member in by_use[: max(0, len(staying) - size)]:
             self._leaving.add(member)
-            if member in self._away or member in self._free:
+            if member in self._unreachable or member in self._free:
                 self._leave(member)
 
     def _leave(self, member: Member) -> None:
         self._count(0)
         self.members.remove(member)
         self._leaving.discard(member)
-        self._away.pop(member, None)
+        self._unreachable.pop(member, None)
         self._answered.pop(member, None)
         if member in self._free:
             self._free.remove(member)
         ray.kill(member.actor)
         self._on_left(member.name)
 
-    async def take(self, key: PortionKey, due: float) -> Member:
+    async def take(self, key: WorkUnitKey, due: float) -> Member:
         """Wait for a free actor, and assign the work unit to it. `due` is the round that needs it."""
         while True:
             member = await self._next_free(key, due)
@@ -171,7 +171,7 @@ class ActorPool:
                     self.give_back(member, is_healthy=False)
             return member
 
-    async def _next_free(self, key: PortionKey, due: float) -> Member:
+    async def _next_free(self, key: WorkUnitKey, due: float) -> Member:
         if self._free:
             return self._free.popleft()
         self._num_waited += 1
@@ -221,28 +221,28 @@ class ActorPool:
         self._count(0)
         busy = self._busy_s / self._offered_s if self._offered_s else 0.0
         self._busy_s = self._offered_s = 0.0
-        return PoolUse(size=len(self.members), away=len(self._away), busy=round(min(busy, 1.0), 3))
+        return PoolUse(size=len(self.members), away=len(self._unreachable), busy=round(min(busy, 1.0), 3))
 
-    def away(self) -> dict[str, float]:
+    def unreachable(self) -> dict[str, float]:
         """Return the unreachable actors, and for how many seconds they have been so."""
         now = time.monotonic()
-        return {member.name: now - since for member, since in self._away.items()}
+        return {member.name: now - since for member, since in self._unreachable.items()}
 
-    def take_works(self) -> list[Work]:
+    def take_spans(self) -> list[WorkSpan]:
         """Return the time spans recorded since the last call."""
-        works = list(self._works)
-        self._works.clear()
-        return works
+        spans = list(self._spans)
+        self._spans.clear()
+        return spans
 
-    async def sleep(self) -> list[str]:
+    async def release_device_memory(self) -> list[str]:
         """Make all actors release their device memory. Returns a sentence for each that had to be restarted for it.
 
         Raises TimeoutError if one is not up again in time.
         """
-        said = await asyncio.gather(*map(self._put_to_sleep, self.members))
+        said = await asyncio.gather(*map(self._offload, self.members))
         return [what for what in said if what]
 
-    async def _put_to_sleep(self, member: Member) -> str:
+    async def _offload(self, member: Member) -> str:
         said = ""
         try:
             async with asyncio.timeout(START_S):
@@ -250,7 +250,7 @@ class ActorPool:
                     try:
                         # A restarted actor begins without device memory.
                         await member.actor.ready.options(concurrency_group="liveness").remote()
-                        await asyncio.wait_for(member.actor.sleep.remote(), _SLEEP_TIMEOUT_S)
+                        await asyncio.wait_for(member.actor.offload.remote(), _RELEASE_TIMEOUT_S)
                     except (TimeoutError, RayTaskError):
                         said = f"{member.name} did not go to sleep at its turn's end and was restarted"
                         ray.kill(member.actor, no_restart=False)
@@ -264,9 +264,9 @@ class ActorPool:
                 f"{member.name} was not up again within {START_S:.0f} s, and may hold its GPU"
             ) from error
 
-    def _note(self, member: Member, key: PortionKey | None, began: float, *, is_done: bool) -> None:
+    def _note(self, member: Member, key: WorkUnitKey | None, began: float, *, is_done: bool) -> None:
         ended = time.monotonic()
-        self._works.append(Work(actor=member.name, key=key, began=began, ended=ended, is_done=is_done))
+        self._spans.append(WorkSpan(actor=member.name, key=key, began=began, ended=ended, is_done=is_done))
 
     def _count(self, more: int) -> None:
         now = time.monotonic()
@@ -277,7 +277,7 @@ class ActorPool:
 
     def _await_return(self, member: Member) -> None:
         """Make an actor free once it answers, after a start or a call that timed out."""
-        self._away[member] = time.monotonic()
+        self._unreachable[member] = time.monotonic()
         # The event loop keeps only weak references to tasks.
         task = asyncio.create_task(self._return(member))
         self._returning.add(task)
@@ -286,7 +286,7 @@ class ActorPool:
     async def _return(self, member: Member) -> None:
         """Wait until an actor answers. A call to one that is starting fails at once: if it were free, it would use up
         the attempts of all work units."""
-        while member in self._away:
+        while member in self._unreachable:
             try:
                 await asyncio.wait_for(member.actor.ready.remote(), max(self.timeout_s, START_S))
             except RayError:
@@ -296,7 +296,7 @@ class ActorPool:
                 ray.kill(member.actor, no_restart=False)
             else:
                 # It may have left meanwhile.
-                if (since := self._away.pop(member, None)) is not None:
+                if (since := self._unreachable.pop(member, None)) is not None:
                     self._note(member, None, since, is_done=False)
                     self._set_free(member)
                 return

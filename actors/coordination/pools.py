@@ -13,16 +13,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.coordination.pool import ActorPool, Assignment, Work
+from actors.coordination.pool import ActorPool, Assignment, WorkSpan
 from actors.coordination.status import SILENT_S
-from actors.messages import Generation, Portion, PortionKey, PortionSummary
+from actors.messages import WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.weights.store import VersionMissingError
 from rewards import RewardUnavailableError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
-class PortionFailedError(Exception):
+class WorkUnitFailedError(Exception):
     """An attempt at a work unit failed; the message has the cause."""
 
 
@@ -52,14 +52,14 @@ class Pools:
         self._graders = ActorPool("grader", graders, grading_timeout_s, on_left)
         self._on_pause = on_pause
         self._num_paused = 0
-        self._went_on = -math.inf
-        self._out: set[ActorPool] = set()
+        self._resumed_at = -math.inf
+        self._outages: set[ActorPool] = set()
 
     @property
-    def unpaused_s(self) -> float:
+    def running_s(self) -> float:
         """Seconds since the last pause ended; 0 during a pause, while a judge, an endpoint or all actors of a pool do
         not answer."""
-        return 0.0 if self._num_paused else time.monotonic() - self._went_on
+        return 0.0 if self._num_paused else time.monotonic() - self._resumed_at
 
     def scale(self, kind: str, size: int, added: Mapping[str, Any]) -> None:
         """Resize the pool of a kind to `size` actors. `added` are new ones; surplus ones leave when they are free."""
@@ -75,15 +75,15 @@ class Pools:
         """Return the names of the actors of both pools that leave as soon as they are free."""
         return [*self._samplers.leaving, *self._graders.leaving]
 
-    def look_for_outages(self) -> None:
+    def check_outages(self) -> None:
         """Pause if no actor of a pool has been up for a while, and resume once one is. To be called periodically."""
         for pool in self._both:
-            if pool.out_s() > SILENT_S and pool not in self._out:
-                self._out.add(pool)
+            if pool.outage_s() > SILENT_S and pool not in self._outages:
+                self._outages.add(pool)
                 self._pause(f"no {pool.kind} is up; the work waits until one is")
-            elif not pool.out_s() and pool in self._out:
-                self._out.remove(pool)
-                self._go_on()
+            elif not pool.outage_s() and pool in self._outages:
+                self._outages.remove(pool)
+                self._resume()
 
     @property
     def _both(self) -> tuple[ActorPool, ActorPool]:
@@ -101,54 +101,57 @@ class Pools:
         """Return the current assignment of each busy actor of both pools."""
         return [*self._samplers.assignments(), *self._graders.assignments()]
 
-    def away(self) -> dict[str, float]:
+    def unreachable(self) -> dict[str, float]:
         """Return the unreachable actors of both pools, and for how many seconds they have been so."""
-        return self._samplers.away() | self._graders.away()
+        return self._samplers.unreachable() | self._graders.unreachable()
 
-    def stage(self, generation: Generation) -> None:
+    def prefetch(self, weights_id: WeightsId) -> None:
         """Make the samplers prefetch new weights in the background: their next work units probably need them."""
         for member in self._samplers.up():
             # Not awaited: a sampler that has not fetched the weights does so when it gets a work unit.
-            member.actor.stage.options(concurrency_group="weights").remote(generation)
+            member.actor.prefetch.options(concurrency_group="weights").remote(weights_id)
 
     async def end_turn(self) -> list[str]:
-        """Make samplers that share GPUs with the learner release them. Returns and raises as `ActorPool.sleep` does."""
-        return await self._samplers.sleep()
+        """Make samplers that share GPUs with the learner release them.
 
-    def take_works(self) -> list[Work]:
+        Returns and raises as `ActorPool.release_device_memory` does.
+        """
+        return await self._samplers.release_device_memory()
+
+    def take_spans(self) -> list[WorkSpan]:
         """Return the time spans of both pools recorded since the last call."""
-        return [*self._samplers.take_works(), *self._graders.take_works()]
+        return [*self._samplers.take_spans(), *self._graders.take_spans()]
 
     async def score(
-        self, generation: Generation, key: PortionKey, make: Callable[[], Portion], due: float
-    ) -> tuple[ray.ObjectRef[Any], PortionSummary]:
+        self, weights_id: WeightsId, key: WorkUnitKey, make: Callable[[], WorkUnit], due: float
+    ) -> tuple[ray.ObjectRef[Any], WorkUnitSummary]:
         """Sample and grade a work unit with the weights of one generation.
 
         `make` builds it once a sampler is free, because thousands may wait. `due` is the round that needs it: the
         earliest is served first.
 
         Returns a reference to the scored work unit, whose data go to the learner past this process, and its summary.
-        Raises PortionFailedError, and VersionLostError if the weight store has lost the weights.
+        Raises WorkUnitFailedError, and VersionLostError if the weight store has lost the weights.
         """
-        made: list[Portion] = []
+        made: list[WorkUnit] = []
 
         def generate(sampler: Any) -> Any:
             made.append(make())
-            return sampler.generate.options(num_returns=2).remote(generation, made[0])
+            return sampler.generate.options(num_returns=2).remote(weights_id, made[0])
 
         completions, _ = await _call(self._samplers, key, due, generate)
-        graded = await self._graded(made[0], due, completions)
+        graded = await self._grade_with_pause(made[0], due, completions)
         return graded[0], graded[1]
 
-    async def _graded(self, portion: Portion, due: float, completions: Any) -> tuple[Any, Any]:
+    async def _grade_with_pause(self, work_unit: WorkUnit, due: float, completions: Any) -> tuple[Any, Any]:
         """Grade a work unit. Waits without limit for services that a reward depends on: their outage does not count as
         a failure of the work unit."""
         pause_s, is_waiting = _FIRST_PAUSE_S, False
-        grade = partial(_grade, portion, completions)
+        grade = partial(_grade, work_unit, completions)
         try:
             while True:
                 try:
-                    return await _call(self._graders, portion.key, due, grade)
+                    return await _call(self._graders, work_unit.key, due, grade)
                 except RewardUnavailableError as error:
                     if not is_waiting:
                         is_waiting = True
@@ -157,25 +160,25 @@ class Pools:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             if is_waiting:
-                self._go_on()
+                self._resume()
 
     def _pause(self, why: str) -> None:
         self._num_paused += 1
         if self._num_paused == 1:
             self._on_pause(why)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self._num_paused -= 1
         if not self._num_paused:
-            self._went_on = time.monotonic()
+            self._resumed_at = time.monotonic()
             self._on_pause(None)
 
 
-def _grade(portion: Portion, completions: Any, grader: Any) -> Any:
-    return grader.grade.options(num_returns=2).remote(portion, completions)
+def _grade(work_unit: WorkUnit, completions: Any, grader: Any) -> Any:
+    return grader.grade.options(num_returns=2).remote(work_unit, completions)
 
 
-async def _call(pool: ActorPool, key: PortionKey, due: float, ask: Callable[[Any], Any]) -> tuple[Any, Any]:
+async def _call(pool: ActorPool, key: WorkUnitKey, due: float, ask: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Call a free actor. Returns a reference to its first result, and the value of its second."""
     member = await pool.take(key, due)
     is_healthy = False
@@ -196,7 +199,7 @@ async def _call(pool: ActorPool, key: PortionKey, due: float, ask: Callable[[Any
     except TimeoutError as error:
         # Our own timeout: one that the actor raised is a RayTaskError too.
         ray.kill(member.actor, no_restart=False)
-        raise PortionFailedError(
+        raise WorkUnitFailedError(
             f"a {pool.kind} did not answer within {pool.timeout_s:.0f} s and was restarted"
         ) from error
     finally:
@@ -204,6 +207,6 @@ async def _call(pool: ActorPool, key: PortionKey, due: float, ask: Callable[[Any
     return payload, value
 
 
-def _failed(kind: str, error: RayError) -> PortionFailedError:
+def _failed(kind: str, error: RayError) -> WorkUnitFailedError:
     lines = str(error).strip().splitlines()
-    return PortionFailedError(f"a {kind} failed: {lines[-1] if lines else type(error).__name__}")
+    return WorkUnitFailedError(f"a {kind} failed: {lines[-1] if lines else type(error).__name__}")

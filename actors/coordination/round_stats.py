@@ -11,14 +11,14 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
-from actors.messages import Portion, PortionKey, PortionSummary
-from actors.training.choosing import GroupChoice, graded_rows
+from actors.messages import WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.training.collate import part_names_of
+from actors.training.dynamic_sampling import GroupSelection, graded_rows
 from rewards import Grade, Outcome, Problem
 
 
 def round_stats(
-    group_ids: Sequence[Sequence[int]], summaries: Sequence[PortionSummary], choice: GroupChoice
+    group_ids: Sequence[Sequence[int]], summaries: Sequence[WorkUnitSummary], selection: GroupSelection
 ) -> dict[str, Any]:
     """Return means over the completions of a round that could be trained on, and how many of its groups could not.
 
@@ -33,9 +33,9 @@ def round_stats(
     """
     outcomes = Counter(grade.outcome for summary in summaries for grade in summary.grades)
     rows = [row for ids, summary in zip(group_ids, summaries, strict=True) for row in _graded(ids, summary)]
-    grades = [grade for group, grade, _ in rows if group < choice.num_groups]
-    asked = max([choice.num_groups, *(1 + ids[-1] for ids in group_ids)])
-    chosen = choice.trained_rows([(ids, summary.grades) for ids, summary in zip(group_ids, summaries, strict=True)])
+    grades = [grade for group, grade, _ in rows if group < selection.num_groups]
+    asked = max([selection.num_groups, *(1 + ids[-1] for ids in group_ids)])
+    chosen = selection.trained_rows([(ids, summary.grades) for ids, summary in zip(group_ids, summaries, strict=True)])
     costs = Counter[str]()
     for summary in summaries:
         costs.update(summary.costs)
@@ -65,16 +65,16 @@ def _effective_number(counts: Counter[str]) -> float:
     return math.exp(-sum(n / total * math.log(n / total) for n in counts.values())) if total else 0.0
 
 
-def _graded(group_ids: Sequence[int], summary: PortionSummary) -> list[tuple[int, Grade, int]]:
+def _graded(group_ids: Sequence[int], summary: WorkUnitSummary) -> list[tuple[int, Grade, int]]:
     """Return group, grade and number of tokens of each completion that can be trained on."""
     kept = graded_rows(group_ids, summary.grades)
     return [(group_ids[row], summary.grades[row], summary.num_tokens[row]) for row in kept]
 
 
 def readable_samples(
-    summaries: Mapping[PortionKey, PortionSummary],
+    summaries: Mapping[WorkUnitKey, WorkUnitSummary],
     most: int,
-    portion_of: Callable[[PortionKey], Portion],
+    work_unit_of: Callable[[WorkUnitKey], WorkUnit],
     prompt_text: Callable[[Problem], str],
 ) -> list[dict[str, Any]]:
     """Return some completions of a round, evenly spaced, as readable JSON objects."""
@@ -82,15 +82,15 @@ def readable_samples(
     keys, every = list(summaries), max(1, ends[-1] // most)
     chosen = [(bisect_right(ends, at), at) for at in range(0, ends[-1], every)[:most]]
     places = [(keys[index], at - (ends[index - 1] if index else 0)) for index, at in chosen]
-    return [_readable(portion_of(key), summaries[key], row, prompt_text) for key, row in places]
+    return [_readable(work_unit_of(key), summaries[key], row, prompt_text) for key, row in places]
 
 
 def _readable(
-    portion: Portion, summary: PortionSummary, row: int, prompt_text: Callable[[Problem], str]
+    work_unit: WorkUnit, summary: WorkUnitSummary, row: int, prompt_text: Callable[[Problem], str]
 ) -> dict[str, Any]:
-    problem, grade = portion.problems[row], summary.grades[row]
+    problem, grade = work_unit.problems[row], summary.grades[row]
     return {
-        "round": portion.key.round,
+        "round": work_unit.key.round,
         "policy_version": summary.policy_versions[row],
         "problem_id": problem.problem_id,
         "prompt": prompt_text(problem),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from actors.whole_file import write_whole
+from actors.atomic_file import write_atomically
 
 SESSION = ".session.json"
 # Restarts of the learner without progress: after errors, which would repeat, and after deaths, which may have external
@@ -63,7 +63,7 @@ class Session:
 
     def write(self, directory: Path) -> Self:
         """Write it atomically. On a full disk the older file stays, and a restart loses the change."""
-        write_whole(directory / SESSION, json.dumps(asdict(self)))
+        write_atomically(directory / SESSION, json.dumps(asdict(self)))
         return self
 
     def with_learner_start(self, learner: str, num_checkpoints: int) -> Self:

@@ -10,12 +10,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from actors.whole_file import write_whole
+from actors.atomic_file import write_atomically
 
 if TYPE_CHECKING:
     # `d1 status` reads the file with this module, and must not import torch and Ray.
     from actors.coordination.pool import Assignment
-    from actors.messages import PortionKey
+    from actors.messages import WorkUnitKey
 
 STATUS = "status.json"
 SILENT_S = 15.0
@@ -82,7 +82,7 @@ class RunStatus:
 
     def write(self, directory: Path) -> None:
         """Write it to the run directory atomically. On a full disk the older file stays."""
-        write_whole(directory / STATUS, json.dumps(asdict(self)))
+        write_atomically(directory / STATUS, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, directory: Path) -> Self | None:
@@ -95,13 +95,13 @@ class RunStatus:
             return None
 
 
-def portion_name(key: PortionKey) -> str:
+def work_unit_name(key: WorkUnitKey) -> str:
     """Return the readable name of a work unit: `portion 12:1`, or `evaluation portion 3`."""
     return f"evaluation portion {key.index}" if key.is_of_evaluation else f"portion {key.round}:{key.index}"
 
 
 def actor_statuses(
-    names: Iterable[str], assignments: Iterable[Assignment], away: Mapping[str, float]
+    names: Iterable[str], assignments: Iterable[Assignment], unreachable: Mapping[str, float]
 ) -> tuple[ActorStatus, ...]:
     """Return the status of each of `names`, from assignments and from the seconds that actors were unreachable."""
     by_name = {assignment.actor: assignment for assignment in assignments}
@@ -109,9 +109,9 @@ def actor_statuses(
     for name in names:
         state, portion, seconds = ActorState.IDLE, "", 0.0
         if name in by_name:
-            state, portion, seconds = ActorState.BUSY, portion_name(by_name[name].key), by_name[name].seconds
-        elif name in away:
-            state, seconds = ActorState.AWAY, away[name]
+            state, portion, seconds = ActorState.BUSY, work_unit_name(by_name[name].key), by_name[name].seconds
+        elif name in unreachable:
+            state, seconds = ActorState.AWAY, unreachable[name]
         statuses.append(ActorStatus(name=name, state=state, portion=portion, seconds=round(seconds, 3)))
     return tuple(statuses)
 
@@ -130,7 +130,7 @@ def silence_texts(
 ) -> list[str]:
     """Return a sentence for each silent actor: for how long, and which work unit waits for it. For actors in
     `starting`, which have never been up, the cluster may have no room."""
-    waiting = {assignment.actor: portion_name(assignment.key) for assignment in assignments}
+    waiting = {assignment.actor: work_unit_name(assignment.key) for assignment in assignments}
     return [
         f"{name} not up after {seconds:.0f} s; has the cluster room for it? `ray status` says"
         if name in starting
@@ -139,14 +139,14 @@ def silence_texts(
     ]
 
 
-def wait_text(who: str, seconds: float, portions: Iterable[PortionKey], assignments: Iterable[Assignment]) -> str:
+def wait_text(who: str, seconds: float, work_units: Iterable[WorkUnitKey], assignments: Iterable[Assignment]) -> str:
     """Describe what `who` waits for: the work units, which actor has each of them, and for how long."""
-    by_key: dict[PortionKey, Any] = {assignment.key: assignment for assignment in assignments}
+    by_key: dict[WorkUnitKey, Any] = {assignment.key: assignment for assignment in assignments}
     parts = [
-        f"{portion_name(key)} ({by_key[key].actor}, {by_key[key].seconds:.0f} s)"
+        f"{work_unit_name(key)} ({by_key[key].actor}, {by_key[key].seconds:.0f} s)"
         if key in by_key
-        else f"{portion_name(key)} (nobody is free)"
-        for key in portions
+        else f"{work_unit_name(key)} (nobody is free)"
+        for key in work_units
     ]
     shown = ", ".join(parts[:_MOST_SHOWN]) + (
         f" and {len(parts) - _MOST_SHOWN} more" if len(parts) > _MOST_SHOWN else ""

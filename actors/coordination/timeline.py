@@ -19,11 +19,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from actors.coordination.status import portion_name
-from actors.whole_file import write_whole
+from actors.atomic_file import write_atomically
+from actors.coordination.status import work_unit_name
 
 if TYPE_CHECKING:
-    from actors.coordination.pool import Work
+    from actors.coordination.pool import WorkSpan
 
 TIMELINE = "timeline.json"
 LEARNER, COORDINATOR, STAGE, CHECKPOINTS = "learner rank 0", "coordinator", "stage", "checkpoints"
@@ -85,14 +85,14 @@ class Timeline:
         """Add a span that ends now, and whose beginning another process recorded, in Unix time."""
         self._append(Span(track=track, name=name, kind=kind, began=began, ended=self._unix(None)))
 
-    def add_works(self, works: Iterable[Work]) -> None:
+    def add_work_spans(self, spans: Iterable[WorkSpan]) -> None:
         """Add the time spans of the pools' actors."""
-        for work in works:
-            if work.key is None:
-                self.add(work.actor, "away", SpanKind.AWAY, work.began, work.ended)
+        for span in spans:
+            if span.key is None:
+                self.add(span.actor, "away", SpanKind.AWAY, span.began, span.ended)
                 continue
-            facts = {"round": work.key.round, "index": work.key.index, "is_done": work.is_done}
-            self.add(work.actor, portion_name(work.key), SpanKind.WORK, work.began, work.ended, **facts)
+            facts = {"round": span.key.round, "index": span.key.index, "is_done": span.is_done}
+            self.add(span.actor, work_unit_name(span.key), SpanKind.WORK, span.began, span.ended, **facts)
 
     def add_round(self, round_index: int, values: Mapping[str, Any]) -> None:
         """Add a round that the learner has just published. `values` has `sampling_s`, `training_s` and `publish_s`.
@@ -134,7 +134,7 @@ class Timeline:
             self._has_changed = False
             kept = self.spans()
             self._spans = deque(kept, maxlen=_MAX_SPANS)
-            write_whole(directory / TIMELINE, json.dumps(trace_of(kept)))
+            write_atomically(directory / TIMELINE, json.dumps(trace_of(kept)))
 
     @classmethod
     def read(cls, directory: Path) -> Self:
@@ -218,12 +218,12 @@ def idle_shares(spans: Sequence[Span]) -> dict[str, float]:
         return {}
     began, ended = min(span.began for span in rounds), max(span.ended for span in rounds)
     return {
-        track: 1 - sum(_within(span, began, ended) for span in _works(spans, track)) / (ended - began)
+        track: 1 - sum(_within(span, began, ended) for span in _work_spans(spans, track)) / (ended - began)
         for track in sorted({span.track for span in spans} - {COORDINATOR, STAGE, CHECKPOINTS}, key=_order)
     }
 
 
-def _works(spans: Iterable[Span], track: str) -> Iterator[Span]:
+def _work_spans(spans: Iterable[Span], track: str) -> Iterator[Span]:
     return (span for span in spans if span.track == track and span.kind is SpanKind.WORK)
 
 

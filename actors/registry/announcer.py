@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.checkpoints.best import validated_best
-from actors.messages import Generation
+from actors.messages import WeightsId
 from actors.registry.files import read_admin, rebuild
 from actors.registry.records import PolicyVersion
 from actors.registry.registry import Registry
@@ -34,50 +34,50 @@ class Announcer:
         """Create it with nothing to send. `store_name` is the Ray name of the run's weight store."""
         self._registry, self._log = registry, log
         self._run_dir, self._store_name = run_dir, store_name
-        self._lacks_history, self._is_away = True, False
-        self._untold: deque[Callable[[], Any]] = deque()
-        self._telling: asyncio.Task[None] | None = None
+        self._lacks_history, self._is_unreachable = True, False
+        self._queue: deque[Callable[[], Any]] = deque()
+        self._sending: asyncio.Task[None] | None = None
 
-    async def announce(self, generation: Generation, phase: Phase, round_index: int) -> bool:
+    async def announce(self, weights_id: WeightsId, phase: Phase, round_index: int) -> bool:
         """Publish a version that the store has. Returns whether the registry has received it."""
-        call = self._announcement(generation, phase, round_index)
-        telling = self._tell(call)
-        if not self._is_away:
-            await asyncio.wait((telling,), timeout=_PATIENCE_S)
-        return telling.done() and call not in self._untold
+        call = self._announcement(weights_id, phase, round_index)
+        sending = self._enqueue(call)
+        if not self._is_unreachable:
+            await asyncio.wait((sending,), timeout=_PATIENCE_S)
+        return sending.done() and call not in self._queue
 
-    def remember(self, generation: Generation, phase: Phase, round_index: int) -> None:
+    def enqueue_first(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None:
         """Queue the newest version, which a previous process did not deliver, before all else.
 
         A registry that has it already does not change.
         """
-        self._untold.append(self._announcement(generation, phase, round_index))
+        self._queue.append(self._announcement(weights_id, phase, round_index))
 
     def checkpoint(self, version: int, directory: Path) -> None:
         """Publish that a directory has a version's weights too."""
-        self._tell(partial(self._registry.add_checkpoint, version, str(directory)))
+        self._enqueue(partial(self._registry.add_checkpoint, version, str(directory)))
 
     def evaluated(self, version: int, label: str, num_correct: int, num_problems: int) -> None:
         """Publish a version's score; after an evaluation on validation problems, also the best version."""
-        self._tell(partial(self._registry.score, version, num_correct, num_problems))
+        self._enqueue(partial(self._registry.score, version, num_correct, num_problems))
         best = validated_best(self._log.events_since(0)) if label == VALIDATION else None
         if best is not None:
-            self._tell(partial(self._registry.choose_best, best))
+            self._enqueue(partial(self._registry.choose_best, best))
 
-    def go_on(self) -> None:
+    def retry(self) -> None:
         """Retry the queued updates. To be called periodically."""
-        if self._untold:
-            self._begin()
+        if self._queue:
+            self._start_sending()
 
-    async def settled(self) -> None:
+    async def flush(self) -> None:
         """Send all queued updates, or try once more; record a failure if some are left."""
-        if self._telling is not None:
-            await self._telling
+        if self._sending is not None:
+            await self._sending
         if self._lacks_history:
-            self._untold.append(self._fill)
-        if self._untold:
-            await self._begin()
-        if self._untold:
+            self._queue.append(self._fill)
+        if self._queue:
+            await self._start_sending()
+        if self._queue:
             what = "the registry is still away, and was not told all that the run directory has"
             self._log.append("failure", what=what, attempt=1)
 
@@ -89,16 +89,16 @@ class Announcer:
             self._note_failure(error)
             return None
 
-    def _announcement(self, generation: Generation, phase: Phase, round_index: int) -> Callable[[], None]:
+    def _announcement(self, weights_id: WeightsId, phase: Phase, round_index: int) -> Callable[[], None]:
         version = PolicyVersion(
-            version=generation.version,
+            version=weights_id.version,
             round=round_index,
             phase=phase,
             num_correct=None,
             num_problems=None,
             checkpoint=None,
             weight_store=self._store_name,
-            manifest_digest=generation.digest,
+            manifest_digest=weights_id.digest,
         )
         return partial(self._announce, version, began_at(self._log.events_since(0)))
 
@@ -116,24 +116,24 @@ class Announcer:
             raise
         self._lacks_history = False
 
-    def _tell(self, call: Callable[[], Any]) -> asyncio.Task[None]:
-        self._untold.append(call)
-        return self._begin()
+    def _enqueue(self, call: Callable[[], Any]) -> asyncio.Task[None]:
+        self._queue.append(call)
+        return self._start_sending()
 
-    def _begin(self) -> asyncio.Task[None]:
-        if self._telling is None or self._telling.done():
-            self._telling = asyncio.create_task(self._tell_all())
-        return self._telling
+    def _start_sending(self) -> asyncio.Task[None]:
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send_all())
+        return self._sending
 
-    async def _tell_all(self) -> None:
+    async def _send_all(self) -> None:
         """Send updates until the queue is empty or the registry is unreachable."""
-        while self._untold:
-            call = self._untold.popleft()
+        while self._queue:
+            call = self._queue.popleft()
             try:
                 await asyncio.to_thread(call)
             except ConnectionError as error:
                 if not await self._is_up():
-                    self._untold.appendleft(call)
+                    self._queue.appendleft(call)
                     self._note_outage(error)
                     return
                 # The registry is up, so it rejected this update.
@@ -141,7 +141,7 @@ class Announcer:
                 self._note_failure(error)
             except Exception as error:  # Otherwise the updates behind it would be lost silently.
                 self._note_failure(error)
-            self._is_away = False
+            self._is_unreachable = False
 
     async def _is_up(self) -> bool:
         try:
@@ -151,9 +151,9 @@ class Announcer:
         return True
 
     def _note_outage(self, error: ConnectionError) -> None:
-        if not self._is_away:
+        if not self._is_unreachable:
             self._note_failure(error)
-        self._is_away = True
+        self._is_unreachable = True
 
     def _note_failure(self, error: Exception) -> None:
         said = isinstance(error, ConnectionError | ValueError)

@@ -8,9 +8,9 @@ import secrets
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from actors.checkpoints.best import standing_evaluations, validated_best
-from actors.checkpoints.selection import checkpoints_to_answer
-from actors.registry.records import NOTHING_HELD, AdminState, PolicyVersion
+from actors.checkpoints.best import current_evaluations, validated_best
+from actors.checkpoints.selection import servable_checkpoints
+from actors.registry.records import DEFAULT_ADMIN_STATE, AdminState, PolicyVersion
 from actors.registry.registry import Registry
 from actors.run_log import CHECKPOINTS, Event, began_at, read_events
 from actors.spec import Phase
@@ -18,33 +18,33 @@ from actors.spec import Phase
 ADMIN = "admin.json"
 
 
-def rebuild(registry: Registry, run_dir: Path, heard: PolicyVersion | None = None) -> int:
+def rebuild(registry: Registry, run_dir: Path, newest: PolicyVersion | None = None) -> int:
     """Fill in what the registry lacks of a run. Existing data stays, and a second call does nothing.
 
-    Checkpoints are not verified here, but on loading. `heard` is the version that the caller knows to be the newest:
+    Checkpoints are not verified here, but on loading. `newest` is the version that the caller knows to be the newest:
     without it, a registry that has lost its data would go back to the newest checkpoint.
 
     Returns how many versions were absent. Raises ConnectionError as the registry does. Raises ValueError if
     RUN/admin.json is damaged, after all else is filled in.
     """
     events = read_events(run_dir)
-    versions, newest, began = history_of(run_dir, events), None, began_at(events)
-    if heard is not None:
+    versions, newest_number, began = history_of(run_dir, events), None, began_at(events)
+    if newest is not None:
         known = {policy.version: policy for policy in versions}
-        known[heard.version] = heard.with_checkpoint_of(known.get(heard.version))
-        versions, newest = list(known.values()), heard.version
+        known[newest.version] = newest.with_checkpoint_of(known.get(newest.version))
+        versions, newest_number = list(known.values()), newest.version
     try:
         admin = read_admin(run_dir)
     except ValueError:
-        registry.restore(versions, NOTHING_HELD, newest, began, validated_best(events))
+        registry.restore(versions, DEFAULT_ADMIN_STATE, newest_number, began, validated_best(events))
         raise
-    return registry.restore(versions, admin, newest, began, validated_best(events))
+    return registry.restore(versions, admin, newest_number, began, validated_best(events))
 
 
 def history_of(run_dir: Path, events: list[Event]) -> list[PolicyVersion]:
     """Return the versions that a service may use, oldest first, with their scores and checkpoints."""
     versions = _from_rounds(events)
-    for position, directory in checkpoints_to_answer(run_dir / CHECKPOINTS):
+    for position, directory in servable_checkpoints(run_dir / CHECKPOINTS):
         known = versions.get(position.policy_version) or _version(
             position.policy_version, position.round, position.phase
         )
@@ -53,7 +53,7 @@ def history_of(run_dir: Path, events: list[Event]) -> list[PolicyVersion]:
         )
     scores = {
         event["policy_version"]: {name: event[name] for name in ("num_correct", "num_problems")}
-        for event in standing_evaluations(events)
+        for event in current_evaluations(events)
         if event["label"] != Phase.CONTROL
     }
     return [replace(versions[number], **scores.get(number, {})) for number in sorted(versions)]
@@ -63,7 +63,7 @@ def read_admin(run_dir: Path) -> AdminState:
     """Read an operator's settings of the run's service. Raises ValueError if the file is damaged."""
     path = run_dir / ADMIN
     if not path.is_file():
-        return NOTHING_HELD
+        return DEFAULT_ADMIN_STATE
     try:
         state = AdminState(**json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
@@ -74,12 +74,12 @@ def read_admin(run_dir: Path) -> AdminState:
 def write_admin(run_dir: Path, state: AdminState) -> None:
     """Write an operator's settings atomically: Redis is never the only copy."""
     # A unique name, as two replicas may write at once.
-    beside = run_dir / f".{ADMIN}.{secrets.token_hex(8)}"
-    with beside.open("w", encoding="utf-8") as file:
+    temporary = run_dir / f".{ADMIN}.{secrets.token_hex(8)}"
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(json.dumps(asdict(state)) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(run_dir / ADMIN)
+    temporary.replace(run_dir / ADMIN)
 
 
 def _from_rounds(events: list[Event]) -> dict[int, PolicyVersion]:

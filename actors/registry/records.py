@@ -128,7 +128,7 @@ class AdminState:
     """Whether the service keeps its current version."""
 
 
-NOTHING_HELD = AdminState(pinned=None, is_paused=False)
+DEFAULT_ADMIN_STATE = AdminState(pinned=None, is_paused=False)
 """Default settings: the service follows the newest version."""
 
 

@@ -135,7 +135,7 @@ class Registry:
 
     def aliases(self) -> dict[str, int]:
         """Return the version of each alias."""
-        return dict(self.standing().aliases)
+        return dict(self.snapshot().aliases)
 
     def move(self, alias: str, to: int, *, expected: int | None, why: str = "") -> bool:
         """Point `alias` to version `to` if it now points to `expected` (None: to nothing); returns whether it did.
@@ -163,9 +163,9 @@ class Registry:
 
     def admin(self) -> AdminState:
         """Return the pinned version, and whether the service is paused."""
-        return self.standing().admin
+        return self.snapshot().admin
 
-    def standing(self) -> RegistrySnapshot:
+    def snapshot(self) -> RegistrySnapshot:
         """Return a consistent snapshot of aliases, operator settings and refused versions."""
         with self._explained(), self._redis.pipeline(transaction=True) as pipe:
             pipe.hgetall(self._aliases)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.messages import ScoredPortion
+from actors.messages import ScoredWorkUnit
 from actors.plan import MASK_KEY
-from actors.training.choosing import GroupChoice
+from actors.training.dynamic_sampling import GroupSelection
 from learner.batch import RolloutBatch, pad_rows
 from learner.model.deferred import torch
 from learner.seeds import fold
@@ -24,13 +24,15 @@ def part_names_of(grades: Sequence[Grade]) -> list[str]:
     return list(dict.fromkeys(name for grade in grades for name in grade.parts))
 
 
-def collate(portions: Sequence[ScoredPortion], num_slots: int, eos_id: int, choice: GroupChoice) -> RolloutBatch | None:
+def collate(
+    work_units: Sequence[ScoredWorkUnit], num_slots: int, eos_id: int, selection: GroupSelection
+) -> RolloutBatch | None:
     """Build a round's batch: the chosen rows in the order of their groups, independent of the work units.
 
-    None if no row is left. Completions are padded to `num_slots`, which is `SamplingParams.most_slots`.
+    None if no row is left. Completions are padded to `num_slots`, which is `SamplingParams.max_slots`.
     """
-    trained = choice.trained_rows([(scored.portion.group_ids, scored.grades) for scored in portions])
-    rows = [row for scored, kept in zip(portions, trained, strict=True) for row in _rows(scored, kept)]
+    trained = selection.trained_rows([(scored.work_unit.group_ids, scored.grades) for scored in work_units])
+    rows = [row for scored, kept in zip(work_units, trained, strict=True) for row in _rows(scored, kept)]
     if not rows:
         return None
     # A work unit has similar lengths, and minibatches are contiguous shares: the order of groups mixes the lengths.
@@ -78,10 +80,10 @@ def _writes(edited: Sequence[Writes]) -> dict[str, torch.Tensor]:
     }
 
 
-def _rows(scored: ScoredPortion, kept: Sequence[int]) -> list[tuple[Request, Completion, Grade, int]]:
-    portion = scored.portion
+def _rows(scored: ScoredWorkUnit, kept: Sequence[int]) -> list[tuple[Request, Completion, Grade, int]]:
+    work_unit = scored.work_unit
     return [
-        (portion.requests[row], scored.completions[row], scored.grades[row], portion.group_ids[row]) for row in kept
+        (work_unit.requests[row], scored.completions[row], scored.grades[row], work_unit.group_ids[row]) for row in kept
     ]
 
 

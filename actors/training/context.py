@@ -13,15 +13,15 @@ from torch import Tensor
 from actors.checkpoints import writing
 from actors.checkpoints.selection import Position
 from actors.checkpoints.writing import Checkpointer
-from actors.messages import Generation, Next, ScoredPortion
+from actors.messages import Next, ScoredWorkUnit, WeightsId
 from actors.resources import OBJECT_STORE
 from actors.run_log import CHECKPOINTS
 from actors.spec import Phase, RunSpec
 from actors.training import evaluation, publication
-from actors.training.ending import Decision, Pulse, decided
 from actors.training.evaluation import Evaluator
+from actors.training.limits import Decision, Pulse, agreed_decision
 from actors.training.publication import Publisher
-from actors.training.shards import Travel
+from actors.training.shards import TransferFormat
 from actors.training.starting import agreed_checkpoint, base_of, load_sharded, start_of, verified_weights
 from learner.model.adapter import Adapter, read_chain
 from learner.model.checkpoint_files import ADAPTER, checkpoint_chain, verify_checkpoint, weight_bytes
@@ -38,11 +38,11 @@ class Client(publication.PublicationClient, evaluation.EvaluationClient, writing
     """Interface of rank 0 to the rest of the run; implemented by `actors/training/run_client.py`."""
 
     def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None: ...
-    def next_batch(self, round_index: int, generation: Generation, label: str) -> tuple[Next, list[ScoredPortion]]: ...
+    def next_batch(self, round_index: int, weights_id: WeightsId, label: str) -> tuple[Next, list[ScoredWorkUnit]]: ...
     def published(
-        self, round_index: int, generation: Generation, values: Mapping[str, Any], portions: list[ScoredPortion]
+        self, round_index: int, weights_id: WeightsId, values: Mapping[str, Any], work_units: list[ScoredWorkUnit]
     ) -> None: ...
-    def tell(self) -> None: ...
+    def report_round(self) -> None: ...
 
 
 class RunContext:
@@ -65,8 +65,10 @@ class RunContext:
         self.policy = load_sharded(spec, self.found.directory, self.position.phase, self._say)
         self.loading = {"check_s": checked - began, "load_s": time.monotonic() - checked}
         """Seconds to verify the checkpoint's files, and to load them."""
-        travel = Travel(dtype=spec.rollout.engine.torch_dtype, stays_on_device=spec.weight_transport != OBJECT_STORE)
-        self.publisher = Publisher(self.policy, ranks, client, self._samplers_turn, travel)
+        transfer_format = TransferFormat(
+            dtype=spec.rollout.engine.torch_dtype, stays_on_device=spec.weight_transport != OBJECT_STORE
+        )
+        self.publisher = Publisher(self.policy, ranks, client, self._samplers_turn, transfer_format)
         self.publisher.base = base_of(self.position.phase, spec, ranks)
         self.evaluator = Evaluator(spec, ranks, self.publisher, client)
         self.checkpointer = Checkpointer(spec, self.policy, ranks, client, clock)
@@ -102,24 +104,24 @@ class RunContext:
 
     def decide(self, seconds: Callable[[], float]) -> Decision:
         """Agree on what all ranks do next; `seconds` returns the stage's time by rank 0's clock. A collective."""
-        return decided(self.ranks, self.pulse, seconds, self.checkpointer.is_due)
+        return agreed_decision(self.ranks, self.pulse, seconds, self.checkpointer.is_due)
 
     def record(self, event: str, **values: Any) -> None:
         """Append to the run log, once for all ranks."""
         if self.ranks.rank == 0:
             self.client.record(event, values)
 
-    def publish(self, known_as: str | None = None) -> None:
-        """Publish the current policy to the samplers and the service; `known_as` as in `Publisher.publish`."""
+    def publish(self, digest_override: str | None = None) -> None:
+        """Publish the current policy to the samplers and the service; `digest_override` as in `Publisher.publish`."""
         position = self.position
-        self.publisher.publish(position.policy_version, position.phase, position.round, known_as)
+        self.publisher.publish(position.policy_version, position.phase, position.round, digest_override)
 
     def evaluate(self, *, is_new: bool = True) -> None:
         """Evaluate the version that was published last; see `Evaluator.evaluate`."""
         self.pulse.doing = f"waiting for the evaluation of version {self.position.policy_version}"
         self.evaluator.evaluate(self.position, is_new=is_new)
 
-    def evaluate_beside(self) -> None:
+    def evaluate_in_background(self) -> None:
         """Evaluate the version in the background of the next round; with `gpus.colocate`, at once.
 
         A checkpoint of the version must have been written.
@@ -129,11 +131,11 @@ class RunContext:
         else:
             self.evaluator.begin(self.position)
 
-    def hear_evaluation(self) -> None:
+    def collect_evaluation(self) -> None:
         """Wait for the background evaluation, if there is one."""
-        if (begun := self.evaluator.begun) is not None:
-            self.pulse.doing = f"waiting for the evaluation of version {begun.position.policy_version}"
-            self.evaluator.hear()
+        if (background := self.evaluator.background) is not None:
+            self.pulse.doing = f"waiting for the evaluation of version {background.position.policy_version}"
+            self.evaluator.collect()
 
     def save(self) -> None:
         """Write a checkpoint of the current position: the policy's weights, or under LoRA its adapter."""

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from actors.checkpoints.selection import Position
-from actors.messages import Generation, Next
+from actors.messages import Next, WeightsId
 from actors.run_log import VALIDATION
 from actors.spec import Phase, RunSpec
-from actors.training.ending import StopRequestedError
+from actors.training.limits import StopRequestedError
 from actors.training.publication import Publisher
 from learner.parallel.consensus import Ranks
 
@@ -25,19 +25,19 @@ from learner.parallel.consensus import Ranks
 class EvaluationClient(Protocol):
     """Interface of rank 0 to the coordinator; implemented by `actors/training/run_client.py`."""
 
-    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> Next: ...
+    def evaluate(self, weights_id: WeightsId, label: str, round_index: int, *, is_new: bool) -> Next: ...
     def record(self, event: str, values: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Begun:
+class BackgroundEvaluation:
     """Background evaluation during a round."""
 
     position: Position
     """Position of the evaluated version."""
     label: str
     """Its label."""
-    generation: Generation | None
+    weights_id: WeightsId | None
     """The evaluated version; None except on rank 0."""
 
 
@@ -46,7 +46,7 @@ class Evaluator:
 
     def __init__(self, spec: RunSpec, ranks: Ranks, publisher: Publisher, client: EvaluationClient) -> None:
         self._spec, self._ranks, self._publisher, self._client = spec, ranks, publisher, client
-        self.begun: Begun | None = None
+        self.background: BackgroundEvaluation | None = None
         """The background evaluation whose result has not been collected."""
 
     def is_due(self, position: Position) -> bool:
@@ -60,7 +60,7 @@ class Evaluator:
         A collective. Raises StopRequestedError if the run must stop.
         """
         for label in self.labels(position):
-            self._publisher.answered(partial(self._answer, label, position.round, is_new=is_new))
+            self._publisher.request_with_republish(partial(self._answer, label, position.round, is_new=is_new))
 
     def _answer(self, label: str, round_index: int, *, is_new: bool) -> tuple[Next, None]:
         def ask() -> Next:
@@ -71,26 +71,28 @@ class Evaluator:
     def begin(self, position: Position) -> None:
         """Request an evaluation together with the next round. All ranks call it; nothing is sent yet."""
         (label,) = self.labels(position)
-        generation = self._publisher.newest if self._ranks.rank == 0 else None
-        self.begun = Begun(position=position, label=label, generation=generation)
+        weights_id = self._publisher.newest if self._ranks.rank == 0 else None
+        self.background = BackgroundEvaluation(position=position, label=label, weights_id=weights_id)
 
-    def hear(self) -> None:
+    def collect(self) -> None:
         """Wait for the background evaluation. A collective. Raises StopRequestedError if the run must stop."""
-        if (begun := self.begun) is None:
+        if (background := self.background) is None:
             return
 
         def ask() -> Next:
-            assert begun.generation is not None, "rank 0 asks"
-            what = self._client.evaluate(begun.generation, begun.label, begun.position.round, is_new=True)
+            assert background.weights_id is not None, "rank 0 asks"
+            what = self._client.evaluate(
+                background.weights_id, background.label, background.position.round, is_new=True
+            )
             if what is Next.PUBLISH:
                 # The policy has been updated since, so that version cannot be published again.
-                lost = f"version {begun.generation.version} was lost with the weight store, and is not evaluated"
+                lost = f"version {background.weights_id.version} was lost with the weight store, and is not evaluated"
                 self._client.record("failure", {"what": lost, "attempt": 1})
             return what
 
         if self._ranks.broadcast_decision(ask) == Next.STOP:
             raise StopRequestedError
-        self.begun = None
+        self.background = None
 
     def labels(self, position: Position) -> tuple[str, ...]:
         """Return the labels of the evaluations at a position.

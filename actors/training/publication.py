@@ -13,17 +13,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from actors.messages import Generation, Next
+from actors.messages import Next, WeightsId
 from actors.spec import Phase
-from actors.training.ending import StopRequestedError
-from actors.training.shards import Shipping, Travel
+from actors.training.limits import StopRequestedError
+from actors.training.shards import ShardExporter, TransferFormat
 from actors.weights.store import Manifest
 from actors.weights.tensors import make_manifest
 from learner.model.checkpoint_files import BaseCheckpoint
 from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import ShardedPolicy
 
-_AS_HELD = Travel()
+_DEFAULT_FORMAT = TransferFormat()
 
 
 class PublicationClient(Protocol):
@@ -33,7 +33,7 @@ class PublicationClient(Protocol):
     def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool: ...
     def withdraw(self) -> None: ...
     def publish(self, manifest: Manifest, adapter: Mapping[str, Tensor]) -> None: ...
-    def announce(self, generation: Generation, phase: Phase, round_index: int) -> None: ...
+    def announce(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None: ...
 
 
 class Publisher:
@@ -44,8 +44,8 @@ class Publisher:
         policy: ShardedPolicy,
         ranks: Ranks,
         client: PublicationClient,
-        asking: Callable[[], AbstractContextManager[None]] = nullcontext,
-        travel: Travel = _AS_HELD,
+        request_context: Callable[[], AbstractContextManager[None]] = nullcontext,
+        transfer_format: TransferFormat = _DEFAULT_FORMAT,
     ) -> None:
         """Create a publisher of a policy.
 
@@ -56,46 +56,46 @@ class Publisher:
             asking: context that all ranks enter for each request to the run.
             travel: transfer format of weights without LoRA.
         """
-        self._policy, self._ranks, self._client, self._asking = policy, ranks, client, asking
-        self._shipping = None if policy.lora.rank else Shipping(policy, travel)
+        self._policy, self._ranks, self._client, self._request_context = policy, ranks, client, request_context
+        self._exporter = None if policy.lora.rank else ShardExporter(policy, transfer_format)
         self._num_offers = 0
-        self._generation: Generation | None = None
+        self._weights_id: WeightsId | None = None
         self.base: BaseCheckpoint | None = None
         """The base checkpoint of the stage's adapter; None without LoRA."""
 
     @property
-    def newest(self) -> Generation:
+    def newest(self) -> WeightsId:
         """The version that was published last; on rank 0 only."""
-        assert self._generation is not None, "a stage publishes before it asks for anything"
-        return self._generation
+        assert self._weights_id is not None, "a stage publishes before it asks for anything"
+        return self._weights_id
 
     @property
     def digest(self) -> str | None:
         """Digest of the version that was published last; None before the first, and on the other ranks."""
-        return None if self._generation is None else self._generation.digest
+        return None if self._weights_id is None else self._weights_id.digest
 
-    def publish(self, version: int, phase: Phase, round_index: int, known_as: str | None = None) -> None:
+    def publish(self, version: int, phase: Phase, round_index: int, digest_override: str | None = None) -> None:
         """Publish the policy to the store, and announce it to the service unless it is the control's. A collective.
 
-        Under LoRA `known_as` is the digest of this policy's checkpoint: the initial one has no adapter yet.
+        Under LoRA `digest_override` is the digest of this policy's checkpoint: the initial one has no adapter yet.
         """
-        self._send(version, known_as)
+        self._send(version, digest_override)
         if phase is not Phase.CONTROL:
             self._ranks.on_rank_0(lambda: self._client.announce(self.newest, phase, round_index))
 
-    def answered(self, ask: Callable[[], tuple[str, Any]]) -> Any:
+    def request_with_republish(self, ask: Callable[[], tuple[str, Any]]) -> Any:
         """Request something from the run, publishing again as long as the store lacks the version; return the result.
 
         `ask` is a collective that returns a `Next` and the result. Raises StopRequestedError if the run must stop.
         """
-        while (answer := self._asked(ask))[0] == Next.PUBLISH:
+        while (answer := self._request(ask))[0] == Next.PUBLISH:
             self._publish_again()
         if answer[0] == Next.STOP:
             raise StopRequestedError
         return answer[1]
 
-    def _asked(self, ask: Callable[[], tuple[str, Any]]) -> tuple[str, Any]:
-        with self._asking():
+    def _request(self, ask: Callable[[], tuple[str, Any]]) -> tuple[str, Any]:
+        with self._request_context():
             return ask()
 
     def _publish_again(self) -> None:
@@ -103,36 +103,36 @@ class Publisher:
         newest = self._ranks.broadcast_decision(lambda: asdict(self.newest))
         self._send(newest["version"], newest["digest"])
 
-    def _send(self, version: int, known_as: str | None) -> None:
-        if self._shipping is not None:
+    def _send(self, version: int, digest_override: str | None) -> None:
+        if self._exporter is not None:
             # A store that dies loses the offers.
-            while not self._send_shards(version, self._shipping):
+            while not self._send_shards(version, self._exporter):
                 pass
             return
         adapter = self._policy.adapter_on_rank_0()
-        self._ranks.on_rank_0(lambda: self._put_adapter(version, adapter, known_as))
+        self._ranks.on_rank_0(lambda: self._put_adapter(version, adapter, digest_override))
 
-    def _send_shards(self, version: int, shipping: Shipping) -> bool:
+    def _send_shards(self, version: int, exporter: ShardExporter) -> bool:
         """Offer all rows, and let the store take them. Returns False if that must be repeated."""
-        shards = shipping.own()
+        shards = exporter.local_shards()
         # The same number on every rank. In the store, these offers replace those of dead ranks.
         self._num_offers += 1
         key = str(self._num_offers)
         self._client.offer(key, self._ranks.rank, shards.rows)
         found = self._ranks.gather(shards.checks)
         try:
-            return bool(self._ranks.broadcast_decision(lambda: self._take(shipping.manifest(version, found), key)))
+            return bool(self._ranks.broadcast_decision(lambda: self._take(exporter.manifest(version, found), key)))
         finally:
             self._client.withdraw()
 
     def _take(self, manifest: Manifest, key: str) -> bool:
         is_taken = self._client.take(manifest, key, self._ranks.size)
         if is_taken:
-            self._generation = Generation(version=manifest.version, digest=manifest.digest)
+            self._weights_id = WeightsId(version=manifest.version, digest=manifest.digest)
         return is_taken
 
-    def _put_adapter(self, version: int, adapter: Mapping[str, Tensor], known_as: str | None) -> None:
+    def _put_adapter(self, version: int, adapter: Mapping[str, Tensor], digest_override: str | None) -> None:
         assert self.base is not None, "a stage says what its adapter stands on"
-        manifest = make_manifest(version, adapter, self.base, known_as)
+        manifest = make_manifest(version, adapter, self.base, digest_override)
         self._client.publish(manifest, adapter)
-        self._generation = Generation(version=version, digest=manifest.digest)
+        self._weights_id = WeightsId(version=version, digest=manifest.digest)

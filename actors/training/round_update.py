@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from actors.run_log import FAILED_BATCHES
 from actors.training.context import LAG_TIMEOUT_S, RunContext
-from actors.training.ending import updating
+from actors.training.limits import catching_gpu_oom
 from learner.batch import RolloutBatch
 from learner.hardware import peak_flop_per_s, peak_memory_bytes, reset_peak_memory
 from learner.learner import Learner
@@ -41,7 +41,7 @@ class RoundUpdate:
         reset_peak_memory(context.policy.device)
         began = context.clock()
         try:
-            with updating("learner", f"round {round_index}", context.ranks.rank):
+            with catching_gpu_oom("learner", f"round {round_index}", context.ranks.rank):
                 metrics = self._learner.update(batch, round_index)
         except FloatingPointError as error:
             self._skip(batch, round_index, error)

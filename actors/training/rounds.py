@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from actors.checkpoints.selection import Position
-from actors.messages import Next, ScoredPortion
+from actors.messages import Next, ScoredWorkUnit
 from actors.spec import Phase, sampler_facts
-from actors.training.choosing import GroupChoice
 from actors.training.collate import collate
 from actors.training.context import RunContext
-from actors.training.ending import StopRequestedError
+from actors.training.dynamic_sampling import GroupSelection
+from actors.training.limits import StopRequestedError
 from actors.training.round_update import RoundUpdate
 from learner.batch import RolloutBatch
 from learner.learner import Learner
@@ -25,16 +25,16 @@ from learner.parallel.teacher import Teacher
 def run_rounds(context: RunContext) -> None:
     """Run all remaining rounds, starting from the SFT checkpoint or the initial one."""
     num_rounds = context.spec.learner.num_rounds
-    learner = _begun(context)
+    learner = _make_learner(context)
     context.learner_tensors = learner.tensors
     context.record("phase", phase=Phase.RL, num_steps=num_rounds)
     rounds = Rounds(context, RoundUpdate(context, learner))
     for round_index in range(context.position.round, num_rounds):
         rounds.run(round_index)
         context.learner_state = learner.full_state
-        context.hear_evaluation()
+        context.collect_evaluation()
         if round_index + 1 < num_rounds:
-            _go_on(context)
+            _between_rounds(context)
     context.record("phase_end", phase=Phase.RL, seconds=context.position.rl_seconds, num_steps=num_rounds)
     context.save()
     context.learner_state = None
@@ -42,7 +42,7 @@ def run_rounds(context: RunContext) -> None:
     context.learner_tensors = tuple
 
 
-def _begun(context: RunContext) -> Learner:
+def _make_learner(context: RunContext) -> Learner:
     """Create the learner for the first round, or restore it for the round at which a run resumes."""
     spec, has_begun = context.spec, context.position.phase is Phase.RL
     if spec.model.lora.rank and not has_begun:
@@ -72,7 +72,7 @@ def _restore(context: RunContext, learner: Learner) -> None:
     learner.load_full_state(load_file(context.found.directory / LEARNER_STATE))
 
 
-def _go_on(context: RunContext) -> None:
+def _between_rounds(context: RunContext) -> None:
     """Between two rounds, checkpoint and evaluate if the recipe or the clock requires it.
 
     It is not called after the last round, which ends the stage. Raises StopRequestedError if the run must stop.
@@ -83,13 +83,13 @@ def _go_on(context: RunContext) -> None:
     if must_save or decision.must_stop:
         # Report the round first. What follows may take long, and neither observers nor samplers that may continue wait
         # for it.
-        context.ranks.on_rank_0(context.client.tell)
+        context.ranks.on_rank_0(context.client.report_round)
     if must_save:
         context.save()
     if decision.must_stop:
         raise StopRequestedError
     if must_evaluate:
-        context.evaluate_beside()
+        context.evaluate_in_background()
 
 
 class Rounds:
@@ -103,7 +103,7 @@ class Rounds:
         context = self._context
         began = context.clock()
         context.pulse.doing = f"round {round_index}: waiting for completions"
-        batch, portions = self._pull(round_index)
+        batch, work_units = self._pull(round_index)
         sampled = context.clock()
         context.pulse.doing = f"round {round_index}: training"
         metrics = self._update.run(batch, round_index)
@@ -111,31 +111,31 @@ class Rounds:
         version = context.position.policy_version + 1
         context.publisher.publish(version, Phase.RL, round_index + 1)
 
-        def tell() -> float:
+        def report_round() -> float:
             published = context.clock()
             seconds = {"sampling_s": sampled - began, "training_s": trained - sampled, "publish_s": published - trained}
             values = metrics | {name: round(value, 4) for name, value in seconds.items()}
-            context.client.published(round_index, context.publisher.newest, values, portions)
+            context.client.published(round_index, context.publisher.newest, values, work_units)
             return round(context.position.rl_seconds + context.clock() - began, 3)
 
-        rl_seconds = context.ranks.broadcast_decision(tell)
+        rl_seconds = context.ranks.broadcast_decision(report_round)
         context.position = Position(
             phase=Phase.RL, round=round_index + 1, policy_version=version, rl_seconds=rl_seconds
         )
 
-    def _pull(self, round_index: int) -> tuple[RolloutBatch | None, list[ScoredPortion]]:
+    def _pull(self, round_index: int) -> tuple[RolloutBatch | None, list[ScoredWorkUnit]]:
         """Return a round's batch, or None if nothing of it is trainable; and on rank 0 its scored work units."""
-        context, portions = self._context, list[ScoredPortion]()
+        context, work_units = self._context, list[ScoredWorkUnit]()
 
         def ask() -> tuple[Next, Mapping[str, Tensor]]:
-            begun = context.evaluator.begun
-            label = "" if begun is None else begun.label
-            what, portions[:] = context.client.next_batch(round_index, context.publisher.newest, label)
+            background = context.evaluator.background
+            label = "" if background is None else background.label
+            what, work_units[:] = context.client.next_batch(round_index, context.publisher.newest, label)
             sampling, policy = context.spec.rollout.sampling, context.policy.config
-            num_slots = sampling.most_slots(is_block_causal=policy.is_block_causal)
-            choice = GroupChoice.of(context.spec)
-            batch = collate(portions, num_slots, policy.eos_token_id, choice) if what is Next.GO_ON else None
+            num_slots = sampling.max_slots(is_block_causal=policy.is_block_causal)
+            selection = GroupSelection.of(context.spec)
+            batch = collate(work_units, num_slots, policy.eos_token_id, selection) if what is Next.CONTINUE else None
             return what, {} if batch is None else batch.given()
 
-        tensors = context.publisher.answered(lambda: context.ranks.broadcast_tensors(ask))
-        return RolloutBatch(**tensors) if tensors else None, portions
+        tensors = context.publisher.request_with_republish(lambda: context.ranks.broadcast_tensors(ask))
+        return RolloutBatch(**tensors) if tensors else None, work_units

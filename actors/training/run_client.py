@@ -15,10 +15,10 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, ObjectLostError, RayError
 from torch import Tensor
 
-from actors.messages import Generation, Next, PortionKey, PortionSummary, ScoredPortion, TrainedRound
+from actors.messages import Next, ScoredWorkUnit, TrainedRound, WeightsId, WorkUnitKey, WorkUnitSummary
 from actors.resources import OBJECT_STORE
 from actors.spec import Phase
-from actors.training.ending import OutOfGpuMemoryError
+from actors.training.limits import OutOfGpuMemoryError
 from actors.weights import offering
 from actors.weights.store import Manifest
 from actors.weights.tensors import as_bytes, put
@@ -35,12 +35,12 @@ class RunClient:
         """Take the actors' handles. `transport`, for weights without LoRA, is the object store or one of Ray Direct
         Transport's."""
         self._coordinator, self._store, self._transport = coordinator, store, transport
-        self._untold: tuple[TrainedRound, Mapping[PortionKey, PortionSummary]] | None = None
+        self._unreported: tuple[TrainedRound, Mapping[WorkUnitKey, WorkUnitSummary]] | None = None
         self._announced: Any = None
         # A checkpoint is recorded by the thread that writes it.
-        self._telling = threading.Lock()
+        self._reporting = threading.Lock()
 
-    def starting(self) -> dict[str, int] | None:
+    def report_start(self) -> dict[str, int] | None:
         """Report that the learner group starts, and return its micro-batch tokens by recipe section.
 
         Sections that keep the recipe's value are left out. None if the group must not start: the run has given up on
@@ -58,7 +58,7 @@ class RunClient:
 
     def record(self, event: str, values: Mapping[str, Any]) -> None:
         """Append to the run log, after reporting the last trained round."""
-        self.tell()
+        self.report_round()
         self._call(self._coordinator.record.remote(event, dict(values)))
 
     def offer(self, key: str, rank: int, shards: Mapping[str, Tensor]) -> None:
@@ -70,12 +70,12 @@ class RunClient:
         else:
             # Readers fetch them from this process, which holds them as long as a reference exists.
             offer = [ray.put(dict(shards), _tensor_transport=self._transport)]
-        self._call(self._store.offered.remote(key, rank, offer))
+        self._call(self._store.record_offer.remote(key, rank, offer))
 
     def take(self, manifest: Manifest, key: str, num_ranks: int) -> bool:
         """Let the store take what all ranks offer under a key. Returns False if it lacks one of the offers."""
         taken = self._store.take.remote(manifest, key, num_ranks)
-        return bool(self._call(taken, manifest.travel_s(_CALL_TIMEOUT_S)))
+        return bool(self._call(taken, manifest.transfer_timeout_s(_CALL_TIMEOUT_S)))
 
     def withdraw(self) -> None:
         """Withdraw this rank's offer, and release its rows."""
@@ -83,31 +83,31 @@ class RunClient:
 
     def publish(self, manifest: Manifest, adapter: Mapping[str, Tensor]) -> None:
         """Publish an adapter to the weight store."""
-        self._call(self._store.publish.remote(manifest, put(adapter)), manifest.travel_s(_CALL_TIMEOUT_S))
+        self._call(self._store.publish.remote(manifest, put(adapter)), manifest.transfer_timeout_s(_CALL_TIMEOUT_S))
 
-    def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
+    def announce(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None:
         """Announce a version of the store to the service, without waiting for the registry; the next call collects the
         result."""
-        self._hear()
-        self._announced = self._coordinator.announce.remote(generation, phase, round_index)
+        self._await_announcement()
+        self._announced = self._coordinator.announce.remote(weights_id, phase, round_index)
 
-    def next_batch(self, round_index: int, generation: Generation, label: str = "") -> tuple[Next, list[ScoredPortion]]:
+    def next_batch(self, round_index: int, weights_id: WeightsId, label: str = "") -> tuple[Next, list[ScoredWorkUnit]]:
         """Return a round's scored work units, once all are in; none if there is something else to do first.
 
         The same call reports the previous round, so that samplers are busy while that is written to disk. `label`
         starts a background evaluation of the generation, which `evaluate` waits for.
         """
         while True:
-            with self._telling:
-                told, self._untold = self._untold, None
-                trained = None if told is None else told[0]
-                asked = self._coordinator.next_batch.remote(round_index, generation, trained, label)
-                self._hear()
+            with self._reporting:
+                reported, self._unreported = self._unreported, None
+                trained = None if reported is None else reported[0]
+                asked = self._coordinator.next_batch.remote(round_index, weights_id, trained, label)
+                self._await_announcement()
             # No timeout here: the coordinator bounds every attempt of every work unit.
             what, references = ray.get(asked)
-            if what is Next.TELL:
-                self._untold = told
-                self.tell()
+            if what is Next.REPORT:
+                self._unreported = reported
+                self.report_round()
                 continue
             try:
                 return what, ray.get(references, timeout=_CALL_TIMEOUT_S)
@@ -116,35 +116,35 @@ class RunClient:
                 self._call(self._coordinator.forget.remote(round_index))
 
     def published(
-        self, round_index: int, generation: Generation, values: Mapping[str, Any], portions: list[ScoredPortion]
+        self, round_index: int, weights_id: WeightsId, values: Mapping[str, Any], work_units: list[ScoredWorkUnit]
     ) -> None:
-        """Note that a round of `portions` was trained and its version published; the next call reports it."""
-        trained = TrainedRound(round=round_index, generation=generation, values=dict(values))
+        """Note that a round of `work_units` was trained and its version published; the next call reports it."""
+        trained = TrainedRound(round=round_index, weights_id=weights_id, values=dict(values))
         # Keep the summaries only: with the work units, the object store would hold two rounds.
-        self._untold = trained, {scored.portion.key: scored.summary for scored in portions}
+        self._unreported = trained, {scored.work_unit.key: scored.summary for scored in work_units}
 
-    def tell(self) -> None:
+    def report_round(self) -> None:
         """Report the last trained round, unless that is done."""
-        with self._telling:
-            self._hear()
-            if self._untold is None:
+        with self._reporting:
+            self._await_announcement()
+            if self._unreported is None:
                 return
-            trained, summaries = self._untold
+            trained, summaries = self._unreported
             if not self._call(self._coordinator.published.remote(trained, None)):
                 # It has restarted since it returned the work units, and needs their summaries.
                 self._call(self._coordinator.published.remote(trained, summaries))
-            self._untold = None
+            self._unreported = None
 
-    def _hear(self) -> None:
+    def _await_announcement(self) -> None:
         """Wait until the last announcement is delivered."""
         announced, self._announced = self._announced, None
         if announced is not None:
             self._call(announced)
 
-    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> Next:
+    def evaluate(self, weights_id: WeightsId, label: str, round_index: int, *, is_new: bool) -> Next:
         """Evaluate a version, or wait for its background evaluation."""
-        self.tell()
-        what: Next = ray.get(self._coordinator.evaluate.remote(generation, label, round_index, is_new))
+        self.report_round()
+        what: Next = ray.get(self._coordinator.evaluate.remote(weights_id, label, round_index, is_new))
         return what
 
     def versions_to_keep(self) -> list[int]:
@@ -182,7 +182,7 @@ class Heartbeat:
         """Report that the rank has ended, so that no more heartbeats are expected."""
         self._ended.set()
         self._thread.join(_REPORT_TIMEOUT_S)
-        self._say(self._coordinator.rank_ended.remote(self._rank))
+        self._result_of(self._coordinator.rank_ended.remote(self._rank))
 
     def report(self, error: Exception, *, is_echo: bool) -> bool:
         """Report why the rank has failed, for the run log. Returns False if the group must not restart.
@@ -195,16 +195,16 @@ class Heartbeat:
             what, too_large = str(error), error.section
         is_transient = isinstance(error, (RayError, OSError))
         failed = self._coordinator.learner_failed.remote(what, is_echo, is_transient, too_large)
-        return bool(self._say(failed, otherwise=True))
+        return bool(self._result_of(failed, otherwise=True))
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT_S):
             heartbeat = self._coordinator.heartbeat.options(max_task_retries=0)
             words = self._rank, self.doing, self._me, self._controller
-            said = self._say(heartbeat.remote(*words), otherwise=self.must_stop)
+            said = self._result_of(heartbeat.remote(*words), otherwise=self.must_stop)
             self.must_stop = bool(said)
 
-    def _say(self, reference: Any, otherwise: Any = None) -> Any:
+    def _result_of(self, reference: Any, otherwise: Any = None) -> Any:
         try:
             return ray.get(reference, timeout=_REPORT_TIMEOUT_S)
         except RayError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.weights.checksums import Checked, checked
+from actors.weights.checksums import Checksum, checksum_of
 from actors.weights.store import Manifest
 from actors.weights.tensors import as_bytes, manifest_of_shards
 from learner.model.networks import parameter_dtypes
@@ -23,7 +23,7 @@ Checks = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Travel:
+class TransferFormat:
     """Transfer format of weights without LoRA."""
 
     dtype: torch.dtype = torch.float32
@@ -42,45 +42,45 @@ class Shards:
     """Checksums of these rows, and of the held rows whose dtype differs."""
 
 
-class Shipping:
+class ShardExporter:
     """Converter of a policy's shards to the transfer format."""
 
-    def __init__(self, policy: ShardedPolicy, travel: Travel) -> None:
+    def __init__(self, policy: ShardedPolicy, transfer_format: TransferFormat) -> None:
         """Choose the transfer dtype of each tensor."""
         self._policy, self._shapes = policy, policy.shapes
-        self._device = policy.device if travel.stays_on_device else torch.device("cpu")
+        self._device = policy.device if transfer_format.stays_on_device else torch.device("cpu")
         self._held = policy.dtypes
-        self._travels = {
+        self._transfer_dtypes = {
             name: min(self._held[name], dtype, key=lambda one: one.itemsize)
-            for name, dtype in parameter_dtypes(policy.config, travel.dtype).items()
+            for name, dtype in parameter_dtypes(policy.config, transfer_format.dtype).items()
         }
 
-    def own(self) -> Shards:
+    def local_shards(self) -> Shards:
         """Return this rank's shards."""
         held = self._policy.exported_shards()
-        rows = {name: tensor.to(self._device, self._travels[name], copy=True) for name, tensor in held.items()}
-        changed = ((name, tensor) for name, tensor in held.items() if tensor.dtype != self._travels[name])
+        rows = {name: tensor.to(self._device, self._transfer_dtypes[name], copy=True) for name, tensor in held.items()}
+        changed = ((name, tensor) for name, tensor in held.items() if tensor.dtype != self._transfer_dtypes[name])
         # Copied, because memory shared with numpy cannot be released when the learner is offloaded.
         as_held = ((name, on_cpu(tensor)) for name, tensor in changed)
         return Shards(rows=rows, checks=(_checks(rows.items()), _checks(as_held)))
 
     def manifest(self, version: int, ranks: Sequence[Sequence[Checks]]) -> Manifest:
         """Make the manifest from all ranks' `Shards.checks`, in their order."""
-        travels, changed = (_by_rank(kind) for kind in zip(*ranks, strict=True))
-        if self._held == self._travels:
-            return manifest_of_shards(version, self._shapes, self._travels, travels)
-        held = [own | as_held for own, as_held in zip(travels, changed, strict=True)]
+        transferred, changed = (_by_rank(kind) for kind in zip(*ranks, strict=True))
+        if self._held == self._transfer_dtypes:
+            return manifest_of_shards(version, self._shapes, self._transfer_dtypes, transferred)
+        held = [own | as_held for own, as_held in zip(transferred, changed, strict=True)]
         digest = manifest_of_shards(version, self._shapes, self._held, held).digest
-        return manifest_of_shards(version, self._shapes, self._travels, travels, known_as=digest)
+        return manifest_of_shards(version, self._shapes, self._transfer_dtypes, transferred, digest_override=digest)
 
 
 def _checks(rows: Iterable[tuple[str, Tensor]]) -> Checks:
-    found = ((name, checked([as_bytes(tensor)])) for name, tensor in rows)
+    found = ((name, checksum_of([as_bytes(tensor)])) for name, tensor in rows)
     return {name: (check.num_bytes, check.checksum) for name, check in found}
 
 
-def _by_rank(ranks: Iterable[Mapping[str, Sequence[int]]]) -> list[dict[str, Checked]]:
+def _by_rank(ranks: Iterable[Mapping[str, Sequence[int]]]) -> list[dict[str, Checksum]]:
     return [
-        {name: Checked(num_bytes=num_bytes, checksum=checksum) for name, (num_bytes, checksum) in checks.items()}
+        {name: Checksum(num_bytes=num_bytes, checksum=checksum) for name, (num_bytes, checksum) in checks.items()}
         for checks in ranks
     ]

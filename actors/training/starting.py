@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from actors.checkpoints.selection import FoundCheckpoint, Position, newest_checkpoint, to_go_on
+from actors.checkpoints.selection import FoundCheckpoint, Position, newest_checkpoint, resumable
 from actors.spec import Phase, RunSpec
 from learner.hardware import indexed_device, limit_memory
 from learner.model.adapter import read_chain
@@ -28,17 +28,17 @@ def agreed_checkpoint(spec: RunSpec, ranks: Ranks, say: ReportProgress | None = 
     """
 
     def find() -> dict[str, Any]:
-        found = newest_checkpoint(spec.checkpoints_dir, to_go_on(spec.learner.num_rounds), say)
+        found = newest_checkpoint(spec.checkpoints_dir, resumable(spec.learner.num_rounds), say)
         if found is None:
             raise ValueError(f"{spec.checkpoints_dir} has no checkpoint")
         position = asdict(found.position)
-        return {"name": found.directory.name, "position": position, "passed_over": found.passed_over}
+        return {"name": found.directory.name, "position": position, "skipped": found.skipped}
 
     found = ranks.broadcast_decision(find)
     return FoundCheckpoint(
         directory=spec.checkpoints_dir / found["name"],
         position=Position.of(found["position"]),
-        passed_over=tuple(found["passed_over"]),
+        skipped=tuple(found["skipped"]),
     )
 
 
@@ -49,7 +49,7 @@ def load_sharded(spec: RunSpec, directory: Path, phase: Phase, say: ReportProgre
     device = indexed_device(spec.device)
     limit_memory(device, spec.gpus.learner)
     lora, chain = spec.lora_of(phase), read_chain(directory)
-    dtype = torch.bfloat16 if _is_held_in_half(spec) else torch.float32
+    dtype = torch.bfloat16 if _holds_bfloat16(spec) else torch.float32
     policy = load_by_rows(
         chain.weights, mesh, spec.sharding, device=device, lora=lora, seed=spec.seed, dtype=dtype, report=say
     )
@@ -59,10 +59,10 @@ def load_sharded(spec: RunSpec, directory: Path, phase: Phase, say: ReportProgre
     return policy
 
 
-def _is_held_in_half(spec: RunSpec) -> bool:
+def _holds_bfloat16(spec: RunSpec) -> bool:
     """Return whether frozen weights are held in bfloat16. Nothing is lost: the initial checkpoint, the base of all
     stages, is in bfloat16, and FSDP rounds what it gathers to it in any case."""
-    return spec.may_hold_base_in_half and stored_dtype(spec.initial_checkpoint) is torch.bfloat16
+    return spec.may_hold_base_in_bfloat16 and stored_dtype(spec.initial_checkpoint) is torch.bfloat16
 
 
 def start_of(phase: Phase, spec: RunSpec, ranks: Ranks) -> Path:

@@ -14,7 +14,7 @@ import torch
 
 from actors.spec import Phase, RunSpec
 from actors.training.context import Client, RunContext
-from actors.training.ending import Pulse, StopRequestedError
+from actors.training.limits import Pulse, StopRequestedError
 from actors.training.rounds import run_rounds
 from actors.training.sft.stage import run_control, run_sft
 from learner.parallel.consensus import Ranks
@@ -36,7 +36,7 @@ class TrainingRun:
         where, position = context.found.directory.name, asdict(context.position)
         context.ranks.on_rank_0(lambda: context.client.learner_started(where, position))
         context.record_loading()
-        for what in context.found.passed_over:
+        for what in context.found.skipped:
             context.record("failure", what=what, attempt=1)
         try:
             self._stages()
@@ -56,7 +56,7 @@ class TrainingRun:
             )
         if context.position.is_published:
             # Samplers and service may be new, so the store must have the version that they will request.
-            context.publish(self._known_as())
+            context.publish(self._digest_override())
             if context.evaluator.is_due(context.position):
                 context.evaluate(is_new=False)
         if Phase.SFT in phases and (context.position.phase is Phase.UNTRAINED or context.resumes(Phase.SFT)):
@@ -66,7 +66,7 @@ class TrainingRun:
         if Phase.CONTROL in phases and (context.position.phase is not Phase.CONTROL or context.resumes(Phase.CONTROL)):
             run_control(context)
 
-    def _known_as(self) -> str | None:
+    def _digest_override(self) -> str | None:
         """Return the digest of the checkpoint's policy; None for an initial policy in 4 bits, which is rounded, unlike
         its file."""
         position = self._context.position
@@ -77,13 +77,13 @@ class TrainingRun:
         """Save the progress of the current stage."""
         context = self._context
         context.pulse.doing = "stopping"
-        context.checkpointer.settle()
-        known, begun = (context.found.position, context.checkpointer.newest), context.evaluator.begun
-        if begun is not None and begun.position in known:
+        context.checkpointer.collect_pending()
+        known, background = (context.found.position, context.checkpointer.newest), context.evaluator.background
+        if background is not None and background.position in known:
             # A run that resumed after the round since would lack this evaluation, so that round is repeated.
-            context.position = begun.position
+            context.position = background.position
         elif context.learner_state is not None and context.position not in known:
             context.save()
-            context.checkpointer.settle()
+            context.checkpointer.collect_pending()
         position = context.position
         context.record("stopped", phase=position.phase, round=position.round, step=position.step)

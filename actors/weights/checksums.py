@@ -15,7 +15,7 @@ _POLYNOMIAL = 0xEDB88320
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checked:
+class Checksum:
     """Size and checksum of some bytes."""
 
     num_bytes: int
@@ -23,16 +23,16 @@ class Checked:
     """Their CRC-32."""
 
 
-def checked(pieces: Iterable[NDArray[np.uint8]]) -> Checked:
+def checksum_of(pieces: Iterable[NDArray[np.uint8]]) -> Checksum:
     """Return size and checksum of consecutive pieces, as if they were one."""
     num_bytes, checksum = 0, 0
     for piece in pieces:
         num_bytes, checksum = num_bytes + piece.nbytes, zlib.crc32(piece.data, checksum)
-    return Checked(num_bytes=num_bytes, checksum=checksum)
+    return Checksum(num_bytes=num_bytes, checksum=checksum)
 
 
-def joined(parts: Iterable[Checked]) -> Checked:
-    """Combine the checksums of consecutive parts without their bytes, equal to `checked` of all of them.
+def combine_checksums(parts: Iterable[Checksum]) -> Checksum:
+    """Combine the checksums of consecutive parts without their bytes, equal to `checksum_of` of all of them.
 
     Appending n bytes advances the CRC through n zero bytes, which is linear over bits, and then adds (xor) the CRC of
     the appended bytes (zlib's `crc32_combine`, by Mark Adler).
@@ -41,7 +41,7 @@ def joined(parts: Iterable[Checked]) -> Checked:
     for part in parts:
         checksum = _through_zeros(checksum, part.num_bytes) ^ part.checksum
         num_bytes += part.num_bytes
-    return Checked(num_bytes=num_bytes, checksum=checksum)
+    return Checksum(num_bytes=num_bytes, checksum=checksum)
 
 
 def _through_zeros(checksum: int, num_bytes: int) -> int:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from actors import NAMESPACE
-from actors.messages import Generation
+from actors.messages import WeightsId
 from actors.weights.store import Manifest, VersionMissingError
-from actors.weights.tensors import Arrived, Rows, as_verified
+from actors.weights.tensors import ReceivedTensors, TensorRows, as_verified
 from learner.model.adapter import attach_adapters, read_chain
 from learner.model.checkpoint import round_weights
 from learner.model.checkpoint_files import BaseCheckpoint, chain_digest, checkpoint_chain, verify_own_files
@@ -42,10 +42,10 @@ class StoreReader:
 
     def __init__(self, store: Any, timeout_s: float) -> None:
         """Take the actor's handle. `timeout_s` is the timeout of an answer; for tensors their size extends it
-        (`Manifest.travel_s`)."""
+        (`Manifest.transfer_timeout_s`)."""
         self._store, self._timeout_s = store, timeout_s
 
-    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, Arrived]:
+    def version(self, version: int, digest: str | None = None) -> tuple[Manifest, ReceivedTensors]:
         """Return a policy version: its manifest, and its parameters or its adapter, read-only.
 
         Args:
@@ -65,11 +65,11 @@ class StoreReader:
             )
         return manifest, as_verified(manifest, parts)
 
-    def _fetched(self, what: str, ask: Callable[[], Any]) -> tuple[Manifest, list[Rows]]:
+    def _fetched(self, what: str, ask: Callable[[], Any]) -> tuple[Manifest, list[TensorRows]]:
         within_s = self._timeout_s
         try:
             manifest, references = ray.get(ask(), timeout=within_s)
-            within_s = manifest.travel_s(self._timeout_s)
+            within_s = manifest.transfer_timeout_s(self._timeout_s)
             return manifest, ray.get(references, timeout=within_s)
         except ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(f"{what} did not arrive within {within_s:.0f} s") from error
@@ -92,32 +92,32 @@ def open_store(store: str, timeout_s: float) -> StoreReader:
     return StoreReader(actor, timeout_s)
 
 
-class StagingReader:
+class PrefetchingReader:
     """Reader that prefetches and verifies a version on another thread, so that loading only has to copy it."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._staged: tuple[Generation, Future[tuple[Manifest, Mapping[str, Tensor]]]] | None = None
+        self._prefetched: tuple[WeightsId, Future[tuple[Manifest, Mapping[str, Tensor]]]] | None = None
 
-    def stage(self, generation: Generation) -> None:
+    def prefetch(self, weights_id: WeightsId) -> None:
         """Prefetch a version, unless that is done or in progress. An earlier prefetch that was not used is dropped."""
-        if (staged := self._staged) is not None and staged[0] == generation:
+        if (prefetched := self._prefetched) is not None and prefetched[0] == weights_id:
             return
         fetched: Future[tuple[Manifest, Mapping[str, Tensor]]] = Future()
-        self._staged = generation, fetched
+        self._prefetched = weights_id, fetched
         try:
-            fetched.set_result(self._reader.version(generation.version, generation.digest))
+            fetched.set_result(self._reader.version(weights_id.version, weights_id.digest))
         except Exception as error:
             # `version` fetches it again, and raises the error.
             fetched.set_exception(error)
 
     def version(self, version: int, digest: str | None = None) -> tuple[Manifest, Mapping[str, Tensor]]:
         """Return a version as `Reader.version` does; a prefetched one is handed over and no longer held."""
-        staged = self._staged
-        if staged is not None and (staged[0].version, staged[0].digest) == (version, digest):
-            self._staged = None
-            if staged[1].exception() is None:
-                return staged[1].result()
+        prefetched = self._prefetched
+        if prefetched is not None and (prefetched[0].version, prefetched[0].digest) == (version, digest):
+            self._prefetched = None
+            if prefetched[1].exception() is None:
+                return prefetched[1].result()
         return self._reader.version(version, digest)
 
 
@@ -132,16 +132,16 @@ class PolicyLoader:
         self._weights: tuple[str, BaseWeights] | None = None
         self._verified: set[str] = set()
 
-    def load(self, generation: Generation) -> None:
+    def load(self, weights_id: WeightsId) -> None:
         """Load a version into the policy.
 
         Raises as `StoreReader.version` does, and ValueError if the base checkpoint of an adapter is damaged or is not
         the one that the adapter was trained on. The policy may then be a mixture of versions.
         """
-        manifest, weights = self._reader.version(generation.version, generation.digest)
+        manifest, weights = self._reader.version(weights_id.version, weights_id.digest)
         base = manifest.base
         if base is None:
-            self.let_go()
+            self.forget_base()
             load_in_place(self._policy, weights)
         elif base == self._base:
             set_adapter(self._policy, weights, base.scaling)
@@ -156,7 +156,7 @@ class PolicyLoader:
             attach_adapters(self._policy, weights, base.scaling, chain.combined)
             self._base = base
 
-    def let_go(self) -> None:
+    def forget_base(self) -> None:
         """Forget which base is loaded: the policy's memory is about to be released or overwritten."""
         self._base = self._weights = None
 
@@ -196,7 +196,7 @@ def load_in_place(policy: Transformer, weights: Mapping[str, Tensor]) -> None:
     if differing := held.keys() ^ weights.keys():
         raise ValueError(f"these are not the weights of this policy, which differs in {min(differing)}")
     for name, whole in held.items():
-        pieces = weights.pieces(name) if isinstance(weights, Arrived) else (weights[name],)
+        pieces = weights.pieces(name) if isinstance(weights, ReceivedTensors) else (weights[name],)
         if sum(map(len, pieces)) != len(whole) or any(piece.shape[1:] != whole.shape[1:] for piece in pieces):
             raise ValueError(f"these are not the weights of this policy: {name} has another shape")
         for rows, piece in zip(whole.split([len(piece) for piece in pieces]), pieces, strict=True):

@@ -27,7 +27,7 @@ def withdraw() -> None:
     _offered.clear()
 
 
-def taken(_: Any, key: str) -> tuple[Mapping[str, NDArray[np.uint8]], int]:
+def offered_rows(_: Any, key: str) -> tuple[Mapping[str, NDArray[np.uint8]], int]:
     """Return the rows that this process offers, and their bytes; called in a rank's actor.
 
     A caller that only waits for the rows can wait for the number. Raises LookupError if the key is not offered (any

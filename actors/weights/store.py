@@ -18,7 +18,7 @@ import ray
 from numpy.typing import NDArray
 
 from actors import NAMESPACE
-from actors.weights.offering import taken
+from actors.weights.offering import offered_rows
 from learner.model.checkpoint_files import BaseCheckpoint
 from learner.parallel.timeouts import transfer_timeout_s
 
@@ -56,7 +56,7 @@ class Manifest:
     """Every parameter; with a base, the matrices of the adapter."""
     base: BaseCheckpoint | None = None
     """Under LoRA, the adapter's base checkpoint, which is not transferred."""
-    known_as: str | None = None
+    digest_override: str | None = None
     """Digest of these weights in another form, such as a checkpoint, if that identifies them."""
 
     @property
@@ -66,18 +66,18 @@ class Manifest:
         It does not depend on the order of tensors: a learner with layers in 4 bits lists those last, a checkpoint sorts
         by name.
         """
-        if self.known_as is not None:
-            return self.known_as
+        if self.digest_override is not None:
+            return self.digest_override
         tensors = tuple(sorted(self.tensors, key=lambda entry: entry.name))
         what = tensors if self.base is None else (tensors, self.base)
         return hashlib.sha256(repr(what).encode()).hexdigest()
 
-    def travel_s(self, timeout_s: float) -> float:
+    def transfer_timeout_s(self, timeout_s: float) -> float:
         """Return the timeout of a transfer of its tensors: `timeout_s`, extended by their size."""
         return transfer_timeout_s(timeout_s, sum(entry.num_bytes for entry in self.tensors))
 
 
-Held = tuple[Manifest, list[ray.ObjectRef[Any]]]
+StoredVersion = tuple[Manifest, list[ray.ObjectRef[Any]]]
 """A manifest, and references to its tensors in the object store: whole, or the rows of each rank."""
 _RANK_ANSWERS_S = 60.0
 
@@ -88,7 +88,7 @@ class WeightStore:
     def __init__(self, num_kept: int) -> None:
         """Keep `num_kept` versions; older ones are dropped when newer arrive."""
         self._num_kept = num_kept
-        self._versions: dict[int, Held] = {}
+        self._versions: dict[int, StoredVersion] = {}
         self._offers: dict[int, tuple[str, Any]] = {}
 
     def ready(self) -> int:
@@ -104,11 +104,11 @@ class WeightStore:
         may die."""
         self._hold(manifest, [ray.put(weights)])
 
-    def offered(self, key: str, rank: int, offer: Any) -> None:
+    def record_offer(self, key: str, rank: int, offer: Any) -> None:
         """Record a rank's offer of its rows, until they are taken.
 
-        `offer` is the rank's actor, which is called for them (`offering.taken`); or a list with the reference to its
-        memory, from which every reader fetches them.
+        `offer` is the rank's actor, which is called for them (`offering.offered_rows`); or a list with the reference to
+        its memory, from which every reader fetches them.
         """
         self._offers[rank] = key, offer
 
@@ -125,8 +125,8 @@ class WeightStore:
         if isinstance(offers[0], list):
             self._hold(manifest, [rows for offer in offers for rows in offer])
             return True
-        calls = [learner.__ray_call__.options(num_returns=2).remote(taken, key) for learner in offers]
-        ray.get([num_bytes for _, num_bytes in calls], timeout=manifest.travel_s(_RANK_ANSWERS_S))
+        calls = [learner.__ray_call__.options(num_returns=2).remote(offered_rows, key) for learner in offers]
+        ray.get([num_bytes for _, num_bytes in calls], timeout=manifest.transfer_timeout_s(_RANK_ANSWERS_S))
         self._hold(manifest, [rows for rows, _ in calls])
         return True
 
@@ -145,16 +145,16 @@ class WeightStore:
         # In a list: a bare reference would be resolved on the way and copied through this actor.
         return self._versions[version]
 
-    def held(self) -> list[int]:
+    def versions(self) -> list[int]:
         """Return the versions in the store."""
         return sorted(self._versions)
 
 
-def held_by(store: str, timeout_s: float) -> frozenset[int]:
+def stored_versions(store: str, timeout_s: float) -> frozenset[int]:
     """Return the versions in the store with that Ray name; none if there is no such store or it does not answer."""
     try:
         actor: Any = ray.get_actor(store, namespace=NAMESPACE)
-        return frozenset(ray.get(actor.held.remote(), timeout=timeout_s))
+        return frozenset(ray.get(actor.versions.remote(), timeout=timeout_s))
     except (ValueError, ray.exceptions.RayError):
         return frozenset()
 

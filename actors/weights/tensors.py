@@ -16,37 +16,37 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.weights.checksums import Checked, checked, joined
+from actors.weights.checksums import Checksum, checksum_of, combine_checksums
 from actors.weights.store import Manifest, TensorEntry
 from learner.model.checkpoint_files import BaseCheckpoint
 
-Rows = Mapping[str, NDArray[np.uint8] | Tensor]
+TensorRows = Mapping[str, NDArray[np.uint8] | Tensor]
 """One rank's rows of each tensor, or all rows: as bytes, or as tensors in its memory, on CPU or GPU."""
 
 
 def make_manifest(
-    version: int, weights: Mapping[str, Tensor], base: BaseCheckpoint | None = None, known_as: str | None = None
+    version: int, weights: Mapping[str, Tensor], base: BaseCheckpoint | None = None, digest_override: str | None = None
 ) -> Manifest:
     """Make the manifest of whole CPU tensors: every parameter, or those of an adapter on `base`."""
     entries = tuple(
-        _entry(name, tensor.shape, tensor.dtype, checked([as_bytes(tensor)])) for name, tensor in weights.items()
+        _entry(name, tensor.shape, tensor.dtype, checksum_of([as_bytes(tensor)])) for name, tensor in weights.items()
     )
-    return Manifest(version=version, tensors=entries, base=base, known_as=known_as)
+    return Manifest(version=version, tensors=entries, base=base, digest_override=digest_override)
 
 
 def manifest_of_shards(
     version: int,
     shapes: Mapping[str, Sequence[int]],
     dtypes: Mapping[str, torch.dtype],
-    ranks: Sequence[Mapping[str, Checked]],
-    known_as: str | None = None,
+    ranks: Sequence[Mapping[str, Checksum]],
+    digest_override: str | None = None,
 ) -> Manifest:
     """Make the manifest of tensors whose rows are on several ranks, from the ranks' checksums in their order."""
     entries = (
-        _entry(name, shape, dtypes[name], joined(found[name] for found in ranks if name in found))
+        _entry(name, shape, dtypes[name], combine_checksums(found[name] for found in ranks if name in found))
         for name, shape in shapes.items()
     )
-    return Manifest(version=version, tensors=tuple(entries), known_as=known_as)
+    return Manifest(version=version, tensors=tuple(entries), digest_override=digest_override)
 
 
 def verify(manifest: Manifest, weights: Mapping[str, Tensor], what: str = "") -> None:
@@ -64,7 +64,7 @@ def put(weights: Mapping[str, Tensor]) -> ray.ObjectRef[Any]:
     return ray.put({name: as_bytes(tensor) for name, tensor in weights.items()})
 
 
-class Arrived(Mapping[str, Tensor]):
+class ReceivedTensors(Mapping[str, Tensor]):
     """Read-only tensors of a version by name, in the memory that they arrived in.
 
     A tensor whose rows came from several ranks is concatenated on access, and not kept: `pieces` returns its parts.
@@ -93,13 +93,13 @@ class Arrived(Mapping[str, Tensor]):
         return self._pieces[name]
 
 
-def as_verified(manifest: Manifest, parts: Sequence[Rows], what: str = "") -> Arrived:
+def as_verified(manifest: Manifest, parts: Sequence[TensorRows], what: str = "") -> ReceivedTensors:
     """Return the tensors that a manifest lists, whose rows are consecutive in `parts`. Raises as `verify`."""
     what = what or f"policy version {manifest.version}"
-    arrived = Arrived({entry.name: _pieces(entry, parts, what) for entry in manifest.tensors})
-    if unlisted := [name for part in parts for name in part if name not in arrived]:
+    received = ReceivedTensors({entry.name: _pieces(entry, parts, what) for entry in manifest.tensors})
+    if unlisted := [name for part in parts for name in part if name not in received]:
         raise ValueError(f"{what} arrived with an unlisted tensor {min(unlisted)}")
-    return arrived
+    return received
 
 
 def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
@@ -107,13 +107,13 @@ def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _pieces(entry: TensorEntry, parts: Sequence[Rows], what: str) -> list[Tensor]:
+def _pieces(entry: TensorEntry, parts: Sequence[TensorRows], what: str) -> list[Tensor]:
     held = [part[entry.name] for part in parts if entry.name in part]
     dtype: torch.dtype = getattr(torch, entry.dtype.removeprefix("torch."))
     # Bytes have neither dtype nor shape; a tensor with the right bytes may still have the wrong ones.
     are_alike = all(one.dtype == dtype and one.shape[1:] == entry.shape[1:] for one in held if isinstance(one, Tensor))
-    found = checked(as_bytes(rows) if isinstance(rows, Tensor) else rows for rows in held)
-    if not held or not are_alike or found != Checked(num_bytes=entry.num_bytes, checksum=entry.checksum):
+    found = checksum_of(as_bytes(rows) if isinstance(rows, Tensor) else rows for rows in held)
+    if not held or not are_alike or found != Checksum(num_bytes=entry.num_bytes, checksum=entry.checksum):
         raise ValueError(f"{what} arrived damaged: tensor {entry.name} differs")
     if len(held) == 1:
         return [_tensor(held[0], dtype).view(entry.shape)]
@@ -129,5 +129,5 @@ def _tensor(rows: NDArray[np.uint8] | Tensor, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(rows).view(dtype)
 
 
-def _entry(name: str, shape: Sequence[int], dtype: torch.dtype, found: Checked) -> TensorEntry:
+def _entry(name: str, shape: Sequence[int], dtype: torch.dtype, found: Checksum) -> TensorEntry:
     return TensorEntry(name=name, shape=tuple(shape), dtype=str(dtype), checksum=found.checksum)

@@ -17,11 +17,11 @@ import torch
 from actors.checkpoints.selection import Position
 from actors.curriculum import outcomes_of
 from actors.grader import GraderWorker
-from actors.messages import ScoredPortion
+from actors.messages import ScoredWorkUnit
 from actors.plan import RunPlan
 from actors.spec import Phase, sampler_facts
-from actors.training.choosing import GroupChoice
 from actors.training.collate import collate
+from actors.training.dynamic_sampling import GroupSelection
 from actors.training.sft.data import load_sft_data
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import create_run_dir, make_spec
@@ -101,17 +101,17 @@ class LocalRun:
             began_s = time.process_time()
             scored = self._round(num_rounds)
             policy = self.policy.config
-            num_slots = self._spec.rollout.sampling.most_slots(is_block_causal=policy.is_block_causal)
-            batch = collate(scored, num_slots, policy.eos_token_id, GroupChoice.of(self._spec))
+            num_slots = self._spec.rollout.sampling.max_slots(is_block_causal=policy.is_block_causal)
+            batch = collate(scored, num_slots, policy.eos_token_id, GroupSelection.of(self._spec))
             if batch is None:
                 raise RuntimeError(f"no completion of round {num_rounds} could be graded")
-            solved = outcomes_of((portion.portion.problems, portion.grades) for portion in scored)
-            self._plan.note_solved(num_rounds, solved)
+            solved = outcomes_of((one.work_unit.problems, one.grades) for one in scored)
+            self._plan.record_outcomes(num_rounds, solved)
             metrics, self._newest = self._learner.update(batch, num_rounds), batch
             self._versions.append(self._version())
             spent_s += time.process_time() - began_s
             num_rounds += 1
-            num_completions += sum(len(portion.grades) for portion in scored)
+            num_completions += sum(len(one.grades) for one in scored)
             yield Trained(
                 num_rounds=num_rounds,
                 num_completions=num_completions,
@@ -132,28 +132,28 @@ class LocalRun:
         """The policy as it is now, whatever it learns later; itself where nothing older samples."""
         return copy.deepcopy(self.policy) if self._is_stale else self.policy
 
-    def _round(self, round_index: int) -> list[ScoredPortion]:
-        """A round's portions, one after another; with those that replace groups, where the recipe says so."""
-        choice, scored, teaching = GroupChoice.of(self._spec), list[ScoredPortion](), dict[int, int]()
-        while len(scored) < choice.portions_needed(self._plan.portion_sizes(round_index), teaching):
-            portion = self._scored(round_index, len(scored))
-            teaching[len(scored)] = choice.num_teaching((portion.portion.group_ids, portion.grades))
-            scored.append(portion)
+    def _round(self, round_index: int) -> list[ScoredWorkUnit]:
+        """A round's work units, one after another; with those that replace groups, where the recipe says so."""
+        selection, scored, informative = GroupSelection.of(self._spec), list[ScoredWorkUnit](), dict[int, int]()
+        while len(scored) < selection.work_units_needed(self._plan.work_unit_sizes(round_index), informative):
+            newest = self._scored(round_index, len(scored))
+            informative[len(scored)] = selection.num_informative((newest.work_unit.group_ids, newest.grades))
+            scored.append(newest)
         return scored
 
-    def _scored(self, round_index: int, index: int) -> ScoredPortion:
-        portion = self._plan.round_portion(round_index, index)
-        completions = Sampler(self._versions[0], round_index, self._spec.rollout.engine).generate(portion.requests)
-        return self._grader.grade(portion, completions)[0]
+    def _scored(self, round_index: int, index: int) -> ScoredWorkUnit:
+        work_unit = self._plan.round_work_unit(round_index, index)
+        completions = Sampler(self._versions[0], round_index, self._spec.rollout.engine).generate(work_unit.requests)
+        return self._grader.grade(work_unit, completions)[0]
 
 
 @torch.no_grad()
 def score(policy: Transformer, plan: RunPlan, grader: GraderWorker, params: SamplingParams) -> tuple[Score, float]:
     """Held-out accuracy at temperature 0 under `params`, and the mean number of denoise steps that it took."""
     num_correct = num_problems = num_steps = 0
-    for portion in plan.evaluation_portions(params, policy.config):
-        completions = Sampler(policy, 0).generate(portion.requests)
-        _, summary = grader.grade(portion, completions)
+    for work_unit in plan.evaluation_work_units(params, policy.config):
+        completions = Sampler(policy, 0).generate(work_unit.requests)
+        _, summary = grader.grade(work_unit, completions)
         num_correct += sum(grade.correct for grade in summary.grades)
         num_problems += len(summary.grades)
         num_steps += sum(completion.num_forwards for completion in completions)

@@ -3,12 +3,12 @@
     python -m benchmarks.pipeline.coordinator [--samplers 10 100 1000 4000] [--portion-s 1] [--rounds 3] [--out FILE]
 
 The run's own coordinator in this process, with its ledger, pools, run log and files; samplers, graders and learner are
-simulated: a sampler answers after `--portion-s`, a grader and the learner at once. A round has four portions for each
+simulated: a sampler answers after `--portion-s`, a grader and the learner at once. A round has four work units for each
 sampler, of two groups of eight. What Ray adds to a call is not in it (`benchmarks.pipeline.overlap` has that).
 
-- dispatch: from where a sampler is free and a portion waits for one to where it is asked, 50th and 99th percentile.
+- dispatch: from where a sampler is free and a work unit waits for one to where it is asked, 50th and 99th percentile.
 - at work: share of the samplers' time; 1 less this is what the coordinator costs them.
-- CPU a portion: of this process, simulation and all; one divided by it bounds the portions per second.
+- CPU a work unit: of this process, simulation and all; one divided by it bounds the work units per second.
 - memory: what the process grew by over the rounds, for 100,000 groups.
 """
 
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.coordination.coordinator import Coordinator
-from actors.messages import Generation, Portion, PortionSummary, TrainedRound
+from actors.messages import TrainedRound, WeightsId, WorkUnit, WorkUnitSummary
 from actors.spec import RunSpec
 from benchmarks.pipeline.simulated import NO_REGISTRY, graded, make_run
 
@@ -73,7 +73,7 @@ class Answers:
 
 
 class Sampler:
-    """Takes its time for a portion, and notes when it was free and when asked."""
+    """Takes its time for a work unit, and notes when it was free and when asked."""
 
     def __init__(self, portion_s: float, waits: list[float]) -> None:
         self._portion_s, self._waits = portion_s, waits
@@ -85,7 +85,7 @@ class Sampler:
         """What was waited for before is the learner's."""
         self._free_since = None
 
-    def _generate(self, _: Generation, __: Portion) -> tuple[str, asyncio.Future[int]]:
+    def _generate(self, _: WeightsId, __: WorkUnit) -> tuple[str, asyncio.Future[int]]:
         now = time.perf_counter()
         if self._free_since is not None:
             self._waits.append(now - self._free_since)
@@ -110,9 +110,9 @@ async def _yes() -> bool:
     return True
 
 
-def _grade(portion: Portion, _: str) -> tuple[str, asyncio.Future[PortionSummary]]:
-    answer: asyncio.Future[PortionSummary] = asyncio.get_running_loop().create_future()
-    answer.set_result(graded(portion, version=1))
+def _grade(work_unit: WorkUnit, _: str) -> tuple[str, asyncio.Future[WorkUnitSummary]]:
+    answer: asyncio.Future[WorkUnitSummary] = asyncio.get_running_loop().create_future()
+    answer.set_result(graded(work_unit, version=1))
     return "scored", answer
 
 
@@ -153,15 +153,15 @@ async def measured(num_samplers: int, portion_s: float, num_rounds: int) -> Row:
                 sampler.begin_round()
                 sampler.busy_s = 0.0
             began = time.perf_counter()
-            await coordinator.next_batch(index, Generation(version=index + 1, digest="x"))
+            await coordinator.next_batch(index, WeightsId(version=index + 1, digest="x"))
             ended = time.perf_counter()
             at_work = sum(sampler.busy_s for sampler in samplers) / ((ended - began) * num_samplers)
-            generation = Generation(version=index + 2, digest="x")
-            await coordinator.published(TrainedRound(round=index, generation=generation, values=_SECONDS), None)
+            weights_id = WeightsId(version=index + 2, digest="x")
+            await coordinator.published(TrainedRound(round=index, weights_id=weights_id, values=_SECONDS), None)
             if index:
                 rounds.append((ended - began, at_work))
         watching.cancel()
-        num_portions = num_rounds * spec.portions_per_round
+        num_work_units = num_rounds * spec.work_units_per_round
         num_groups = num_rounds * spec.learner.groups_per_round
         cpu_s = time.process_time() - cpu
         await coordinator.finish()
@@ -172,7 +172,7 @@ async def measured(num_samplers: int, portion_s: float, num_rounds: int) -> Row:
         round_s=round_s,
         at_work=statistics.median(share for _, share in rounds),
         dispatch_s=(cuts[49], cuts[98]),
-        cpu_of_portion_s=cpu_s / num_portions,
+        cpu_of_portion_s=cpu_s / num_work_units,
         groups_per_s=spec.learner.groups_per_round / round_s,
         longest_turn_s=max(turns),
         bytes_of_100_000_groups=(_memory() - memory) / num_groups * 1e5,

@@ -47,7 +47,7 @@ class Row:
     """Rounds with an evaluation each."""
 
     sampling_s: float
-    """Of a round's portions on all samplers, and of an evaluation's."""
+    """Of a round's work units on all samplers, and of an evaluation's."""
     learning_s: float
     staleness: int
     way: Way
@@ -80,10 +80,10 @@ def rounds_of(spec: RunSpec, sampling_s: float, learning_s: float, way: Way) -> 
 
 
 def _round(client: RunClient, index: int, learning_s: float, way: Way) -> None:
-    generation = take_round(client, index, learning_s, _LABEL if way is Way.BESIDE else "")
+    weights_id = take_round(client, index, learning_s, _LABEL if way is Way.BESIDE else "")
     if way is not Way.NONE:
         # Of the version that the round was sampled from: where it is waited for, as long as that of the next.
-        client.evaluate(generation, _LABEL, index, is_new=True)
+        client.evaluate(weights_id, _LABEL, index, is_new=True)
 
 
 def measured(sampling_s: float, learning_s: tuple[float, ...], num_rounds: int) -> Iterator[Row]:

@@ -6,7 +6,7 @@ Simulated: the run's own coordinator, pools and client on Ray, with samplers and
 computing, so that two cores are enough for both: a round of both phases at staleness 0 and 1, compared with the sum of
 the phases and the longer of them. What is above the sum at staleness 0 is what a round costs beside its work: with
 phases of 0 s there is nothing else. `taken` is the share of the possible overlap, (sum - round) / (sum - longer). CPU a
-portion is what the coordinator's process takes for one, Ray's share of it too.
+work unit is what the coordinator's process takes for one, Ray's share of it too.
 
 With `--recipe` also a run of it by `d1 train`, at staleness 0 and 1 in turn: seconds of a round by the run log. There
 both compute, and share the cores.
@@ -34,7 +34,7 @@ from rich.table import Table
 
 from actors.cluster import watched
 from actors.coordination.coordinator import Coordinator
-from actors.messages import Generation, Portion, PortionSummary, ScoredPortion
+from actors.messages import ScoredWorkUnit, WeightsId, WorkUnit, WorkUnitSummary
 from actors.run_log import read_events
 from actors.spec import RunSpec
 from actors.training.run_client import RunClient
@@ -53,7 +53,7 @@ class Row:
     """Rounds of one setting."""
 
     sampling_s: float
-    """Of a round's portions on all samplers."""
+    """Of a round's work units on all samplers."""
     learning_s: float
     staleness: int
     round_s: float
@@ -65,7 +65,7 @@ class Row:
 
 
 class SleepingSampler:
-    """Takes its time for a portion."""
+    """Takes its time for a work unit."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -74,10 +74,10 @@ class SleepingSampler:
         """As a sampler's."""
         return 0
 
-    def generate(self, generation: Generation, portion: Portion) -> tuple[int, int]:
+    def generate(self, weights_id: WeightsId, work_unit: WorkUnit) -> tuple[int, int]:
         """The version instead of completions."""
         time.sleep(self._seconds)
-        return generation.version, len(portion.requests)
+        return weights_id.version, len(work_unit.requests)
 
 
 class InstantGrader:
@@ -87,16 +87,16 @@ class InstantGrader:
         """As a grader's."""
         return 0
 
-    def grade(self, portion: Portion, version: int) -> tuple[ScoredPortion, PortionSummary]:
+    def grade(self, work_unit: WorkUnit, version: int) -> tuple[ScoredWorkUnit, WorkUnitSummary]:
         """Every second completion is right."""
-        summary = graded(portion, version)
-        return ScoredPortion(portion=portion, completions=(), summary=summary), summary
+        summary = graded(work_unit, version)
+        return ScoredWorkUnit(work_unit=work_unit, completions=(), summary=summary), summary
 
 
 @contextmanager
 def simulated_run(spec: RunSpec, sampling_s: float) -> Iterator[RunClient]:
-    """What a learner asks of a run whose samplers sleep: so long for all portions of a round."""
-    of_portion = sampling_s * _NUM_SAMPLERS / spec.portions_per_round
+    """What a learner asks of a run whose samplers sleep: so long for all work units of a round."""
+    of_portion = sampling_s * _NUM_SAMPLERS / spec.work_units_per_round
     sampler, grader = watched(SleepingSampler).options(num_cpus=0), watched(InstantGrader).options(num_cpus=0)
     samplers: list[Any] = [sampler.remote(of_portion) for _ in range(_NUM_SAMPLERS)]
     graders: list[Any] = [grader.remote()]
@@ -123,7 +123,7 @@ def simulated_run(spec: RunSpec, sampling_s: float) -> Iterator[RunClient]:
 
 
 def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tuple[list[float], float]:
-    """Seconds of each round that counts, and CPU seconds of the coordinator for a portion of theirs."""
+    """Seconds of each round that counts, and CPU seconds of the coordinator for a work unit of theirs."""
     taken, cpu_s = [], 0.0
     with simulated_run(spec, sampling_s) as client:
         for index in range(spec.learner.num_rounds):
@@ -133,23 +133,23 @@ def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tup
             take_round(client, index, learning_s)
             taken.append(time.perf_counter() - began)
         cpu_s = _cpu_s_of("ray::Coordinator") - cpu_s
-    return taken[FIRST:], cpu_s / ((spec.learner.num_rounds - FIRST) * spec.portions_per_round)
+    return taken[FIRST:], cpu_s / ((spec.learner.num_rounds - FIRST) * spec.work_units_per_round)
 
 
-def take_round(client: RunClient, index: int, learning_s: float, label: str = "") -> Generation:
+def take_round(client: RunClient, index: int, learning_s: float, label: str = "") -> WeightsId:
     """What a learner does with a round, sleeping. Returns what it was sampled from, which is evaluated beside it where
     there is a label."""
-    began, generation = time.perf_counter(), _generation(index + 1)
-    _, portions = client.next_batch(index, generation, label)
+    began, weights_id = time.perf_counter(), _weights_id(index + 1)
+    _, work_units = client.next_batch(index, weights_id, label)
     sampled = time.perf_counter()
     time.sleep(learning_s)
     seconds = {"sampling_s": sampled - began, "training_s": learning_s, "publish_s": 0.0}
-    client.published(index, _generation(index + 2), seconds, portions)
-    return generation
+    client.published(index, _weights_id(index + 2), seconds, work_units)
+    return weights_id
 
 
-def _generation(version: int) -> Generation:
-    return Generation(version=version, digest=str(version))
+def _weights_id(version: int) -> WeightsId:
+    return WeightsId(version=version, digest=str(version))
 
 
 def _cpu_s_of(title: str) -> float:
@@ -193,7 +193,7 @@ def simulated(
 
 
 def spec_of(directory: Path, num_rounds: int, staleness: int) -> RunSpec:
-    """A run of so many rounds that count, with four portions each and four of an evaluation."""
+    """A run of so many rounds that count, with four work units each and four of an evaluation."""
     return make_run(
         directory,
         f"name=staleness-{staleness}",

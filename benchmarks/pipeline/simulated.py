@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.messages import Portion, PortionSummary
+from actors.messages import WorkUnit, WorkUnitSummary
 from actors.spec import RunSpec
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
@@ -24,10 +24,10 @@ def make_run(directory: Path, *overrides: str) -> RunSpec:
     return spec
 
 
-def graded(portion: Portion, version: int) -> PortionSummary:
+def graded(work_unit: WorkUnit, version: int) -> WorkUnitSummary:
     """Every second completion is right."""
-    size = len(portion.requests)
-    return PortionSummary(
+    size = len(work_unit.requests)
+    return WorkUnitSummary(
         grades=tuple(Grade(reward=float(row % 2), parts={}, correct=row % 2 == 1) for row in range(size)),
         texts=("7",) * size,
         num_tokens=(2,) * size,

@@ -17,8 +17,8 @@ from deploy.requests.structured.byte_automaton import byte_automaton
 from deploy.requests.structured.grammars import library_arguments
 from deploy.requests.structured.structure import Structure
 from deploy.requests.structured.token_automaton import TokenTrie
+from rollout.grammar.canvas_grammar import CanvasGrammar
 from rollout.grammar.grammar import Grammar
-from rollout.grammar.reach import CanvasGrammar
 
 _FIELDS = {f"field_{index}": {"type": "string", "maxLength": 20} for index in range(5)}
 _PERSON = {
@@ -74,7 +74,7 @@ def _step(grammar: Grammar, num_slots: int, block: int) -> tuple[float, float]:
     tokens, masked = np.zeros(num_slots, dtype=np.int64), np.ones(num_slots, dtype=bool)
 
     def step() -> None:
-        seen.look(tokens, masked)
+        seen.update(tokens, masked)
         allowed = {slot: seen.allowed(slot) for slot in range(block) if masked[slot]}
         slots = [*allowed][::2][: len(allowed) // 8 + 1]
         drawn = {slot: int(np.argmax(allowed[slot][seen.class_of_V])) for slot in slots}

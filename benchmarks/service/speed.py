@@ -196,7 +196,7 @@ def _sample(series: Series, sampler: Sampler, request: Request, ask: Ask, *, num
 def _sampled(sampler: Sampler, request: Request, ask: Ask, *, num_rows: int) -> list[Answer]:
     """So many rows of the sampler in this process, together, as answers to `ask`."""
     start_s, first_s = time.perf_counter(), 0.0
-    batch = sampler.open([request] * num_rows, most_rows=num_rows)
+    batch = sampler.open([request] * num_rows, max_rows=num_rows)
     done: list[Any] = []
     while len(done) < num_rows:
         done += batch.step()

@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from actors.messages import Generation
+from actors.messages import WeightsId
 from actors.spec import Phase
 from actors.training.publication import Publisher
 from actors.training.run_client import RunClient
-from actors.training.shards import Travel
-from actors.weights.fetching import PolicyLoader, StagingReader, StoreReader
+from actors.training.shards import TransferFormat
+from actors.weights.fetching import PolicyLoader, PrefetchingReader, StoreReader
 from actors.weights.store import WeightStore
 from actors.weights.tensors import make_manifest
 from benchmarks.models import Shape, empty_policy
@@ -90,7 +90,7 @@ class Row:
 class Client(RunClient):
     """A learner's; there is no service to hear of anything."""
 
-    def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
+    def announce(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None:
         """Nothing is told."""
 
 
@@ -110,14 +110,14 @@ class LearnerRank:
         self._policy = ShardedPolicy(model, make_mesh("cpu"), lora=form.lora)
         self._store, self._ranks, self._is_gathered = store, Ranks(), form.is_gathered
         self._publisher = Publisher(
-            self._policy, self._ranks, Client(None, store), travel=Travel(dtype=form.samplers_dtype)
+            self._policy, self._ranks, Client(None, store), transfer_format=TransferFormat(dtype=form.samplers_dtype)
         )
         self._publisher.base = base
 
     def ready(self) -> None:
         """Answers once it is there."""
 
-    def publish(self, version: int) -> Generation | None:
+    def publish(self, version: int) -> WeightsId | None:
         """A version to the store; of rank 0 what it is called."""
         with torch.no_grad():
             for parameter in self._policy.trained_parameters.values():
@@ -127,13 +127,13 @@ class LearnerRank:
         self._publisher.publish(version, Phase.RL, version)
         return self._publisher.newest if self._ranks.rank == 0 else None
 
-    def _publish_gathered(self, version: int) -> Generation | None:
+    def _publish_gathered(self, version: int) -> WeightsId | None:
         weights = self._policy.weights_on_rank_0()
         if self._ranks.rank:
             return None
         manifest = make_manifest(version, weights)
         Client(None, self._store).publish(manifest, weights)
-        return Generation(version=version, digest=manifest.digest)
+        return WeightsId(version=version, digest=manifest.digest)
 
 
 def _written(model: Transformer, lora: LoraConfig, checkpoints_dir: Path) -> BaseCheckpoint:
@@ -149,20 +149,20 @@ class Receiver:
     def __init__(self, shape: Shape, form: Form, store: Any, checkpoints_dir: Path) -> None:
         torch.set_num_threads(1)
         policy = empty_policy(shape, _TOKENS).to(form.samplers_dtype)
-        self._reader = StagingReader(StoreReader(store, _TIMEOUT_S))
+        self._reader = PrefetchingReader(StoreReader(store, _TIMEOUT_S))
         self._loader = PolicyLoader(policy, self._reader, checkpoints_dir)
 
     def ready(self) -> None:
         """Answers once it is there."""
 
-    def stage(self, generation: Generation) -> None:
+    def prefetch(self, weights_id: WeightsId) -> None:
         """Fetch that version."""
-        self._reader.stage(generation)
+        self._reader.prefetch(weights_id)
 
-    def load(self, generation: Generation) -> float:
+    def load(self, weights_id: WeightsId) -> float:
         """Make the policy that version; how long it took."""
         began = time.perf_counter()
-        self._loader.load(generation)
+        self._loader.load(weights_id)
         return time.perf_counter() - began
 
 
@@ -187,7 +187,7 @@ class Line:
         began = time.perf_counter()
         said = ray.get([rank.publish.remote(self._version) for rank in self._ranks], timeout=_TIMEOUT_S)
         if is_staged:
-            ray.get([receiver.stage.remote(said[0]) for receiver in self._receivers], timeout=_TIMEOUT_S)
+            ray.get([receiver.prefetch.remote(said[0]) for receiver in self._receivers], timeout=_TIMEOUT_S)
         pauses = ray.get([receiver.load.remote(said[0]) for receiver in self._receivers], timeout=_TIMEOUT_S)
         return time.perf_counter() - began, max(pauses)
 

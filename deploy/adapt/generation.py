@@ -17,7 +17,7 @@ from deploy.adapt.prompts import Conversation
 from learner.counter import uniform
 from learner.model.autoregressive.source import stop_token_ids
 from rewards.problem import chat
-from rollout.drawing import Law, draw, predictions
+from rollout.token_sampling import SamplingDistribution, predictions, sample_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -179,7 +179,7 @@ class SeededSampling:
     def __init__(self, seeds_B: Tensor, prompt_width: int, temperature: float) -> None:
         self._seeds_B, self._width = seeds_B, prompt_width
         shape = seeds_B.shape
-        self._law = Law(
+        self._distribution = SamplingDistribution(
             temperature=torch.full(shape, temperature, device=seeds_B.device),
             top_p=torch.ones(shape, device=seeds_B.device),
             top_k=torch.zeros(shape, dtype=torch.int64, device=seeds_B.device),
@@ -190,7 +190,7 @@ class SeededSampling:
         rows_B = torch.arange(len(scores_BV), device=scores_BV.device)
         uniforms_B = uniform(self._seeds_B, input_ids.shape[1] - self._width)
         # This overwrites the scores, which nothing else needs.
-        tokens_B = draw(predictions(scores_BV), rows_B, self._law, uniforms_B).tokens
+        tokens_B = sample_tokens(predictions(scores_BV), rows_B, self._distribution, uniforms_B).tokens
         return torch.full_like(scores_BV, -torch.inf).scatter_(1, tokens_B[:, None], 0.0)
 
 

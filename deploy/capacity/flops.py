@@ -166,7 +166,7 @@ def _steps_for(params: SamplingParams, num_slots: int) -> int:
 
     Steps that token editing adds depend on the policy, and are not counted.
     """
-    if not (params.is_by_shares or params.steps_per_block):
+    if not (params.has_even_shares or params.steps_per_block):
         return num_slots
     share, num_larger = divmod(params.block_length, params.num_block_steps)
     steps = range(1, params.num_block_steps + 1)

@@ -161,7 +161,7 @@ def _of_policy(recipe: RunConfig, counts: ParameterCounts, workers_per_copy: int
         base = Part(name="weights, of blocks in 4 bits", num_bytes=quantized, helps="a smaller model")
     else:
         is_stored_in_half = recipe.model.checkpoint is not None and not begins_merged(recipe)
-        in_half = recipe.may_hold_base_in_half and is_stored_in_half
+        in_half = recipe.may_hold_base_in_bfloat16 and is_stored_in_half
         dtype, helps = "bfloat16" if in_half else "float32", f"{_MORE_WORKERS} or model.lora.base_weights=nf4"
         base = Part(
             name=f"weights in {dtype}", num_bytes=bytes_of(dtype) * counts.policy / workers_per_copy, helps=helps

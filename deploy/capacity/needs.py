@@ -57,9 +57,9 @@ def needs_of(recipe: Recipe, *, serve: bool = False, num_machines: int = 1) -> N
     """Derive what a run needs, and with `serve` its service; engines on CPUs reserve next to nothing from Ray."""
     samplers, workers = recipe.rollout.num_samplers, recipe.learner.num_workers
     gpus, is_on_gpus = recipe.gpus, recipe.device == "cuda"
-    sampler = sampler_resources(recipe.device, gpus.asked_for_sampler)
-    worker = learner_resources(recipe.device, gpus.asked_for_learner)
-    shares = [gpus.asked_for_sampler] * samplers + [gpus.asked_for_learner] * workers
+    sampler = sampler_resources(recipe.device, gpus.sampler_request)
+    worker = learner_resources(recipe.device, gpus.learner_request)
+    shares = [gpus.sampler_request] * samplers + [gpus.learner_request] * workers
     shares += [gpus.engine] * recipe.service.num_replicas if serve and gpus.engine else []
     small = coordinator_resources()["num_cpus"] + store_resources()["num_cpus"]
     cpus = small + recipe.grading.num_graders * grader_resources()["num_cpus"]

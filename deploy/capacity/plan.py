@@ -167,9 +167,9 @@ def _most_samplers(recipe: RunConfig) -> int:
 
 def _of_busiest_sampler(recipe: RunConfig, num_samplers: int) -> float:
     """Return the busiest sampler's share of a round's groups, in whole work units."""
-    groups, of_portion = recipe.learner.groups_per_round, recipe.portion_groups_for(num_samplers)
-    num_portions = -(-groups // of_portion)
-    return min(1.0, -(-num_portions // num_samplers) * of_portion / groups)
+    groups, of_portion = recipe.learner.groups_per_round, recipe.groups_per_work_unit_for(num_samplers)
+    num_work_units = -(-groups // of_portion)
+    return min(1.0, -(-num_work_units // num_samplers) * of_portion / groups)
 
 
 def _of_busiest(num_units: int, num_processes: int) -> float:

@@ -44,8 +44,8 @@ def completion_s(
 def sampling_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_samplers: int) -> float:
     """Estimate the seconds of a round's completions on one GPU, in the work units of `num_samplers` samplers."""
     completions = recipe.learner.groups_per_round * recipe.learner.group_size
-    portion = recipe.portion_groups_for(num_samplers) * recipe.learner.group_size
-    num_rows = min(recipe.rollout.engine.num_slots, portion)
+    work_unit = recipe.groups_per_work_unit_for(num_samplers) * recipe.learner.group_size
+    num_rows = min(recipe.rollout.engine.num_slots, work_unit)
     each = [completion_s(recipe, shape, kind, params, num_rows) for params in recipe.rollout.params]
     return completions * sum(each) / len(each)
 
@@ -63,11 +63,11 @@ def sft_step_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_w
 
 def evaluation_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_samplers: int) -> float:
     """Estimate the seconds of an evaluation such as those between the rounds, at the first of its schedules only."""
-    _, _, num_problems = recipe.evaluation.to_choose_by
-    portion = min(recipe.rollout.batch_size, num_problems)
-    num_portions = -(-num_problems // portion)
-    of_busiest = min(num_problems, -(-num_portions // num_samplers) * portion)
-    num_rows = min(recipe.rollout.engine.num_slots, portion)
+    _, _, num_problems = recipe.evaluation.selection_problems
+    work_unit = min(recipe.rollout.batch_size, num_problems)
+    num_work_units = -(-num_problems // work_unit)
+    of_busiest = min(num_problems, -(-num_work_units // num_samplers) * work_unit)
+    num_rows = min(recipe.rollout.engine.num_slots, work_unit)
     return of_busiest * completion_s(recipe, shape, kind, recipe.evaluated_params[0], num_rows)
 
 

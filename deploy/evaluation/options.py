@@ -21,7 +21,7 @@ from rewards.first_d1 import evaluation as first_d1
 from rewards.problem import GradingRules
 from rollout.field_error import FieldError
 from rollout.renoising.request import RenoisingParams
-from rollout.request import PARAMETER_OF, SamplingParams
+from rollout.request import SCHEDULE_PARAMETER, SamplingParams
 
 Params = SamplingParams | RenoisingParams
 
@@ -165,11 +165,11 @@ def _schedule(text: str, gen_length: int, block_length: int) -> Values:
         return {"schedule": "quota", "steps": num_blocks * max(1, round(float(text) * block_length))}
     if name == "steps" and _COUNT.fullmatch(value):
         return {"schedule": "quota", "steps": int(value)}
-    if name in PARAMETER_OF.values() and _SHARE.fullmatch(value):
+    if name in SCHEDULE_PARAMETER.values() and _SHARE.fullmatch(value):
         return {name: float(value)}
     raise UserError(
         f"--schedules {text} is no schedule; write a share of the slots as in 0.5, or steps=9, "
-        f"{', '.join(f'{name}=0.9' for name in PARAMETER_OF.values())}"
+        f"{', '.join(f'{name}=0.9' for name in SCHEDULE_PARAMETER.values())}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from actors.portioning import evaluated_together
+from actors.batching import evaluation_batches
 from deploy.errors import UserError
 from deploy.evaluation.cells import Cell
 from deploy.evaluation.options import Params
@@ -86,7 +86,7 @@ def batches_of(
         some = fitting if _room(cell, len(prompt), policy) >= 0 else others
         some += [(problem, prompt, sample) for sample in range(cell.sampled.num_samples)]
     lengths = [len(prompt) for _, prompt, _ in fitting]
-    places = evaluated_together(lengths, batch_size, max(lengths) if usual is None else usual, cell.params.gen_length)
+    places = evaluation_batches(lengths, batch_size, max(lengths) if usual is None else usual, cell.params.gen_length)
     together = [[fitting[place] for place in some] for some in places]
     batches = [_batch(cell, index, some) for index, some in enumerate(together)]
     return [*batches, *([_batch(cell, len(batches), others, has_room=False)] if others else [])]

@@ -186,7 +186,7 @@ def _dead_actor(actors: RunActors) -> str | None:
 
     asked = {
         "the coordinator": lambda: actors.coordinator.events_since.remote(0),
-        "the weight store": actors.store.held.remote,
+        "the weight store": actors.store.versions.remote,
     }
     for name, ask in asked.items():
         try:

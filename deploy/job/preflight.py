@@ -142,15 +142,15 @@ def _pool_problems(recipe: Recipe) -> Iterator[str]:
     """Report samplers whose GPUs would always be idle in the rounds. On a CPU an idle sampler costs nothing."""
     rollout, learner = recipe.rollout, recipe.learner
     at_a_time = learner.max_staleness + 1
-    portions = recipe.portions_per_round * at_a_time
-    if recipe.device == "cpu" or not learner.num_rounds or portions >= rollout.num_samplers:
+    work_units = recipe.work_units_per_round * at_a_time
+    if recipe.device == "cpu" or not learner.num_rounds or work_units >= rollout.num_samplers:
         return
     more = -(-rollout.num_samplers // at_a_time)
-    also = f" learner.num_workers={portions}" if recipe.gpus.colocate else ""
+    also = f" learner.num_workers={work_units}" if recipe.gpus.colocate else ""
     yield (
-        f"rollout.num_samplers is {rollout.num_samplers}, and only {counted(portions, 'portion')} of "
-        f"{recipe.portion_groups * learner.group_size} completions can be sampled at a time: the other GPUs would "
-        f"wait; take learner.groups_per_round={more} or rollout.num_samplers={portions}{also}"
+        f"rollout.num_samplers is {rollout.num_samplers}, and only {counted(work_units, 'portion')} of "
+        f"{recipe.groups_per_work_unit * learner.group_size} completions can be sampled at a time: the other GPUs "
+        f"would wait; take learner.groups_per_round={more} or rollout.num_samplers={work_units}{also}"
     )
 
 

@@ -120,11 +120,11 @@ class Scaler:
 
     def _notes(self, changes: dict[Kind, tuple[int, int]]) -> Iterator[str]:
         _, samplers = changes.get("samplers", (0, 0))
-        portions = self._recipe.portions_per_round * (self._recipe.learner.max_staleness + 1)
-        if samplers > portions:
+        work_units = self._recipe.work_units_per_round * (self._recipe.learner.max_staleness + 1)
+        if samplers > work_units:
             yield (
-                f"the rounds of this recipe have {counted(portions, 'portion')} at a time, so that "
-                f"{counted(samplers - portions, 'sampler')} will have nothing to do but evaluations; a recipe with "
+                f"the rounds of this recipe have {counted(work_units, 'portion')} at a time, so that "
+                f"{counted(samplers - work_units, 'sampler')} will have nothing to do but evaluations; a recipe with "
                 "a smaller rollout.batch_size has more"
             )
 

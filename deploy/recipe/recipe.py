@@ -88,7 +88,7 @@ class Recipe(RunConfig):
 
     @model_validator(mode="after")
     def _canary(self) -> Recipe:
-        canary, (kind, field, most) = self.service.canary, self.evaluation.to_choose_by
+        canary, (kind, field, most) = self.service.canary, self.evaluation.selection_problems
         if canary is not None and canary.num_problems > most:
             raise ValueError(
                 f"service.canary.num_problems {canary.num_problems} exceeds evaluation.{field} {most}, the {kind} "

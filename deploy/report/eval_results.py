@@ -80,5 +80,5 @@ def _eval_cell(cell: CellRecord) -> EvalCell:
         mean_forwards=found["mean_forwards"],
         accuracy=found["accuracy"],
         interval=tuple(found["accuracy_interval"]),
-        is_adaptive=not params.is_by_shares,
+        is_adaptive=not params.has_even_shares,
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from actors.checkpoints.selection import newest_checkpoint, to_answer
+from actors.checkpoints.selection import newest_checkpoint, servable
 from actors.grader import GraderWorker
-from actors.messages import Portion
+from actors.messages import WorkUnit
 from actors.plan import RunPlan
 from actors.run_log import CHECKPOINTS
 from deploy.printing import printable
@@ -69,7 +69,7 @@ def make_examples(run_dir: Path, recipe: Recipe, count: int) -> list[ReportExamp
     Raises ValueError or OSError if a checkpoint cannot be read.
     """
     checkpoints = run_dir / CHECKPOINTS
-    newest = newest_checkpoint(checkpoints, to_answer)
+    newest = newest_checkpoint(checkpoints, servable)
     first = next((checkpoints / name for name in ("sft", "initial") if (checkpoints / name).is_dir()), None)
     if newest is None or first is None or count == 0:
         return []
@@ -88,7 +88,7 @@ def _make_examples(checkpoints: Mapping[str, Path], recipe: Recipe, count: int) 
     tokenizer = ChatTokenizer(directory)
     plan = RunPlan(spec, tokenizer)
     grader = GraderWorker(spec.task, spec.reward, directory)
-    asked = _head(plan.evaluation_portions(recipe.evaluated_params[0], load_config(directory)), count)
+    asked = _head(plan.evaluation_work_units(recipe.evaluated_params[0], load_config(directory)), count)
     by_policy: list[list[GradedCompletion]] = []
     for name, path in checkpoints.items():
         completions = Sampler(load_policy(path), 0).generate(asked.requests)
@@ -105,11 +105,11 @@ def _make_examples(checkpoints: Mapping[str, Path], recipe: Recipe, count: int) 
     ]
 
 
-def _head(portions: Sequence[Portion], count: int) -> Portion:
-    problems = [problem for portion in portions for problem in portion.problems][:count]
-    requests = [request for portion in portions for request in portion.requests][:count]
-    return Portion(
-        key=portions[0].key,
+def _head(work_units: Sequence[WorkUnit], count: int) -> WorkUnit:
+    problems = [problem for work_unit in work_units for problem in work_unit.problems][:count]
+    requests = [request for work_unit in work_units for request in work_unit.requests][:count]
+    return WorkUnit(
+        key=work_units[0].key,
         problems=tuple(problems),
         group_ids=tuple(range(len(problems))),
         requests=tuple(requests),

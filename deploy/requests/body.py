@@ -14,7 +14,7 @@ from deploy.requests.parameters import ALL_KEYS, Values
 from deploy.requests.structured.fields import Structured
 from deploy.requests.turns import MAX_CHARACTERS, Conversation, TemplateOptions, check_texts
 from learner.seeds import fold
-from rollout.request import LEAST_TEMPERATURE
+from rollout.request import MIN_TEMPERATURE
 
 MAX_CHOICES = 32
 """Maximum completions per request."""
@@ -93,7 +93,7 @@ class CompletionBody(Structured):
     @classmethod
     def _temperature(cls, temperature: float) -> float:
         # As in vLLM: clients that want greedy decoding send values such as 1e-6.
-        return max(temperature, LEAST_TEMPERATURE) if temperature > 0 else temperature
+        return max(temperature, MIN_TEMPERATURE) if temperature > 0 else temperature
 
     @field_validator("top_k", mode="after")
     @classmethod

@@ -12,10 +12,10 @@ from typing import Any
 
 from deploy.requests.parameters import ALL_KEYS, SAMPLING_KEYS, Values, values_of
 from rollout.field_error import FieldError
-from rollout.request import PARAMETER_OF, Cache, SamplingParams, Schedule
+from rollout.request import SCHEDULE_PARAMETER, Cache, SamplingParams, Schedule
 
-_SCHEDULE_OF = {name: str(schedule) for schedule, name in PARAMETER_OF.items()}
-_TAKES: dict[str, tuple[str, ...]] = {schedule: (name,) for schedule, name in PARAMETER_OF.items()}
+_SCHEDULE_OF = {name: str(schedule) for schedule, name in SCHEDULE_PARAMETER.items()}
+_TAKES: dict[str, tuple[str, ...]] = {schedule: (name,) for schedule, name in SCHEDULE_PARAMETER.items()}
 _TAKES[Schedule.LEFT_TO_RIGHT] = ("threshold",)
 _THRESHOLD = 0.9
 

@@ -118,7 +118,7 @@ class RequestPlan:
         request = self.requests[choice]
         if isinstance(request, RenoisingRequest) or self._num_given(choice) or self.grammar is not None:
             return None
-        return request.params.known_num_steps
+        return request.params.fixed_num_steps
 
     def num_blocks(self, choice: int, num_slots: int) -> int:
         """Return the blocks of a choice's first `num_slots` slots, which are whole blocks."""

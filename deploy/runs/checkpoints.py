@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from actors.checkpoints.best import has_validation, validated_best
-from actors.checkpoints.selection import FoundCheckpoint, checkpoints_to_answer, newest_checkpoint, to_answer
+from actors.checkpoints.selection import FoundCheckpoint, newest_checkpoint, servable, servable_checkpoints
 from actors.run_log import CHECKPOINTS, RECIPE, read_events
 from deploy.errors import UserError
 from deploy.printing import printable
@@ -38,12 +38,12 @@ def newest_servable(run_dir: Path, say: ReportProgress | None = None) -> FoundCh
     `say` reports the throughput of reading it. Raises UserError if there is none.
     """
     try:
-        found = newest_checkpoint(run_dir / CHECKPOINTS, to_answer, say)
+        found = newest_checkpoint(run_dir / CHECKPOINTS, servable, say)
     except ValueError as error:
         raise UserError(str(error)) from error
     if found is None:
         raise UserError(f"{run_dir} has no checkpoint to serve yet")
-    for what in found.passed_over:
+    for what in found.skipped:
         sys.stderr.write(f"d1: {printable(what)}\n")
     return found
 
@@ -58,7 +58,7 @@ def best_servable(run_dir: Path) -> Path:
             "the newest"
         )
     version = validated_best(events)
-    for position, directory in checkpoints_to_answer(run_dir / CHECKPOINTS):
+    for position, directory in servable_checkpoints(run_dir / CHECKPOINTS):
         if position.policy_version == version:
             return directory
     raise UserError(f"{run_dir} has no checkpoint of version {version}, its best; {run_dir.name}/last is the newest")

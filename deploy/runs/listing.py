@@ -94,11 +94,11 @@ def newest_run(runs_dir: Path) -> Path:
 def newest_servable_run(runs_dir: Path) -> Path:
     """Return the run with the newest event that has a checkpoint to serve. Raises UserError if there is none."""
     # Imported here because it imports torch, which `d1 runs` need not wait for.
-    from actors.checkpoints.selection import checkpoints_to_answer
+    from actors.checkpoints.selection import servable_checkpoints
 
     runs = sorted(_run_dirs(runs_dir), key=lambda path: (path / METRICS).stat().st_mtime, reverse=True)
     for directory in runs:
-        if checkpoints_to_answer(directory / CHECKPOINTS):
+        if servable_checkpoints(directory / CHECKPOINTS):
             return directory
     what = "no run in it has a checkpoint yet" if runs else "there is no run in it"
     raise UserError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from actors.checkpoints.selection import Position, is_passing
+from actors.checkpoints.selection import Position, is_intermediate
 from actors.plan import RunPlan
 from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS, RECIPE
@@ -225,7 +225,7 @@ def _check_canvas(recipe: Recipe, source: Path) -> TransformerConfig:
     """Return the shape of a checkpoint. Raises ValueError if the recipe's canvases are too long for it."""
     config, rollout = load_config(source), recipe.rollout
     most = config.max_sequence_length
-    num_slots = rollout.sampling.most_slots(is_block_causal=config.is_block_causal)
+    num_slots = rollout.sampling.max_slots(is_block_causal=config.is_block_causal)
     wanted = {
         "sft.max_tokens": recipe.sft_tokens,
         "rollout.max_prompt_tokens + rollout.sampling.gen_length": rollout.max_prompt_tokens + num_slots,
@@ -287,7 +287,7 @@ def _stays(reference: str | Path, source: Path) -> bool:
 
     They cannot if a run may delete them, or if they are from the hub and other machines of a cluster lack the download.
     """
-    if is_passing(source):
+    if is_intermediate(source):
         return False
     return not (is_hub_id(reference) and "RAY_ADDRESS" in os.environ)
 
@@ -300,22 +300,22 @@ def _digest(weights: Mapping[str, Tensor] | StoredWeights, say: ReportProgress |
     """Compute the digest of weights as the learner, which computes in float32, will publish them."""
     import torch
 
-    from actors.weights.checksums import Checked, checked, joined
+    from actors.weights.checksums import Checksum, checksum_of, combine_checksums
     from actors.weights.tensors import as_bytes, manifest_of_shards
 
     shapes = {name: tuple(weights[name].shape) for name in weights}
     num_bytes = _FLOAT_BYTES * sum(map(math.prod, shapes.values()))
     progress = Throughput("computing the checksum of version 0", num_bytes, say)
 
-    def check(name: str) -> Checked:
+    def check(name: str) -> Checksum:
         shape, tensor = shapes[name], weights[name]
         step = max(1, _LOOKED_AT // math.prod(shape[1:]))
         found = []
         for begin in range(0, shape[0], step):
             rows = as_bytes(tensor[begin : begin + step].float())
-            found.append(checked([rows]))
+            found.append(checksum_of([rows]))
             progress.add(rows.nbytes)
-        return joined(found)
+        return combine_checksums(found)
 
     with ThreadPoolExecutor(num_threads()) as threads:
         found = dict(zip(shapes, threads.map(check, shapes), strict=True))
@@ -336,8 +336,8 @@ def _texts(recipe: Recipe) -> list[str]:
 def _check_plan(spec: RunSpec, tokenizer: ChatTokenizer, policy: TransformerConfig) -> None:
     plan = RunPlan(spec, tokenizer)
     for params in spec.evaluation.params(spec.rollout.sampling):
-        plan.evaluation_portions(params, policy)
-    plan.evaluation_portions(spec.evaluation.params(spec.rollout.sampling)[0], policy, asked=plan.validation)
+        plan.evaluation_work_units(params, policy)
+    plan.evaluation_work_units(spec.evaluation.params(spec.rollout.sampling)[0], policy, problems=plan.validation)
     if Phase.SFT in spec.phases:
         load_sft_data(spec, plan, tokenizer)
     if Phase.RL in spec.phases and isinstance(spec.learner.objective, DistillationConfig):

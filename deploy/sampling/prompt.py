@@ -137,4 +137,4 @@ class _Run:
             return CanvasView(
                 token_ids=[0] * length, masked=[True] * length, steps=[-1] * length, probabilities=[0.0] * length
             )
-        return canvas_in(self._batch.slots)
+        return canvas_in(self._batch.state)

@@ -160,7 +160,7 @@ def answer_all(ready: ReadyRenoising, items: Sequence[ParsedRequest], *, as_json
             if as_json:
                 _print(json.dumps(head | {"error": item.error}))
             continue
-        completion = ready.sampler.complete(item.request, watch=_progress if sys.stderr.isatty() else None)
+        completion = ready.sampler.complete(item.request, on_step=_progress if sys.stderr.isatty() else None)
         ids = completion.token_ids[: completion.num_tokens].tolist()
         if as_json:
             _print(json.dumps(head | _answer(ready, completion, ids)))

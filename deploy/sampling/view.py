@@ -13,8 +13,8 @@ from enum import StrEnum
 from rich.text import Text
 
 from deploy.printing import printable
+from rollout.batch_state import BatchState
 from rollout.request import Completion
-from rollout.slots import Slots
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -60,10 +60,10 @@ class CanvasView:
         return max(steps, default=-1) + 1
 
 
-def canvas_in(slots: Slots, row: int = 0) -> CanvasView:
+def canvas_in(state: BatchState, row: int = 0) -> CanvasView:
     """Return the canvas that is being denoised in an engine slot (`row`)."""
-    start, end = int(slots.rows.prompt_length[row]), int(slots.rows.end[row])
-    canvases = slots.canvases
+    start, end = int(state.rows.prompt_length[row]), int(state.rows.end[row])
+    canvases = state.canvases
     return CanvasView(
         token_ids=canvases.tokens[row, start:end].tolist(),
         masked=canvases.masked[row, start:end].tolist(),

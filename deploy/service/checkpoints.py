@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from actors.checkpoints.best import validated_best
-from actors.checkpoints.selection import Position, checkpoints_to_answer, find_position
+from actors.checkpoints.selection import Position, find_position, servable_checkpoints
 from actors.registry.records import BASE, BEST, PolicyVersion
 from actors.run_log import CHECKPOINTS, Event, read_events
 from actors.spec import Phase
@@ -64,7 +64,7 @@ class Checkpoints:
                 return position.phase in (Phase.UNTRAINED, Phase.SFT)
             return position.policy_version == version
 
-        found = [one for one in checkpoints_to_answer(self._run_dir / CHECKPOINTS) if is_wanted(one[0])]
+        found = [one for one in servable_checkpoints(self._run_dir / CHECKPOINTS) if is_wanted(one[0])]
         return _version_of(*found[-1], events) if found else None
 
 

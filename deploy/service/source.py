@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from actors.checkpoints.selection import checkpoints_to_answer
+from actors.checkpoints.selection import servable_checkpoints
 from actors.registry.records import PolicyVersion
 from actors.registry.registry import Registry
 from actors.run_log import CHECKPOINTS
@@ -93,7 +93,7 @@ class Source:
 
     def codec(self) -> TextCodec:
         """How its policy reads and writes: all checkpoints of a run have the same tokenizer."""
-        return TextCodec(checkpoints_to_answer(self.path / CHECKPOINTS)[-1][1] if self.is_run else self.path)
+        return TextCodec(servable_checkpoints(self.path / CHECKPOINTS)[-1][1] if self.is_run else self.path)
 
     def newest(self) -> PolicyVersion:
         """The version to begin with. Raises UserError where a run has none."""

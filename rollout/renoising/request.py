@@ -15,7 +15,7 @@ from rollout.field_error import FieldError
 from rollout.request import Committed, FinishReason, check_ids, check_seed
 
 # Logits divided by much less overflow float32.
-_LEAST_TEMPERATURE = 1e-5
+_MIN_TEMPERATURE = 1e-5
 
 
 class RenoisingParams(BaseModel):
@@ -30,9 +30,9 @@ class RenoisingParams(BaseModel):
     entropy_bound: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """A step keeps the least uncertain slots, as long as their entropies, without the largest, sum to at most so many
     nats (arXiv 2505.24857, section 3)."""
-    t_max: Annotated[float, Field(ge=_LEAST_TEMPERATURE, le=1000)] = 0.8
+    t_max: Annotated[float, Field(ge=_MIN_TEMPERATURE, le=1000)] = 0.8
     """Temperature of a canvas' first step."""
-    t_min: Annotated[float, Field(ge=_LEAST_TEMPERATURE, le=1000)] = 0.4
+    t_min: Annotated[float, Field(ge=_MIN_TEMPERATURE, le=1000)] = 0.4
     """Temperature that a canvas would reach after `max_denoise_steps`, falling linearly."""
     stability_threshold: NonNegativeInt = 1
     """A canvas can finish when its most probable tokens are the same as in this many steps before."""

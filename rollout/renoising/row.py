@@ -20,21 +20,21 @@ from torch import Tensor
 
 from learner.model.renoising.policy import RenoisingPolicy
 from learner.model.renoising.record import DenoisedCanvas
-from rollout.drawing import predictions
-from rollout.renoising.draws import Draws, KeyedDraws
+from rollout.renoising.random_source import KeyedRandomSource, RandomSource
 from rollout.renoising.request import RenoisedCompletion, RenoisingRequest
 from rollout.request import Committed, FinishReason, Progress
+from rollout.token_sampling import predictions
 
-Watch = Callable[[int, int, Tensor, Tensor], None]
+StepCallback = Callable[[int, int, Tensor, Tensor], None]
 """Callback after each step: index of the canvas, index of the step, the canvas [C], and bool [C] which slots were kept.
 """
 
 
-class _Step(NamedTuple):
+class _StepRecord(NamedTuple):
     """Record of a step: [C] each, and two numbers."""
 
     seen: Tensor
-    drawn: Tensor
+    sampled: Tensor
     logp: Tensor
     accepted: Tensor
     argmax: Tensor
@@ -42,17 +42,23 @@ class _Step(NamedTuple):
     temperature: float
 
 
-class Row:
+class RenoisingRow:
     """A request and its denoising state."""
 
     def __init__(
-        self, policy: RenoisingPolicy, request: RenoisingRequest, draws: Draws | None = None, watch: Watch | None = None
+        self,
+        policy: RenoisingPolicy,
+        request: RenoisingRequest,
+        random_source: RandomSource | None = None,
+        on_step: StepCallback | None = None,
     ) -> None:
-        """Begin a request that the policy can serve. `draws` replaces the random draws keyed by its seed."""
+        """Begin a request that the policy can serve. `random_source` replaces the random draws keyed by its seed."""
         config, device = policy.config, policy.device
-        self._policy, self.request, self._watch = policy, request, watch
+        self._policy, self.request, self._on_step = policy, request, on_step
         self._num_slots = request.num_slots(config.canvas_length)
-        self._draws = draws or KeyedDraws(request.seed, config.canvas_length, config.vocab_size, device)
+        self._random_source = random_source or KeyedRandomSource(
+            request.seed, config.canvas_length, config.vocab_size, device
+        )
         self._stop_ids = config.stop_ids if request.stop_ids is None else request.stop_ids
         self._prefix, self._unread = policy.prefix(), [request.prompt_ids]
         """The policy's cached prefix, and the token ids that are to be appended to it."""
@@ -64,7 +70,7 @@ class Row:
         self._number = len(self._unread) - 1
         self._num_steps_before = 0 if request.committed is None else request.committed.num_steps
         self._canvases = list[DenoisedCanvas]()
-        self._steps = list[_Step]()
+        self._steps = list[_StepRecord]()
         self._before = deque[Tensor](maxlen=request.params.stability_threshold)
         self._canvas_C, self._conditioning_CV = torch.empty(0), torch.empty(0)
         self._since_C, self._entropy_C = torch.empty(0), torch.empty(0)
@@ -96,16 +102,18 @@ class Row:
         if not bool(predicted.log_norm.isfinite().all()):
             raise FloatingPointError(f"the policy predicts what is no number on canvas {self._number}: bad weights")
         slots_C = torch.arange(len(self._canvas_C), device=self._canvas_C.device)
-        drawn_C, argmax_C = self._draws.tokens(self._number, index, predicted), tempered_CV.argmax(dim=-1)
+        sampled_C, argmax_C = self._random_source.tokens(self._number, index, predicted), tempered_CV.argmax(dim=-1)
         entropy_C = predicted.entropy(slots_C)
         accepted_C = within_bound(entropy_C, params.entropy_bound)
-        logp_C, mean_entropy = predicted.logp(slots_C, drawn_C), entropy_C.mean()
-        self._hold(accepted_C, drawn_C)
-        self._steps.append(_Step(self._canvas_C, drawn_C, logp_C, accepted_C, argmax_C, mean_entropy, temperature))
-        self._canvas_C = torch.where(accepted_C, drawn_C, self._draws.fresh(self._number, index))
+        logp_C, mean_entropy = predicted.logp(slots_C, sampled_C), entropy_C.mean()
+        self._update_since(accepted_C, sampled_C)
+        self._steps.append(
+            _StepRecord(self._canvas_C, sampled_C, logp_C, accepted_C, argmax_C, mean_entropy, temperature)
+        )
+        self._canvas_C = torch.where(accepted_C, sampled_C, self._random_source.fresh(self._number, index))
         self._conditioning_CV, self._entropy_C = tempered_CV, entropy_C
-        if self._watch is not None:
-            self._watch(self._number, index, self._canvas_C, accepted_C)
+        if self._on_step is not None:
+            self._on_step(self._number, index, self._canvas_C, accepted_C)
         before = self._before
         is_stable = len(before) == params.stability_threshold and all(torch.equal(argmax_C, one) for one in before)
         is_sure = is_stable and float(mean_entropy) < params.confidence_threshold
@@ -130,19 +138,19 @@ class Row:
 
     def committed(self) -> Committed:
         """Return the record of the finished canvases: the most probable tokens of their last steps, not samples."""
-        return Committed.joined(self._finished) or _none_held(0)
+        return Committed.joined(self._finished) or _empty_record(0)
 
     def progress(self) -> Progress:
         """Return the progress. A slot that the last step did not keep counts as masked, whatever it held before."""
         parts, accepted = list(self._finished), np.zeros(0, dtype=bool)
         if self._steps:
-            parts.append(self._held())
+            parts.append(self._current_record())
             accepted = self._steps[-1].accepted.cpu().numpy()
         num_begun = sum(map(len, parts))
         masked = np.ones(self._num_slots, dtype=bool)
         masked[: self.num_committed] = False
         masked[self.num_committed : num_begun] = ~accepted
-        slots = Committed.joined([*parts, _none_held(self._num_slots - num_begun)])
+        slots = Committed.joined([*parts, _empty_record(self._num_slots - num_begun)])
         assert slots is not None, "there is a part for what has not begun"
         return Progress(num_steps=self.num_steps, num_committed=self.num_committed, masked=masked, slots=slots)
 
@@ -150,21 +158,21 @@ class Row:
         for ids in self._unread:
             self._policy.append(self._prefix, torch.tensor(ids, device=self._policy.device))
         self._unread = []
-        self._canvas_C = self._draws.initial(self._number)
+        self._canvas_C = self._random_source.initial(self._number)
         self._since_C = torch.full_like(self._canvas_C, -1)
         self._before.clear()
 
-    def _hold(self, accepted_C: Tensor, drawn_C: Tensor) -> None:
+    def _update_since(self, accepted_C: Tensor, sampled_C: Tensor) -> None:
         """Note since which step each kept slot has held its token; -1 where none is kept."""
-        is_same_C = (self._since_C >= 0) & (self._canvas_C == drawn_C)
+        is_same_C = (self._since_C >= 0) & (self._canvas_C == sampled_C)
         now_C = torch.where(is_same_C, self._since_C, self.num_steps)
         self._since_C = torch.where(accepted_C, now_C, -1)
 
-    def _held(self) -> Committed:
+    def _current_record(self) -> Committed:
         """Return the record of the current canvas after its last step."""
         step = self._steps[-1]
-        law, raw = (step.logp, self._entropy_C), self._untempered(step.drawn, step.temperature)
-        return _record(step.drawn, self._since_C, law, raw)
+        distribution, raw = (step.logp, self._entropy_C), self._untempered(step.sampled, step.temperature)
+        return _record(step.sampled, self._since_C, distribution, raw)
 
     def _untempered(self, tokens_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the last step's log-probabilities of tokens, and entropies, at temperature 1."""
@@ -193,9 +201,12 @@ def within_bound(entropy_C: Tensor, bound: float) -> Tensor:
     return torch.zeros_like(is_within_C).scatter_(0, order_C, is_within_C)
 
 
-def _record(tokens_C: Tensor, steps_C: Tensor, law: tuple[Tensor, Tensor], raw: tuple[Tensor, Tensor]) -> Committed:
-    """Make the record of a canvas; `law` and `raw` are log-probabilities [C] and entropies [C], tempered and not."""
-    (logp, entropy), (raw_logp, raw_entropy) = ([part.cpu().numpy() for part in pair] for pair in (law, raw))
+def _record(
+    tokens_C: Tensor, steps_C: Tensor, distribution: tuple[Tensor, Tensor], raw: tuple[Tensor, Tensor]
+) -> Committed:
+    """Make the record of a canvas; `distribution` and `raw` are log-probabilities [C] and entropies [C], tempered or
+    not."""
+    (logp, entropy), (raw_logp, raw_entropy) = ([part.cpu().numpy() for part in pair] for pair in (distribution, raw))
     return Committed(
         token_ids=tokens_C.cpu().numpy().astype(np.int32),
         step_map=steps_C.cpu().numpy().astype(np.int32),
@@ -207,7 +218,7 @@ def _record(tokens_C: Tensor, steps_C: Tensor, law: tuple[Tensor, Tensor], raw: 
     )
 
 
-def _none_held(num_slots: int) -> Committed:
+def _empty_record(num_slots: int) -> Committed:
     ints, floats = np.zeros(num_slots, dtype=np.int32), np.zeros(num_slots, dtype=np.float32)
     return Committed(
         token_ids=ints,
@@ -220,12 +231,12 @@ def _none_held(num_slots: int) -> Committed:
     )
 
 
-def _canvas_of(steps: Sequence[_Step]) -> DenoisedCanvas:
+def _canvas_of(steps: Sequence[_StepRecord]) -> DenoisedCanvas:
     columns = [torch.stack(column).cpu().numpy() for column in list(zip(*steps, strict=True))[:-1]]
-    seen, drawn, logp, accepted, argmax, mean_entropy = columns
+    seen, sampled, logp, accepted, argmax, mean_entropy = columns
     return DenoisedCanvas(
         seen=seen.astype(np.int32),
-        drawn=drawn.astype(np.int32),
+        drawn=sampled.astype(np.int32),
         drawn_logp=logp,
         accepted=accepted,
         argmax=argmax.astype(np.int32),

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from learner.model.renoising.policy import RenoisingPolicy
-from rollout.renoising.draws import Draws
+from rollout.renoising.random_source import RandomSource
 from rollout.renoising.request import RenoisedCompletion, RenoisingRequest, check_renoising_request
-from rollout.renoising.row import Row, Watch
+from rollout.renoising.row import RenoisingRow, StepCallback
 from rollout.request import Completion, Progress
 
-_MOST_ROWS = 8
+_MAX_ROWS = 8
 
 
 class RenoisingSampler:
@@ -28,7 +28,9 @@ class RenoisingSampler:
         """Sample from `policy`, on its device. Its weights must not change."""
         self.policy, self.policy_version = policy, policy_version
 
-    def generate(self, requests: Sequence[RenoisingRequest], watch: Watch | None = None) -> list[RenoisedCompletion]:
+    def generate(
+        self, requests: Sequence[RenoisingRequest], on_step: StepCallback | None = None
+    ) -> list[RenoisedCompletion]:
         """Sample completions of `requests`, in their order.
 
         Raises:
@@ -40,21 +42,21 @@ class RenoisingSampler:
                 check_renoising_request(request, self.policy.config)
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from error
-        return [self.complete(request, watch=watch) for request in requests]
+        return [self.complete(request, on_step=on_step) for request in requests]
 
     @torch.inference_mode()
     def complete(
-        self, request: RenoisingRequest, draws: Draws | None = None, watch: Watch | None = None
+        self, request: RenoisingRequest, random_source: RandomSource | None = None, on_step: StepCallback | None = None
     ) -> RenoisedCompletion:
-        """Sample the completion of one request. `draws` replaces the random draws keyed by its seed."""
-        row = Row(self.policy, request, draws, watch)
+        """Sample the completion of one request. `random_source` replaces the random draws keyed by its seed."""
+        row = RenoisingRow(self.policy, request, random_source, on_step)
         while not row.is_done:
             row.step()
         return row.completion(self.policy_version)
 
-    def open(self, most_rows: int = _MOST_ROWS) -> RenoisingBatch:
+    def open(self, max_rows: int = _MAX_ROWS) -> RenoisingBatch:
         """Open a batch that the caller steps: its progress can be read, and more requests can be submitted."""
-        return RenoisingBatch(self, most_rows)
+        return RenoisingBatch(self, max_rows)
 
 
 class RenoisingBatch:
@@ -65,11 +67,11 @@ class RenoisingBatch:
     of a gigabyte with DiffusionGemma's vocabulary, so there are few.
     """
 
-    def __init__(self, sampler: RenoisingSampler, most_rows: int) -> None:
+    def __init__(self, sampler: RenoisingSampler, max_rows: int) -> None:
         """Make an empty batch. Call `RenoisingSampler.open` instead."""
-        self._policy, self._policy_version, self._most_rows = sampler.policy, sampler.policy_version, most_rows
+        self._policy, self._policy_version, self._max_rows = sampler.policy, sampler.policy_version, max_rows
         self._waiting = deque[tuple[int, RenoisingRequest]]()
-        self._running: dict[int, Row] = {}
+        self._running: dict[int, RenoisingRow] = {}
         self._num_submitted = 0
 
     def submit(self, request: RenoisingRequest) -> int:
@@ -109,15 +111,15 @@ class RenoisingBatch:
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
         """Fill the free rows, denoise each for a step, and return the completions that are done, with their indices."""
-        while self._waiting and len(self._running) < self._most_rows:
+        while self._waiting and len(self._running) < self._max_rows:
             index, request = self._waiting.popleft()
-            self._running[index] = Row(self._policy, request)
+            self._running[index] = RenoisingRow(self._policy, request)
         for row in self._running.values():
             row.step()
         done = [index for index, row in self._running.items() if row.is_done]
         return [(index, self._completion(self._running.pop(index))) for index in done]
 
-    def _completion(self, row: Row) -> Completion:
+    def _completion(self, row: RenoisingRow) -> Completion:
         """Return a `Completion` as of the other families: its tokens count as sampled at temperature 0, no padding."""
         completion, committed = row.completion(self._policy_version), row.committed()
         return Completion(

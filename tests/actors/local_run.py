@@ -15,7 +15,7 @@ import torch
 
 from actors.checkpoints.best import best_version
 from actors.grader import GraderWorker
-from actors.messages import Generation, Next, Portion, ScoredPortion
+from actors.messages import Next, ScoredWorkUnit, WeightsId, WorkUnit
 from actors.plan import RunPlan
 from actors.run_log import VALIDATION
 from actors.sampler import SamplerWorker
@@ -68,7 +68,7 @@ class LocalRun:
         """Of the weight store, which may be another since it was lost."""
         self._samplers = cycle([self._sampler() for _ in range(spec.rollout.num_samplers)])
         self._offers: Offers | None = None
-        self._beside: tuple[Generation | None, str, dict[str, int]] = None, "", {}
+        self._beside: tuple[WeightsId | None, str, dict[str, int]] = None, "", {}
         self.sent_bytes: list[int] = []
         """The bytes of each version that was published."""
 
@@ -76,7 +76,7 @@ class LocalRun:
         spec = self._spec
         device, engine, gpus = spec.device, spec.rollout.engine, spec.gpus
         return SamplerWorker(
-            spec.initial_checkpoint, self.reader, device, engine, gpus.sampler, is_asleep=gpus.colocate
+            spec.initial_checkpoint, self.reader, device, engine, gpus.sampler, is_offloaded=gpus.colocate
         )
 
     def reader(self) -> Reader:
@@ -109,38 +109,42 @@ class LocalRun:
             self._store.publish(manifest, put(weights))
         self.published_digests.append((manifest.version, manifest.digest))
 
-    def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
-        assert (generation.version, generation.digest) == self.published_digests[-1]
+    def announce(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None:
+        assert (weights_id.version, weights_id.digest) == self.published_digests[-1]
 
-    def next_batch(self, round_index: int, generation: Generation, label: str = "") -> tuple[Next, list[ScoredPortion]]:
+    def next_batch(self, round_index: int, weights_id: WeightsId, label: str = "") -> tuple[Next, list[ScoredWorkUnit]]:
         if self._has_lost():
             return Next.PUBLISH, []
         if label:
-            self._beside = generation, label, self._evaluated(generation, label)
-        count = range(self._plan.portions_per_round)
-        return Next.GO_ON, [self._score(self._plan.round_portion(round_index, index), generation) for index in count]
+            self._beside = weights_id, label, self._evaluated(weights_id, label)
+        count = range(self._plan.work_units_per_round)
+        return Next.CONTINUE, [
+            self._score(self._plan.round_work_unit(round_index, index), weights_id) for index in count
+        ]
 
     def published(
-        self, round_index: int, generation: Generation, values: Mapping[str, Any], portions: list[ScoredPortion]
+        self, round_index: int, weights_id: WeightsId, values: Mapping[str, Any], work_units: list[ScoredWorkUnit]
     ) -> None:
-        rewards = [grade.reward for scored in portions for grade in scored.summary.grades]
-        self.record("round", {"round": round_index, "policy_version": generation.version, "rewards": rewards, **values})
+        rewards = [grade.reward for scored in work_units for grade in scored.summary.grades]
+        self.record("round", {"round": round_index, "policy_version": weights_id.version, "rewards": rewards, **values})
 
-    def tell(self) -> None:
+    def report_round(self) -> None:
         pass
 
-    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> Next:
+    def evaluate(self, weights_id: WeightsId, label: str, round_index: int, *, is_new: bool) -> Next:
         if self._has_lost():
             return Next.PUBLISH
-        counts = self._beside[2] if self._beside[:2] == (generation, label) else self._evaluated(generation, label)
-        self.record("evaluation", {"label": label, "policy_version": generation.version, "round": round_index} | counts)
-        return Next.GO_ON
+        counts = self._beside[2] if self._beside[:2] == (weights_id, label) else self._evaluated(weights_id, label)
+        self.record("evaluation", {"label": label, "policy_version": weights_id.version, "round": round_index} | counts)
+        return Next.CONTINUE
 
-    def _evaluated(self, generation: Generation, label: str) -> dict[str, int]:
+    def _evaluated(self, weights_id: WeightsId, label: str) -> dict[str, int]:
         asked = self._plan.validation if label == VALIDATION else self._plan.heldout
         params = self._spec.evaluation.params(self._spec.rollout.sampling)[0]
-        portions = self._plan.evaluation_portions(params, load_config(self._spec.initial_checkpoint), asked=asked)
-        grades = [grade for portion in portions for grade in self._score(portion, generation).summary.grades]
+        work_units = self._plan.evaluation_work_units(
+            params, load_config(self._spec.initial_checkpoint), problems=asked
+        )
+        grades = [grade for work_unit in work_units for grade in self._score(work_unit, weights_id).summary.grades]
         return {"num_correct": sum(grade.correct for grade in grades), "num_problems": len(grades)}
 
     def versions_to_keep(self) -> list[int]:
@@ -153,13 +157,13 @@ class LocalRun:
             self._store = WeightStore(self._spec.learner.max_staleness + 2)
         return self.loses_next >= 0
 
-    def _score(self, portion: Portion, generation: Generation) -> ScoredPortion:
-        assert (generation.version, generation.digest) == self.published_digests[-1]
+    def _score(self, work_unit: WorkUnit, weights_id: WeightsId) -> ScoredWorkUnit:
+        assert (weights_id.version, weights_id.digest) == self.published_digests[-1]
         sampler = next(self._samplers)
-        completions, _ = sampler.generate(generation, portion)
+        completions, _ = sampler.generate(weights_id, work_unit)
         if self._spec.gpus.colocate:
-            sampler.sleep()
-        return self._grader.grade(portion, list(completions))[0]
+            sampler.offload()
+        return self._grader.grade(work_unit, list(completions))[0]
 
 
 class _LocalReader:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actors.weights.store import Manifest
-from actors.weights.tensors import Arrived, Rows, as_bytes, as_verified
+from actors.weights.tensors import ReceivedTensors, TensorRows, as_bytes, as_verified
 
 
 class Offers:
@@ -16,7 +16,7 @@ class Offers:
 
     def __init__(self) -> None:
         self._key = ""
-        self._parts: Sequence[Rows | None] = ()
+        self._parts: Sequence[TensorRows | None] = ()
 
     def offer(self, key: str, shards: Mapping[str, Tensor]) -> None:
         rows = {name: as_bytes(tensor).copy() for name, tensor in shards.items()}
@@ -26,6 +26,6 @@ class Offers:
             self._parts = [None] * dist.get_world_size() if is_first else ()
             dist.gather_object(rows, self._parts if is_first else None)
 
-    def taken(self, manifest: Manifest, key: str, num_ranks: int) -> Arrived:
+    def taken(self, manifest: Manifest, key: str, num_ranks: int) -> ReceivedTensors:
         assert (key, num_ranks) == (self._key, len(self._parts))
         return as_verified(manifest, [part for part in self._parts if part is not None])

@@ -15,10 +15,10 @@ import torch
 from ray.exceptions import GetTimeoutError
 from torch import Tensor
 
-from actors.messages import Generation
-from actors.weights.fetching import PolicyLoader, StagingReader, StoreReader, load_in_place
+from actors.messages import WeightsId
+from actors.weights.fetching import PolicyLoader, PrefetchingReader, StoreReader, load_in_place
 from actors.weights.store import Manifest, VersionMissingError
-from actors.weights.tensors import Arrived, make_manifest
+from actors.weights.tensors import ReceivedTensors, make_manifest
 from learner.model.adapter import Adapter
 from learner.model.checkpoint import save_checkpoint
 from learner.model.checkpoint_files import BaseCheckpoint, chain_digest
@@ -41,10 +41,10 @@ class Shelf:
     def version(self, version: int, digest: str | None = None) -> Version:
         return self.versions[version]
 
-    def put(self, version: int, weights: dict[str, Tensor], base: BaseCheckpoint | None = None) -> Generation:
+    def put(self, version: int, weights: dict[str, Tensor], base: BaseCheckpoint | None = None) -> WeightsId:
         manifest = make_manifest(version, weights, base)
         self.versions[version] = manifest, weights
-        return Generation(version=version, digest=manifest.digest)
+        return WeightsId(version=version, digest=manifest.digest)
 
 
 def _policy(config: TransformerConfig, seed: int, dtype: torch.dtype = torch.float32) -> Transformer:
@@ -131,7 +131,7 @@ def test_the_weights_below_an_adapter_are_read_once(
     for version, base in enumerate(("initial", "initial", "sft", "sft", "initial")):
         loader.load(shelf.put(version, _adapter(checkpoints.weights, version), checkpoints.base(base)))
     assert len(loads) == 1
-    loader.let_go()
+    loader.forget_base()
     loader.load(shelf.put(9, _adapter(checkpoints.weights, 9), checkpoints.base("sft")))
     assert len(loads) == 2
 
@@ -219,12 +219,12 @@ def test_a_digest_is_of_adapter_base_and_scaling_or_the_one_that_the_weights_had
     assert make_manifest(2, adapter, on).digest == digest
     others = (replace(on, digest="b" * 64), replace(on, scaling=1.0), replace(on, base_weights="nf4"), None)
     assert len({digest, *(make_manifest(1, adapter, other).digest for other in others)}) == 5
-    assert make_manifest(1, adapter, on, known_as="c" * 64).digest == "c" * 64
+    assert make_manifest(1, adapter, on, digest_override="c" * 64).digest == "c" * 64
 
 
 def test_weights_that_come_in_shards_are_loaded_row_by_row(config: TransformerConfig) -> None:
     policy, weights = _policy(config, 0, torch.bfloat16), _base(config, 1)
-    in_pieces = Arrived({name: tensor.split(3) for name, tensor in weights.items()})
+    in_pieces = ReceivedTensors({name: tensor.split(3) for name, tensor in weights.items()})
     load_in_place(policy, in_pieces)
     _assert_is(policy, weights)
 
@@ -240,7 +240,7 @@ def test_weights_of_another_policy_are_refused(config: TransformerConfig, change
     else:
         weights["norm.weight"] = (norm[1:],) if change == "rows" else (norm[:, None],)
     with pytest.raises(ValueError, match=r"^these are not the weights of this policy.* norm\."):
-        load_in_place(policy, Arrived(weights))
+        load_in_place(policy, ReceivedTensors(weights))
 
 
 class LateStore:
@@ -289,18 +289,18 @@ class SlowShelf(Shelf):
 
 
 @pytest.fixture
-def staged() -> tuple[SlowShelf, list[Generation], StagingReader]:
+def staged() -> tuple[SlowShelf, list[WeightsId], PrefetchingReader]:
     shelf = SlowShelf()
     made = [shelf.put(version, {"a": torch.full((3,), float(version))}) for version in (0, 1)]
-    return shelf, made, StagingReader(shelf)
+    return shelf, made, PrefetchingReader(shelf)
 
 
 def test_what_is_staged_is_handed_over_once_and_held_no_longer(
-    staged: tuple[SlowShelf, list[Generation], StagingReader],
+    staged: tuple[SlowShelf, list[WeightsId], PrefetchingReader],
 ) -> None:
     shelf, (first, second), reader = staged
-    reader.stage(second)
-    reader.stage(second)
+    reader.prefetch(second)
+    reader.prefetch(second)
     assert reader.version(first.version, first.digest)[1]["a"].tolist() == [0.0] * 3
     assert shelf.asked == [1, 0], "another one is fetched as ever"
     assert reader.version(second.version, second.digest)[1]["a"].tolist() == [1.0] * 3
@@ -310,21 +310,21 @@ def test_what_is_staged_is_handed_over_once_and_held_no_longer(
 
 
 def test_other_weights_of_the_same_number_are_not_what_was_staged(
-    staged: tuple[SlowShelf, list[Generation], StagingReader],
+    staged: tuple[SlowShelf, list[WeightsId], PrefetchingReader],
 ) -> None:
     shelf, (first, _), reader = staged
-    reader.stage(first)
+    reader.prefetch(first)
     reader.version(first.version, "another digest")
     assert shelf.asked == [0, 0]
 
 
 def test_who_asks_while_it_is_fetched_waits_for_that(
-    staged: tuple[SlowShelf, list[Generation], StagingReader],
+    staged: tuple[SlowShelf, list[WeightsId], PrefetchingReader],
 ) -> None:
     shelf, (first, _), reader = staged
     shelf.may_answer.clear()
     with ThreadPoolExecutor(2) as pool:
-        staging = pool.submit(reader.stage, first)
+        staging = pool.submit(reader.prefetch, first)
         while not shelf.asked:
             time.sleep(0.001)
         asking = pool.submit(reader.version, first.version, first.digest)
@@ -337,13 +337,13 @@ def test_who_asks_while_it_is_fetched_waits_for_that(
 
 
 def test_what_could_not_be_staged_is_fetched_again_by_who_asks(
-    staged: tuple[SlowShelf, list[Generation], StagingReader],
+    staged: tuple[SlowShelf, list[WeightsId], PrefetchingReader],
 ) -> None:
     shelf, (_, second), reader = staged
     gone = shelf.versions.pop(1)
-    reader.stage(second)
+    reader.prefetch(second)
     with pytest.raises(VersionMissingError, match="policy version 1 is not in the store"):
         reader.version(second.version, second.digest)
-    reader.stage(second)
+    reader.prefetch(second)
     shelf.versions[1] = gone
     assert reader.version(second.version, second.digest)[0].version == 1

@@ -16,10 +16,10 @@ import ray
 import torch
 
 from actors.cluster import watched
-from actors.coordination.liveness import Watch, ready
-from actors.coordination.pools import Pools, PortionFailedError
+from actors.coordination.liveness import LivenessMonitor, ready
+from actors.coordination.pools import Pools, WorkUnitFailedError
 from actors.grader import GraderWorker
-from actors.messages import Generation
+from actors.messages import WeightsId
 from actors.plan import RunPlan
 from actors.resources import OBJECT_STORE
 from actors.sampler import SamplerWorker, read_from
@@ -57,8 +57,8 @@ def _fetched(store: Any, version: int, digest: str | None = None) -> dict[str, t
     return dict(StoreReader(store, 30).version(version, digest)[1])
 
 
-def _generation(spec: RunSpec, version: int, scale: float = 1.0) -> Generation:
-    return Generation(version=version, digest=make_manifest(version, _weights(spec, scale)).digest)
+def _weights_id(spec: RunSpec, version: int, scale: float = 1.0) -> WeightsId:
+    return WeightsId(version=version, digest=make_manifest(version, _weights(spec, scale)).digest)
 
 
 def _fetch_until_it_fails(store: Any) -> None:
@@ -95,16 +95,16 @@ def test_a_sampler_has_the_log_probs_of_the_weights_that_were_published(
     shared_store: Any, shared_sampler: Any, spec: RunSpec, plan: RunPlan
 ) -> None:
     """The transfer is judged by what the policy then says, and each version is another policy."""
-    portion = plan.round_portion(0, 0)
+    work_unit = plan.round_work_unit(0, 0)
     said = []
     for version, scale in ((1, 1.0), (2, 1.3)):
         _publish(shared_store, version, _weights(spec, scale))
         completions, count = ray.get(
-            shared_sampler.generate.remote(_generation(spec, version, scale), portion), timeout=180
+            shared_sampler.generate.remote(_weights_id(spec, version, scale), work_unit), timeout=180
         )
         local = load_policy(spec.initial_checkpoint)
         local.load_state_dict(_weights(spec, scale))
-        expected = Sampler(local, version).generate(portion.requests)
+        expected = Sampler(local, version).generate(work_unit.requests)
         assert count == len(expected) == 8
         for ours, theirs in zip(completions, expected, strict=True):
             assert ours.token_ids.tolist() == theirs.token_ids.tolist()
@@ -121,7 +121,7 @@ def test_damaged_weights_are_never_used(shared_store: Any, shared_sampler: Any, 
     ray.get(shared_store.publish.remote(manifest, put(weights)), timeout=180)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"arrived damaged: tensor norm\.weight differs"):
-            ray.get(shared_sampler.generate.remote(_generation(spec, 1, 1.1), plan.round_portion(0, 0)), timeout=180)
+            ray.get(shared_sampler.generate.remote(_weights_id(spec, 1, 1.1), plan.round_work_unit(0, 0)), timeout=180)
 
 
 def test_other_weights_than_were_announced_are_not_fetched(shared_store: Any, spec: RunSpec) -> None:
@@ -149,10 +149,10 @@ def test_the_store_keeps_the_newest_versions_and_forgets_a_future_that_was_given
 def test_a_version_that_was_made_again_is_fetched_again(
     shared_store: Any, shared_sampler: Any, spec: RunSpec, plan: RunPlan
 ) -> None:
-    portion, said = plan.round_portion(0, 0), []
+    work_unit, said = plan.round_work_unit(0, 0), []
     for scale in (1.0, 1.3):
         _publish(shared_store, 5, _weights(spec, scale))
-        completions, _ = ray.get(shared_sampler.generate.remote(_generation(spec, 5, scale), portion), timeout=180)
+        completions, _ = ray.get(shared_sampler.generate.remote(_weights_id(spec, 5, scale), work_unit), timeout=180)
         said.append([completion.commit_logp.tolist() for completion in completions])
     assert said[0] != said[1]
 
@@ -170,16 +170,16 @@ def test_a_version_is_an_adapter_on_a_checkpoint_of_the_run(
     shared_store: Any, shared_sampler: Any, spec: RunSpec, plan: RunPlan
 ) -> None:
     base = BaseCheckpoint(checkpoint="initial", digest=chain_digest(spec.initial_checkpoint), scaling=0.5)
-    portion = plan.round_portion(0, 0)
+    work_unit = plan.round_work_unit(0, 0)
     for version in (1, 2):
         adapter = _adapter_on(_weights(spec, 1.0), 0.01 * version)
         manifest = make_manifest(version, adapter, base)
         ray.get(shared_store.publish.remote(manifest, put(adapter)), timeout=180)
         local = load_policy(spec.initial_checkpoint)
         set_adapter(local, adapter, 0.5)
-        generation = Generation(version=version, digest=manifest.digest)
-        completions, _ = ray.get(shared_sampler.generate.remote(generation, portion), timeout=180)
-        for ours, theirs in zip(completions, Sampler(local, version).generate(portion.requests), strict=True):
+        weights_id = WeightsId(version=version, digest=manifest.digest)
+        completions, _ = ray.get(shared_sampler.generate.remote(weights_id, work_unit), timeout=180)
+        for ours, theirs in zip(completions, Sampler(local, version).generate(work_unit.requests), strict=True):
             assert ours.commit_logp.tolist() == theirs.commit_logp.tolist(), "to the bit"
 
 
@@ -229,10 +229,10 @@ def test_the_store_takes_what_each_rank_offers_and_has_it_when_the_ranks_are_gon
     assert not ray.get(store.take.remote(manifest, "key", 3), timeout=60), "a third has offered nothing"
     assert ray.get(store.take.remote(manifest, "key", 2), timeout=60)
     ray.get([rank.withdraw.remote() for rank in ranks], timeout=60)
-    ray.get(store.offered.remote("late", 0, ranks[0]), timeout=60)
+    ray.get(store.record_offer.remote("late", 0, ranks[0]), timeout=60)
     with pytest.raises(LookupError, match="this rank does not offer late"):
         ray.get(store.take.remote(manifest, "late", 1), timeout=60)
-    ray.get(store.offered.remote("dead", 0, ranks[0]), timeout=60)
+    ray.get(store.record_offer.remote("dead", 0, ranks[0]), timeout=60)
     for rank in ranks:
         _kill(rank)
     with pytest.raises(ray.exceptions.RayActorError):
@@ -240,9 +240,9 @@ def test_the_store_takes_what_each_rank_offers_and_has_it_when_the_ranks_are_gon
     fetched = StoreReader(store, 30).version(1, manifest.digest)[1]
     assert all(torch.equal(fetched[name], tensor) for name, tensor in weights.items())
     assert len(fetched.pieces("norm.weight")) == 2
-    portion = plan.round_portion(0, 0)
-    completions, _ = ray.get(_sampler(spec, store).generate.remote(_generation(spec, 1), portion), timeout=180)
-    local = Sampler(load_policy(spec.initial_checkpoint), 1).generate(portion.requests)
+    work_unit = plan.round_work_unit(0, 0)
+    completions, _ = ray.get(_sampler(spec, store).generate.remote(_weights_id(spec, 1), work_unit), timeout=180)
+    local = Sampler(load_policy(spec.initial_checkpoint), 1).generate(work_unit.requests)
     assert [c.token_ids.tolist() for c in completions] == [c.token_ids.tolist() for c in local]
 
 
@@ -265,16 +265,16 @@ def test_by_direct_transport_samplers_fetch_from_the_ranks_and_a_rank_that_dies_
         ray.get(rank.offer.remote("key", index, half), timeout=180)
     assert ray.get(store.take.remote(make_manifest(1, weights), "key", 2), timeout=60)
     sampler = watched(_DirectSampler).options(num_cpus=0).remote(spec, store, transport)
-    portion, policy = plan.round_portion(0, 0), load_policy(spec.initial_checkpoint)
+    work_unit, policy = plan.round_work_unit(0, 0), load_policy(spec.initial_checkpoint)
     policy.load_state_dict(weights)
-    completions, _ = ray.get(sampler.generate.remote(_generation(spec, 1, 1.3), portion), timeout=180)
-    local = Sampler(policy, 1).generate(portion.requests)
+    completions, _ = ray.get(sampler.generate.remote(_weights_id(spec, 1, 1.3), work_unit), timeout=180)
+    local = Sampler(policy, 1).generate(work_unit.requests)
     for ours, theirs in zip(completions, local, strict=True):
         assert ours.commit_logp == pytest.approx(theirs.commit_logp, abs=1e-6)
     ray.kill(ranks[1])
     other = watched(_DirectSampler).options(num_cpus=0).remote(spec, store, transport)
     with pytest.raises(LookupError, match="who held its weights, and policy version 1 with it"):
-        ray.get(other.generate.remote(_generation(spec, 1, 1.3), portion), timeout=180)
+        ray.get(other.generate.remote(_weights_id(spec, 1, 1.3), work_unit), timeout=180)
 
 
 @pytest.mark.nightly
@@ -303,14 +303,14 @@ class _Moody(SamplerWorker):
         super().__init__(spec.initial_checkpoint, read_from(store), "cpu", spec.rollout.engine)
         self._mark, self._moods = mark, moods
 
-    def generate(self, generation: Any, portion: Any) -> Any:
+    def generate(self, weights_id: Any, work_unit: Any) -> Any:
         num_before = len(self._mark.read_text()) if self._mark.exists() else 0
         if num_before < len(self._moods):
             self._mark.write_text("." * (num_before + 1))
             if self._moods[num_before] == "hangs":
                 time.sleep(600)
             os._exit(1)
-        return super().generate(generation, portion)
+        return super().generate(weights_id, work_unit)
 
 
 def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
@@ -321,24 +321,24 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
     moody = watched(_Moody).options(**options).remote(spec, store, tmp_path / "mark", "dies", "hangs")
     grader = watched(GraderWorker).options(num_cpus=0).remote(spec.task, spec.reward, spec.initial_checkpoint)
     ray.get([moody.ready.remote(), grader.ready.remote()], timeout=180)
-    portion = plan.round_portion(0, 0)
+    work_unit = plan.round_work_unit(0, 0)
 
     async def tries() -> tuple[list[str], Any]:
         pools, said = Pools({"sampler 0": moody}, {"grader 0": grader}, 60.0, 60.0, on_pause=print), []
         for timeout_s in (60.0, 10.0):
             pools._samplers.timeout_s = timeout_s
-            with pytest.raises(PortionFailedError) as failure:
-                await pools.score(_generation(spec, 1), portion.key, lambda: portion, 0)
+            with pytest.raises(WorkUnitFailedError) as failure:
+                await pools.score(_weights_id(spec, 1), work_unit.key, lambda: work_unit, 0)
             said.append(str(failure.value))
         pools._samplers.timeout_s = 60.0
         # Each next try begins when the actor is back, since it is not free before.
-        return said, await pools.score(_generation(spec, 1), portion.key, lambda: portion, 0)
+        return said, await pools.score(_weights_id(spec, 1), work_unit.key, lambda: work_unit, 0)
 
     (of_death, of_silence), (reference, summary) = _run(tries())
     assert of_death.startswith("a sampler failed")
     assert of_silence.startswith("a sampler did not answer within 10 s and was restarted")
     scored = ray.get(reference, timeout=180)
-    local = Sampler(load_policy(spec.initial_checkpoint), 1).generate(portion.requests)
+    local = Sampler(load_policy(spec.initial_checkpoint), 1).generate(work_unit.requests)
     assert [c.token_ids.tolist() for c in scored.completions] == [c.token_ids.tolist() for c in local]
     assert len(summary.texts) == 8
 
@@ -346,14 +346,16 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
 def test_a_sampler_that_is_at_work_when_its_turn_ends_is_restarted_and_wakes_to_the_same_text(
     store: Any, spec: RunSpec, plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.coordination.pool._SLEEP_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("actors.coordination.pool._RELEASE_TIMEOUT_S", 60.0)
     _publish(store, 1, _weights(spec, 1.0))
     moody = watched(_Moody).options(num_cpus=0, max_restarts=-1).remote(spec, store, tmp_path / "mark", "hangs")
-    portion = plan.round_portion(0, 0)
-    local = [c.token_ids.tolist() for c in Sampler(load_policy(spec.initial_checkpoint), 1).generate(portion.requests)]
+    work_unit = plan.round_work_unit(0, 0)
+    local = [
+        c.token_ids.tolist() for c in Sampler(load_policy(spec.initial_checkpoint), 1).generate(work_unit.requests)
+    ]
 
     def sampled() -> Any:
-        return moody.generate.remote(_generation(spec, 1), portion)
+        return moody.generate.remote(_weights_id(spec, 1), work_unit)
 
     async def turns() -> None:
         pools = Pools({"sampler 0": moody}, {}, 60.0, 60.0, on_pause=print)
@@ -361,7 +363,7 @@ def test_a_sampler_that_is_at_work_when_its_turn_ends_is_restarted_and_wakes_to_
         while not (tmp_path / "mark").exists():
             await asyncio.sleep(0.1)
         with monkeypatch.context() as patch:
-            patch.setattr("actors.coordination.pool._SLEEP_TIMEOUT_S", 2.0)
+            patch.setattr("actors.coordination.pool._RELEASE_TIMEOUT_S", 2.0)
             assert await pools.end_turn() == ["sampler 0 did not go to sleep at its turn's end and was restarted"]
         with pytest.raises(ray.exceptions.RayActorError):
             await hung
@@ -393,14 +395,14 @@ def test_an_actor_that_is_stopped_is_silent_and_what_takes_its_place_answers(
         answered.append(await ready(actor))
         return answered[-1]
 
-    async def until(watch: Watch, condition: Callable[[], bool]) -> None:
+    async def until(watch: LivenessMonitor, condition: Callable[[], bool]) -> None:
         while not condition():
             watch.sweep()
             await asyncio.sleep(0.05)
 
     async def scene() -> None:
-        watch = Watch(end)
-        watch.ask("sampler 0", sampler, probe, hung_s=4.0)
+        watch = LivenessMonitor(end)
+        watch.probe("sampler 0", sampler, probe, hung_s=4.0)
         await until(watch, lambda: bool(answered))
         os.kill(first, signal.SIGSTOP)
         await until(watch, lambda: "sampler 0" in watch.silent())
@@ -415,15 +417,15 @@ def test_a_request_that_no_sampler_can_answer_says_why(
     shared_store: Any, shared_sampler: Any, spec: RunSpec, plan: RunPlan
 ) -> None:
     _publish(shared_store, 1, _weights(spec, 1.0))
-    portion = plan.round_portion(0, 0)
-    long = replace(portion, requests=tuple(replace(r, prompt_ids=(5,) * 60) for r in portion.requests))
+    work_unit = plan.round_work_unit(0, 0)
+    long = replace(work_unit, requests=tuple(replace(r, prompt_ids=(5,) * 60) for r in work_unit.requests))
 
     async def once() -> None:
         await Pools({"sampler 0": shared_sampler}, {}, 60.0, 60.0, on_pause=print).score(
-            _generation(spec, 1), long.key, lambda: long, 0
+            _weights_id(spec, 1), long.key, lambda: long, 0
         )
 
-    with pytest.raises(PortionFailedError, match="make 68 tokens; the policy takes at most 32"):
+    with pytest.raises(WorkUnitFailedError, match="make 68 tokens; the policy takes at most 32"):
         _run(once())
 
 

@@ -9,14 +9,14 @@ from rollout.config import RolloutConfig
 
 def test_a_round_is_the_same_whoever_plans_it(spec: RunSpec, plan: RunPlan) -> None:
     again = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
-    assert again.round_portion(3, 1) == plan.round_portion(3, 1)
+    assert again.round_work_unit(3, 1) == plan.round_work_unit(3, 1)
 
 
 def test_portions_hold_whole_groups_and_every_group_once(plan: RunPlan) -> None:
-    portions = [plan.round_portion(0, index) for index in range(plan.portions_per_round)]
-    groups = [group for portion in portions for group in portion.group_ids]
+    work_units = [plan.round_work_unit(0, index) for index in range(plan.work_units_per_round)]
+    groups = [group for work_unit in work_units for group in work_unit.group_ids]
     assert groups == [group for group in range(5) for _ in range(4)]
-    assert [len(portion.requests) for portion in portions] == [8, 8, 4]
+    assert [len(work_unit.requests) for work_unit in work_units] == [8, 8, 4]
 
 
 @pytest.mark.parametrize(
@@ -36,29 +36,29 @@ def test_a_round_is_shared_out_among_all_samplers(
 ) -> None:
     rollout = spec.rollout.model_copy(update={"num_samplers": num_samplers, "batch_size": batch_size})
     plan = RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))
-    portions = [plan.round_portion(0, index) for index in range(plan.portions_per_round)]
-    assert [len(portion.requests) // 4 for portion in portions] == sizes == plan.portion_sizes(0)
-    assert [group for portion in portions for group in portion.group_ids[::4]] == list(range(5))
+    work_units = [plan.round_work_unit(0, index) for index in range(plan.work_units_per_round)]
+    assert [len(work_unit.requests) // 4 for work_unit in work_units] == sizes == plan.work_unit_sizes(0)
+    assert [group for work_unit in work_units for group in work_unit.group_ids[::4]] == list(range(5))
 
 
 def test_a_round_that_may_replace_groups_has_problems_of_its_own_for_them(spec: RunSpec) -> None:
     rollout = spec.rollout.model_copy(update={"max_oversampling": 2.0})
     plan = RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))
     # What is asked at first is a round without any replacement.
-    assert (plan.portions_per_round, plan.portion_sizes(0)) == (3, [2, 2, 1, 2, 2, 1])
+    assert (plan.work_units_per_round, plan.work_unit_sizes(0)) == (3, [2, 2, 1, 2, 2, 1])
     asked = [
         problem.problem_id
         for round_index in range(5)
         for index in range(6)
-        for problem in plan.round_portion(round_index, index).problems[::4]
+        for problem in plan.round_work_unit(round_index, index).problems[::4]
     ]
     assert sorted(asked) == sorted(problem.problem_id for problem in plan.train)
 
 
 def test_an_epoch_asks_every_problem_once_and_in_another_order_than_the_next(plan: RunPlan) -> None:
     def asked(rounds: range) -> list[str]:
-        portions = [plan.round_portion(r, index) for r in rounds for index in range(plan.portions_per_round)]
-        return [problem.problem_id for portion in portions for problem in portion.problems[::4]]
+        work_units = [plan.round_work_unit(r, index) for r in rounds for index in range(plan.work_units_per_round)]
+        return [problem.problem_id for work_unit in work_units for problem in work_unit.problems[::4]]
 
     first, second = asked(range(10)), asked(range(10, 20))
     assert sorted(first) == sorted(second) == sorted(problem.problem_id for problem in plan.train)
@@ -66,10 +66,10 @@ def test_an_epoch_asks_every_problem_once_and_in_another_order_than_the_next(pla
 
 
 def test_no_two_samples_of_a_run_share_a_seed(plan: RunPlan, other_seed: RunPlan) -> None:
-    portions = [
-        p.round_portion(r, i) for p in (plan, other_seed) for r in range(25) for i in range(p.portions_per_round)
+    work_units = [
+        p.round_work_unit(r, i) for p in (plan, other_seed) for r in range(25) for i in range(p.work_units_per_round)
     ]
-    seeds = [request.seed for portion in portions for request in portion.requests]
+    seeds = [request.seed for work_unit in work_units for request in work_unit.requests]
     assert len(set(seeds)) == len(seeds) == 2 * 25 * 20
 
 
@@ -79,8 +79,8 @@ def test_each_group_is_denoised_at_a_schedule_that_the_seed_draws(spec: RunSpec)
         rollout = RolloutConfig.model_validate({**spec.rollout.model_dump(), "schedules": steps})
         changed = spec.model_copy(update={"rollout": rollout, "seed": seed})
         plan = RunPlan(changed, ChatTokenizer(spec.initial_checkpoint))
-        portions = [plan.round_portion(r, index) for r in range(10) for index in range(plan.portions_per_round)]
-        steps_of = [request.params.num_denoise_steps for portion in portions for request in portion.requests]
+        work_units = [plan.round_work_unit(r, index) for r in range(10) for index in range(plan.work_units_per_round)]
+        steps_of = [request.params.num_denoise_steps for work_unit in work_units for request in work_unit.requests]
         return [steps_of[start : start + 4] for start in range(0, len(steps_of), 4)]
 
     groups = drawn(0)
@@ -94,11 +94,11 @@ def test_each_group_is_denoised_at_a_schedule_that_the_seed_draws(spec: RunSpec)
 def test_evaluation_asks_every_held_out_problem_once_and_greedily(
     spec: RunSpec, plan: RunPlan, other_seed: RunPlan
 ) -> None:
-    portions = plan.evaluation_portions(spec.rollout.sampling, load_config(spec.initial_checkpoint))
-    problems = [problem.problem_id for portion in portions for problem in portion.problems]
+    work_units = plan.evaluation_work_units(spec.rollout.sampling, load_config(spec.initial_checkpoint))
+    problems = [problem.problem_id for work_unit in work_units for problem in work_unit.problems]
     assert problems == [problem.problem_id for problem in plan.heldout]
     assert len(set(problems)) == 20
-    assert all(request.params.temperature == 0 for portion in portions for request in portion.requests)
+    assert all(request.params.temperature == 0 for work_unit in work_units for request in work_unit.requests)
     assert problems == [problem.problem_id for problem in other_seed.heldout], "every run is asked the same"
 
 
@@ -107,9 +107,9 @@ def test_overlong_prompts_are_dropped_and_counted_or_cut_from_the_left(spec: Run
         rollout = spec.rollout.model_copy(update={"max_prompt_tokens": limit, "overlong_prompts": how})
         return RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))
 
-    whole = plan.round_portion(0, 0).requests[0].prompt_ids
+    whole = plan.round_work_unit(0, 0).requests[0].prompt_ids
     cut = limited("truncate_left", 4)
-    assert cut.round_portion(0, 0).requests[0].prompt_ids == whole[-4:]
+    assert cut.round_work_unit(0, 0).requests[0].prompt_ids == whole[-4:]
     assert cut.num_overlong == 50 + 20
     with pytest.raises(ValueError, match=r"every prompt of task sums is longer than rollout\.max_prompt_tokens 4"):
         limited("drop", 4)

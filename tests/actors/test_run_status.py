@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from actors.coordination.liveness import Watch
+from actors.coordination.liveness import LivenessMonitor
 from actors.coordination.pool import Assignment
 from actors.coordination.status import (
     STATUS,
@@ -20,7 +20,7 @@ from actors.coordination.status import (
     restarts_by_kind,
     silence_texts,
 )
-from actors.messages import PortionKey
+from actors.messages import WorkUnitKey
 
 STATUS_OF_A_RUN = RunStatus(
     at=1000.0,
@@ -55,7 +55,7 @@ def test_what_cannot_be_read_is_nothing_said(text: str, tmp_path: Path) -> None:
 
 
 def test_each_actor_is_busy_away_or_idle() -> None:
-    evaluated = Assignment(actor="sampler 1", key=PortionKey(round=-1, index=4), seconds=1.0)
+    evaluated = Assignment(actor="sampler 1", key=WorkUnitKey(round=-1, index=4), seconds=1.0)
     assert actor_statuses(["sampler 0", "sampler 1", "grader 0"], [evaluated], {"grader 0": 7.0}) == (
         ActorStatus(name="sampler 0", state=ActorState.IDLE, portion="", seconds=0.0),
         ActorStatus(name="sampler 1", state=ActorState.BUSY, portion="evaluation portion 4", seconds=1.0),
@@ -91,9 +91,9 @@ def test_an_answer_from_another_process_is_a_restart(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("actors.coordination.liveness.PROBE_EVERY_S", 0.0)
 
     async def watch() -> dict[str, int]:
-        watch, actor = Watch(lambda name, actor, seconds: None), _Restarting()
-        watch.ask("sampler 0", actor)
-        watch.ask("sampler 1", _Restarting())
+        watch, actor = LivenessMonitor(lambda name, actor, seconds: None), _Restarting()
+        watch.probe("sampler 0", actor)
+        watch.probe("sampler 1", _Restarting())
         watch.forget("sampler 1")
         while actor.answers:
             assert watch.num_restarts() == {}
@@ -110,7 +110,7 @@ def test_an_answer_from_another_process_is_a_restart(monkeypatch: pytest.MonkeyP
 
 
 def test_who_is_silent_is_named_with_what_waits_and_who_has_no_place_yet_with_where_to_look() -> None:
-    key = PortionKey(round=12, index=1)
+    key = WorkUnitKey(round=12, index=1)
     assignments = [Assignment(actor="sampler 1", key=key, seconds=40.0)]
     silent = {"sampler 1": 45.2, "grader 0": 16.0, "sampler 3": 61.0}
     assert silence_texts(silent, {"sampler 3"}, assignments) == [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.messages import Generation, Portion
+from actors.messages import WeightsId, WorkUnit
 from actors.plan import RunPlan
 from actors.sampler import SamplerWorker
 from actors.spec import RunSpec
@@ -25,7 +25,7 @@ LAYER = "blocks.1.mlp.down_proj"
 
 
 @pytest.fixture(params=["whole", "adapter"])
-def generations(request: pytest.FixtureRequest, spec: RunSpec) -> tuple[Shelf, list[Generation]]:
+def weights_ids(request: pytest.FixtureRequest, spec: RunSpec) -> tuple[Shelf, list[WeightsId]]:
     """A store with two versions."""
     shelf, made = Shelf(), []
     base = {name: tensor.detach() for name, tensor in load_policy(spec.initial_checkpoint).state_dict().items()}
@@ -43,63 +43,64 @@ def generations(request: pytest.FixtureRequest, spec: RunSpec) -> tuple[Shelf, l
     return shelf, made
 
 
-def _sampled(worker: SamplerWorker, generation: Generation, portion: Portion) -> list[Any]:
-    completions, count = worker.generate(generation, portion)
-    assert count == len(portion.requests)
-    assert {each.policy_version for each in completions} == {generation.version}
+def _sampled(worker: SamplerWorker, weights_id: WeightsId, work_unit: WorkUnit) -> list[Any]:
+    completions, count = worker.generate(weights_id, work_unit)
+    assert count == len(work_unit.requests)
+    assert {each.policy_version for each in completions} == {weights_id.version}
     return [(each.token_ids.tolist(), each.commit_logp.tolist()) for each in completions]
 
 
 def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
-    spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]]
+    spec: RunSpec, plan: RunPlan, weights_ids: tuple[Shelf, list[WeightsId]]
 ) -> None:
-    shelf, (first, second) = generations
-    portion, engine = plan.round_portion(0, 0), spec.rollout.engine
+    shelf, (first, second) = weights_ids
+    work_unit, engine = plan.round_work_unit(0, 0), spec.rollout.engine
     with stand_in_gpu():
         before = bytes_there()
-        worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine, gpu_share=0.3, is_asleep=True)
+        worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine, gpu_share=0.3, is_offloaded=True)
         assert bytes_there() == before, "it begins asleep"
         found = []
-        for generation in (first, second, second):
-            found.append(_sampled(worker, generation, portion))
+        for weights_id in (first, second, second):
+            found.append(_sampled(worker, weights_id, work_unit))
             assert bytes_there() > before
-            worker.sleep()
+            worker.offload()
             assert bytes_there() == before
         awake = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cuda", engine, gpu_share=0.3)
         assert bytes_there() > before
-        expected = [_sampled(awake, generation, portion) for generation in (first, second)]
+        expected = [_sampled(awake, weights_id, work_unit) for weights_id in (first, second)]
         assert found == [*expected, expected[1]]
         assert expected[0] != expected[1]
 
 
 def test_a_compiled_sampler_that_sleeps_gives_back_what_its_rows_are_remembered_in(
-    spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]], monkeypatch: pytest.MonkeyPatch
+    spec: RunSpec, plan: RunPlan, weights_ids: tuple[Shelf, list[WeightsId]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf, made = generations
+    shelf, made = weights_ids
     monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
-    portion = plan.round_portion(0, 0)
+    work_unit = plan.round_work_unit(0, 0)
     cached = tuple(
-        replace(request, params=request.params.model_copy(update={"cache": Cache.DUAL})) for request in portion.requests
+        replace(request, params=request.params.model_copy(update={"cache": Cache.DUAL}))
+        for request in work_unit.requests
     )
-    portion = replace(portion, requests=cached)
+    work_unit = replace(work_unit, requests=cached)
     with stand_in_gpu():
         before = bytes_there()
         worker = SamplerWorker(
-            spec.initial_checkpoint, lambda: shelf, "cuda", EngineConfig(compile=True), is_asleep=True
+            spec.initial_checkpoint, lambda: shelf, "cuda", EngineConfig(compile=True), is_offloaded=True
         )
         found = []
-        for generation in made:
-            found.append(_sampled(worker, generation, portion))
-            assert _sampled(worker, generation, portion) == found[-1]
-            worker.sleep()
+        for weights_id in made:
+            found.append(_sampled(worker, weights_id, work_unit))
+            assert _sampled(worker, weights_id, work_unit) == found[-1]
+            worker.offload()
             assert bytes_there() == before
         assert found[0] != found[1]
 
 
 def test_a_compiled_sampler_answers_long_prompts_without_compiling_their_lengths(
-    spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]], monkeypatch: pytest.MonkeyPatch
+    spec: RunSpec, plan: RunPlan, weights_ids: tuple[Shelf, list[WeightsId]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf, (first, _) = generations
+    shelf, (first, _) = weights_ids
     compiled: list[int] = []
 
     def compiling(model: Transformer) -> Callable[..., torch.Tensor]:
@@ -111,50 +112,50 @@ def test_a_compiled_sampler_answers_long_prompts_without_compiling_their_lengths
 
     monkeypatch.setattr("rollout.sampler._compiled", compiling)
     worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cpu", EngineConfig(compile=True))
-    portion = plan.round_portion(0, 0)
-    expected = _sampled(worker, first, portion)
+    work_unit = plan.round_work_unit(0, 0)
+    expected = _sampled(worker, first, work_unit)
     num_compiled = len(compiled)
     assert num_compiled > 0
-    assert [ids for ids, _ in _sampled(worker, first, replace(portion, is_long=True))] == [ids for ids, _ in expected]
+    assert [ids for ids, _ in _sampled(worker, first, replace(work_unit, is_long=True))] == [ids for ids, _ in expected]
     assert len(compiled) == num_compiled
-    assert _sampled(worker, first, portion) == expected
+    assert _sampled(worker, first, work_unit) == expected
     assert len(compiled) > num_compiled
 
 
 def test_weights_that_were_staged_are_sampled_from_as_if_they_had_been_fetched(
-    spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]]
+    spec: RunSpec, plan: RunPlan, weights_ids: tuple[Shelf, list[WeightsId]]
 ) -> None:
-    shelf, (first, second) = generations
-    portion, engine = plan.round_portion(0, 0), spec.rollout.engine
+    shelf, (first, second) = weights_ids
+    work_unit, engine = plan.round_work_unit(0, 0), spec.rollout.engine
     expected = [
-        _sampled(SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cpu", engine), one, portion)
+        _sampled(SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cpu", engine), one, work_unit)
         for one in (first, second)
     ]
     worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cpu", engine)
-    worker.stage(first)
-    found = [_sampled(worker, first, portion)]
-    worker.stage(first)
-    worker.stage(second)
+    worker.prefetch(first)
+    found = [_sampled(worker, first, work_unit)]
+    worker.prefetch(first)
+    worker.prefetch(second)
     # A portion that is tried again is of its own version, whatever comes next.
-    assert _sampled(worker, first, portion) == expected[0]
-    found.append(_sampled(worker, second, portion))
+    assert _sampled(worker, first, work_unit) == expected[0]
+    found.append(_sampled(worker, second, work_unit))
     assert found == expected
     assert expected[0] != expected[1]
 
 
 def test_what_is_being_fetched_as_it_is_asked_for_is_not_staged_beside_that(
-    spec: RunSpec, plan: RunPlan, generations: tuple[Shelf, list[Generation]], monkeypatch: pytest.MonkeyPatch
+    spec: RunSpec, plan: RunPlan, weights_ids: tuple[Shelf, list[WeightsId]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shelf, (first, _) = generations
+    shelf, (first, _) = weights_ids
     worker = SamplerWorker(spec.initial_checkpoint, lambda: shelf, "cpu", spec.rollout.engine)
     asked, version = [], shelf.version
 
     def fetch(number: int, digest: str | None = None) -> Any:
         asked.append(number)
-        worker.stage(first)
+        worker.prefetch(first)
         return version(number, digest)
 
     monkeypatch.setattr(shelf, "version", fetch)
-    worker.generate(first, plan.round_portion(0, 0))
-    worker.stage(first)
+    worker.generate(first, plan.round_work_unit(0, 0))
+    worker.prefetch(first)
     assert asked == [0]

@@ -134,9 +134,9 @@ def test_no_portion_has_more_completions_than_its_grader_has_time_for(
         }
     )
     plan = RunPlan(run, ChatTokenizer(spec.initial_checkpoint))
-    portions = [plan.round_portion(0, index) for index in range(plan.portions_per_round)]
-    evaluated = plan.evaluation_portions(run.evaluated_params[0], load_config(spec.initial_checkpoint))
-    assert max(len(portion.requests) for portion in (*portions, *evaluated)) <= run.most_portion_requests
+    work_units = [plan.round_work_unit(0, index) for index in range(plan.work_units_per_round)]
+    evaluated = plan.evaluation_work_units(run.evaluated_params[0], load_config(spec.initial_checkpoint))
+    assert max(len(work_unit.requests) for work_unit in (*work_units, *evaluated)) <= run.max_requests_per_work_unit
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, 80), (1000, 80), (50, 50), (7, 20)])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.weights.checksums import Checked, checked, joined
+from actors.weights.checksums import Checksum, checksum_of, combine_checksums
 from actors.weights.tensors import as_bytes, as_verified, make_manifest, manifest_of_shards, verify
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -56,27 +56,27 @@ def test_tensors_may_travel_for_as_long_as_their_bytes_take() -> None:
     """At the slowest rate that is waited for: all of 8B parameters take eleven minutes."""
     manifest = make_manifest(3, WEIGHTS)
     assert [entry.num_bytes for entry in manifest.tensors] == [6 * 4, 4 * 2]
-    assert manifest.travel_s(10.0) == pytest.approx(10 + 32 / 50e6)
+    assert manifest.transfer_timeout_s(10.0) == pytest.approx(10 + 32 / 50e6)
     whole = replace(manifest, tensors=(replace(manifest.tensors[0], shape=(8_000_000_000,)),))
-    assert whole.travel_s(120.0) == pytest.approx(120 + 640)
+    assert whole.transfer_timeout_s(120.0) == pytest.approx(120 + 640)
 
 
 @given(st.lists(st.binary(max_size=70)))
 def test_a_checksum_of_parts_is_that_of_the_whole(parts: list[bytes]) -> None:
     arrays = [np.frombuffer(part, dtype=np.uint8) for part in parts]
     whole = b"".join(parts)
-    assert checked(arrays) == joined(checked([array]) for array in arrays)
-    assert checked(arrays) == Checked(num_bytes=len(whole), checksum=crc32(whole))
+    assert checksum_of(arrays) == combine_checksums(checksum_of([array]) for array in arrays)
+    assert checksum_of(arrays) == Checksum(num_bytes=len(whole), checksum=crc32(whole))
 
 
 def test_a_checksum_of_large_parts_is_that_of_the_whole() -> None:
     """As far as the bits of a length go that no test writes out: one byte behind a gigabyte of zeros, by hand."""
     zeros = np.zeros(2**20 + 1, dtype=np.uint8)
-    gigabyte, one = joined([checked([zeros])] * 1024), Checked(num_bytes=1, checksum=crc32(b"x"))
+    gigabyte, one = combine_checksums([checksum_of([zeros])] * 1024), Checksum(num_bytes=1, checksum=crc32(b"x"))
     expected = 0
     for _ in range(1024):
         expected = crc32(zeros.data, expected)
-    assert joined([gigabyte, one]).checksum == crc32(b"x", expected)
+    assert combine_checksums([gigabyte, one]).checksum == crc32(b"x", expected)
 
 
 def _shards(first: int) -> list[dict[str, torch.Tensor]]:
@@ -95,7 +95,7 @@ def test_a_tensor_in_pieces_is_put_together_only_when_it_is_asked_for(monkeypatc
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_what_ranks_have_in_shards_has_the_manifest_of_the_whole_and_arrives_as_that(first: int) -> None:
     parts = [{name: as_bytes(tensor) for name, tensor in shard.items()} for shard in _shards(first)]
-    ranks = [{name: checked([rows]) for name, rows in part.items()} for part in parts]
+    ranks = [{name: checksum_of([rows]) for name, rows in part.items()} for part in parts]
     shapes, dtypes = ({name: getattr(tensor, of) for name, tensor in WEIGHTS.items()} for of in ("shape", "dtype"))
     manifest = manifest_of_shards(3, shapes, dtypes, ranks)
     assert manifest == make_manifest(3, WEIGHTS)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from actors.messages import Generation, Next
+from actors.messages import Next, WeightsId
 from actors.spec import RunSpec
 from benchmarks.pipeline import coordinator, evaluation, overlap
 from benchmarks.pipeline.evaluation import Row, Way
@@ -28,7 +28,7 @@ def test_simulated_samplers_go_through_every_round() -> None:
 def test_what_is_taken_is_the_share_of_what_could_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     def rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tuple[list[float], float]:
         both, longer = sampling_s + learning_s, max(sampling_s, learning_s)
-        assert spec.portions_per_round == 4
+        assert spec.work_units_per_round == 4
         return [9.0, both + 0.01 if not spec.learner.max_staleness else longer + 0.05, 0.0], 0.002
 
     monkeypatch.setattr(overlap, "simulated_rounds", rounds)
@@ -47,16 +47,16 @@ class _Client:
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []
 
-    def next_batch(self, index: int, generation: Generation, label: str) -> tuple[Next, list[object]]:
-        self.asked.append(("next", index, generation.version, label))
-        return Next.GO_ON, []
+    def next_batch(self, index: int, weights_id: WeightsId, label: str) -> tuple[Next, list[object]]:
+        self.asked.append(("next", index, weights_id.version, label))
+        return Next.CONTINUE, []
 
     def published(self, *_: object) -> None:
         self.asked.append(("published",))
 
-    def evaluate(self, generation: Generation, label: str, index: int, *, is_new: bool) -> Next:
-        self.asked.append(("evaluate", generation.version, label, is_new))
-        return Next.GO_ON
+    def evaluate(self, weights_id: WeightsId, label: str, index: int, *, is_new: bool) -> Next:
+        self.asked.append(("evaluate", weights_id.version, label, is_new))
+        return Next.CONTINUE
 
 
 @pytest.mark.parametrize(

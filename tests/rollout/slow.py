@@ -10,7 +10,7 @@ from torch import Tensor
 
 from learner.counter import uniform
 from learner.model.transformer import Transformer
-from rollout.request import Drawing, Request, SamplingParams, Schedule
+from rollout.request import Request, SamplingOrder, SamplingParams, Schedule
 
 LOTTERY_KEY = 1
 
@@ -24,7 +24,7 @@ class Slow:
     logp: list[float]
     logp_raw: list[float]
     entropy: list[float]
-    law_entropy: list[float]
+    distribution_entropy: list[float]
     fallback: list[bool]
     num_steps: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -61,11 +61,11 @@ def sample(policy: Transformer, request: Request) -> Slow:
             chosen = _choose(params, request, slow.num_steps, logits, drawn, slots, share) if slots else []
             chosen += [(slot, False) for slot in written if _is_edited(params, logits[slot], slow.tokens[slot])]
             for slot, is_fallback in chosen:
-                token, logp, slow.law_entropy[slot] = drawn[slot]
-                law = logits[slot].double().softmax(-1)
+                token, logp, slow.distribution_entropy[slot] = drawn[slot]
+                distribution = logits[slot].double().softmax(-1)
                 slow.tokens[slot], slow.step_map[slot], slow.logp[slot] = token, slow.num_steps, logp
-                slow.logp_raw[slot] = law[token].log().item()
-                slow.entropy[slot] = torch.special.entr(law).sum().item()
+                slow.logp_raw[slot] = distribution[token].log().item()
+                slow.entropy[slot] = torch.special.entr(distribution).sum().item()
                 slow.fallback[slot] = is_fallback
                 is_open[slot] = False
             slow.writes += [
@@ -98,19 +98,19 @@ def _draw(logits: Tensor, request: Request, step: int, slot: int) -> tuple[int, 
     params = request.params
     if params.temperature == 0:
         return int(logits.argmax()), 0.0, 0.0
-    law = (logits / params.temperature).double().softmax(-1)
-    order = law.argsort(descending=True, stable=True).tolist()
+    distribution = (logits / params.temperature).double().softmax(-1)
+    order = distribution.argsort(descending=True, stable=True).tolist()
     kept, mass = [], 0.0
     for rank, token in enumerate(order):
         if (params.top_k and rank >= params.top_k) or mass >= params.top_p:
             break
         kept.append(token)
-        mass += law[token].item()
-    law = torch.zeros_like(law).index_copy(0, torch.tensor(kept), law[kept])
-    law /= law.sum()
+        mass += distribution[token].item()
+    distribution = torch.zeros_like(distribution).index_copy(0, torch.tensor(kept), distribution[kept])
+    distribution /= distribution.sum()
     u = uniform(torch.tensor(request.draw_key), step, slot).double().item()
-    token = int((law.cumsum(0) <= u).sum())
-    return token, law[token].log().item(), torch.special.entr(law).sum().item()
+    token = int((distribution.cumsum(0) <= u).sum())
+    return token, distribution[token].log().item(), torch.special.entr(distribution).sum().item()
 
 
 def _choose(
@@ -123,10 +123,10 @@ def _choose(
     share: int,
 ) -> list[tuple[int, bool]]:
     """The slots to commit, and whether each is one only because so many must be."""
-    law = {slot: logits[slot].double().softmax(-1) for slot in slots}
-    confidence = {slot: law[slot].max().item() for slot in slots}
-    if params.drawing is Drawing.SAMPLE_THEN_SELECT:
-        confidence = {slot: law[slot][drawn[slot][0]].item() for slot in slots}
+    distribution = {slot: logits[slot].double().softmax(-1) for slot in slots}
+    confidence = {slot: distribution[slot].max().item() for slot in slots}
+    if params.drawing is SamplingOrder.SAMPLE_THEN_SELECT:
+        confidence = {slot: distribution[slot][drawn[slot][0]].item() for slot in slots}
     ranked = sorted(slots, key=lambda slot: (-confidence[slot], slot))
     if params.threshold is not None:
         passed = [slot for slot in slots if confidence[slot] > params.threshold]
@@ -143,7 +143,7 @@ def _choose(
                 count += 1
             return [(slot, count == 0) for slot in ranked[: max(1, count)]]
         case Schedule.ENTROPY_BOUND:
-            return [(slot, False) for slot in _within_entropy_bound(params.entropy_bound, law, slots)]
+            return [(slot, False) for slot in _within_entropy_bound(params.entropy_bound, distribution, slots)]
         case Schedule.RANDOM:
             ticket = {slot: uniform(torch.tensor(request.draw_key), step, slot, LOTTERY_KEY).item() for slot in slots}
             return [(slot, False) for slot in sorted(slots, key=lambda slot: -ticket[slot])[:share]]
@@ -153,12 +153,12 @@ def _choose(
 
 def _is_edited(params: SamplingParams, logits: Tensor, token: int) -> bool:
     assert params.editing_threshold is not None
-    law = logits.double().softmax(-1)
-    return int(law.argmax()) != token and law.max().item() > params.editing_threshold
+    distribution = logits.double().softmax(-1)
+    return int(distribution.argmax()) != token and distribution.max().item() > params.editing_threshold
 
 
-def _within_entropy_bound(bound: float, law: dict[int, Tensor], slots: list[int]) -> list[int]:
-    entropy = {slot: torch.special.entr(law[slot]).sum().item() for slot in slots}
+def _within_entropy_bound(bound: float, distribution: dict[int, Tensor], slots: list[int]) -> list[int]:
+    entropy = {slot: torch.special.entr(distribution[slot]).sum().item() for slot in slots}
     ranked = sorted(slots, key=lambda slot: (entropy[slot], slot))
     count = 1
     while count < len(ranked) and math.fsum(entropy[slot] for slot in ranked[:count]) <= bound:

@@ -166,7 +166,7 @@ def test_what_each_block_remembers_has_a_storage_of_its_own(policy: Transformer)
     # And when it has grown.
     batch.submit(Request(prompt_ids=(3,) * 9, params=params, seed=1))
     batch.step()
-    held = [tensor for of_block in batch._forwards._memory for tensor in of_block]
+    held = [tensor for of_block in batch._forwards._kv_cache for tensor in of_block]
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held) == 2 * policy.config.num_layers
 
 
@@ -195,10 +195,10 @@ def test_a_compiled_policy_remembers_in_one_place(policy: Transformer, cache: Ca
     found, addresses = [], []
     for batch in requests:
         found.append(sampler.generate(batch))
-        addresses.append(_addresses(sampler._memory))
+        addresses.append(_addresses(sampler._kv_cache))
     assert addresses == [addresses[0]] * len(batches)
     assert addresses[0]
-    assert {getattr(keys, "_dynamo_static_input_type", None) for keys, _ in sampler._memory} == {"unguarded"}
+    assert {getattr(keys, "_dynamo_static_input_type", None) for keys, _ in sampler._kv_cache} == {"unguarded"}
     # What an earlier batch left is in nobody's way.
     alone = [Sampler(policy, 0, EngineConfig(compile=True)).generate(batch) for batch in requests]
     assert list(map(_drawn, found)) == list(map(_drawn, alone))
@@ -206,10 +206,10 @@ def test_a_compiled_policy_remembers_in_one_place(policy: Transformer, cache: Ca
     wider = [Request(prompt_ids=(3,) * 20, params=params, seed=seed) for seed in range(3)]
     fresh = Sampler(policy, 0, EngineConfig(compile=True))
     assert _drawn(sampler.generate(wider)) == _drawn(fresh.generate(wider))
-    grown = _addresses(sampler._memory)
+    grown = _addresses(sampler._kv_cache)
     assert grown != addresses[0]
     sampler.generate(requests[0])
-    assert _addresses(sampler._memory) == grown
+    assert _addresses(sampler._kv_cache) == grown
 
 
 @pytest.mark.usefixtures("as_if_compiled")
@@ -249,7 +249,7 @@ def test_a_memory_is_one_batch_s_at_a_time(policy: Transformer) -> None:
 def test_an_eager_policy_keeps_no_memory_between_batches(policy: Transformer) -> None:
     sampler = Sampler(policy, 0)
     sampler.generate([Request(prompt_ids=(3, 4), params=SamplingParams(**BASE, cache=Cache.DUAL), seed=0)])
-    assert sampler._memory == []
+    assert sampler._kv_cache == []
 
 
 @pytest.mark.usefixtures("as_if_compiled")
@@ -258,7 +258,7 @@ def test_a_memory_grows_block_after_block(policy: Transformer, monkeypatch: pyte
     params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
     sampler = Sampler(policy, 0, EngineConfig(compile=True))
     sampler.generate([Request(prompt_ids=(3, 4), params=params, seed=0)])
-    before = [weakref.ref(keys) for keys, _ in sampler._memory]
+    before = [weakref.ref(keys) for keys, _ in sampler._kv_cache]
     mark, num_alive = torch._dynamo.mark_static_address, []
 
     def marked(memory: Tensor, *, guard: bool) -> None:

@@ -150,16 +150,20 @@ def test_the_record_is_of_the_law_among_what_fits(policy: Transformer) -> None:
     for step in range(completion.step_map.max() + 1):
         is_masked = np.append(completion.step_map >= step, [True] * (16 - num_denoised))
         tokens = np.append(completion.token_ids, [0] * (16 - num_denoised)).astype(np.int64)
-        seen.look(tokens, is_masked)
+        seen.update(tokens, is_masked)
         canvas = torch.tensor([[*asked.prompt_ids, *np.where(is_masked, MASK, tokens).tolist()]])
         with torch.no_grad():
             logits = policy(canvas)[0, len(asked.prompt_ids) :].float()
         for slot in (completion.step_map == step).nonzero()[0]:
             is_allowed = torch.from_numpy(seen.allowed(int(slot))[seen.class_of_V])
-            law = logits[slot].masked_fill(~is_allowed, -torch.inf)
+            distribution = logits[slot].masked_fill(~is_allowed, -torch.inf)
             token = int(tokens[slot])
-            assert completion.commit_logp_raw[slot] == pytest.approx(float(law.log_softmax(-1)[token]), abs=1e-4)
-            assert completion.commit_logp[slot] == pytest.approx(float((law / 0.7).log_softmax(-1)[token]), abs=1e-4)
+            assert completion.commit_logp_raw[slot] == pytest.approx(
+                float(distribution.log_softmax(-1)[token]), abs=1e-4
+            )
+            assert completion.commit_logp[slot] == pytest.approx(
+                float((distribution / 0.7).log_softmax(-1)[token]), abs=1e-4
+            )
 
 
 def test_what_does_not_fit_beside_another_draw_waits(policy: Transformer) -> None:

@@ -13,7 +13,7 @@ from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
 from rollout.field_error import FieldError
-from rollout.request import Completion, Drawing, Request, SamplingParams, Writes
+from rollout.request import Completion, Request, SamplingOrder, SamplingParams, Writes
 from rollout.sampler import Sampler
 from tests.rollout.ragged import ragged_requests, sharp_policy
 from tests.rollout.slow import Slow, sample
@@ -179,7 +179,7 @@ def test_rows_that_leave_take_their_record_along(policy: Transformer) -> None:
         done |= batch.step()
     for index, request in enumerate(requests[1:], start=1):
         _check_equal(done[index], sample(policy, request))
-    assert not batch._writes._steps
+    assert not batch._edit_log._steps
 
 
 def test_an_interrupted_completion_goes_on_as_it_would_have(policy: Transformer) -> None:
@@ -209,5 +209,5 @@ def test_a_bidirectional_policy_does_not_edit(config: TransformerConfig) -> None
 
 def test_tokens_that_are_drawn_first_are_not_edited() -> None:
     with pytest.raises(ValueError, match="needs drawing select_then_sample") as caught:
-        SamplingParams(threshold=0.5, editing_threshold=0.5, drawing=Drawing.SAMPLE_THEN_SELECT)
+        SamplingParams(threshold=0.5, editing_threshold=0.5, drawing=SamplingOrder.SAMPLE_THEN_SELECT)
     assert isinstance(caught.value, FieldError) or "editing_threshold" in str(caught.value)

@@ -19,11 +19,11 @@ from learner.model.checkpoint import load_policy
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 from rollout import step
+from rollout.batch_state import BatchState
 from rollout.config import EngineConfig
-from rollout.drawing import draw
 from rollout.request import Completion, FinishReason, Request, SamplingParams
 from rollout.sampler import Sampler
-from rollout.slots import Slots
+from rollout.token_sampling import sample_tokens
 from tests.rollout.slow import Slow, sample
 
 BASE: dict[str, Any] = {"gen_length": 16, "block_length": 8, "num_denoise_steps": 8, "temperature": 1.0}
@@ -46,7 +46,7 @@ def _check_equal(completion: Completion, slow: Slow, atol: float = 2e-5) -> None
     assert completion.commit_logp == pytest.approx(slow.logp[:denoised], abs=atol)
     assert completion.commit_logp_raw == pytest.approx(slow.logp_raw[:denoised], abs=atol)
     assert completion.commit_entropy == pytest.approx(slow.entropy[:denoised], abs=atol)
-    assert completion.commit_law_entropy == pytest.approx(slow.law_entropy[:denoised], abs=atol)
+    assert completion.commit_law_entropy == pytest.approx(slow.distribution_entropy[:denoised], abs=atol)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_no_more_slots_are_drawn_than_a_step_may_commit(
     policy: Transformer, changes: dict[str, object], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = []
-    monkeypatch.setattr(step, "draw", lambda *args: (drawn.append(len(args[1])), draw(*args))[1])
+    monkeypatch.setattr(step, "sample_tokens", lambda *args: (drawn.append(len(args[1])), sample_tokens(*args))[1])
     requests = _requests(SamplingParams(**{**BASE, **changes}), 3)
     Sampler(policy, 0, EngineConfig(static_shapes=True)).open(requests).step()
     assert drawn == [3 * most]
@@ -165,13 +165,13 @@ def test_rows_with_equal_canvases_share_a_forward(policy: Transformer, is_static
 
 
 def test_canvases_of_one_hash_are_compared(policy: Transformer) -> None:
-    slots = Slots(6, policy.config, torch.device("cpu"))
+    slots = BatchState(6, policy.config, torch.device("cpu"))
     prompts = [(1, 2), (3, 4), (1, 2), (3, 4), (1, 2, 3), (1, 2)]
     slots.admit(range(6), [replace(_requests(WARM)[0], prompt_ids=prompt) for prompt in prompts])
     rows = torch.tensor([5, 1, 2, 3, 4])
-    assert slots.twins(rows).tolist() == [5, 1, 5, 1, 4]
+    assert slots.equal_canvases(rows).tolist() == [5, 1, 5, 1, 4]
     slots._multipliers_W.zero_()
-    assert slots.twins(rows).tolist() == [5, 1, 5, 3, 4], "rows that equal another than the first stay alone"
+    assert slots.equal_canvases(rows).tolist() == [5, 1, 5, 3, 4], "rows that equal another than the first stay alone"
 
 
 def test_what_differs_in_more_than_its_tokens_shares_no_forward(policy: Transformer) -> None:
@@ -203,7 +203,7 @@ def test_replaying_tokens_and_step_map_gives_the_recorded_logps(
         np.testing.assert_allclose(replayed.logp, completion.commit_logp, atol=1e-5)
         np.testing.assert_allclose(replayed.logp_raw, completion.commit_logp_raw, atol=1e-5)
         np.testing.assert_allclose(replayed.entropy, completion.commit_entropy, atol=1e-5)
-        np.testing.assert_allclose(replayed.law_entropy, completion.commit_law_entropy, atol=1e-5)
+        np.testing.assert_allclose(replayed.distribution_entropy, completion.commit_law_entropy, atol=1e-5)
 
 
 def test_the_recorded_logp_is_unbiased(policy: Transformer) -> None:
@@ -300,7 +300,7 @@ def test_a_batch_can_be_stepped_by_hand_and_joined_late(policy: Transformer) -> 
     requests = _requests(WARM)
     batch = Sampler(policy, 0, EngineConfig(num_slots=4)).open(requests[:3])
     assert batch.step() == []
-    masked = batch.slots.canvases.masked.sum(dim=1).tolist()
+    masked = batch.state.canvases.masked.sum(dim=1).tolist()
     assert masked[:3] == [14, 14, 14], "two of sixteen slots are committed by a step"
     done = dict(batch.step())
     for request in requests[3:]:

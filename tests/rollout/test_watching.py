@@ -156,9 +156,9 @@ def test_only_watched_rows_are_fetched(policy: Transformer, monkeypatch: pytest.
     batch = Sampler(policy, 1).open([_request(0), _request(1)])
     batch.step()
     fetched: list[list[int]] = []
-    progress = batch.slots.progress
+    progress = batch.state.progress
     monkeypatch.setattr(
-        batch.slots, "progress", lambda slots, *rest: fetched.append(list(slots)) or progress(slots, *rest)
+        batch.state, "progress", lambda slots, *rest: fetched.append(list(slots)) or progress(slots, *rest)
     )
     assert batch.progress([]) == {}
     assert list(batch.progress([1, 5])) == [1]

@@ -78,7 +78,7 @@ def _of_task(
         return [example for example in examples if len(example.completion_ids) <= gen_length]
 
     problems = plan.train[: spec.sft.num_labels]
-    train, held_out = fitting(problems), fitting(plan.to_test_loss_by[: spec.sft.num_eval])
+    train, held_out = fitting(problems), fitting(plan.loss_problems[: spec.sft.num_eval])
     if not train:
         shortest = min(len(tokenizer.encode_plain(problem.reference_completion)) for problem in problems)
         raise ValueError(

@@ -52,12 +52,12 @@ def _prompt(documents: Documents, row: int) -> tuple[int, ...]:
 
 def _fixed(params: SamplingParams) -> SamplingParams:
     """Return the same parameters with a fixed number of steps: the recipe's, or two slots per step."""
-    steps = params.num_block_steps if params.is_by_shares else max(1, params.block_length // 2)
+    steps = params.num_block_steps if params.has_even_shares else max(1, params.block_length // 2)
     return SamplingParams(
         gen_length=params.gen_length,
         block_length=params.block_length,
         steps_per_block=steps,
-        schedule=params.schedule if params.is_by_shares else Schedule.QUOTA,
+        schedule=params.schedule if params.has_even_shares else Schedule.QUOTA,
         temperature=0.0,
         forbidden_ids=params.forbidden_ids,
         stop_ids=(),

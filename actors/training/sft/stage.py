@@ -10,7 +10,7 @@ from actors.checkpoints.selection import Position
 from actors.plan import RunPlan
 from actors.spec import Phase
 from actors.training.context import RunContext
-from actors.training.ending import Limit, StopRequestedError, Stopwatch, updating
+from actors.training.limits import Limit, StopRequestedError, Stopwatch, catching_gpu_oom
 from actors.training.sft.data import SftData, load_sft_data
 from actors.training.sft.samples import completed
 from learner.model.checkpoint_files import LEARNER_STATE
@@ -129,7 +129,7 @@ class SftSteps:
 
     def _take_step(self, progress: float) -> None:
         rate = self._context.spec.sft.lr_at(self._step, progress)
-        with updating("sft", f"{self._phase}, step {self._step}", self._context.ranks.rank):
+        with catching_gpu_oom("sft", f"{self._phase}, step {self._step}", self._context.ranks.rank):
             metrics = self._learner.step(self._first_step + self._step, rate)
         self._step += 1
         if self._step == self._limit.num_steps or self._context.clock() - self._logged_at > _LOG_EVERY_S:

@@ -145,7 +145,7 @@ async def _answered(work: Callable[[], _Result]) -> _Result:
 
 
 def _policy_body(steering: Steering, limit: int) -> dict[str, Any]:
-    standing = steering.registry.standing()
+    standing = steering.registry.snapshot()
     policies = steering.registry.versions()[-limit:]
     loadable = steering.loadable(policies)
     return {

@@ -359,12 +359,12 @@ def _add_run(app: FastAPI, service: Service, watch: EngineWatch) -> None:
     async def samples(limit: Annotated[int, Query(ge=1, le=MAX_SAMPLES)] = 20) -> replies.Samples:
         return await asyncio.to_thread(run().samples, limit)
 
-    @app.get("/v1/run/pools", **described(replies.Pools, 404, 503))
-    async def pools() -> replies.Pools:
+    @app.get("/v1/run/pools", **described(replies.PoolsReply, 404, 503))
+    async def pools() -> replies.PoolsReply:
         run()
         states = await _states(watch)
         follower = newest(states).follower
-        return replies.Pools(
+        return replies.PoolsReply(
             replicas=[
                 replies.Replica(
                     id=state.replica,

@@ -15,7 +15,7 @@ _FRESH_S = 0.2
 _STALE_S = 15.0
 
 
-def score_of(policy: PolicyVersion | None) -> replies.Score | None:
+def score_of(policy: PolicyVersion | None) -> replies.ScoreReply | None:
     """Held-out accuracy at temperature 0; None of a version without one."""
     if policy is None or policy.num_correct is None or not policy.num_problems:
         return None
@@ -23,8 +23,8 @@ def score_of(policy: PolicyVersion | None) -> replies.Score | None:
     return _score_body(policy.version, score)
 
 
-def _score_body(version: int, score: Score) -> replies.Score:
-    return replies.Score(
+def _score_body(version: int, score: Score) -> replies.ScoreReply:
+    return replies.ScoreReply(
         policy_version=version,
         num_correct=score.num_correct,
         num_problems=score.num_problems,
@@ -63,7 +63,7 @@ def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
     )
 
 
-def _canary_of(policy: PolicyVersion, states: Sequence[EngineState]) -> replies.Score | None:
+def _canary_of(policy: PolicyVersion, states: Sequence[EngineState]) -> replies.ScoreReply | None:
     """The first engine to serve a version asks it; those that follow need not."""
     scores = [one.canary for one in states if one.canary is not None and one.policy.has_same_weights(policy)]
     return _score_body(policy.version, scores[0]) if scores else None

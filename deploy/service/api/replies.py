@@ -127,7 +127,7 @@ class Slot(Body):
     confidence: float | None
 
 
-class Canvas(Body):
+class CanvasReply(Body):
     """The whole canvas after a denoise step; the last of a stream can have the step map too."""
 
     step: int
@@ -143,7 +143,7 @@ class Canvas(Body):
 class _Part(Body):
     index: int
     finish_reason: Literal["stop", "length"] | None
-    diffusion: StepMap | Canvas | None = None
+    diffusion: StepMap | CanvasReply | None = None
 
 
 class TextPart(_Part):
@@ -240,7 +240,7 @@ class Detokenized(Body):
     prompt: str
 
 
-class Score(Body):
+class ScoreReply(Body):
     """Held-out accuracy at temperature 0."""
 
     policy_version: int
@@ -269,14 +269,14 @@ class _Version(Body):
     round: int
     phase: str
     checksum: str | None
-    score: Score | None
+    score: ScoreReply | None
 
 
 class Policy(_Version):
     """What serves."""
 
     run: str
-    canary: Score | None
+    canary: ScoreReply | None
     lag: Lag
     aliases: dict[str, int]
     pinned: int | None
@@ -393,7 +393,7 @@ class Follower(Body):
     last_error: str | None
 
 
-class Pools(Body):
+class PoolsReply(Body):
     """The engines."""
 
     replicas: list[Replica]

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from actors.checkpoints.selection import checkpoints_to_answer
+from actors.checkpoints.selection import servable_checkpoints
 from actors.registry.records import PolicyVersion
 from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES, Event
 from deploy.recipe.yaml_text import parse_yaml
@@ -92,7 +92,7 @@ class RunView:
         with self._lock:
             # A long run has hundreds of them, and each has a file that is read.
             if time.monotonic() - self._looked_at > _TTL_S:
-                found = checkpoints_to_answer(self._directory / CHECKPOINTS)
+                found = servable_checkpoints(self._directory / CHECKPOINTS)
                 self._versions = tuple(position.policy_version for position, _ in found)
                 self._looked_at = time.monotonic()
             return self._versions

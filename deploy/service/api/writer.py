@@ -14,7 +14,7 @@ from actors.registry.records import PolicyVersion
 from deploy.requests.planner import RequestPlan
 from deploy.service.api.choice_text import ChoiceText, canvas_before, canvas_of, text_of_canvas
 from deploy.service.api.replies import (
-    Canvas,
+    CanvasReply,
     ChatAnswer,
     ChatChoice,
     ChatChunk,
@@ -202,8 +202,8 @@ class AnswerWriter(Writer):
         said = {"index": index, "logprobs": None, "finish_reason": None} | end
         return ChatPart(delta=delta, **said) if self._is_chat else TextPart(text=delta.content or "", **said)
 
-    def _canvas(self, index: int, slots: list[Slot], num_steps: int, **step_map: Any) -> Canvas:
-        return Canvas(step=num_steps, num_steps=self._plan.num_steps(index), slots=slots, **step_map)
+    def _canvas(self, index: int, slots: list[Slot], num_steps: int, **step_map: Any) -> CanvasReply:
+        return CanvasReply(step=num_steps, num_steps=self._plan.num_steps(index), slots=slots, **step_map)
 
     def _end_of(self, choice: ChoiceText) -> dict[str, Any]:
         """What a choice says once its text has ended."""

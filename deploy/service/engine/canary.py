@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.grader import GraderWorker
-from actors.messages import Portion
+from actors.messages import WorkUnit
 from actors.plan import RunPlan
 from deploy.recipe.recipe import CanarySection, Recipe, Stages
 from deploy.runs.run_directory import make_spec
@@ -39,7 +39,7 @@ class HeldoutCanary:
         self._recipe, self._config, self._checkpoint = recipe, config, checkpoint
         # Compiled graphs belong to the engine's thread.
         self._engine: EngineConfig = recipe.rollout.engine.model_copy(update={"compile": False})
-        self._portions: Sequence[Portion] = ()
+        self._work_units: Sequence[WorkUnit] = ()
         self._grader: GraderWorker | None = None
 
     def score(self, sampler: Sampler, still_wanted: StillWanted) -> Score:
@@ -49,8 +49,8 @@ class HeldoutCanary:
             deadline = time.monotonic() + self._config.timeout_s
             grades = [
                 grade
-                for portion, completions in self._completions(sampler, deadline, still_wanted)
-                for grade in grader.grade(portion, completions)[1].grades
+                for work_unit, completions in self._completions(sampler, deadline, still_wanted)
+                for grade in grader.grade(work_unit, completions)[1].grades
             ]
         except (OSError, ValueError, FloatingPointError) as error:
             raise CanaryError(str(error)) from error
@@ -73,18 +73,18 @@ class HeldoutCanary:
         if self._grader is None:
             plan = RunPlan(make_spec(self._recipe, Stages.ALL), ChatTokenizer(self._checkpoint))
             params, policy = self._recipe.evaluated_params[0], load_config(self._checkpoint)
-            problems = plan.to_choose_by[: self._config.num_problems]
-            self._portions = plan.evaluation_portions(params, policy, asked=problems)
+            problems = plan.selection_problems[: self._config.num_problems]
+            self._work_units = plan.evaluation_work_units(params, policy, problems=problems)
             # An evaluation asks no term of the reward.
             self._grader = GraderWorker(self._recipe.task, RewardConfig(), self._checkpoint)
         return self._grader
 
     def _completions(
         self, sampler: Sampler, deadline: float, still_wanted: StillWanted
-    ) -> list[tuple[Portion, list[Completion]]]:
+    ) -> list[tuple[WorkUnit, list[Completion]]]:
         """What the version answers, a step at a time; between two, requests have as much time as a step took."""
-        batch = Sampler(sampler.model, sampler.policy_version, self._engine).open(most_rows=_MAX_ROWS)
-        requests = [request for portion in self._portions for request in portion.requests]
+        batch = Sampler(sampler.model, sampler.policy_version, self._engine).open(max_rows=_MAX_ROWS)
+        requests = [request for work_unit in self._work_units for request in work_unit.requests]
         for request in requests:
             batch.submit(request)
         done: dict[int, Completion] = {}
@@ -103,4 +103,4 @@ class HeldoutCanary:
                 )
             time.sleep(now - began)
         answers = iter(done[index] for index in range(len(requests)))
-        return [(portion, [next(answers) for _ in portion.requests]) for portion in self._portions]
+        return [(work_unit, [next(answers) for _ in work_unit.requests]) for work_unit in self._work_units]

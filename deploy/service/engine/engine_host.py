@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
-from actors.registry.records import BASE, BEST, NOTHING_HELD, PolicyVersion
+from actors.registry.records import BASE, BEST, DEFAULT_ADMIN_STATE, PolicyVersion
 from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, num_open_after
 from deploy.service.engine.engine import BusyError, Engine
 from deploy.service.engine.loaded_version import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError
@@ -149,4 +149,4 @@ def _refusal(error: Exception) -> Refused:
 
 
 def _no_follower() -> FollowerStatus:
-    return FollowerStatus(registry_reachable=True, num_errors=0, last_error=None, admin=NOTHING_HELD)
+    return FollowerStatus(registry_reachable=True, num_errors=0, last_error=None, admin=DEFAULT_ADMIN_STATE)

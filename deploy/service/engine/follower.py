@@ -32,7 +32,14 @@ from pathlib import Path
 import structlog
 
 from actors.registry.files import rebuild
-from actors.registry.records import NEWEST, NOTHING_HELD, POLICY, MalformedEntryError, PolicyVersion, RegistrySnapshot
+from actors.registry.records import (
+    DEFAULT_ADMIN_STATE,
+    NEWEST,
+    POLICY,
+    MalformedEntryError,
+    PolicyVersion,
+    RegistrySnapshot,
+)
 from actors.registry.registry import Registry
 from deploy.service.contract import FollowerStatus
 from deploy.service.engine.loaded_version import (
@@ -67,7 +74,7 @@ class VersionFollower:
         self._registry, self._versions, self._run_dir = registry, versions, run_dir
         self._last_id = "0"
         self._newest: PolicyVersion | None = None
-        self._standing = RegistrySnapshot(aliases={}, admin=NOTHING_HELD, refused=frozenset())
+        self._standing = RegistrySnapshot(aliases={}, admin=DEFAULT_ADMIN_STATE, refused=frozenset())
         self._is_filled = self._has_looked = False
         self._compares = True
         # Gone or bad for good: only other weights, or another place to load them from, help.
@@ -150,7 +157,7 @@ class VersionFollower:
         for entry_id, policy in entries:
             self._last_id, self._newest = entry_id, policy
             self._versions.learn(policy)
-        before, self._standing = self._standing, self._registry.standing()
+        before, self._standing = self._standing, self._registry.snapshot()
         if NEWEST in before.aliases and NEWEST not in self._standing.aliases:
             self._is_filled = False
         self._status = replace(self._status, registry_reachable=True, admin=self._standing.admin)
@@ -187,7 +194,7 @@ class VersionFollower:
             admin = self._registry.admin()
         except ConnectionError:
             return not self._stopping.is_set()
-        return admin == NOTHING_HELD and not self._stopping.is_set()
+        return admin == DEFAULT_ADMIN_STATE and not self._stopping.is_set()
 
     def _choice(self) -> _Choice | None:
         """The first of what is wanted that can be served; None: what serves now."""

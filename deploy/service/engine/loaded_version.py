@@ -132,7 +132,7 @@ def finite_probe(sampler: AnySampler, policy: PolicyVersion) -> str | None:
     network = network_of(sampler)
     if not all(bool(weight.isfinite().all()) for weight in network.parameters()):
         return f"policy version {policy.version} has weights that are no numbers"
-    batch: Batch = sampler.open(most_rows=1)
+    batch: Batch = sampler.open(max_rows=1)
     batch.submit(_probe(network.config))
     try:
         for _ in range(2):

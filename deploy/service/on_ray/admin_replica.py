@@ -8,7 +8,7 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 
 from actors.registry.records import PolicyVersion
-from actors.weights.store import held_by
+from actors.weights.store import stored_versions
 from deploy.service.admin.admin_app import create_admin_app, guarded_admin
 from deploy.service.admin.steering import Steering
 from deploy.service.api.policy_events import RegistryReader
@@ -44,7 +44,7 @@ class EnginesOfHandle:
 
     def stored(self, store: str) -> frozenset[int]:
         """As `Engines.stored`."""
-        return held_by(store, _CALL_TIMEOUT_S)
+        return stored_versions(store, _CALL_TIMEOUT_S)
 
 
 def _refusal(answer: object) -> str | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.checkpoints.selection import checkpoints_to_answer
+from actors.checkpoints.selection import servable_checkpoints
 from actors.registry.server import registry_url
 from actors.run_log import CHECKPOINTS
 from deploy.errors import UserError
@@ -65,7 +65,7 @@ def application(arguments: Arguments) -> Any:
 def _wait_for_checkpoint(run_dir: Path, wait_s: float) -> None:
     """Wait so long at most; whoever reads the run then says what is missing."""
     began, said = time.monotonic(), 0.0
-    while (waited := time.monotonic() - began) < wait_s and not checkpoints_to_answer(run_dir / CHECKPOINTS):
+    while (waited := time.monotonic() - began) < wait_s and not servable_checkpoints(run_dir / CHECKPOINTS):
         if waited >= said:
             structlog.get_logger().info("waiting_for_run", run_dir=str(run_dir), waited_s=round(waited))
             said += _SAY_EVERY_S

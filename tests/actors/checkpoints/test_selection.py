@@ -14,11 +14,11 @@ import torch
 from actors.checkpoints.selection import (
     Position,
     checkpoint_name,
-    checkpoints_to_answer,
     newest_checkpoint,
     prune,
-    to_answer,
-    to_go_on,
+    resumable,
+    servable,
+    servable_checkpoints,
 )
 from actors.spec import Phase
 from learner.model.adapter import Adapter
@@ -50,13 +50,13 @@ def _name(found: object) -> str:
 
 
 def test_the_rules_say_whether_the_controls_counts(checkpoints: Path) -> None:
-    assert _name(newest_checkpoint(checkpoints, to_go_on(2))) == "control"
-    assert _name(newest_checkpoint(checkpoints, to_go_on(3))) == "rl-000002"
-    found = newest_checkpoint(checkpoints, to_answer)
+    assert _name(newest_checkpoint(checkpoints, resumable(2))) == "control"
+    assert _name(newest_checkpoint(checkpoints, resumable(3))) == "rl-000002"
+    found = newest_checkpoint(checkpoints, servable)
     assert _name(found) == "rl-000002"
     assert found is not None
     assert found.position == Position(phase=Phase.RL, round=2, policy_version=3, rl_seconds=1.5)
-    assert found.passed_over == ()
+    assert found.skipped == ()
 
 
 def _flip_a_bit(path: Path) -> None:
@@ -75,10 +75,10 @@ def test_of_a_damaged_one_the_one_before_is_taken_and_it_is_said(
     checkpoints: Path, harm: Callable[[Path], None], file: str
 ) -> None:
     harm(checkpoints / "rl-000002" / file)
-    found = newest_checkpoint(checkpoints, to_answer)
+    found = newest_checkpoint(checkpoints, servable)
     assert found is not None
     assert _name(found) == "rl-000001"
-    (said,) = found.passed_over
+    (said,) = found.skipped
     assert "/rl-000002" in said
     assert said.endswith("; going on with checkpoint rl-000001")
 
@@ -86,16 +86,16 @@ def test_of_a_damaged_one_the_one_before_is_taken_and_it_is_said(
 def test_what_was_changed_by_hand_is_damaged_too(checkpoints: Path) -> None:
     path = checkpoints / "rl-000002" / "trainer_state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"policy_version": 1}))
-    assert _name(newest_checkpoint(checkpoints, to_answer)) == "rl-000001"
+    assert _name(newest_checkpoint(checkpoints, servable)) == "rl-000001"
 
 
 def test_none_and_none_that_is_whole_are_not_the_same(checkpoints: Path, tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path / "nowhere", to_answer) is None
+    assert newest_checkpoint(tmp_path / "nowhere", servable) is None
     assert newest_checkpoint(checkpoints, lambda position: position.policy_version > 8) is None
     for name in POSITIONS:
         _flip_a_bit(checkpoints / name / "model.safetensors")
     with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: .*rl-000002/model\.safetensors is damaged"):
-        newest_checkpoint(checkpoints, to_answer)
+        newest_checkpoint(checkpoints, servable)
 
 
 def test_what_a_run_did_not_write_is_none_of_its_checkpoints(checkpoints: Path) -> None:
@@ -103,9 +103,9 @@ def test_what_a_run_did_not_write_is_none_of_its_checkpoints(checkpoints: Path) 
     (checkpoints / "best" / "config.json").write_text("{}")
     (checkpoints / "notes.txt").write_text("")
     (checkpoints / "rl-000002").rename(checkpoints / ".rl-000002.partial")
-    found = newest_checkpoint(checkpoints, to_answer)
+    found = newest_checkpoint(checkpoints, servable)
     assert found is not None
-    assert (_name(found), found.passed_over) == ("rl-000001", ())
+    assert (_name(found), found.skipped) == ("rl-000001", ())
 
 
 def _save(directory: Path, policy: Transformer, *positions: Position) -> None:
@@ -132,14 +132,14 @@ def test_a_stage_under_way_is_further_than_where_it_began_and_is_never_answered_
     checkpoints: Path, policy: Transformer
 ) -> None:
     _save(checkpoints, policy, _under_way(Phase.SFT, 0, 40), _under_way(Phase.SFT, 0, 120))
-    names = [path.name for _, path in checkpoints_to_answer(checkpoints)]
+    names = [path.name for _, path in servable_checkpoints(checkpoints)]
     assert names == ["initial", "sft", "rl-000001", "rl-000002"]
     for name in ("sft", "rl-000001", "rl-000002", "control"):
         shutil.rmtree(checkpoints / name)
-    assert _name(newest_checkpoint(checkpoints, to_go_on(9))) == "sft-000120"
+    assert _name(newest_checkpoint(checkpoints, resumable(9))) == "sft-000120"
     _save(checkpoints, policy, *_rounds(9), _under_way(Phase.CONTROL, 10, 7))
-    assert _name(newest_checkpoint(checkpoints, to_go_on(9))) == "control-000007"
-    assert _name(newest_checkpoint(checkpoints, to_answer)) == "rl-000009"
+    assert _name(newest_checkpoint(checkpoints, resumable(9))) == "control-000007"
+    assert _name(newest_checkpoint(checkpoints, servable)) == "rl-000009"
 
 
 def test_the_newest_are_kept_and_the_best_and_what_ends_a_stage(checkpoints: Path, policy: Transformer) -> None:
@@ -188,16 +188,16 @@ def _save_adapters(directory: Path, policy: Transformer, *positions: Position) -
 
 def test_an_adapter_alone_is_whole_where_what_it_stands_on_is(checkpoints: Path, policy: Transformer) -> None:
     _save_adapters(checkpoints, policy, *_rounds(3, 4))
-    assert _name(newest_checkpoint(checkpoints, to_answer)) == "rl-000004"
+    assert _name(newest_checkpoint(checkpoints, servable)) == "rl-000004"
     _flip_a_bit(checkpoints / "rl-000004" / "lora.safetensors")
-    assert _name(newest_checkpoint(checkpoints, to_answer)) == "rl-000003"
+    assert _name(newest_checkpoint(checkpoints, servable)) == "rl-000003"
     _flip_a_bit(checkpoints / "sft" / "model.safetensors")
-    found = newest_checkpoint(checkpoints, to_answer)
+    found = newest_checkpoint(checkpoints, servable)
     assert found is not None
     assert _name(found) == "rl-000002"
-    assert "/sft/model.safetensors is damaged" in found.passed_over[1]
+    assert "/sft/model.safetensors is damaged" in found.skipped[1]
     shutil.rmtree(checkpoints / "sft")
-    assert _name(newest_checkpoint(checkpoints, to_answer)) == "rl-000002"
+    assert _name(newest_checkpoint(checkpoints, servable)) == "rl-000002"
 
 
 def test_what_adapters_stand_on_is_never_deleted(checkpoints: Path, policy: Transformer) -> None:
@@ -205,4 +205,4 @@ def test_what_adapters_stand_on_is_never_deleted(checkpoints: Path, policy: Tran
     prune(checkpoints, 1, [4], NOW)
     left = sorted(path.name for path in checkpoints.iterdir())
     assert left == ["control", "initial", "rl-000003", "rl-000005", "sft"]
-    assert _name(newest_checkpoint(checkpoints, to_answer)) == "rl-000005"
+    assert _name(newest_checkpoint(checkpoints, servable)) == "rl-000005"

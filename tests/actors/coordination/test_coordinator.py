@@ -16,7 +16,7 @@ from ray.exceptions import RayTaskError
 from actors.coordination import coordinator as module
 from actors.coordination.coordinator import Coordinator
 from actors.coordination.status import RunStatus
-from actors.messages import Generation, Next, Portion, PortionKey, PortionSummary, TrainedRound
+from actors.messages import Next, TrainedRound, WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.resources import GpuSection
 from actors.run_log import RunLog, read_events
 from actors.spec import Phase, RunSpec
@@ -27,18 +27,18 @@ NOWHERE = "redis://127.0.0.1:1/0"
 VALUES = {"sampling_s": 0.1, "training_s": 0.1, "publish_s": 0.1}
 
 
-class _Stage:
+class _Prefetch:
     """Notes what a sampler is to fetch."""
 
     def __init__(self) -> None:
-        self.staged: list[int] = []
+        self.prefetched: list[int] = []
 
-    def options(self, concurrency_group: str) -> _Stage:
+    def options(self, concurrency_group: str) -> _Prefetch:
         assert concurrency_group == "weights"
         return self
 
-    def remote(self, generation: Generation) -> None:
-        self.staged.append(generation.version)
+    def remote(self, weights_id: WeightsId) -> None:
+        self.prefetched.append(weights_id.version)
 
 
 class _Pool:
@@ -46,9 +46,9 @@ class _Pool:
 
     def __init__(self) -> None:
         self.generate = self.grade = self.ready = self
-        self.stage = _Stage()
+        self.prefetch = _Prefetch()
         self.mood = "well"
-        self.asked: list[tuple[Generation, PortionKey]] = []
+        self.asked: list[tuple[WeightsId, WorkUnitKey]] = []
         self.num_calls = 0
 
     def options(self, **_: Any) -> _Pool:
@@ -59,21 +59,21 @@ class _Pool:
         if not arguments:
             answer.set_result(True)
             return answer
-        if isinstance(arguments[0], Generation):
+        if isinstance(arguments[0], WeightsId):
             self.asked.append((arguments[0], arguments[1].key))
         if self.mood == "lost":
             cause = VersionMissingError("policy version 1 is not in the store")
             answer.set_exception(RayTaskError("generate", "traceback", cause).as_instanceof_cause())
         elif self.mood == "well":
-            portion = arguments[1] if isinstance(arguments[0], Generation) else arguments[0]
-            answer.set_result(_summary(portion))
+            work_unit = arguments[1] if isinstance(arguments[0], WeightsId) else arguments[0]
+            answer.set_result(_summary(work_unit))
         self.num_calls += 1
         return f"reference {self.num_calls}", answer
 
 
-def _summary(portion: Portion) -> PortionSummary:
-    size = len(portion.requests)
-    return PortionSummary(
+def _summary(work_unit: WorkUnit) -> WorkUnitSummary:
+    size = len(work_unit.requests)
+    return WorkUnitSummary(
         grades=tuple(Grade(reward=1.0, parts={}, correct=True) for _ in range(size)),
         texts=("7",) * size,
         num_tokens=(2,) * size,
@@ -114,12 +114,12 @@ def case(spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Cas
     return _Case(spec, tmp_path / "run")
 
 
-def _generation(version: int) -> Generation:
-    return Generation(version=version, digest=f"digest {version}")
+def _weights_id(version: int) -> WeightsId:
+    return WeightsId(version=version, digest=f"digest {version}")
 
 
 def _trained(round_index: int) -> TrainedRound:
-    return TrainedRound(round=round_index, generation=_generation(round_index + 2), values=VALUES)
+    return TrainedRound(round=round_index, weights_id=_weights_id(round_index + 2), values=VALUES)
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -130,12 +130,12 @@ def test_a_round_that_is_asked_for_again_is_sampled_again_from_the_same_weights(
     async def scene() -> None:
         first = case.coordinator()
         await first.learner_starting("group")
-        what, references = await first.next_batch(0, _generation(1))
-        assert (what, len(references)) == (Next.GO_ON, first._plan.portions_per_round)
+        what, references = await first.next_batch(0, _weights_id(1))
+        assert (what, len(references)) == (Next.CONTINUE, first._plan.work_units_per_round)
         before = list(case.sampler.asked)
         second = case.coordinator()
-        what, again = await second.next_batch(0, _generation(1))
-        assert (what, len(again)) == (Next.GO_ON, len(references))
+        what, again = await second.next_batch(0, _weights_id(1))
+        assert (what, len(again)) == (Next.CONTINUE, len(references))
         assert sorted(map(str, case.sampler.asked[len(before) :])) == sorted(map(str, before))
         (failure,) = case.events("failure")
         assert "the coordinator died and was started again" in failure["what"]
@@ -146,10 +146,10 @@ def test_a_round_that_is_asked_for_again_is_sampled_again_from_the_same_weights(
 def test_a_round_that_was_trained_on_is_recorded_once_whenever_the_coordinator_dies(case: _Case) -> None:
     async def scene() -> None:
         first = case.coordinator()
-        await first.next_batch(0, _generation(1))
+        await first.next_batch(0, _weights_id(1))
         plan = first._plan
-        keys = [PortionKey(round=0, index=index) for index in range(plan.portions_per_round)]
-        summaries = {key: _summary(plan.round_portion(0, key.index)) for key in keys}
+        keys = [WorkUnitKey(round=0, index=index) for index in range(plan.work_units_per_round)]
+        summaries = {key: _summary(plan.round_work_unit(0, key.index)) for key in keys}
         # It dies before it is told: its successor knows no portions, and gets them from the learner.
         second = case.coordinator()
         assert not await second.published(_trained(0), None)
@@ -161,8 +161,8 @@ def test_a_round_that_was_trained_on_is_recorded_once_whenever_the_coordinator_d
         (event,) = case.events("round")
         assert (event["num_completions"], event["num_failed_groups"]) == (20, 0)
         # The next one is asked for as if nothing had been.
-        what, _ = await third.next_batch(1, _generation(2))
-        assert what is Next.GO_ON
+        what, _ = await third.next_batch(1, _weights_id(2))
+        assert what is Next.CONTINUE
         assert await third.published(_trained(1), None)
         assert await third.published(_trained(1), None), "asked twice"
         assert [event["round"] for event in case.events("round")] == [0, 1]
@@ -174,11 +174,11 @@ def test_a_round_of_an_earlier_learner_group_is_not_the_one_that_is_told_of(case
     async def scene() -> None:
         first = case.coordinator()
         await first.learner_starting("one")
-        await first.next_batch(0, _generation(1))
+        await first.next_batch(0, _weights_id(1))
         assert await first.published(_trained(0), None)
         await first.learner_starting("two")
         await first.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
-        await first.next_batch(0, _generation(1))
+        await first.next_batch(0, _weights_id(1))
         # It dies before it is told of the round that was done again.
         second = case.coordinator()
         assert not await second.published(_trained(0), None)
@@ -189,21 +189,21 @@ def test_a_round_of_an_earlier_learner_group_is_not_the_one_that_is_told_of(case
 def test_a_round_that_is_told_of_with_the_next_ask_is_recorded_once_whenever_the_coordinator_dies(case: _Case) -> None:
     async def scene() -> None:
         first = case.coordinator()
-        await first.next_batch(0, _generation(1))
-        keys = [PortionKey(round=0, index=index) for index in range(first._plan.portions_per_round)]
-        summaries = {key: _summary(first._plan.round_portion(0, key.index)) for key in keys}
+        await first.next_batch(0, _weights_id(1))
+        keys = [WorkUnitKey(round=0, index=index) for index in range(first._plan.work_units_per_round)]
+        summaries = {key: _summary(first._plan.round_work_unit(0, key.index)) for key in keys}
         # It dies before it is told: its successor knows no portions, and begins nothing before it has them.
         second = case.coordinator()
         num_asked = len(case.sampler.asked)
-        assert await second.next_batch(1, _generation(2), _trained(0)) == (Next.TELL, [])
+        assert await second.next_batch(1, _weights_id(2), _trained(0)) == (Next.REPORT, [])
         assert (len(case.sampler.asked), case.events("round")) == (num_asked, [])
         assert await second.published(_trained(0), summaries)
-        what, _ = await second.next_batch(1, _generation(2), _trained(0))
-        assert what is Next.GO_ON
+        what, _ = await second.next_batch(1, _weights_id(2), _trained(0))
+        assert what is Next.CONTINUE
         # It dies as it answers: Ray asks its successor.
         third = case.coordinator()
-        what, _ = await third.next_batch(1, _generation(2), _trained(0))
-        assert what is Next.GO_ON
+        what, _ = await third.next_batch(1, _weights_id(2), _trained(0))
+        assert what is Next.CONTINUE
         assert [event["round"] for event in case.events("round")] == [0]
 
     _run(scene())
@@ -212,9 +212,9 @@ def test_a_round_that_is_told_of_with_the_next_ask_is_recorded_once_whenever_the
 def test_a_round_that_is_told_of_with_the_next_ask_is_on_disk_when_that_is_answered(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
-        await coordinator.next_batch(0, _generation(1))
-        what, references = await coordinator.next_batch(1, _generation(2), _trained(0))
-        assert (what, len(references)) == (Next.GO_ON, coordinator._plan.portions_per_round)
+        await coordinator.next_batch(0, _weights_id(1))
+        what, references = await coordinator.next_batch(1, _weights_id(2), _trained(0))
+        assert (what, len(references)) == (Next.CONTINUE, coordinator._plan.work_units_per_round)
         assert [event["round"] for event in case.events("round")] == [0]
 
     _run(scene())
@@ -229,18 +229,18 @@ def test_samplers_are_at_work_while_the_disk_is_waited_for(case: _Case, monkeypa
 
     async def scene() -> None:
         coordinator = case.coordinator()
-        await coordinator.next_batch(0, _generation(1))
+        await coordinator.next_batch(0, _weights_id(1))
         num_asked = len(case.sampler.asked)
         monkeypatch.setattr(RunLog, "write_out", slow)
-        waiting = asyncio.create_task(coordinator.next_batch(1, _generation(2), _trained(0)))
-        while len(case.sampler.asked) < num_asked + coordinator._plan.portions_per_round:
+        waiting = asyncio.create_task(coordinator.next_batch(1, _weights_id(2), _trained(0)))
+        while len(case.sampler.asked) < num_asked + coordinator._plan.work_units_per_round:
             await asyncio.sleep(0.001)
         assert await coordinator.heartbeat(0, "round 1: waiting", "handle") is False, "it answers others"
         assert not waiting.done()
         assert case.events("round") == []
         written.set()
         what, _ = await waiting
-        assert what is Next.GO_ON
+        assert what is Next.CONTINUE
         assert [event["round"] for event in case.events("round")] == [0]
 
     _run(scene())
@@ -253,9 +253,9 @@ def test_a_learner_that_begins_again_meanwhile_ends_the_old_ones_ask(
 
     async def scene() -> None:
         coordinator = case.coordinator()
-        await coordinator.next_batch(0, _generation(1))
+        await coordinator.next_batch(0, _weights_id(1))
         monkeypatch.setattr(RunLog, "write_out", lambda log: (written.wait(60), write_out(log)))
-        waiting = asyncio.create_task(coordinator.next_batch(1, _generation(2), _trained(0)))
+        waiting = asyncio.create_task(coordinator.next_batch(1, _weights_id(2), _trained(0)))
         await asyncio.sleep(0.01)
         await coordinator.learner_starting("another")
         written.set()
@@ -284,13 +284,13 @@ def test_a_lost_version_is_asked_of_the_learner_and_costs_no_try(case: _Case) ->
         coordinator = case.coordinator()
         case.sampler.mood = "lost"
         for _ in range(case.spec.rollout.max_attempts + 2):
-            assert await coordinator.next_batch(0, _generation(1)) == (Next.PUBLISH, [])
-        assert await coordinator.evaluate(_generation(1), "sft", 0, True) is Next.PUBLISH
+            assert await coordinator.next_batch(0, _weights_id(1)) == (Next.PUBLISH, [])
+        assert await coordinator.evaluate(_weights_id(1), "sft", 0, True) is Next.PUBLISH
         case.sampler.mood = "well"
-        what, references = await coordinator.next_batch(0, _generation(1))
-        assert (what, len(references)) == (Next.GO_ON, coordinator._plan.portions_per_round)
-        what = await coordinator.evaluate(_generation(1), "sft", 0, True)
-        assert what is Next.GO_ON
+        what, references = await coordinator.next_batch(0, _weights_id(1))
+        assert (what, len(references)) == (Next.CONTINUE, coordinator._plan.work_units_per_round)
+        what = await coordinator.evaluate(_weights_id(1), "sft", 0, True)
+        assert what is Next.CONTINUE
 
     _run(scene())
 
@@ -299,7 +299,7 @@ def test_a_stop_reaches_whoever_waits_and_outlives_the_coordinator_but_not_the_d
     async def scene() -> None:
         coordinator = case.coordinator()
         case.sampler.mood = "silent"
-        waiting = asyncio.create_task(coordinator.next_batch(0, _generation(1)))
+        waiting = asyncio.create_task(coordinator.next_batch(0, _weights_id(1)))
         await asyncio.sleep(0.01)
         assert not await coordinator.stop(), "no rank is up"
         assert await waiting == (Next.STOP, [])
@@ -307,7 +307,7 @@ def test_a_stop_reaches_whoever_waits_and_outlives_the_coordinator_but_not_the_d
         assert await coordinator.stop()
         successor = case.coordinator()
         assert await successor.heartbeat(0, "round 0: training", "handle")
-        assert await successor.evaluate(_generation(1), "sft", 0, True) is Next.STOP
+        assert await successor.evaluate(_weights_id(1), "sft", 0, True) is Next.STOP
         assert not await case.coordinator("two").heartbeat(0, "starting", "handle")
 
     _run(scene())
@@ -327,22 +327,22 @@ class _Sleep:
 def test_who_shares_its_gpu_with_the_learner_sleeps_before_that_goes_on(case: _Case, colocate: bool) -> None:
     case.spec = case.spec.model_copy(update={"gpus": GpuSection(colocate=colocate)})
     sleep = _Sleep(case.sampler)
-    case.sampler.sleep = sleep
+    case.sampler.offload = sleep
 
     async def scene() -> None:
         coordinator = case.coordinator()
-        per_round = coordinator._plan.portions_per_round
+        per_round = coordinator._plan.work_units_per_round
         await coordinator.learner_starting("group")
-        await coordinator.evaluate(_generation(1), "sft", 0, True)
+        await coordinator.evaluate(_weights_id(1), "sft", 0, True)
         num_evaluated = len(case.sampler.asked)
-        await coordinator.next_batch(0, _generation(1))
+        await coordinator.next_batch(0, _weights_id(1))
         case.sampler.mood = "lost"
-        assert await coordinator.evaluate(_generation(2), "rl", 1, True) is Next.PUBLISH
+        assert await coordinator.evaluate(_weights_id(2), "rl", 1, True) is Next.PUBLISH
         asked = len(case.sampler.asked)
         assert asked > num_evaluated + per_round
         assert sleep.at == ([0, num_evaluated, num_evaluated + per_round, asked] if colocate else [])
         case.sampler.mood = "silent"
-        waiting = asyncio.create_task(coordinator.next_batch(1, _generation(2)))
+        waiting = asyncio.create_task(coordinator.next_batch(1, _weights_id(2)))
         await asyncio.sleep(0.01)
         await coordinator.stop()
         assert await waiting == (Next.STOP, [])
@@ -356,9 +356,9 @@ def test_who_shares_its_gpu_with_the_learner_sleeps_before_that_goes_on(case: _C
 def test_portions_that_cannot_be_fetched_are_sampled_again(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
-        _, references = await coordinator.next_batch(0, _generation(1))
+        _, references = await coordinator.next_batch(0, _weights_id(1))
         await coordinator.forget(0)
-        _, others = await coordinator.next_batch(0, _generation(1))
+        _, others = await coordinator.next_batch(0, _weights_id(1))
         assert len(others) == len(references)
         assert not set(others) & set(references)
 
@@ -376,13 +376,13 @@ def test_the_status_says_who_waits_for_whom(case: _Case, monkeypatch: pytest.Mon
         coordinator = case.coordinator()
         await coordinator.record("phase", {"phase": Phase.RL, "num_steps": 2})
         case.sampler.mood = "silent"
-        waiting = asyncio.create_task(coordinator.next_batch(0, _generation(1)))
+        waiting = asyncio.create_task(coordinator.next_batch(0, _weights_id(1)))
         await coordinator.heartbeat(1, "round 0: waiting for completions", "handle")
         await asyncio.sleep(0.05)
         status = await coordinator.status()
         assert (status.stage, status.round, status.policy_version) == ("rl", 0, 1)
         assert status.learner == {"1": "round 0: waiting for completions"}
-        assert status.portions["running"] == coordinator._plan.portions_per_round
+        assert status.portions["running"] == coordinator._plan.work_units_per_round
         assert [(actor.name, actor.portion) for actor in status.pools] == [
             ("sampler 0", "portion 0:0"),
             ("grader 0", ""),
@@ -467,7 +467,7 @@ def test_a_learner_whose_gpu_has_too_little_memory_starts_again_with_half_its_mi
 def test_what_a_resumed_run_does_again_is_said(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
-        await coordinator.next_batch(0, _generation(1))
+        await coordinator.next_batch(0, _weights_id(1))
         await coordinator.published(_trained(0), None)
         await coordinator.learner_starting("one")
         await coordinator.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
@@ -487,7 +487,7 @@ def test_a_run_that_begins_again_from_its_start_says_so_and_a_new_one_does_not(c
         await first.learner_started("initial", start)
         assert case.events("resume") == []
         await first.record("phase", {"phase": Phase.RL, "num_steps": 2})
-        await first.next_batch(0, _generation(1))
+        await first.next_batch(0, _weights_id(1))
         await first.published(_trained(0), None)
         resumed = case.coordinator("another driver")
         await resumed.learner_starting("two")
@@ -514,7 +514,7 @@ def test_an_evaluation_ends_with_the_learner_that_asked_for_it(case: _Case) -> N
     async def scene() -> None:
         coordinator = case.coordinator()
         case.sampler.mood = "silent"
-        orphan = asyncio.create_task(coordinator.evaluate(_generation(1), "sft", 0, True))
+        orphan = asyncio.create_task(coordinator.evaluate(_weights_id(1), "sft", 0, True))
         await asyncio.sleep(0.05)
         await coordinator.learner_starting("the next group")
         assert await orphan is Next.STOP
@@ -525,13 +525,13 @@ def test_an_evaluation_ends_with_the_learner_that_asked_for_it(case: _Case) -> N
 
 def test_an_evaluation_whose_answer_was_lost_is_not_recorded_twice(case: _Case) -> None:
     async def scene() -> None:
-        await case.coordinator().evaluate(_generation(1), "sft", 0, True)
+        await case.coordinator().evaluate(_weights_id(1), "sft", 0, True)
         successor = case.coordinator()
-        assert await successor.evaluate(_generation(1), "sft", 0, True) is Next.GO_ON
+        assert await successor.evaluate(_weights_id(1), "sft", 0, True) is Next.CONTINUE
         assert len(case.events("evaluation")) == 1
         await successor.learner_starting("the next group")
         await successor.learner_started("initial", {"round": 0, "policy_version": 1, "step": None})
-        await successor.evaluate(_generation(1), "sft", 0, True)
+        await successor.evaluate(_weights_id(1), "sft", 0, True)
         assert len(case.events("evaluation")) == 2, "of a version that was made again"
 
     _run(scene())
@@ -540,15 +540,15 @@ def test_an_evaluation_whose_answer_was_lost_is_not_recorded_twice(case: _Case) 
 def test_an_evaluation_of_weights_that_were_made_again_is_not_taken_for_theirs(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
-        await coordinator.next_batch(0, _generation(1))
+        await coordinator.next_batch(0, _weights_id(1))
         await coordinator.published(_trained(0), None)
-        await coordinator.evaluate(_generation(2), "rl", 1, True)
+        await coordinator.evaluate(_weights_id(2), "rl", 1, True)
         await coordinator.learner_starting("the next group")
-        await coordinator.next_batch(0, _generation(1))
+        await coordinator.next_batch(0, _weights_id(1))
         await coordinator.published(_trained(0), None)
         for _ in range(2):
             # A resumed run asks for what a stage that has ended may lack.
-            assert await coordinator.evaluate(_generation(2), "rl", 1, False) is Next.GO_ON
+            assert await coordinator.evaluate(_weights_id(2), "rl", 1, False) is Next.CONTINUE
         assert len(case.events("evaluation")) == 2
 
     _run(scene())
@@ -565,19 +565,19 @@ def test_an_evaluation_beside_a_round_is_behind_its_portions_and_before_those_of
 
     async def scene() -> None:
         coordinator = case.coordinator()
-        await coordinator.next_batch(0, _generation(1), None, "round")
-        await coordinator.next_batch(0, _generation(1), None, "round")
+        await coordinator.next_batch(0, _weights_id(1), None, "round")
+        await coordinator.next_batch(0, _weights_id(1), None, "round")
         await coordinator.published(_trained(0), None)
         assert case.events("evaluation") == [], "the learner has not asked yet"
-        assert await coordinator.evaluate(_generation(1), "round", 0, True) is Next.GO_ON
+        assert await coordinator.evaluate(_weights_id(1), "round", 0, True) is Next.CONTINUE
         assert _asked_in_turn(case) == ["round 0", "evaluation", "round 1"]
         keys = [key for _, key in case.sampler.asked if key.is_of_evaluation]
         assert len(keys) == len(set(keys)) > 1, "once"
-        assert {generation.version for generation, key in case.sampler.asked if key in keys} == {1}
+        assert {weights_id.version for weights_id, key in case.sampler.asked if key in keys} == {1}
         (event,) = case.events("evaluation")
         assert (event["policy_version"], event["round"], event["num_correct"]) == (1, 0, event["num_problems"])
         # What is asked for later is another.
-        await coordinator.evaluate(_generation(2), "rl", 1, True)
+        await coordinator.evaluate(_weights_id(2), "rl", 1, True)
         assert [event["policy_version"] for event in case.events("evaluation")] == [1, 2]
 
     _run(scene())
@@ -586,18 +586,18 @@ def test_an_evaluation_beside_a_round_is_behind_its_portions_and_before_those_of
 def test_an_evaluation_beside_a_round_outlives_a_coordinator_and_a_lost_version(case: _Case) -> None:
     async def scene() -> None:
         first = case.coordinator()
-        await first.next_batch(0, _generation(1), None, "round")
+        await first.next_batch(0, _weights_id(1), None, "round")
         second = case.coordinator()
-        assert await second.evaluate(_generation(1), "round", 0, True) is Next.GO_ON
+        assert await second.evaluate(_weights_id(1), "round", 0, True) is Next.CONTINUE
         # One that the log has does not begin again, as where the call is repeated that asked for it.
         asked = len(case.sampler.asked)
-        await second.next_batch(0, _generation(1), None, "round")
+        await second.next_batch(0, _weights_id(1), None, "round")
         assert len([key for _, key in case.sampler.asked[asked:] if key.is_of_evaluation]) == 0
         case.sampler.mood = "lost"
-        assert await second.next_batch(1, _generation(2), None, "round") == (Next.PUBLISH, [])
+        assert await second.next_batch(1, _weights_id(2), None, "round") == (Next.PUBLISH, [])
         case.sampler.mood = "well"
-        await second.next_batch(1, _generation(2), None, "round")
-        assert await second.evaluate(_generation(2), "round", 1, True) is Next.GO_ON
+        await second.next_batch(1, _weights_id(2), None, "round")
+        assert await second.evaluate(_weights_id(2), "round", 1, True) is Next.CONTINUE
         assert [event["policy_version"] for event in case.events("evaluation")] == [1, 2]
 
     _run(scene())
@@ -616,7 +616,7 @@ def test_nobody_waits_for_the_registry_to_hear_of_an_evaluation(case: _Case, mon
     async def scene() -> None:
         coordinator = case.coordinator()
         for version in (1, 2):
-            assert await coordinator.evaluate(_generation(version), "sft", 0, True) is Next.GO_ON
+            assert await coordinator.evaluate(_weights_id(version), "sft", 0, True) is Next.CONTINUE
         assert heard == []
         may_answer.set()
         await coordinator.finish()
@@ -642,19 +642,19 @@ def test_a_version_that_the_registry_has_not_heard_of_outlives_the_coordinator(
             monkeypatch.setattr(f"actors.registry.registry.Registry.{name}", away)
         first = case.coordinator()
         for version in (1, 2):
-            await first.announce(_generation(version), Phase.RL, version - 1)
-        assert first._announcer._telling is not None
-        await first._announcer._telling
+            await first.announce(_weights_id(version), Phase.RL, version - 1)
+        assert first._announcer._sending is not None
+        await first._announcer._sending
         monkeypatch.setattr("actors.registry.registry.Registry.ping", lambda _: None)
         monkeypatch.setattr("actors.registry.registry.Registry.announce", hear)
         monkeypatch.setattr("actors.registry.registry.Registry.restore", lambda *_: 0)
         second = case.coordinator()
-        second._announcer.go_on()
-        await second._announcer.settled()
+        second._announcer.retry()
+        await second._announcer.flush()
         # Those before it are not what the service is to have.
         assert heard == [(2, "digest 2", 1)]
-        await second.announce(_generation(3), Phase.RL, 2)
-        await case.coordinator()._announcer.settled()
+        await second.announce(_weights_id(3), Phase.RL, 2)
+        await case.coordinator()._announcer.flush()
         assert heard[1:] == [(3, "digest 3", 2)], "it has heard of it"
 
     _run(scene())
@@ -665,15 +665,15 @@ def test_an_evaluation_beside_a_round_ends_with_the_learner_and_with_the_run(cas
     async def scene() -> None:
         coordinator = case.coordinator()
         case.sampler.mood = "silent"
-        waiting = asyncio.create_task(coordinator.next_batch(0, _generation(1), None, "round"))
+        waiting = asyncio.create_task(coordinator.next_batch(0, _weights_id(1), None, "round"))
         await asyncio.sleep(0.05)
-        assert coordinator._beside is not None
-        scoring = coordinator._beside[1]
+        assert coordinator._background_evaluation is not None
+        scoring = coordinator._background_evaluation[1]
         await (coordinator.learner_starting("the next group") if ends == "learner" else coordinator.stop())
         assert (await waiting)[0] is Next.STOP
         with pytest.raises(asyncio.CancelledError):
             await scoring
-        assert coordinator._beside is None
+        assert coordinator._background_evaluation is None
         assert case.events("evaluation") == []
 
     _run(scene())
@@ -709,15 +709,15 @@ def test_a_controller_that_is_silent_is_ended_unless_it_may_be_starting_ranks(
 
     async def scene() -> None:
         coordinator, time_s = case.coordinator(), 0.0
-        coordinator._watch._now = lambda: time_s
-        coordinator._watch._swept_at = 0.0
+        coordinator._liveness._now = lambda: time_s
+        coordinator._liveness._swept_at = 0.0
         await coordinator.heartbeat(0, "a step", "rank", controller)
         await asyncio.sleep(0.01)
         for _ in range(100):
             time_s += 1
             if beating:
                 await coordinator.heartbeat(0, "a step", "rank", controller)
-            coordinator._watch.sweep()
+            coordinator._liveness.sweep()
         # The others of the case never answer.
         assert [one for one in ended if one in (controller, "rank")] == [controller if beating else "rank"]
         said = [event["what"] for event in case.events("failure") if "controller" in event["what"]]
@@ -740,8 +740,8 @@ def test_samplers_fetch_what_is_published_while_they_are_at_work(case: _Case) ->
         coordinator = case.coordinator()
         num_rounds = case.spec.learner.num_rounds
         for phase, round_index in ((Phase.SFT, 0), (Phase.RL, 1), (Phase.RL, num_rounds), (Phase.CONTROL, num_rounds)):
-            await coordinator.announce(_generation(len(case.sampler.stage.staged) + 1), phase, round_index)
-        assert case.sampler.stage.staged == [1], "not after the last round"
+            await coordinator.announce(_weights_id(len(case.sampler.prefetch.prefetched) + 1), phase, round_index)
+        assert case.sampler.prefetch.prefetched == [1], "not after the last round"
 
     _run(scene())
 
@@ -761,7 +761,7 @@ def test_a_pool_that_was_scaled_is_whole_again_after_a_restart(case: _Case, monk
     async def scene() -> None:
         first = case.coordinator()
         await first.learner_starting("group")
-        waiting = asyncio.create_task(first.next_batch(0, _generation(1)))
+        waiting = asyncio.create_task(first.next_batch(0, _weights_id(1)))
         await asyncio.sleep(0.01)
         await first.scale("sampler", 3, more)
         await first.scale("sampler", 3, more)
@@ -783,8 +783,8 @@ def test_a_pool_that_was_scaled_is_whole_again_after_a_restart(case: _Case, monk
         assert second._pools.members()["sampler 1"] is more["sampler 1"]
         assert ended == []
         case.sampler.mood = "well"
-        what, references = await second.next_batch(0, _generation(1))
-        assert (what, len(references)) == (Next.GO_ON, second._plan.portions_per_round)
+        what, references = await second.next_batch(0, _weights_id(1))
+        assert (what, len(references)) == (Next.CONTINUE, second._plan.work_units_per_round)
 
     _run(scene())
 
@@ -799,7 +799,7 @@ def test_who_was_to_leave_is_ended_after_a_restart(case: _Case, monkeypatch: pyt
         first = case.coordinator()
         await first.learner_starting("group")
         await first.scale("grader", 2, {"grader 1": _Pool()})
-        waiting = asyncio.create_task(first.next_batch(0, _generation(1)))
+        waiting = asyncio.create_task(first.next_batch(0, _weights_id(1)))
         await asyncio.sleep(0.01)
         await first.scale("sampler", 0, {})
         assert ended == []
@@ -818,13 +818,13 @@ def test_a_coordinator_that_restarts_draws_the_same_problems_by_what_was_solved_
     case.spec = case.spec.model_copy(update={"rollout": rollout})
 
     def asked(coordinator: Coordinator, round_index: int) -> list[str]:
-        return [problem.problem_id for problem in coordinator._plan.round_portion(round_index, 0).problems]
+        return [problem.problem_id for problem in coordinator._plan.round_work_unit(round_index, 0).problems]
 
     async def scene() -> None:
         first = case.coordinator()
         await first.learner_starting("group")
         for index in range(case.spec.learner.num_rounds):
-            await first.next_batch(index, _generation(index + 1))
+            await first.next_batch(index, _weights_id(index + 1))
             assert await first.published(_trained(index), None)
         second = case.coordinator()
         assert [asked(second, index) for index in range(12)] == [asked(first, index) for index in range(12)]

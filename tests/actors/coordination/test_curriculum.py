@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.curriculum import SolveRates, chosen, line_of, outcomes_of, read_solve_rates
-from actors.messages import Portion, PortionKey
+from actors.curriculum import SolveRates, choose_problems, line_of, outcomes_of, read_solve_rates
+from actors.messages import WorkUnit, WorkUnitKey
 from actors.plan import RunPlan
 from actors.run_log import SOLVE_RATES, RunLog
 from actors.spec import RunSpec
@@ -28,10 +28,10 @@ def _plan(spec: RunSpec, times: int = TIMES, staleness: int = 0, oversampling: f
     return RunPlan(changed, ChatTokenizer(spec.initial_checkpoint))
 
 
-def _asked(plan: RunPlan, round_index: int) -> list[str]:
+def _problem_ids(plan: RunPlan, round_index: int) -> list[str]:
     """The problem of each group of a round, in their order."""
-    portions = [plan.round_portion(round_index, index) for index in range(len(plan.portion_sizes(round_index)))]
-    return list(dict.fromkeys(problem.problem_id for portion in portions for problem in portion.problems))
+    work_units = [plan.round_work_unit(round_index, index) for index in range(len(plan.work_unit_sizes(round_index)))]
+    return list(dict.fromkeys(problem.problem_id for work_unit in work_units for problem in work_unit.problems))
 
 
 def _problems(count: int) -> list[tuple[Problem, int]]:
@@ -43,13 +43,13 @@ def _problems(count: int) -> list[tuple[Problem, int]]:
 
 def test_totals_are_of_the_rounds_before() -> None:
     rates = SolveRates()
-    rates.note(0, {"a": (1, 4), "b": (0, 4)})
-    rates.note(1, {"a": (3, 4)})
+    rates.record(0, {"a": (1, 4), "b": (0, 4)})
+    rates.record(1, {"a": (3, 4)})
     assert dict(rates.before(0)) == {}
     assert dict(rates.before(1)) == {"a": (1, 4), "b": (0, 4)}
     assert dict(rates.before(5)) == {"a": (4, 8), "b": (0, 4)}
     # A learner that starts again does a round again, from other versions perhaps: what it has now counts.
-    rates.note(0, {"a": (2, 4)})
+    rates.record(0, {"a": (2, 4)})
     assert dict(rates.before(2)) == {"a": (5, 8)}
     assert dict(rates.before(-1)) == {}
 
@@ -58,67 +58,67 @@ def test_problems_are_drawn_by_what_they_are_worth_and_unknown_ones_before_all()
     candidates = _problems(4)
     # Never solved, always solved, half of the time, never asked: worth 1/12 x 11/12 twice, 1/4 and 1/4.
     known = {"problem 0": (0, 10), "problem 1": (10, 10), "problem 2": (5, 10)}
-    first = Counter(chosen(candidates, 1, known, 7, index)[0][0].problem_id for index in range(4000))
+    first = Counter(choose_problems(candidates, 1, known, 7, index)[0][0].problem_id for index in range(4000))
     hard = (1 / 12) * (11 / 12)
     for name, worth in (("problem 0", hard), ("problem 1", hard), ("problem 2", 0.25), ("problem 3", 0.25)):
         assert first[name] / 4000 == pytest.approx(worth / (2 * hard + 0.5), abs=0.03)
-    assert chosen(candidates, 2, known, 7, 3) == chosen(candidates, 2, known, 7, 3)
-    assert len({problem.problem_id for problem, _ in chosen(candidates, 4, known, 7, 3)}) == 4
+    assert choose_problems(candidates, 2, known, 7, 3) == choose_problems(candidates, 2, known, 7, 3)
+    assert len({problem.problem_id for problem, _ in choose_problems(candidates, 4, known, 7, 3)}) == 4
 
 
 @given(st.integers(0, 2**62), st.integers(0, 10**6))
 def test_every_draw_has_a_priority(seed: int, round_index: int) -> None:
-    assert len(chosen(_problems(3), 3, {"problem 0": (0, 10**9)}, seed, round_index)) == 3
+    assert len(choose_problems(_problems(3), 3, {"problem 0": (0, 10**9)}, seed, round_index)) == 3
 
 
 def test_without_a_curriculum_problems_come_in_their_order(spec: RunSpec, plan: RunPlan) -> None:
     off = _plan(spec, times=1)
-    off.note_solved(0, dict.fromkeys(_asked(off, 0), (4, 4)))
-    assert [_asked(off, index) for index in range(4)] == [_asked(plan, index) for index in range(4)]
+    off.record_outcomes(0, dict.fromkeys(_problem_ids(off, 0), (4, 4)))
+    assert [_problem_ids(off, index) for index in range(4)] == [_problem_ids(plan, index) for index in range(4)]
 
 
 def test_a_rounds_problems_are_its_candidates_that_are_worth_most(spec: RunSpec) -> None:
     plan, off = _plan(spec), _plan(spec, times=1)
-    size = len(_asked(plan, 0))
+    size = len(_problem_ids(plan, 0))
     for index in range(3):
         places = range(index * TIMES, (index + 1) * TIMES)
-        candidates = [problem for place in places for problem in _asked(off, place)]
-        asked = _asked(plan, index)
+        candidates = [problem for place in places for problem in _problem_ids(off, place)]
+        asked = _problem_ids(plan, index)
         assert len(asked) == size
         assert set(asked) <= set(candidates)
         # What was asked before and always solved is left for what was not.
-        plan.note_solved(index, dict.fromkeys(asked, (10**6, 10**6)))
+        plan.record_outcomes(index, dict.fromkeys(asked, (10**6, 10**6)))
 
 
 def test_what_is_not_certain_to_be_known_changes_nothing(spec: RunSpec) -> None:
     """Round r may begin once round r - S - 1 is published: what came later does not count for it."""
     plan, ahead = _plan(spec, staleness=STALENESS), _plan(spec, staleness=STALENESS)
     for index in range(6):
-        solved = dict.fromkeys(_asked(plan, index), (index % 3, 2))
-        plan.note_solved(index, solved)
+        solved = dict.fromkeys(_problem_ids(plan, index), (index % 3, 2))
+        plan.record_outcomes(index, solved)
     for index in range(6):
         # Here each round is drawn when no more is known than has to be.
-        assert _asked(ahead, index + STALENESS) == _asked(plan, index + STALENESS)
-        ahead.note_solved(index, dict.fromkeys(_asked(ahead, index), (index % 3, 2)))
+        assert _problem_ids(ahead, index + STALENESS) == _problem_ids(plan, index + STALENESS)
+        ahead.record_outcomes(index, dict.fromkeys(_problem_ids(ahead, index), (index % 3, 2)))
 
 
 def test_a_round_has_candidates_for_the_groups_that_it_may_replace(spec: RunSpec) -> None:
     plan, off = _plan(spec, oversampling=2.0), _plan(spec, times=1, oversampling=2.0)
-    assert len(_asked(plan, 0)) == len(_asked(off, 0)) == 2 * len(_asked(_plan(spec), 0))
+    assert len(_problem_ids(plan, 0)) == len(_problem_ids(off, 0)) == 2 * len(_problem_ids(_plan(spec), 0))
 
 
 def test_the_file_says_what_was_known(spec: RunSpec, tmp_path: Path) -> None:
     plan, log = _plan(spec), RunLog(tmp_path)
     for index in range(4):
-        solved = dict.fromkeys(_asked(plan, index), (index % 2, 2))
-        plan.note_solved(index, solved)
+        solved = dict.fromkeys(_problem_ids(plan, index), (index % 2, 2))
+        plan.record_outcomes(index, solved)
         log.add_solve_rates(line_of(index, solved))
     log.close()
     with (tmp_path / SOLVE_RATES).open("a") as file:
         file.write('{"round": 9, "solved": {"x": 1}}\nnot a line\n{"round": 4, "sol')
     again = _plan(spec)
     again.solve_rates = read_solve_rates(tmp_path)
-    assert [_asked(again, index) for index in range(5)] == [_asked(plan, index) for index in range(5)]
+    assert [_problem_ids(again, index) for index in range(5)] == [_problem_ids(plan, index) for index in range(5)]
     assert dict(read_solve_rates(tmp_path / "nowhere").before(9)) == {}
 
 
@@ -126,12 +126,12 @@ def test_what_could_not_be_graded_counts_for_nothing(spec: RunSpec) -> None:
     def graded(correct: bool, outcome: Outcome = Outcome.GRADED) -> Grade:
         return Grade(reward=0.0, parts={}, correct=correct, outcome=outcome)
 
-    portion: Portion = _plan(spec).round_portion(0, 0)
-    (first, *_), size = portion.problems, spec.learner.group_size
-    grades = [graded(index % 2 == 0) for index in range(len(portion.problems))]
+    work_unit: WorkUnit = _plan(spec).round_work_unit(0, 0)
+    (first, *_), size = work_unit.problems, spec.learner.group_size
+    grades = [graded(index % 2 == 0) for index in range(len(work_unit.problems))]
     grades[0] = graded(False, Outcome.ERROR)
-    assert outcomes_of([(portion.problems, grades)])[first.problem_id] == (-(-size // 2) - 1, size - 1)
-    assert _plan(spec).portion_problems(PortionKey(round=0, index=0)) == list(portion.problems)
+    assert outcomes_of([(work_unit.problems, grades)])[first.problem_id] == (-(-size // 2) - 1, size - 1)
+    assert _plan(spec).work_unit_problems(WorkUnitKey(round=0, index=0)) == list(work_unit.problems)
 
 
 def test_a_curriculum_below_one_is_refused(spec: RunSpec) -> None:

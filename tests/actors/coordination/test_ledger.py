@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.coordination.ledger import Ledger
-from actors.messages import PortionKey
+from actors.messages import WorkUnitKey
 
 
-def _ledger(max_staleness: int = 0, num_rounds: int = 3, portions: int = 2, max_attempts: int = 2) -> Ledger:
+def _ledger(max_staleness: int = 0, num_rounds: int = 3, work_units: int = 2, max_attempts: int = 2) -> Ledger:
     return Ledger(
         num_rounds=num_rounds,
-        portions_per_round=portions,
+        work_units_per_round=work_units,
         max_staleness=max_staleness,
         max_attempts=max_attempts,
         next_round=0,
@@ -23,7 +23,7 @@ def _ledger(max_staleness: int = 0, num_rounds: int = 3, portions: int = 2, max_
     )
 
 
-def _start_all(ledger: Ledger) -> list[tuple[PortionKey, int]]:
+def _start_all(ledger: Ledger) -> list[tuple[WorkUnitKey, int]]:
     started = []
     while (item := ledger.start_next()) is not None:
         started.append(item)
@@ -49,7 +49,7 @@ def test_staleness_bounds_what_is_in_flight() -> None:
     ledger = _ledger(max_staleness=1)
     assert [key.round for key, _ in _start_all(ledger)] == [0, 0, 1, 1]
     for index in range(2):
-        ledger.finish(PortionKey(round=0, index=index))
+        ledger.finish(WorkUnitKey(round=0, index=index))
     assert _start_all(ledger) == [], "ready but untrained groups still hold their slots"
     ledger.publish(0, 11)
     assert [(key.round, version) for key, version in _start_all(ledger)] == [(2, 11), (2, 11)]
@@ -58,9 +58,9 @@ def test_staleness_bounds_what_is_in_flight() -> None:
 def test_a_retry_keeps_the_version_of_its_first_try() -> None:
     ledger = _ledger(max_staleness=1)
     started = dict(_start_all(ledger))
-    lost = PortionKey(round=1, index=0)
+    lost = WorkUnitKey(round=1, index=0)
     for index in range(2):
-        ledger.finish(PortionKey(round=0, index=index))
+        ledger.finish(WorkUnitKey(round=0, index=index))
     ledger.publish(0, 11)
     assert ledger.fail(lost) == 1
     assert (lost, started[lost]) == ledger.start_next()
@@ -90,12 +90,12 @@ def test_a_late_answer_is_nobodys() -> None:
 def test_a_lost_version_costs_no_try_and_the_next_is_of_the_newest() -> None:
     ledger = _ledger(max_staleness=1)
     (first, _), *_ = _start_all(ledger)
-    later = PortionKey(round=1, index=0)
+    later = WorkUnitKey(round=1, index=0)
     for _ in range(5):
         ledger.release(later)
         assert _start_all(ledger) == [(later, 10)]
     for index in range(2):
-        ledger.finish(PortionKey(round=0, index=index))
+        ledger.finish(WorkUnitKey(round=0, index=index))
     ledger.publish(0, 11)
     ledger.release(later)
     assert (later, 11) in _start_all(ledger), "not of the one that nobody has"
@@ -122,16 +122,16 @@ def test_rounds_publish_in_order() -> None:
 
 @given(st.data(), st.integers(0, 2), st.integers(1, 3))
 @settings(max_examples=200)
-def test_every_portion_ends_once_and_no_slot_is_exceeded(data: st.DataObject, staleness: int, portions: int) -> None:
+def test_every_portion_ends_once_and_no_slot_is_exceeded(data: st.DataObject, staleness: int, work_units: int) -> None:
     """With slow workers, deaths and versions that are lost."""
-    ledger = _ledger(max_staleness=staleness, num_rounds=4, portions=portions)
-    running: list[tuple[PortionKey, int]] = []
-    ended: list[PortionKey] = []
+    ledger = _ledger(max_staleness=staleness, num_rounds=4, work_units=work_units)
+    running: list[tuple[WorkUnitKey, int]] = []
+    ended: list[WorkUnitKey] = []
     for round_index in range(4):
         while not ledger.is_complete(round_index):
             running += _start_all(ledger)
             assert all(round_index - staleness <= version - 10 <= round_index for _, version in running if _)
-            assert len(running) + len(ended) <= (round_index + staleness + 1) * portions
+            assert len(running) + len(ended) <= (round_index + staleness + 1) * work_units
             key, version = running.pop(data.draw(st.integers(0, len(running) - 1)))
             assert key.round - (version - 10) <= staleness, "older than the bound"
             if data.draw(st.booleans()):
@@ -143,7 +143,7 @@ def test_every_portion_ends_once_and_no_slot_is_exceeded(data: st.DataObject, st
                 ended.append(key)
         ledger.publish(round_index, 11 + round_index)
     assert sorted(ended, key=lambda k: (k.round, k.index)) == [
-        PortionKey(round=r, index=i) for r in range(4) for i in range(portions)
+        WorkUnitKey(round=r, index=i) for r in range(4) for i in range(work_units)
     ]
 
 
@@ -155,7 +155,7 @@ def test_a_round_that_is_extended_is_complete_with_all_its_portions() -> None:
     ledger.extend(0, 1)
     ledger.finish(second)
     assert not ledger.is_complete(0)
-    third = PortionKey(round=0, index=2)
+    third = WorkUnitKey(round=0, index=2)
     assert _start_all(ledger) == [(third, 10)]
     for key in later:
         ledger.finish(key)
@@ -163,15 +163,15 @@ def test_a_round_that_is_extended_is_complete_with_all_its_portions() -> None:
     ledger.finish(third)
     assert ledger.is_complete(0)
     ledger.publish(0, 11)
-    assert [key for key, _ in _start_all(ledger)] == [PortionKey(round=2, index=index) for index in range(2)]
+    assert [key for key, _ in _start_all(ledger)] == [WorkUnitKey(round=2, index=index) for index in range(2)]
 
 
 @given(st.integers(0), st.integers(0, 3), st.integers(1, 3))
 @settings(max_examples=300)
-def test_nothing_is_trained_on_that_is_older_than_the_bound(seed: int, staleness: int, portions: int) -> None:
+def test_nothing_is_trained_on_that_is_older_than_the_bound(seed: int, staleness: int, work_units: int) -> None:
     """Whatever comes back late, fails, loses its version, is lost after it was ready, is added or starts anew."""
-    draw, ledger, round_index = random.Random(seed), _ledger(staleness, 6, portions), 0
-    versions, running = dict[PortionKey, int](), list[PortionKey]()
+    draw, ledger, round_index = random.Random(seed), _ledger(staleness, 6, work_units), 0
+    versions, running = dict[WorkUnitKey, int](), list[WorkUnitKey]()
     kinds = ["finish"] * 6 + ["fail", "release", "redo", "extend", "restart"]
     while round_index < 6:
         started = _start_all(ledger)
@@ -183,7 +183,7 @@ def test_nothing_is_trained_on_that_is_older_than_the_bound(seed: int, staleness
             round_index, running = draw.randint(max(0, round_index - 1), round_index), []
             ledger = Ledger(
                 num_rounds=6,
-                portions_per_round=portions,
+                work_units_per_round=work_units,
                 max_staleness=staleness,
                 max_attempts=2,
                 next_round=round_index,
@@ -192,7 +192,7 @@ def test_nothing_is_trained_on_that_is_older_than_the_bound(seed: int, staleness
         elif what == "redo":
             ledger.redo(round_index)
         elif what == "extend":
-            ledger.extend(round_index, portions + draw.randrange(3))
+            ledger.extend(round_index, work_units + draw.randrange(3))
         elif running:
             getattr(ledger, what)(running.pop(draw.randrange(len(running))))
         if ledger.is_complete(round_index):

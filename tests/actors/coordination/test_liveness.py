@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from actors.coordination import liveness
-from actors.coordination.liveness import HUNG_S, SILENT_S, START_S, Watch
+from actors.coordination.liveness import HUNG_S, SILENT_S, START_S, LivenessMonitor
 
 
 class _Actor:
@@ -32,7 +32,7 @@ class _Case:
     def __init__(self) -> None:
         self.time_s = 0.0
         self.hung: list[tuple[str, float]] = []
-        self.watch = Watch(lambda name, _, seconds: self.hung.append((name, seconds)), lambda: self.time_s)
+        self.watch = LivenessMonitor(lambda name, _, seconds: self.hung.append((name, seconds)), lambda: self.time_s)
 
     def after(self, seconds: float) -> dict[str, float]:
         """Who is silent after so many seconds, in which the watch has looked every second."""
@@ -50,7 +50,7 @@ async def _turn() -> None:
 def test_silence_is_told_and_then_ended_once() -> None:
     async def scene() -> None:
         case, actor = _Case(), _Actor()
-        case.watch.ask("sampler 1", actor)
+        case.watch.probe("sampler 1", actor)
         await _turn()
         assert case.watch.starting() == {"sampler 1"}
         actor.answers[0].set_result(True)
@@ -74,7 +74,7 @@ def test_who_answers_again_can_hang_again(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def scene() -> None:
         case, actor = _Case(), _Actor()
-        case.watch.ask("sampler 1", actor)
+        case.watch.probe("sampler 1", actor)
         await _turn()
         actor.answers[-1].set_exception(ActorDiedError())
         await _turn()
@@ -91,7 +91,7 @@ def test_who_answers_again_can_hang_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_watch_that_stood_still_itself_ends_nobody() -> None:
     case = _Case()
-    case.watch.heard("learner rank 0", "zero")
+    case.watch.record_heartbeat("learner rank 0", "zero")
     case.time_s += 10 * HUNG_S
     case.watch.sweep()
     assert case.hung == []
@@ -102,10 +102,10 @@ def test_a_watch_that_stood_still_itself_ends_nobody() -> None:
 
 def test_heartbeats_count_and_who_has_ended_is_not_missed() -> None:
     case = _Case()
-    case.watch.heard("learner rank 0", "zero")
-    case.watch.heard("learner rank 1", "one")
+    case.watch.record_heartbeat("learner rank 0", "zero")
+    case.watch.record_heartbeat("learner rank 1", "one")
     case.after(HUNG_S - 1)
-    case.watch.heard("learner rank 0", "zero")
+    case.watch.record_heartbeat("learner rank 0", "zero")
     case.after(2)
     assert case.hung == [("learner rank 1", HUNG_S + 1)]
     case.watch.forget("learner rank 0", "learner rank 1")

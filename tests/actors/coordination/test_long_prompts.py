@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from actors.batching import evaluation_batches
 from actors.coordination.coordinator import Coordinator
-from actors.coordination.evaluation import VersionEvaluator
+from actors.coordination.version_evaluator import VersionEvaluator
 from actors.grader import GraderWorker
-from actors.messages import Generation, Portion, PortionKey, PortionSummary
+from actors.messages import WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.plan import RunPlan
-from actors.portioning import evaluated_together
 from actors.run_log import read_events
 from actors.spec import RunSpec
 from actors.training.sft.data import load_sft_data
@@ -52,8 +52,8 @@ def _plan(spec: RunSpec) -> RunPlan:
     return RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
 
 
-def _portions(spec: RunSpec) -> list[Portion]:
-    return _plan(spec).evaluation_portions(spec.rollout.sampling, load_config(spec.initial_checkpoint))
+def _work_units(spec: RunSpec) -> list[WorkUnit]:
+    return _plan(spec).evaluation_work_units(spec.rollout.sampling, load_config(spec.initial_checkpoint))
 
 
 class _Pools:
@@ -64,10 +64,10 @@ class _Pools:
         self._grader = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint)
 
     async def score(
-        self, generation: Generation, key: PortionKey, make: Callable[[], Portion], due: float
-    ) -> tuple[None, PortionSummary]:
-        portion = make()
-        return None, self._grader.grade(portion, self._sampler.generate(portion.requests))[1]
+        self, weights_id: WeightsId, key: WorkUnitKey, make: Callable[[], WorkUnit], due: float
+    ) -> tuple[None, WorkUnitSummary]:
+        work_unit = make()
+        return None, self._grader.grade(work_unit, self._sampler.generate(work_unit.requests))[1]
 
 
 def _scored(spec: RunSpec) -> dict[str, Any]:
@@ -79,32 +79,32 @@ def _scored(spec: RunSpec) -> dict[str, Any]:
         lambda *_: None,
         policy=load_config(spec.initial_checkpoint),
     )
-    return asyncio.run(evaluation.score(Generation(version=1, digest=""), "rl", due=0))
+    return asyncio.run(evaluation.score(WeightsId(version=1, digest=""), "rl", due=0))
 
 
 def test_of_twenty_problems_twenty_are_answered_five_with_long_prompts(of: Callable[..., RunSpec]) -> None:
     spec = of(*[LONG] * 5)
-    portions, short = _portions(spec), _portions(of())
-    assert [(len(portion.requests), portion.is_long) for portion in portions] == [
+    work_units, short = _work_units(spec), _work_units(of())
+    assert [(len(work_unit.requests), work_unit.is_long) for work_unit in work_units] == [
         (8, False),
         (7, False),
         # Eight canvases of 12 and 8 tokens are more than five of 18 and 8, and these no more than that.
         (5, True),
     ]
-    prompts = [len(request.prompt_ids) for portion in portions for request in portion.requests]
+    prompts = [len(request.prompt_ids) for work_unit in work_units for request in work_unit.requests]
     assert max(prompts[:15]) <= 12 < min(prompts[15:])
-    assert len({portion.key for portion in portions}) == 3
+    assert len({work_unit.key for work_unit in work_units}) == 3
     scored = _scored(spec)
     assert (scored["num_problems"], scored["num_items"], scored["mean_steps"]) == (20, 20, 4)
     assert "without_room" not in scored
-    assert [len(portion.requests) for portion in short] == [8, 8, 4]
+    assert [len(work_unit.requests) for work_unit in short] == [8, 8, 4]
 
 
 def test_short_prompts_are_answered_in_their_order_as_if_there_were_no_long_ones(of: Callable[..., RunSpec]) -> None:
     spec = of(LONG, "", LONG, LONG)
     plan = _plan(spec)
     short = [problem for problem in plan.heldout if len(plan.prompt_ids(problem)) <= 12]
-    asked = [list(portion.problems) for portion in _portions(spec)]
+    asked = [list(work_unit.problems) for work_unit in _work_units(spec)]
     assert asked[:3] == [short[:8], short[8:16], short[16:]]
 
 
@@ -122,21 +122,21 @@ def test_what_has_no_room_counts_as_wrong_and_is_named(of: Callable[..., RunSpec
 def test_an_evaluation_without_any_answer_is_refused(of: Callable[..., RunSpec]) -> None:
     spec = of(*[TOO_LONG] * 20)
     with pytest.raises(ValueError, match="every evaluation prompt of task jsonl is too long: with 8 slots of a compl"):
-        _portions(spec)
+        _work_units(spec)
 
 
 def test_training_leaves_long_prompts_out_and_a_cut_one_is_cut_everywhere(of: Callable[..., RunSpec]) -> None:
     spec = of(LONG, TOO_LONG)
     plan = _plan(spec)
     assert (len(plan.train), len(plan.heldout), plan.num_overlong) == (50, 20, 1)
-    assert len(plan.to_test_loss_by) == 18
+    assert len(plan.loss_problems) == 18
     sft = spec.sft.model_copy(update={"num_eval": 20})
     spec = spec.model_copy(update={"sft": sft})
     data = load_sft_data(spec, plan, ChatTokenizer(spec.initial_checkpoint))
     assert data.facts["num_held_out"] == 18
     cut = of(LONG, TOO_LONG, overlong_prompts="truncate_left")
     assert _plan(cut).num_overlong == 3
-    assert max(len(request.prompt_ids) for portion in _portions(cut) for request in portion.requests) == 12
+    assert max(len(request.prompt_ids) for work_unit in _work_units(cut) for request in work_unit.requests) == 12
 
 
 def test_the_run_s_log_says_what_is_too_long(of: Callable[..., RunSpec], tmp_path: Path) -> None:
@@ -171,4 +171,4 @@ def test_the_run_s_log_says_what_is_too_long(of: Callable[..., RunSpec], tmp_pat
     ],
 )
 def test_batches_of_long_prompts_take_no_more_tokens(prompts: list[int], batches: list[tuple[int, ...]]) -> None:
-    assert evaluated_together(prompts, 2, 4, 4) == batches
+    assert evaluation_batches(prompts, 2, 4, 4) == batches

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from actors.coordination.pool import Work
-from actors.coordination.pools import Pools, PortionFailedError
-from actors.messages import EVALUATION_ROUND, Generation, Portion, PortionKey
+from actors.coordination.pool import WorkSpan
+from actors.coordination.pools import Pools, WorkUnitFailedError
+from actors.messages import EVALUATION_ROUND, WeightsId, WorkUnit, WorkUnitKey
 from rewards import RewardUnavailableError
 
 
@@ -81,14 +81,15 @@ def _named(kind: str, actors: Sequence[Any]) -> dict[str, Any]:
     return {f"{kind} {index}": actor for index, actor in enumerate(actors)}
 
 
-def _portions(count: int) -> list[Portion]:
+def _work_units(count: int) -> list[WorkUnit]:
     return [
-        Portion(key=PortionKey(round=0, index=index), problems=(), group_ids=(), requests=()) for index in range(count)
+        WorkUnit(key=WorkUnitKey(round=0, index=index), problems=(), group_ids=(), requests=())
+        for index in range(count)
     ]
 
 
-def _score(pools: Pools, portion: Portion) -> Coroutine[Any, Any, tuple[Any, Any]]:
-    return pools.score(Generation(version=0, digest=""), portion.key, lambda: portion, portion.key.round)
+def _score(pools: Pools, work_unit: WorkUnit) -> Coroutine[Any, Any, tuple[Any, Any]]:
+    return pools.score(WeightsId(version=0, digest=""), work_unit.key, lambda: work_unit, work_unit.key.round)
 
 
 def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,12 +105,12 @@ def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: p
             grading_timeout_s=10,
             on_pause=told.append,
         )
-        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(3)]
+        tasks = [asyncio.create_task(_score(pools, work_unit)) for work_unit in _work_units(3)]
         while not told:
             await asyncio.sleep(0)
-        assert pools.unpaused_s == 0
+        assert pools.running_s == 0
         assert [(await task)[1] for task in tasks] == ["graded"] * 3
-        assert 0 < pools.unpaused_s < 10
+        assert 0 < pools.running_s < 10
         assert told == ["the judge is away", None]
         # What was sampled is kept, and the grader stays in the pool.
         assert len(sampler.generate.answers) == 3
@@ -124,7 +125,7 @@ def test_a_slow_grader_does_not_keep_the_samplers_waiting() -> None:
         pools = Pools(
             {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
         )
-        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(5)]
+        tasks = [asyncio.create_task(_score(pools, work_unit)) for work_unit in _work_units(5)]
         for _ in range(100):
             await asyncio.sleep(0)
         # One grader sits on the first portion, and all five are sampled.
@@ -154,7 +155,7 @@ def test_use_says_how_much_a_pool_worked_since_it_was_last_asked(monkeypatch: py
             grading_timeout_s=10,
             on_pause=print,
         )
-        task = asyncio.create_task(_score(pools, _portions(1)[0]))
+        task = asyncio.create_task(_score(pools, _work_units(1)[0]))
         await asyncio.sleep(0)
         clock[0] += 3
         samplers[0].generate.answers[0].set_result(1)
@@ -174,11 +175,11 @@ def test_an_actor_that_died_is_away_until_it_answers() -> None:
         pools = Pools(
             {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
         )
-        task = asyncio.create_task(_score(pools, _portions(1)[0]))
+        task = asyncio.create_task(_score(pools, _work_units(1)[0]))
         await asyncio.sleep(0)
         sampler.ready.is_up.clear()
         sampler.generate.answers[0].set_exception(ActorDiedError())
-        with pytest.raises(PortionFailedError, match="a sampler failed"):
+        with pytest.raises(WorkUnitFailedError, match="a sampler failed"):
             await task
         await asyncio.sleep(0)
         assert pools.use()["samplers"]["away"] == 1
@@ -210,7 +211,7 @@ def test_an_actor_that_died_while_it_was_free_costs_no_try() -> None:
             grading_timeout_s=10,
             on_pause=print,
         )
-        await _score(pools, _portions(1)[0])
+        await _score(pools, _work_units(1)[0])
         assert len(alive.generate.answers) == 1
         assert dead.generate.answers == []
         assert pools.use()["samplers"]["away"] == 1
@@ -227,14 +228,14 @@ def test_a_timeout_that_an_actor_raises_is_not_its_own(monkeypatch: pytest.Monke
         pools = Pools(
             {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
         )
-        task = asyncio.create_task(_score(pools, _portions(1)[0]))
+        task = asyncio.create_task(_score(pools, _work_units(1)[0]))
         while not sampler.generate.answers:
             await asyncio.sleep(0)
         cause = TimeoutError("policy version 3 did not arrive within 120 s")
         sampler.generate.answers[0].set_exception(
             RayTaskError("generate", f"traceback\nTimeoutError: {cause}", cause).as_instanceof_cause()
         )
-        with pytest.raises(PortionFailedError, match="did not arrive within 120 s"):
+        with pytest.raises(WorkUnitFailedError, match="did not arrive within 120 s"):
             await task
         assert killed == []
 
@@ -250,26 +251,26 @@ def test_what_each_actor_did_and_for_how_long_it_was_away_is_told_once(monkeypat
         pools = Pools(
             {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
         )
-        (portion,) = _portions(1)
-        task = asyncio.create_task(_score(pools, portion))
+        (work_unit,) = _work_units(1)
+        task = asyncio.create_task(_score(pools, work_unit))
         while not sampler.generate.answers:
             await asyncio.sleep(0)
         clock[0] += 3
         sampler.ready.is_up.clear()
         sampler.generate.answers[0].set_exception(ActorDiedError())
-        with pytest.raises(PortionFailedError, match="a sampler failed"):
+        with pytest.raises(WorkUnitFailedError, match="a sampler failed"):
             await task
         await asyncio.sleep(0)
         clock[0] += 4
-        assert pools.away() == {"sampler 0": 4.0}
+        assert pools.unreachable() == {"sampler 0": 4.0}
         sampler.ready.is_up.set()
-        while pools.away():
+        while pools.unreachable():
             await asyncio.sleep(0)
-        assert pools.take_works() == [
-            Work(actor="sampler 0", key=portion.key, began=100.0, ended=103.0, is_done=False),
-            Work(actor="sampler 0", key=None, began=103.0, ended=107.0, is_done=False),
+        assert pools.take_spans() == [
+            WorkSpan(actor="sampler 0", key=work_unit.key, began=100.0, ended=103.0, is_done=False),
+            WorkSpan(actor="sampler 0", key=None, began=103.0, ended=107.0, is_done=False),
         ]
-        assert pools.take_works() == []
+        assert pools.take_spans() == []
 
     asyncio.run(asyncio.wait_for(scores(), 10))
 
@@ -279,7 +280,7 @@ class _Sleeper(_Actor):
 
     def __init__(self, *, hangs: bool = False) -> None:
         super().__init__(is_instant=True)
-        self.sleep = self
+        self.offload = self
         self.hangs, self.num_sleeps = hangs, 0
 
     async def remote(self) -> None:
@@ -294,7 +295,7 @@ class _Sleeper(_Actor):
 
 def test_a_turn_ends_when_all_samplers_sleep_and_who_does_not_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.coordination.pool.ray.kill", lambda actor, **how: actor.kill(**how))
-    monkeypatch.setattr("actors.coordination.pool._SLEEP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("actors.coordination.pool._RELEASE_TIMEOUT_S", 0.1)
     monkeypatch.setattr("actors.coordination.pool.RESTART_POLL_S", 0.01)
 
     async def turns() -> None:
@@ -320,9 +321,9 @@ def test_what_the_learner_waits_for_is_served_first() -> None:
         keys = [(4, 0), (5, 1), (5, 0), (4, 7), (EVALUATION_ROUND, 3)]
         tasks, given_up = [], (5, 1)
         for round_index, index in keys:
-            key = PortionKey(round=round_index, index=index)
-            portion = Portion(key=key, problems=(), group_ids=(), requests=())
-            tasks.append(asyncio.create_task(_score(pools, portion)))
+            key = WorkUnitKey(round=round_index, index=index)
+            work_unit = WorkUnit(key=key, problems=(), group_ids=(), requests=())
+            tasks.append(asyncio.create_task(_score(pools, work_unit)))
             await asyncio.sleep(0)
         tasks[keys.index(given_up)].cancel()
         served = []
@@ -345,7 +346,7 @@ def test_who_is_given_up_as_it_is_served_leaves_the_actor_to_the_next() -> None:
         pools = Pools(
             {"sampler 0": sampler}, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print
         )
-        first, second, third = (asyncio.create_task(_score(pools, portion)) for portion in _portions(3))
+        first, second, third = (asyncio.create_task(_score(pools, work_unit)) for work_unit in _work_units(3))
         for _ in range(10):
             await asyncio.sleep(0)
         sampler.generate.answers[0].set_result(1)
@@ -379,37 +380,37 @@ def test_who_has_just_answered_is_not_asked_whether_it_is_up(monkeypatch: pytest
         )
         for seconds in (0.0, 0.5, 0.9, 1.1, 0.2):
             clock[0] += seconds
-            await _score(pools, _portions(1)[0])
+            await _score(pools, _work_units(1)[0])
         assert asked == [100.0, pytest.approx(102.5)]
         # After a failure it is asked again, however short ago it answered.
         sampler.generate = _Method(is_instant=False)
-        task = asyncio.create_task(_score(pools, _portions(1)[0]))
+        task = asyncio.create_task(_score(pools, _work_units(1)[0]))
         while not sampler.generate.answers:
             await asyncio.sleep(0)
         sampler.generate.answers[0].set_exception(ActorDiedError())
-        with pytest.raises(PortionFailedError, match="a sampler failed"):
+        with pytest.raises(WorkUnitFailedError, match="a sampler failed"):
             await task
-        while pools.away():
+        while pools.unreachable():
             await asyncio.sleep(0)
         asked.clear()
         sampler.generate = _Method(is_instant=True)
-        await _score(pools, _portions(1)[0])
+        await _score(pools, _work_units(1)[0])
         assert len(asked) == 1
 
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-class _Staging:
+class _Prefetching:
     """Counts the weights that it is to fetch."""
 
     def __init__(self) -> None:
         self.num_asked = 0
 
-    def options(self, concurrency_group: str) -> _Staging:
+    def options(self, concurrency_group: str) -> _Prefetching:
         assert concurrency_group == "weights"
         return self
 
-    def remote(self, generation: Generation) -> None:
+    def remote(self, weights_id: WeightsId) -> None:
         self.num_asked += 1
 
 
@@ -419,7 +420,7 @@ class _Killable(_Actor):
     def __init__(self, *, is_instant: bool = False, is_up: bool = True) -> None:
         super().__init__(is_instant)
         self.is_ended = False
-        self.stage = _Staging()
+        self.prefetch = _Prefetching()
         if not is_up:
             self.ready.is_up.clear()
 
@@ -443,15 +444,15 @@ def test_who_comes_works_once_it_is_up_and_who_is_too_many_leaves_when_its_porti
         named, graders = _named("sampler", actors), {"grader 0": _Actor(is_instant=True)}
         first = {"sampler 0": actors[0]}
         pools = Pools(first, graders, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print, on_left=left.append)
-        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(3)]
+        tasks = [asyncio.create_task(_score(pools, work_unit)) for work_unit in _work_units(3)]
         await _settle()
         pools.scale("sampler", 3, {name: named[name] for name in ("sampler 1", "sampler 2")})
         await _settle()
         # One is at work on the first portion, one has come and has the second, one is not up yet and has none.
         assert [work.key.index for work in pools.assignments()] == [0, 1]
-        assert set(pools.away()) == {"sampler 2"}
-        pools.stage(Generation(version=1, digest=""))
-        assert [actor.stage.num_asked for actor in actors] == [1, 1, 0, 0]
+        assert set(pools.unreachable()) == {"sampler 2"}
+        pools.prefetch(WeightsId(version=1, digest=""))
+        assert [actor.prefetch.num_asked for actor in actors] == [1, 1, 0, 0]
         # Asked again, as Ray asks again where the coordinator died: nothing more.
         pools.scale("sampler", 3, {name: named[name] for name in ("sampler 1", "sampler 2")})
         assert list(pools.members()) == ["sampler 0", "sampler 1", "sampler 2", "grader 0"]
@@ -481,15 +482,15 @@ def test_who_leaves_does_so_whatever_becomes_of_its_portion(monkeypatch: pytest.
     async def scores() -> None:
         actors = [_Killable(), _Killable()]
         pools = Pools(_named("sampler", actors), {}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(2)]
+        tasks = [asyncio.create_task(_score(pools, work_unit)) for work_unit in _work_units(2)]
         await _settle()
         pools.scale("sampler", 1, {})
         actors[1].generate.answers[0].set_exception(ActorDiedError())
-        with pytest.raises(PortionFailedError):
+        with pytest.raises(WorkUnitFailedError):
             await tasks[1]
         assert actors[1].is_ended
         assert list(pools.members()) == ["sampler 0"]
-        assert pools.away() == {}
+        assert pools.unreachable() == {}
         tasks[0].cancel()
 
     asyncio.run(asyncio.wait_for(scores(), 10))
@@ -502,7 +503,7 @@ def test_the_share_at_work_is_of_the_time_that_each_was_there(monkeypatch: pytes
     async def scores() -> None:
         actors = [_Killable(), _Killable()]
         pools = Pools({"sampler 0": actors[0]}, {}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(2)]
+        tasks = [asyncio.create_task(_score(pools, work_unit)) for work_unit in _work_units(2)]
         await _settle()
         clock[0] += 6
         pools.scale("sampler", 2, {"sampler 1": actors[1]})
@@ -525,9 +526,9 @@ def test_a_free_actor_that_does_not_say_whether_it_is_up_leaves_its_portion_to_a
         hung, well, grader = _Killable(is_up=False), _Killable(is_instant=True), _Actor(is_instant=True)
         samplers = _named("sampler", [hung, well])
         pools = Pools(samplers, {"grader 0": grader}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        await _score(pools, _portions(1)[0])
+        await _score(pools, _work_units(1)[0])
         assert len(well.generate.answers) == 1
-        assert set(pools.away()) == {"sampler 0"}
+        assert set(pools.unreachable()) == {"sampler 0"}
 
     asyncio.run(asyncio.wait_for(scores(), 10))
 
@@ -546,25 +547,25 @@ def test_without_any_sampler_that_is_up_the_run_pauses_until_one_is(monkeypatch:
             grading_timeout_s=10,
             on_pause=told.append,
         )
-        tasks = [asyncio.create_task(_score(pools, portion)) for portion in _portions(2)]
+        tasks = [asyncio.create_task(_score(pools, work_unit)) for work_unit in _work_units(2)]
         await _settle()
         for seconds, actor in zip((0, 30), actors, strict=True):
             clock[0] += seconds
             actor.ready.is_up.clear()
             actor.generate.answers[0].set_exception(ActorDiedError())
             await _settle()
-            pools.look_for_outages()
-            assert pools.unpaused_s == math.inf
+            pools.check_outages()
+            assert pools.running_s == math.inf
         # Since fifteen seconds and more nobody is up. It is said once.
         clock[0] += 16
-        pools.look_for_outages()
-        pools.look_for_outages()
-        assert (pools.unpaused_s, told) == (0, ["no sampler is up; the work waits until one is"])
+        pools.check_outages()
+        pools.check_outages()
+        assert (pools.running_s, told) == (0, ["no sampler is up; the work waits until one is"])
         actors[1].ready.is_up.set()
         await _settle()
-        pools.look_for_outages()
+        pools.check_outages()
         clock[0] += 3
-        assert (pools.unpaused_s, told[1:]) == (3, [None])
+        assert (pools.running_s, told[1:]) == (3, [None])
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # By the clock of the test.

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from actors.coordination.pools import PortionFailedError
+from actors.coordination.pools import WorkUnitFailedError
 from actors.coordination.rounds import OpenRounds
 from actors.curriculum import outcomes_of
-from actors.messages import Generation, Portion, PortionKey, PortionSummary
+from actors.messages import WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.plan import RunPlan
 from actors.run_config import GraderSection
 from actors.spec import RunSpec
-from actors.training.choosing import GroupChoice
+from actors.training.dynamic_sampling import GroupSelection
 from learner.model.tokenizer import ChatTokenizer
 from learner.seeds import fold, key_of
 from rewards import Grade, SumsConfig
@@ -26,34 +26,34 @@ from rewards import Grade, SumsConfig
 class _Pools:
     """Answers in an order of its own. Six of ten groups teach something: which, the problem says."""
 
-    unpaused_s = math.inf
+    running_s = math.inf
 
     def __init__(self, seed: int, failures: float = 0.0) -> None:
         self._draw, self._failures = random.Random(seed), failures
         self.num_asked = 0
 
     async def score(
-        self, generation: Generation, key: PortionKey, make: Callable[[], Portion], due: float
-    ) -> tuple[Any, PortionSummary]:
+        self, weights_id: WeightsId, key: WorkUnitKey, make: Callable[[], WorkUnit], due: float
+    ) -> tuple[Any, WorkUnitSummary]:
         self.num_asked += 1
-        portion = make()
-        assert portion.key == key
+        work_unit = make()
+        assert work_unit.key == key
         for _ in range(self._draw.randrange(12)):
             await asyncio.sleep(0)
         if self._draw.random() < self._failures:
-            raise PortionFailedError("a sampler died")
-        teaches = [fold(key_of(problem.problem_id)) % 10 < 6 for problem in portion.problems]
-        size = len(portion.requests)
-        summary = PortionSummary(
+            raise WorkUnitFailedError("a sampler died")
+        teaches = [fold(key_of(problem.problem_id)) % 10 < 6 for problem in work_unit.problems]
+        size = len(work_unit.requests)
+        summary = WorkUnitSummary(
             grades=tuple(Grade(reward=row % 2 * teaches[row], parts={}, correct=False) for row in range(size)),
             texts=("",) * size,
             num_tokens=(1,) * size,
             step_maps=((0,),) * size,
-            policy_versions=(generation.version,) * size,
+            policy_versions=(weights_id.version,) * size,
             failures=(),
             costs={},
         )
-        return portion, summary
+        return work_unit, summary
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def dynamic(spec: RunSpec) -> RunSpec:
 
 
 async def _complete(rounds: OpenRounds, index: int) -> list[Any]:
-    rounds.begin(index, Generation(version=index, digest=""))
+    rounds.begin(index, WeightsId(version=index, digest=""))
     return await rounds.complete(index)
 
 
@@ -76,23 +76,27 @@ def _trained(spec: RunSpec, pools: _Pools, num_rounds: int, restarts: bool = Fal
     async def run() -> list[list[str]]:
         rounds, trained = OpenRounds(spec, plan, pools, lambda *_: None), []
         for index in range(num_rounds):
-            portions = await _complete(rounds, index)
+            work_units = await _complete(rounds, index)
             if restarts:
                 rounds = OpenRounds(spec, plan, pools, lambda *_: None)
-                portions = await _complete(rounds, index)
+                work_units = await _complete(rounds, index)
             summaries = list(rounds.summaries(index).values())
-            rows = [(portion.group_ids, summary.grades) for portion, summary in zip(portions, summaries, strict=True)]
-            chosen = GroupChoice.of(spec).trained_rows(rows)
+            rows = [
+                (work_unit.group_ids, summary.grades) for work_unit, summary in zip(work_units, summaries, strict=True)
+            ]
+            chosen = GroupSelection.of(spec).trained_rows(rows)
             trained.append(
                 [
-                    portion.problems[row].problem_id
-                    for portion, kept in zip(portions, chosen, strict=True)
+                    work_unit.problems[row].problem_id
+                    for work_unit, kept in zip(work_units, chosen, strict=True)
                     for row in kept
                 ]
             )
-            graded = ((portion.problems, summary.grades) for portion, summary in zip(portions, summaries, strict=True))
-            plan.note_solved(index, outcomes_of(graded))
-            rounds.publish(index, Generation(version=index + 1, digest=""))
+            graded = (
+                (work_unit.problems, summary.grades) for work_unit, summary in zip(work_units, summaries, strict=True)
+            )
+            plan.record_outcomes(index, outcomes_of(graded))
+            rounds.publish(index, WeightsId(version=index + 1, digest=""))
         return trained
 
     return asyncio.run(asyncio.wait_for(run(), 60))
@@ -129,7 +133,7 @@ def test_nor_do_they_under_a_curriculum(dynamic: RunSpec, staleness: int) -> Non
 
 def test_what_nobody_foresaw_costs_a_try_and_is_named(spec: RunSpec) -> None:
     class Broken(_Pools):
-        async def score(self, *_: Any) -> tuple[Any, PortionSummary]:
+        async def score(self, *_: Any) -> tuple[Any, WorkUnitSummary]:
             raise IndexError("a fault of ours")
 
     said: list[str] = []
@@ -137,24 +141,24 @@ def test_what_nobody_foresaw_costs_a_try_and_is_named(spec: RunSpec) -> None:
     rounds = OpenRounds(spec, plan, Broken(0), lambda what, attempt: said.append(f"{what}, {attempt}"))
     with pytest.raises(RuntimeError, match=r"round 0 has no completions: .* IndexError: a fault of ours"):
         asyncio.run(asyncio.wait_for(_complete(rounds, 0), 60))
-    assert said.count("IndexError: a fault of ours, 1") == spec.portions_per_round
+    assert said.count("IndexError: a fault of ours, 1") == spec.work_units_per_round
 
 
 class _Paused(_Pools):
     """Nothing comes back until the pools have been asked so often for how long the work goes on."""
 
-    def __init__(self, unpaused_s: list[float]) -> None:
+    def __init__(self, running_s: list[float]) -> None:
         super().__init__(0)
-        self._answers, self._is_over = unpaused_s, asyncio.Event()
+        self._answers, self._is_over = running_s, asyncio.Event()
 
     @property
-    def unpaused_s(self) -> float:
+    def running_s(self) -> float:
         if len(self._answers) > 1:
             return self._answers.pop(0)
         self._is_over.set()
         return self._answers[0]
 
-    async def score(self, *asked: Any) -> tuple[Any, PortionSummary]:
+    async def score(self, *asked: Any) -> tuple[Any, WorkUnitSummary]:
         await self._is_over.wait()
         return await super().score(*asked)
 
@@ -173,19 +177,19 @@ def test_a_round_waits_for_programs_and_comparisons_too(
         asyncio.run(asyncio.wait_for(_complete(rounds, 0), 60))
 
 
-@pytest.mark.parametrize(("unpaused_s", "is_given_up"), [([0, 0, 0.1], False), ([0, 0.3], True), ([math.inf], True)])
+@pytest.mark.parametrize(("running_s", "is_given_up"), [([0, 0, 0.1], False), ([0, 0.3], True), ([math.inf], True)])
 def test_a_round_has_all_of_its_patience_again_when_a_pause_ends(
-    spec: RunSpec, plan: RunPlan, unpaused_s: list[float], is_given_up: bool
+    spec: RunSpec, plan: RunPlan, running_s: list[float], is_given_up: bool
 ) -> None:
     async def run() -> int:
-        rounds = OpenRounds(_impatient(spec), plan, _Paused(unpaused_s), lambda *_: None)
+        rounds = OpenRounds(_impatient(spec), plan, _Paused(running_s), lambda *_: None)
         return len(await _complete(rounds, 0))
 
     if is_given_up:
         with pytest.raises(TimeoutError, match="round 0: no portion came back for 0 s"):
             asyncio.run(asyncio.wait_for(run(), 60))
     else:
-        assert asyncio.run(asyncio.wait_for(run(), 60)) == spec.portions_per_round
+        assert asyncio.run(asyncio.wait_for(run(), 60)) == spec.work_units_per_round
 
 
 def test_a_round_is_full_where_it_can_be_and_has_no_group_twice(dynamic: RunSpec) -> None:
@@ -193,12 +197,12 @@ def test_a_round_is_full_where_it_can_be_and_has_no_group_twice(dynamic: RunSpec
     for index, trained in enumerate(_trained(dynamic, _Pools(0), dynamic.learner.num_rounds)):
         candidates = [
             problem.problem_id
-            for place in range(len(plan.portion_sizes(index)))
-            for problem in plan.round_portion(index, place).problems[:: dynamic.learner.group_size]
+            for place in range(len(plan.work_unit_sizes(index)))
+            for problem in plan.round_work_unit(index, place).problems[:: dynamic.learner.group_size]
         ]
         assert len(candidates) == 12
-        teaching = [name for name in candidates if fold(key_of(name)) % 10 < 6]
-        assert list(dict.fromkeys(trained)) == teaching[: dynamic.learner.groups_per_round]
+        informative = [name for name in candidates if fold(key_of(name)) % 10 < 6]
+        assert list(dict.fromkeys(trained)) == informative[: dynamic.learner.groups_per_round]
 
 
 def test_a_portion_that_fails_for_good_is_replaced_too(dynamic: RunSpec) -> None:
@@ -206,11 +210,11 @@ def test_a_portion_that_fails_for_good_is_replaced_too(dynamic: RunSpec) -> None
     fragile = dynamic.model_copy(update={"rollout": rollout})
     pools = _Pools(3, failures=0.3)
     sizes = [len(asked) // fragile.learner.group_size for asked in _trained(fragile, pools, 6)]
-    assert pools.num_asked > 6 * fragile.portions_per_round
+    assert pools.num_asked > 6 * fragile.work_units_per_round
     assert sizes.count(fragile.learner.groups_per_round) > 1
 
 
 def test_where_no_group_is_replaced_no_more_is_asked(spec: RunSpec) -> None:
     pools = _Pools(0)
     _trained(spec, pools, 2)
-    assert pools.num_asked == 2 * spec.portions_per_round
+    assert pools.num_asked == 2 * spec.work_units_per_round

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.coordination.pool import Work
+from actors.coordination.pool import WorkSpan
 from actors.coordination.timeline import (
     CHECKPOINTS,
     COORDINATOR,
@@ -23,7 +23,7 @@ from actors.coordination.timeline import (
     read_trace,
     trace_of,
 )
-from actors.messages import PortionKey
+from actors.messages import WorkUnitKey
 
 UNIX = 1_000_000.0
 ROUND = {"sampling_s": 2.0, "training_s": 5.0, "publish_s": 1.0}
@@ -48,8 +48,8 @@ def timeline(clock: Clock) -> Timeline:
     return Timeline(clock, lambda: UNIX)
 
 
-def _work(actor: str, round_index: int, began: float, ended: float) -> Work:
-    return Work(actor=actor, key=PortionKey(round=round_index, index=1), began=began, ended=ended, is_done=True)
+def _work(actor: str, round_index: int, began: float, ended: float) -> WorkSpan:
+    return WorkSpan(actor=actor, key=WorkUnitKey(round=round_index, index=1), began=began, ended=ended, is_done=True)
 
 
 def _times(timeline: Timeline, track: str) -> list[tuple[str, float, float]]:
@@ -69,8 +69,8 @@ def test_a_round_is_three_spans_that_end_when_it_is_published(timeline: Timeline
 
 
 def test_a_portion_an_evaluations_and_a_restart_are_told_apart(timeline: Timeline) -> None:
-    away = Work(actor="sampler 1", key=None, began=53.0, ended=55.0, is_done=False)
-    timeline.add_works([_work("sampler 1", 4, 51.0, 53.0), away, _work("grader 0", -1, 51.0, 52.0)])
+    away = WorkSpan(actor="sampler 1", key=None, began=53.0, ended=55.0, is_done=False)
+    timeline.add_work_spans([_work("sampler 1", 4, 51.0, 53.0), away, _work("grader 0", -1, 51.0, 52.0)])
     assert _times(timeline, "sampler 1") == [("portion 4:1", 1.0, 3.0), ("away", 3.0, 5.0)]
     assert _times(timeline, "grader 0") == [("evaluation portion 1", 1.0, 2.0)]
     assert [span.kind for span in timeline.spans()] == [SpanKind.WORK, SpanKind.AWAY, SpanKind.WORK]
@@ -90,7 +90,7 @@ def test_a_track_does_one_thing_at_a_time(timeline: Timeline, clock: Clock) -> N
 
 def test_the_newest_rounds_are_kept_and_what_was_done_meanwhile(timeline: Timeline, clock: Clock) -> None:
     for index in range(NUM_ROUNDS + 3):
-        timeline.add_works([_work("sampler 0", index + 1, clock.now + 1, clock.now + 7)])
+        timeline.add_work_spans([_work("sampler 0", index + 1, clock.now + 1, clock.now + 7)])
         clock.now += 8
         timeline.add_round(index, ROUND)
     spans = timeline.spans()
@@ -100,7 +100,7 @@ def test_the_newest_rounds_are_kept_and_what_was_done_meanwhile(timeline: Timeli
 
 
 def test_without_a_round_the_number_of_spans_is_bounded(timeline: Timeline) -> None:
-    timeline.add_works(_work("sampler 0", -1, 51.0 + index, 52.0 + index) for index in range(5000))
+    timeline.add_work_spans(_work("sampler 0", -1, 51.0 + index, 52.0 + index) for index in range(5000))
     assert len(timeline.spans()) == 4000
     assert timeline.spans()[-1].ended == UNIX + 5001
 
@@ -108,16 +108,16 @@ def test_without_a_round_the_number_of_spans_is_bounded(timeline: Timeline) -> N
 def test_the_file_is_a_chrome_trace_with_a_named_thread_for_each_actor(
     timeline: Timeline, clock: Clock, tmp_path: Path
 ) -> None:
-    timeline.add_works([_work("sampler 10", 0, 50.0, 51.0), _work("grader 0", 0, 51.0, 52.0)])
-    timeline.add_works([_work("sampler 2", 0, 50.25, 51.5)])
+    timeline.add_work_spans([_work("sampler 10", 0, 50.0, 51.0), _work("grader 0", 0, 51.0, 52.0)])
+    timeline.add_work_spans([_work("sampler 2", 0, 50.25, 51.5)])
     clock.now += 10
     timeline.add_round(0, ROUND)
     timeline.write(tmp_path)
     trace = json.loads((tmp_path / TIMELINE).read_text())
     names = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
     assert [event["args"]["name"] for event in names] == [LEARNER, "sampler 2", "sampler 10", "grader 0"]
-    (portion,) = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == names[1]["tid"]]
-    assert portion == {
+    (work_unit,) = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["tid"] == names[1]["tid"]]
+    assert work_unit == {
         "ph": "X",
         "pid": 1,
         "tid": names[1]["tid"],
@@ -133,7 +133,7 @@ def test_the_file_is_a_chrome_trace_with_a_named_thread_for_each_actor(
 def test_it_is_written_when_it_has_changed(timeline: Timeline, tmp_path: Path) -> None:
     timeline.write(tmp_path)
     assert not (tmp_path / TIMELINE).exists()
-    timeline.add_works([_work("sampler 0", 0, 50.0, 51.0)])
+    timeline.add_work_spans([_work("sampler 0", 0, 50.0, 51.0)])
     timeline.write(tmp_path)
     (tmp_path / TIMELINE).unlink()
     timeline.write(tmp_path)
@@ -166,8 +166,8 @@ def test_a_trace_that_cannot_be_read_is_an_empty_one(text: str | None, tmp_path:
 def test_a_bubble_is_time_of_the_rounds_without_work(timeline: Timeline, clock: Clock) -> None:
     assert idle_shares(timeline.spans()) == {}
     # The rounds are from 2 s to 10 s. What was done before and after is no part of them, nor is being away work.
-    timeline.add_works([_work("sampler 0", 0, 50.0, 54.0), _work("sampler 0", 0, 58.0, 70.0)])
-    timeline.add_works([Work(actor="sampler 1", key=None, began=52.0, ended=60.0, is_done=False)])
+    timeline.add_work_spans([_work("sampler 0", 0, 50.0, 54.0), _work("sampler 0", 0, 58.0, 70.0)])
+    timeline.add_work_spans([WorkSpan(actor="sampler 1", key=None, began=52.0, ended=60.0, is_done=False)])
     clock.now += 10
     timeline.add_round(0, ROUND)
     timeline.add(STAGE, "control: 3 steps", SpanKind.WORK, 50.0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import actors.registry.announcer as module
-from actors.messages import Generation
+from actors.messages import WeightsId
 from actors.registry.announcer import Announcer
 from actors.run_log import VALIDATION, RunLog, read_events
 from actors.spec import Phase
@@ -99,7 +99,7 @@ def is_hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _announce(announcer: Announcer, version: int) -> None:
-    await announcer.announce(Generation(version=version, digest=str(version)), Phase.RL, version)
+    await announcer.announce(WeightsId(version=version, digest=str(version)), Phase.RL, version)
 
 
 async def _tell_of(announcer: Announcer, version: int) -> None:
@@ -121,7 +121,7 @@ def test_it_hears_everything_in_order(case: _Case) -> None:
         announcer = case.announcer()
         await _tell_of(announcer, 1)
         await _tell_of(announcer, 2)
-        await announcer.settled()
+        await announcer.flush()
         assert case.registry.told == _facts(1, 2)
         assert case.failures() == []
 
@@ -138,7 +138,7 @@ def test_the_best_version_is_named_where_validation_problems_were_asked(case: _C
         for version, num_correct in ((1, 5), (2, 3)):
             validated(version, num_correct)
             announcer.evaluated(version, VALIDATION, num_correct, 9)
-        await announcer.settled()
+        await announcer.flush()
         assert case.registry.told == [("score", 1, 5, 9), ("best", 1), ("score", 2, 3, 9), ("best", 1)]
 
     _run(scene())
@@ -153,7 +153,7 @@ def test_who_announces_goes_on_while_the_registry_is_silent(case: _Case) -> None
         await _tell_of(announcer, 2)
         assert case.registry.told == []
         case.registry.may_answer.set()
-        await announcer.settled()
+        await announcer.flush()
         assert case.registry.told == _facts(1, 2)
 
     _run(scene())
@@ -181,12 +181,12 @@ def test_an_outage_is_one_failure_and_loses_nothing(case: _Case, monkeypatch: py
         for version in (2, 3):
             await _tell_of(announcer, version)
         # Whatever is told is a reason to try again, unless somebody is at it.
-        assert announcer._telling is not None
-        await announcer._telling
+        assert announcer._sending is not None
+        await announcer._sending
         assert case.registry.told == [("version", 1)]
         case.registry.is_away = False
         await _announce(announcer, 4)
-        await announcer.settled()
+        await announcer.flush()
         assert case.registry.told == [("version", 1), *_facts(2, 3), ("version", 4)]
         assert case.failures() == ["the registry at nowhere cannot be used"]
 
@@ -195,18 +195,18 @@ def test_an_outage_is_one_failure_and_loses_nothing(case: _Case, monkeypatch: py
 
 def test_who_announces_hears_whether_it_was_told(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
-        announcer, generation = case.announcer(), Generation(version=1, digest="1")
-        assert await announcer.announce(generation, Phase.RL, 1)
+        announcer, weights_id = case.announcer(), WeightsId(version=1, digest="1")
+        assert await announcer.announce(weights_id, Phase.RL, 1)
         case.registry.is_away = True
-        assert not await announcer.announce(generation, Phase.RL, 1)
-        assert not await announcer.announce(generation, Phase.RL, 1), "in an outage nobody waits"
+        assert not await announcer.announce(weights_id, Phase.RL, 1)
+        assert not await announcer.announce(weights_id, Phase.RL, 1), "in an outage nobody waits"
         case.registry.is_away = False
-        await announcer.settled()
+        await announcer.flush()
         monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
         case.registry.may_answer.clear()
-        assert not await announcer.announce(generation, Phase.RL, 1)
+        assert not await announcer.announce(weights_id, Phase.RL, 1)
         case.registry.may_answer.set()
-        await announcer.settled()
+        await announcer.flush()
 
     _run(scene())
 
@@ -220,7 +220,7 @@ def test_it_is_not_asked_for_each_thing_that_it_missed(case: _Case) -> None:
         for version in range(1, 11):
             await _tell_of(announcer, version)
         case.registry.may_answer.set()
-        await announcer.settled()
+        await announcer.flush()
         assert case.registry.num_tries == 2  # And once more at the end.
         left = "the registry is still away, and was not told all that the run directory has"
         assert case.failures() == ["the registry at nowhere cannot be used", left]
@@ -236,11 +236,11 @@ def test_a_registry_that_knew_nothing_gets_what_the_run_directory_says(case: _Ca
         case.registry.is_new = True
         case.registry.goes_away_after = 1 if goes_away_between else None
         await _announce(announcer, 3)
-        assert announcer._telling is not None
-        await announcer._telling
+        assert announcer._sending is not None
+        await announcer._sending
         case.registry.is_away = False
         await _announce(announcer, 4)
-        await announcer.settled()
+        await announcer.flush()
         again = [("version", 3)] * goes_away_between
         assert case.registry.told == [("version", 3), *again, ("restored", [2]), ("version", 4)]
 
@@ -252,15 +252,15 @@ def test_after_an_outage_it_is_told_without_anything_new(case: _Case) -> None:
         announcer = case.announcer()
         case.registry.is_away = True
         await _tell_of(announcer, 1)
-        assert announcer._telling is not None
-        await announcer._telling
+        assert announcer._sending is not None
+        await announcer._sending
         case.registry.is_away = False
-        announcer.go_on()
-        await announcer._telling
+        announcer.retry()
+        await announcer._sending
         assert case.registry.told == _facts(1)
         num_tries = case.registry.num_tries
-        announcer.go_on()
-        await announcer._telling
+        announcer.retry()
+        await announcer._sending
         assert case.registry.num_tries == num_tries, "there is nothing to tell"
 
     _run(scene())
@@ -274,7 +274,7 @@ def test_what_it_refuses_is_recorded_and_what_comes_after_is_told(case: _Case, r
         case.registry.refusal = refusal or case.registry.refusal
         await _tell_of(announcer, 1)
         await _announce(announcer, 2)
-        await announcer.settled()
+        await announcer.flush()
         version, _, score = _facts(1)
         # What is lost by it the run directory has.
         filled: list[Any] = [] if refusal else [("restored", [])]
@@ -292,8 +292,8 @@ def test_what_a_coordinator_that_died_left_untold_is_filled_in_once(case: _Case,
         announcer = case.announcer(lacks_history=True)
         for version in (3, 4) if announces else ():
             await _announce(announcer, version)
-        await announcer.settled()
-        await announcer.settled()
+        await announcer.flush()
+        await announcer.flush()
         filled = ("restored", [2])
         assert case.registry.told == ([("version", 3), filled, ("version", 4)] if announces else [filled])
 
@@ -311,7 +311,7 @@ def test_what_an_operator_wanted_is_damaged_is_said_once(case: _Case) -> None:
         announcer = case.announcer(lacks_history=True)
         await _announce(announcer, 3)
         await _announce(announcer, 4)
-        await announcer.settled()
+        await announcer.flush()
         assert case.registry.told == [("version", 3), ("restored", []), ("version", 4)]
         assert [what.partition(" is damaged")[0] for what in case.failures()] == [str(case.run_dir / "admin.json")]
 

@@ -13,7 +13,7 @@ import redis
 
 from actors.checkpoints.selection import Position
 from actors.registry.files import history_of, read_admin, rebuild, write_admin
-from actors.registry.records import NOTHING_HELD, AdminState, EventKind, PolicyVersion
+from actors.registry.records import DEFAULT_ADMIN_STATE, AdminState, EventKind, PolicyVersion
 from actors.registry.registry import Registry
 from actors.registry.server import ValkeyServer, free_port
 from actors.run_log import append_event, read_events
@@ -177,13 +177,13 @@ def test_nothing_is_filled_in_of_other_weights(run_dir: Path, registry: Registry
 
 
 def test_what_a_service_has_heard_of_is_announced_again(run_dir: Path, registry: Registry) -> None:
-    heard = replace(_history(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
-    assert rebuild(registry, run_dir, heard) == 5
-    assert latest(registry) == heard
+    newest = replace(_history(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
+    assert rebuild(registry, run_dir, newest) == 5
+    assert latest(registry) == newest
     # A newer announcement stays.
-    newer = replace(heard, version=6)
+    newer = replace(newest, version=6)
     registry.announce(newer)
-    assert rebuild(registry, run_dir, heard) == 0
+    assert rebuild(registry, run_dir, newest) == 0
     assert latest(registry) == newer
 
 
@@ -199,9 +199,9 @@ def test_the_checksums_of_what_has_a_checkpoint_are_filled_in(run_dir: Path, reg
 
 
 def test_what_was_heard_of_has_no_checkpoint_of_other_weights(run_dir: Path, registry: Registry) -> None:
-    heard = replace(_history(run_dir)[3], checkpoint=None, weight_store="d1-weights-tiny", manifest_digest="other")
-    rebuild(registry, run_dir, heard)
-    assert latest(registry) == heard
+    newest = replace(_history(run_dir)[3], checkpoint=None, weight_store="d1-weights-tiny", manifest_digest="other")
+    rebuild(registry, run_dir, newest)
+    assert latest(registry) == newest
 
 
 def test_what_was_heard_of_keeps_its_checkpoint(run_dir: Path, registry: Registry) -> None:
@@ -250,7 +250,7 @@ def test_a_registry_that_knows_an_earlier_run_of_the_name_is_filled_anew(run_dir
     _began_at(run_dir, 2.0)
     assert rebuild(registry, run_dir) == 5
     assert registry.aliases() == {"newest": 3, "base": 1}
-    assert registry.admin() == NOTHING_HELD
+    assert registry.admin() == DEFAULT_ADMIN_STATE
     # What serves, and what an operator wants, outlives the next start of a service.
     registry.move("policy", 3, expected=None)
     registry.pin(1)

@@ -222,11 +222,11 @@ def test_a_refusal_is_told_once_of_the_same_weights(registry):
     with ThreadPoolExecutor(4) as threads:
         told = list(threads.map(lambda n: registry.refuse(3, f"engine {n}: bad checksum"), range(8)))
     assert sum(told) == 1
-    assert registry.standing().refused == {3}
+    assert registry.snapshot().refused == {3}
     registry.announce(POLICY)
-    assert registry.standing().refused == {3}
+    assert registry.snapshot().refused == {3}
     registry.announce(replace(POLICY, manifest_digest="def"))
-    assert registry.standing().refused == frozenset()
+    assert registry.snapshot().refused == frozenset()
     assert registry.refuse(3, "again")
     kinds = [event.kind for event in registry.events("0", 0)]
     assert kinds == [EventKind.PUBLISHED, EventKind.REFUSED, EventKind.PUBLISHED, EventKind.REFUSED]
@@ -235,7 +235,7 @@ def test_a_refusal_is_told_once_of_the_same_weights(registry):
 def test_weights_that_were_announced_anew_meanwhile_are_not_those_that_are_refused(registry):
     registry.announce(replace(POLICY, manifest_digest="def"))
     assert not registry.refuse(3, "the store has other weights by now", "abc")
-    assert registry.standing().refused == frozenset()
+    assert registry.snapshot().refused == frozenset()
     assert registry.refuse(3, "bad checksum", "def")
 
 
@@ -243,12 +243,12 @@ def test_a_version_that_lies_elsewhere_now_is_refused_no_longer(registry):
     registry.announce(POLICY)
     registry.refuse(3, "it arrived damaged")
     registry.score(3, 5, 9)
-    assert registry.standing().refused == {3}
+    assert registry.snapshot().refused == {3}
     registry.add_checkpoint(3, "/run/checkpoints/rl-000002")
-    assert registry.standing().refused == frozenset()
+    assert registry.snapshot().refused == frozenset()
     registry.refuse(3, "it is damaged there too")
     registry.add_checkpoint(3, "/run/checkpoints/rl-000002")
-    assert registry.standing().refused == {3}
+    assert registry.snapshot().refused == {3}
 
 
 def test_other_weights_under_the_same_number_are_published_again(registry):
@@ -333,7 +333,7 @@ def test_a_run_takes_nothing_over_from_an_earlier_one_of_its_name(registry):
     assert not registry.announce(first, 1700000000.5)
     assert registry.aliases() == {"newest": 0, "base": 0}
     assert registry.admin() == AdminState(pinned=None, is_paused=False)
-    assert registry.standing().refused == frozenset()
+    assert registry.snapshot().refused == frozenset()
     assert registry.versions() == [first]
     # Who followed the earlier one reads on.
     assert registry.follow(last_id, 0)[-1][1] == first

@@ -9,11 +9,11 @@ import torch
 
 from actors.coordination.round_stats import readable_samples, round_stats
 from actors.grader import GraderWorker
-from actors.messages import EVALUATION_ROUND, Portion, PortionKey, PortionSummary, ScoredPortion
+from actors.messages import EVALUATION_ROUND, ScoredWorkUnit, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.plan import RunPlan
 from actors.spec import RunSpec
-from actors.training.choosing import EVERY_GROUP, GroupChoice
 from actors.training.collate import collate
+from actors.training.dynamic_sampling import EVERY_GROUP, GroupSelection
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grade, Outcome, RewardConfig
 from rollout.request import Completion, FinishReason
@@ -38,21 +38,21 @@ def _completion(text: list[int], version: int) -> Completion:
     )
 
 
-def _scored(portion: Portion) -> ScoredPortion:
-    completions = tuple(_completion([7, 8, 9, 10], version=4) for _ in portion.requests)
+def _scored(work_unit: WorkUnit) -> ScoredWorkUnit:
+    completions = tuple(_completion([7, 8, 9, 10], version=4) for _ in work_unit.requests)
     grades = tuple(
-        Grade(reward=row / 10, parts={"digits": row / 10}, correct=False) for row in range(len(portion.requests))
+        Grade(reward=row / 10, parts={"digits": row / 10}, correct=False) for row in range(len(work_unit.requests))
     )
-    summary = PortionSummary.of(completions, grades, texts=[""] * len(completions), costs={})
-    return ScoredPortion(portion=portion, completions=completions, summary=summary)
+    summary = WorkUnitSummary.of(completions, grades, texts=[""] * len(completions), costs={})
+    return ScoredWorkUnit(work_unit=work_unit, completions=completions, summary=summary)
 
 
-def _regraded(scored: ScoredPortion, grades: Sequence[Grade]) -> ScoredPortion:
+def _regraded(scored: ScoredWorkUnit, grades: Sequence[Grade]) -> ScoredWorkUnit:
     return replace(scored, summary=replace(scored.summary, grades=tuple(grades)))
 
 
-def _summary(grades: tuple[Grade, ...], costs: Mapping[str, float] = MappingProxyType({})) -> PortionSummary:
-    return PortionSummary(
+def _summary(grades: tuple[Grade, ...], costs: Mapping[str, float] = MappingProxyType({})) -> WorkUnitSummary:
+    return WorkUnitSummary(
         grades=grades,
         texts=("",) * 8,
         num_tokens=(4,) * 8,
@@ -64,8 +64,8 @@ def _summary(grades: tuple[Grade, ...], costs: Mapping[str, float] = MappingProx
 
 
 def test_rows_carry_their_own_request_completion_and_grade(plan: RunPlan) -> None:
-    portion = plan.round_portion(0, 1)
-    batch = collate([_scored(portion)], num_slots=8, eos_id=1, choice=EVERY_GROUP)
+    work_unit = plan.round_work_unit(0, 1)
+    batch = collate([_scored(work_unit)], num_slots=8, eos_id=1, selection=EVERY_GROUP)
     assert batch.group_ids.tolist() == [2] * 4 + [3] * 4
     # The end of text and what its block held after it.
     assert batch.completion_ids.tolist() == [[7, 8, 9, 10, 1, 1, 1, 1]] * 8
@@ -74,48 +74,48 @@ def test_rows_carry_their_own_request_completion_and_grade(plan: RunPlan) -> Non
     assert batch.commit_logp[0].tolist() == [-0.5] * 4 + [0.0] * 4
     assert batch.commit_law_entropy[0].tolist() == [0.25] * 4 + [0.0] * 4
     torch.testing.assert_close(batch.rewards, torch.arange(8) / 10)
-    for row, request in enumerate(portion.requests):
+    for row, request in enumerate(work_unit.requests):
         assert batch.prompt_ids[row, : batch.prompt_lengths[row]].tolist() == list(request.prompt_ids)
     assert len(set(batch.sample_keys.tolist())) == 8
     assert set(batch.policy_versions.tolist()) == {4}
 
 
 def test_an_ungraded_completion_is_left_out_and_its_group_goes_on_without_it(plan: RunPlan) -> None:
-    scored = _scored(plan.round_portion(0, 0))
+    scored = _scored(plan.round_work_unit(0, 0))
     grades = list(scored.grades)
     grades[5] = replace(grades[5], outcome=Outcome.TIMEOUT, reward=9.0)
-    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1, choice=EVERY_GROUP)
+    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1, selection=EVERY_GROUP)
     assert batch.group_ids.tolist() == [0] * 4 + [1] * 3
     torch.testing.assert_close(batch.rewards, torch.tensor([0, 1, 2, 3, 4, 6, 7]) / 10)
 
 
 def test_a_completion_that_is_alone_in_its_group_has_nothing_to_compare_with(plan: RunPlan) -> None:
-    scored = _scored(plan.round_portion(0, 0))
+    scored = _scored(plan.round_work_unit(0, 0))
     grades = [replace(g, outcome=Outcome.ERROR) if row < 3 else g for row, g in enumerate(scored.grades)]
-    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1, choice=EVERY_GROUP)
+    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1, selection=EVERY_GROUP)
     assert batch.group_ids.tolist() == [1] * 4
     grades = [replace(grade, outcome=Outcome.ERROR) for grade in grades]
-    assert collate([_regraded(scored, grades)], num_slots=8, eos_id=1, choice=EVERY_GROUP) is None
+    assert collate([_regraded(scored, grades)], num_slots=8, eos_id=1, selection=EVERY_GROUP) is None
 
 
 def test_ungraded_completions_are_counted_and_in_no_mean(plan: RunPlan) -> None:
-    portion = plan.round_portion(0, 0)
+    work_unit = plan.round_work_unit(0, 0)
     outcomes = [Outcome.GRADED] * 6 + [Outcome.TIMEOUT, Outcome.ERROR]
     grades = tuple(Grade(reward=1.0, parts={"x": 1.0}, correct=True, outcome=outcome) for outcome in outcomes)
-    stats = round_stats([portion.group_ids], [_summary(grades)], GroupChoice(num_groups=2, most_groups=2))
+    stats = round_stats([work_unit.group_ids], [_summary(grades)], GroupSelection(num_groups=2, max_groups=2))
     assert stats["num_completions"] == 6
     assert stats["num_ungraded"] == {"timeout": 1, "error": 1}
     assert stats["num_failed_groups"] == 0
 
 
 def test_a_failed_grade_that_the_recipe_makes_a_zero_is_trained_on_and_still_counted(plan: RunPlan) -> None:
-    scored = _scored(plan.round_portion(0, 0))
+    scored = _scored(plan.round_work_unit(0, 0))
     failed = Grade(reward=0.0, parts={}, correct=False, outcome=Outcome.TIMEOUT, is_zeroed=True)
     grades = (failed, *scored.grades[1:])
-    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1, choice=EVERY_GROUP)
+    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1, selection=EVERY_GROUP)
     assert batch.rewards[:2].tolist() == pytest.approx([0.0, 0.1])
     assert batch.reward_parts[:2, 0].tolist() == pytest.approx([0.0, 0.1])
-    stats = round_stats([scored.portion.group_ids], [_summary(grades)], GroupChoice(num_groups=2, most_groups=2))
+    stats = round_stats([scored.work_unit.group_ids], [_summary(grades)], GroupSelection(num_groups=2, max_groups=2))
     assert stats["num_completions"] == 8
     assert stats["reward_parts"] == {"digits": pytest.approx(0.35)}
     assert stats["num_ungraded"] == {"timeout": 1, "error": 0}
@@ -124,40 +124,42 @@ def test_a_failed_grade_that_the_recipe_makes_a_zero_is_trained_on_and_still_cou
 def test_the_shapes_of_correct_answers_are_counted_by_how_common_they_are(plan: RunPlan) -> None:
     """Eight answers: four of one shape, two of another and one of a third are right, and one more is wrong."""
     answers = ["1*2+3", "12*3+4", "3*3+3", "1*1+10", "2-1", "30-11", "7", "1/2/3"]
-    portion = plan.round_portion(0, 0)
+    work_unit = plan.round_work_unit(0, 0)
     grades = [Grade(reward=1.0, parts={}, correct=answer != "1/2/3", answer=answer) for answer in answers]
-    stats = round_stats([portion.group_ids], [_summary(tuple(grades))], GroupChoice(num_groups=2, most_groups=2))
+    stats = round_stats([work_unit.group_ids], [_summary(tuple(grades))], GroupSelection(num_groups=2, max_groups=2))
     entropy = -(4 / 7 * math.log(4 / 7) + 2 / 7 * math.log(2 / 7) + 1 / 7 * math.log(1 / 7))
     assert stats["answer_shapes"] == pytest.approx(math.exp(entropy))
     wrong = tuple(replace(grade, correct=False) for grade in grades)
     assert (
-        round_stats([portion.group_ids], [_summary(wrong)], GroupChoice(num_groups=2, most_groups=2))["answer_shapes"]
+        round_stats([work_unit.group_ids], [_summary(wrong)], GroupSelection(num_groups=2, max_groups=2))[
+            "answer_shapes"
+        ]
         == 0
     )
 
 
 def test_costs_of_the_terms_add_up_over_a_round(plan: RunPlan) -> None:
-    scored = _scored(plan.round_portion(0, 0))
+    scored = _scored(plan.round_work_unit(0, 0))
     costs: list[dict[str, float]] = [{"polite/num_requests": 3}, {}, {"polite/num_requests": 2, "x/num_cached": 1}]
     summaries = [_summary(scored.grades, spent) for spent in costs]
-    stats = round_stats([scored.portion.group_ids] * 3, summaries, GroupChoice(num_groups=2, most_groups=2))
+    stats = round_stats([scored.work_unit.group_ids] * 3, summaries, GroupSelection(num_groups=2, max_groups=2))
     assert stats["reward_costs"] == {"polite/num_requests": 5, "x/num_cached": 1}
 
 
 def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: RunPlan) -> None:
-    grader, portion = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint), plan.round_portion(0, 0)
+    grader, work_unit = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint), plan.round_work_unit(0, 0)
     tokenizer = ChatTokenizer(spec.initial_checkpoint)
     demonstration = [*tokenizer.encode_plain(plan.train[0].reference_completion), tokenizer.eos_id]
     # What follows the end of text would spoil the answer, were it graded.
     completion = replace(_completion([*demonstration, *demonstration], version=0), num_tokens=len(demonstration))
-    portion = replace(portion, problems=(plan.train[0],) * 8)
-    scored, summary = grader.grade(portion, [completion] * 8)
+    work_unit = replace(work_unit, problems=(plan.train[0],) * 8)
+    scored, summary = grader.grade(work_unit, [completion] * 8)
     assert all(grade.correct for grade in scored.grades)
     assert set(summary.texts) == {plan.train[0].reference_completion}
-    stats = round_stats([portion.group_ids], [summary], GroupChoice(num_groups=5, most_groups=5))
+    stats = round_stats([work_unit.group_ids], [summary], GroupSelection(num_groups=5, max_groups=5))
     assert (stats["reward"], stats["correct"], stats["num_completions"]) == (1, 1, 8)
     assert stats["num_failed_groups"] == 3
-    (sample, *_) = readable_samples({portion.key: summary}, 4, lambda _: portion, plan.prompt_text)
+    (sample, *_) = readable_samples({work_unit.key: summary}, 4, lambda _: work_unit, plan.prompt_text)
     assert sample["completion"] == plan.train[0].reference_completion
     assert sample["prompt"] == plan.train[0].messages[0].content
 
@@ -165,20 +167,20 @@ def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: R
 def test_terms_see_the_completion_that_was_sampled_and_only_in_the_rounds(spec: RunSpec, plan: RunPlan) -> None:
     terms = {"fast": {"kind": "speed"}, "overlong": {"kind": "length_penalty", "buffer_tokens": 4}}
     grader = GraderWorker(spec.task, RewardConfig.model_validate({"terms": terms}), spec.initial_checkpoint)
-    portion = plan.round_portion(0, 0)
+    work_unit = plan.round_work_unit(0, 0)
     completion = replace(_completion([7, 8, 9, 10, 1, 1, 1, 1], version=0), num_forwards=2)
-    (grade, *_) = grader.grade(portion, [completion] * 8)[0].grades
+    (grade, *_) = grader.grade(work_unit, [completion] * 8)[0].grades
     # Seven tokens of two forwards, on a canvas of eight.
     assert (grade.parts["fast"], grade.parts["overlong"]) == (3.5, -0.75)
-    evaluated = replace(portion, key=PortionKey(round=EVALUATION_ROUND, index=0))
+    evaluated = replace(work_unit, key=WorkUnitKey(round=EVALUATION_ROUND, index=0))
     (grade, *_) = grader.grade(evaluated, [completion] * 8)[0].grades
     assert list(grade.parts) == ["digits"]
 
 
 def test_rows_are_in_the_order_of_their_groups_whichever_portions_these_were_in(plan: RunPlan) -> None:
-    portions = [_scored(plan.round_portion(0, index)) for index in range(plan.portions_per_round)]
-    in_order = collate(portions, num_slots=8, eos_id=1, choice=EVERY_GROUP)
-    turned = collate(portions[::-1], num_slots=8, eos_id=1, choice=EVERY_GROUP)
+    work_units = [_scored(plan.round_work_unit(0, index)) for index in range(plan.work_units_per_round)]
+    in_order = collate(work_units, num_slots=8, eos_id=1, selection=EVERY_GROUP)
+    turned = collate(work_units[::-1], num_slots=8, eos_id=1, selection=EVERY_GROUP)
     assert in_order is not None
     assert turned is not None
     torch.testing.assert_close(turned.given(), in_order.given())

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from actors.messages import Generation, Next
+from actors.messages import Next, WeightsId
 from actors.spec import Phase
 from actors.training.publication import Publisher
-from actors.training.shards import Travel
+from actors.training.shards import TransferFormat
 from actors.weights.store import Manifest
 from actors.weights.tensors import make_manifest, verify
 from learner.model.checkpoint_files import BaseCheckpoint
@@ -73,8 +73,8 @@ class Store:
         self.said.append(f"version {manifest.version} {manifest.base.checkpoint if manifest.base else ''}".strip())
         self.digests.append(manifest.digest)
 
-    def announce(self, generation: Generation, phase: Phase, round_index: int) -> None:
-        self.said.append(f"announced {generation.version}")
+    def announce(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None:
+        self.said.append(f"announced {weights_id.version}")
 
 
 def _policy(config: TransformerConfig, lora: LoraConfig, mesh: DeviceMesh | None = None) -> ShardedPolicy:
@@ -102,8 +102,8 @@ def _go_through(policy: ShardedPolicy, store: Store, ranks: Ranks) -> list[dict[
             _train(policy)
             publisher.publish(version, Phase.SFT, 0)
             was.append(policy.full_weights())
-    answers = iter(((Next.PUBLISH, 0), (Next.GO_ON, 7)))
-    assert publisher.answered(lambda: next(answers)) == 7
+    answers = iter(((Next.PUBLISH, 0), (Next.CONTINUE, 7)))
+    assert publisher.request_with_republish(lambda: next(answers)) == 7
     was.append(was[-1])
     return was
 
@@ -140,7 +140,7 @@ def test_weights_travel_in_the_samplers_precision_and_are_named_after_those_that
     for shape in (config, moe_config):
         store, policy = Store(), _policy(shape, FULL_FINE_TUNING)
         _train(policy)
-        publisher = Publisher(policy, Ranks(), store, travel=Travel(dtype=torch.bfloat16))
+        publisher = Publisher(policy, Ranks(), store, transfer_format=TransferFormat(dtype=torch.bfloat16))
         publisher.publish(1, Phase.SFT, 0)
         held = policy.full_weights()
         assert publisher.digest == make_manifest(1, held).digest

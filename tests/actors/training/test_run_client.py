@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from actors.messages import Generation, Next, PortionKey, TrainedRound
+from actors.messages import Next, TrainedRound, WeightsId, WorkUnitKey
 from actors.spec import Phase
 from actors.training import run_client
 from actors.training.run_client import RunClient
 
-SECOND = Generation(version=2, digest="2")
-TRAINED = TrainedRound(round=0, generation=SECOND, values={"loss": 1.0})
+SECOND = WeightsId(version=2, digest="2")
+TRAINED = TrainedRound(round=0, weights_id=SECOND, values={"loss": 1.0})
 
 
 class _Coordinator:
@@ -29,7 +29,7 @@ class _Coordinator:
         def remote(*arguments: Any) -> Callable[[], Any]:
             self.asked.append((name, *arguments))
             answers = self._answers.get(name)
-            answer = answers.pop(0) if answers else (Next.GO_ON, []) if name in ("next_batch", "evaluate") else True
+            answer = answers.pop(0) if answers else (Next.CONTINUE, []) if name in ("next_batch", "evaluate") else True
 
             def waited_for() -> Any:
                 self.heard.append(name)
@@ -53,8 +53,8 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunClient, _C
 
 def _publish(client: RunClient) -> None:
     client.announce(SECOND, Phase.RL, 1)
-    key = PortionKey(round=0, index=0)
-    scored: Any = SimpleNamespace(portion=SimpleNamespace(key=key), summary="summary", completions="tensors")
+    key = WorkUnitKey(round=0, index=0)
+    scored: Any = SimpleNamespace(work_unit=SimpleNamespace(key=key), summary="summary", completions="tensors")
     client.published(0, SECOND, {"loss": 1.0}, [scored])
 
 
@@ -62,15 +62,15 @@ def test_a_round_is_told_of_by_the_ask_for_the_next(client: Callable[..., Any]) 
     run, coordinator = client()
     _publish(run)
     assert coordinator.heard == [], "nobody waits for the registry"
-    assert run.next_batch(1, SECOND) == (Next.GO_ON, [])
+    assert run.next_batch(1, SECOND) == (Next.CONTINUE, [])
     assert coordinator.asked == [("announce", SECOND, Phase.RL, 1), ("next_batch", 1, SECOND, TRAINED, "")]
     assert coordinator.heard == ["announce", "next_batch"]
     run.next_batch(1, SECOND)
-    run.tell()
+    run.report_round()
     assert coordinator.asked[2:] == [("next_batch", 1, SECOND, None, "")], "once"
 
 
-@pytest.mark.parametrize("name", ["record", "evaluate", "tell"])
+@pytest.mark.parametrize("name", ["record", "evaluate", "report_round"])
 def test_before_whatever_else_is_asked(client: Callable[..., Any], name: str) -> None:
     run, coordinator = client()
     _publish(run)
@@ -79,20 +79,20 @@ def test_before_whatever_else_is_asked(client: Callable[..., Any], name: str) ->
     elif name == "evaluate":
         run.evaluate(SECOND, "round", 1, is_new=True)
     else:
-        run.tell()
+        run.report_round()
     assert coordinator.asked[1] == ("published", TRAINED, None)
-    assert [asked[0] for asked in coordinator.asked[2:]] == ([] if name == "tell" else [name])
+    assert [asked[0] for asked in coordinator.asked[2:]] == ([] if name == "report_round" else [name])
     assert coordinator.heard[:2] == ["announce", "published"]
 
 
 def test_a_coordinator_that_does_not_know_the_round_is_told_all_of_it(client: Callable[..., Any]) -> None:
-    run, coordinator = client(next_batch=[(Next.TELL, []), (Next.GO_ON, [])], published=[False, True])
+    run, coordinator = client(next_batch=[(Next.REPORT, []), (Next.CONTINUE, [])], published=[False, True])
     _publish(run)
-    assert run.next_batch(1, SECOND) == (Next.GO_ON, [])
+    assert run.next_batch(1, SECOND) == (Next.CONTINUE, [])
     assert coordinator.asked[1:] == [
         ("next_batch", 1, SECOND, TRAINED, ""),
         ("published", TRAINED, None),
-        ("published", TRAINED, {PortionKey(round=0, index=0): "summary"}),
+        ("published", TRAINED, {WorkUnitKey(round=0, index=0): "summary"}),
         ("next_batch", 1, SECOND, None, ""),
     ]
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from actors.checkpoints.best import validated_best
-from actors.checkpoints.selection import Position, checkpoints_to_answer, newest_checkpoint, to_go_on
-from actors.messages import Generation, Portion, ScoredPortion
+from actors.checkpoints.selection import Position, newest_checkpoint, resumable, servable_checkpoints
+from actors.messages import ScoredWorkUnit, WeightsId, WorkUnit
 from actors.resources import GpuSection
 from actors.run_config import ControlSection, ModelSection
 from actors.spec import Phase, RunSpec
 from actors.training.context import RunContext
-from actors.training.ending import OutOfGpuMemoryError
+from actors.training.limits import OutOfGpuMemoryError
 from actors.training.round_update import RoundUpdate
 from actors.training.training import TrainingRun
 from actors.weights.fetching import PolicyLoader
@@ -205,7 +205,7 @@ class _RememberingRun(LocalRun):
 
     def publish(self, manifest: Manifest, weights: Mapping[str, torch.Tensor]) -> None:
         super().publish(manifest, weights)
-        self._loader.load(Generation(version=manifest.version, digest=manifest.digest))
+        self._loader.load(WeightsId(version=manifest.version, digest=manifest.digest))
         merged = copy.deepcopy(self._policy)
         merge_adapters(merged)
         self.versions[manifest.version] = merged.state_dict()
@@ -227,7 +227,7 @@ def test_a_checkpoint_of_an_adapter_is_the_version_that_was_published(spec: RunS
     )
     remembering = _RememberingRun(run)
     TrainingRun(run, remembering, Pulse(), Ranks(), _ticking(0.01)).run()
-    found = checkpoints_to_answer(run.checkpoints_dir)
+    found = servable_checkpoints(run.checkpoints_dir)
     assert [path.name for _, path in found] == ["initial", "sft", *(f"rl-00000{done}" for done in range(1, 7))]
     for position, path in found:
         if path.name == "initial" and "4 bits" in lora:
@@ -293,10 +293,10 @@ def test_checkpoints_by_time_take_a_small_share_of_it_and_the_newest_and_the_bes
 def test_half_of_an_sft_is_gone_on_from_and_never_answered_from(spec: RunSpec, tmp_path: Path) -> None:
     run = _spec(spec, tmp_path / "run")
     _run(run, Pulse("sft, step 3"))
-    found = newest_checkpoint(run.checkpoints_dir, to_go_on(3))
+    found = newest_checkpoint(run.checkpoints_dir, resumable(3))
     assert found is not None
     assert (found.directory.name, found.position.step) == ("sft-000003", 3)
-    assert [path.name for _, path in checkpoints_to_answer(run.checkpoints_dir)] == ["initial"]
+    assert [path.name for _, path in servable_checkpoints(run.checkpoints_dir)] == ["initial"]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_left_out_and_one_that_ends_a_stage_is_waited_for(
@@ -428,11 +428,11 @@ class _Samplers(LocalRun):
     def watch(self, context: RunContext) -> None:
         self._context = context
 
-    def _score(self, portion: Portion, generation: Generation) -> ScoredPortion:
+    def _score(self, work_unit: WorkUnit, weights_id: WeightsId) -> ScoredWorkUnit:
         held = [*self._context.policy.tensors(), *self._context.learner_tensors()]
         assert {local_part(tensor).untyped_storage().nbytes() for tensor in held} == {0}
         self.num_turns += 1
-        return super()._score(portion, generation)
+        return super()._score(work_unit, weights_id)
 
 
 @pytest.mark.parametrize("lora", LORAS)

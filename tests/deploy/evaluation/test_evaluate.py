@@ -60,9 +60,9 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(evaluate: Callable, runs: Pat
     sampler = Sampler(load_policy(checkpoint), 0, spec.rollout.engine)
     for params, cell in zip(recipe.evaluated_params, cells, strict=True):
         texts, num_forwards = [], 0
-        for portion in plan.evaluation_portions(params, sampler.model.config):
-            completions = sampler.generate(portion.requests)
-            texts += grader.grade(portion, completions)[1].texts
+        for work_unit in plan.evaluation_work_units(params, sampler.model.config):
+            completions = sampler.generate(work_unit.requests)
+            texts += grader.grade(work_unit, completions)[1].texts
             num_forwards += sum(completion.num_forwards for completion in completions)
         rows = _lines(workdir / "out" / cell["answers"])[1:]
         assert [row["generation"] for row in rows] == texts

@@ -117,9 +117,9 @@ def test_gpus_that_would_wait_in_every_round_are_refused(
     if found_s is None:
         assert found == []
     else:
-        number, portions, groups, take = found_s
+        number, work_units, groups, take = found_s
         assert found == [
-            f"rollout.num_samplers is {number}, and only {portions} portions of {6 * groups} completions can be "
+            f"rollout.num_samplers is {number}, and only {work_units} portions of {6 * groups} completions can be "
             f"sampled at a time: the other GPUs would wait; take {take}"
         ]
 

@@ -95,7 +95,7 @@ def test_ranks_that_could_be_given_one_gpu_are_refused(recipe_file: Path) -> Non
 def test_who_takes_turns_is_one_of_each_kind_on_a_gpu(whole: float) -> None:
     """As Ray counts, which places the samplers first."""
     gpus = GpuSection(colocate=True, sampler=whole, learner=whole / 2)
-    sampler, learner = gpus.asked_for_sampler, gpus.asked_for_learner
+    sampler, learner = gpus.sampler_request, gpus.learner_request
     assert sampler + learner == pytest.approx(whole)
     left = whole - sampler
     assert learner <= left + 1e-9 < 2 * learner, "room for one learner worker beside a sampler"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.checkpoints.selection import Position, newest_checkpoint, prune, to_go_on
+from actors.checkpoints.selection import Position, newest_checkpoint, prune, resumable
 from actors.spec import Phase
 from deploy.errors import UserError
 from deploy.job.mirroring import mirrored
@@ -112,9 +112,9 @@ def test_a_run_is_taken_from_its_copy_where_its_directory_is_not(
     shutil.rmtree(run_dir)
     fetch_run(recipe)
     assert _contents(run_dir) == here
-    found = newest_checkpoint(run_dir / "checkpoints", to_go_on(9))
+    found = newest_checkpoint(run_dir / "checkpoints", resumable(9))
     assert found is not None
-    assert (found.directory.name, found.passed_over) == ("rl-000004", ())
+    assert (found.directory.name, found.skipped) == ("rl-000004", ())
 
 
 def test_a_checkpoint_that_is_written_anew_is_copied_anew(recipe: Recipe, run_dir: Path, policy: Transformer) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import deploy.cli.status
-from actors.coordination.pool import Work
+from actors.coordination.pool import WorkSpan
 from actors.coordination.status import ActorState, ActorStatus, RunStatus
 from actors.coordination.timeline import TIMELINE, Timeline, read_trace
 from deploy.runs.lock import RunLock
@@ -68,7 +68,7 @@ def _just_now() -> float:
 def _write_timeline(directory: Path) -> None:
     timeline = Timeline()
     now = time.monotonic()
-    timeline.add_works([Work(actor="sampler 0", key=None, began=now - 4, ended=now - 3, is_done=False)])
+    timeline.add_work_spans([WorkSpan(actor="sampler 0", key=None, began=now - 4, ended=now - 3, is_done=False)])
     timeline.add_round(11, {"sampling_s": 2.0, "training_s": 6.0, "publish_s": 2.0})
     timeline.write(directory)
 

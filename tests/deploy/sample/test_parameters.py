@@ -21,7 +21,7 @@ from deploy.sampling.prepare import OPTION_KEYS
 from deploy.sampling.view import Colour
 from learner.model.tokenizer import ChatTokenizer
 from rollout.config import EngineConfig
-from rollout.request import Cache, Drawing, SamplingParams, Schedule
+from rollout.request import Cache, SamplingOrder, SamplingParams, Schedule
 from tests.deploy.sample.asking import SHORT
 
 
@@ -177,7 +177,7 @@ def test_every_parameter_of_the_sampler_can_be_asked_for() -> None:
     assert set(SAMPLING_KEYS) <= set(CompletionLine.model_fields)
     hints = get_type_hints(sample)
     assert set(OPTION_KEYS) | {"seed"} <= set(hints)
-    for name, kind in (("schedule", Schedule), ("drawing", Drawing), ("cache", Cache)):
+    for name, kind in (("schedule", Schedule), ("drawing", SamplingOrder), ("cache", Cache)):
         literal = next(hint for hint in get_args(hints[name]) if get_args(hint))
         assert list(get_args(literal)) == [str(choice) for choice in kind]
     assert list(get_args(hints["colour"])) == [str(choice) for choice in Colour]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from actors.messages import Portion, PortionKey, PortionSummary, ScoredPortion
+from actors.messages import ScoredWorkUnit, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.spec import sampler_facts
-from actors.training.choosing import EVERY_GROUP
 from actors.training.collate import collate
+from actors.training.dynamic_sampling import EVERY_GROUP
 from learner.algorithms import with_algorithm
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
@@ -49,11 +49,11 @@ def sampled(policy: Transformer) -> tuple[list[Request], list[Completion]]:
 def batch(sampled: tuple[list[Request], list[Completion]], config: TransformerConfig) -> RolloutBatch:
     requests, completions = sampled
     groups = tuple(i // 4 for i in range(8))
-    portion = Portion(key=PortionKey(round=0, index=0), problems=(), group_ids=groups, requests=tuple(requests))
+    work_unit = WorkUnit(key=WorkUnitKey(round=0, index=0), problems=(), group_ids=groups, requests=tuple(requests))
     grades = [Grade(reward=(i % 3) / 2, parts={}, correct=i % 3 == 2) for i in range(8)]
-    summary = PortionSummary.of(completions, grades, [""] * 8, {})
-    scored = ScoredPortion(portion=portion, completions=tuple(completions), summary=summary)
-    found = collate([scored], PARAMS.most_slots(is_block_causal=True), config.eos_token_id, EVERY_GROUP)
+    summary = WorkUnitSummary.of(completions, grades, [""] * 8, {})
+    scored = ScoredWorkUnit(work_unit=work_unit, completions=tuple(completions), summary=summary)
+    found = collate([scored], PARAMS.max_slots(is_block_causal=True), config.eos_token_id, EVERY_GROUP)
     assert found is not None
     return found
 

@@ -104,12 +104,14 @@ def test_the_record_of_slots_is_of_the_laws_that_they_came_from(renoising_policy
         prefix = renoising_policy.prefix()
         renoising_policy.append(prefix, torch.tensor(REQUESTS[0].prompt_ids))
         raw = renoising_policy(prefix, torch.from_numpy(canvas.seen[0]).long()).log_softmax(-1)
-    law = (raw / PARAMS.temperature(0)).log_softmax(-1)
+    distribution = (raw / PARAMS.temperature(0)).log_softmax(-1)
     tokens = torch.from_numpy(canvas.drawn[0]).long()[:, None]
     assert slots.commit_logp[:SLOTS] == pytest.approx(canvas.drawn_logp[0], abs=1e-6)
     assert slots.commit_logp_raw[:SLOTS][kept] == pytest.approx(raw.gather(1, tokens)[:, 0].numpy()[kept], abs=1e-4)
     assert slots.commit_entropy[:SLOTS] == pytest.approx(-(raw.exp() * raw).sum(-1).numpy(), abs=1e-4)
-    assert slots.commit_law_entropy[:SLOTS] == pytest.approx(-(law.exp() * law).sum(-1).numpy(), abs=1e-4)
+    assert slots.commit_law_entropy[:SLOTS] == pytest.approx(
+        -(distribution.exp() * distribution).sum(-1).numpy(), abs=1e-4
+    )
     (_, one), *_ = _drained(batch)[0].items()
     assert not one.commit_logp.any(), "what is committed was not drawn"
     assert one.commit_logp_raw.max() < 0
@@ -147,7 +149,7 @@ def test_what_is_no_interrupted_completion_is_refused(
 
 
 def test_who_has_no_row_waits_and_one_that_leaves_gives_its_own(renoising_policy: RenoisingPolicy) -> None:
-    batch = RenoisingSampler(renoising_policy, 0).open(most_rows=2)
+    batch = RenoisingSampler(renoising_policy, 0).open(max_rows=2)
     for request in REQUESTS:
         batch.submit(request)
     batch.step()

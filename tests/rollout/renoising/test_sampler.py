@@ -19,13 +19,13 @@ from torch import Tensor
 from learner.estimators.renoised import kept_logps
 from learner.model.renoising.config import RenoisingConfig, is_renoising
 from learner.model.renoising.policy import RenoisingPolicy, load_renoising_policy
-from rollout.drawing import Predictions, predictions
 from rollout.field_error import FieldError
-from rollout.renoising.draws import KeyedDraws
+from rollout.renoising.random_source import KeyedRandomSource
 from rollout.renoising.request import RenoisedCompletion, RenoisingParams, RenoisingRequest
 from rollout.renoising.row import within_bound
 from rollout.renoising.sampler import RenoisingSampler
 from rollout.request import FinishReason
+from rollout.token_sampling import Predictions, predictions
 
 PARAMS = RenoisingParams(gen_length=20, max_denoise_steps=6, entropy_bound=2.0)
 
@@ -168,13 +168,25 @@ def test_the_likelihood_has_the_gradient_of_its_numbers(renoising_checkpoint: Pa
 
 def test_draws_follow_the_law_and_fresh_ids_are_uniform() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(4000, -1)
-    draws = KeyedDraws(3, 4000, 4, torch.device("cpu"))
+    random_source = KeyedRandomSource(3, 4000, 4, torch.device("cpu"))
     predicted = predictions(logits.clone())
-    counts = torch.bincount(draws.tokens(0, 0, predicted), minlength=4) / 4000
+    counts = torch.bincount(random_source.tokens(0, 0, predicted), minlength=4) / 4000
     torch.testing.assert_close(counts, logits[0].softmax(-1), atol=0.03, rtol=0)
-    for ids in (draws.initial(0), draws.initial(1), draws.fresh(0, 0), draws.fresh(0, 1), draws.fresh(1, 0)):
+    for ids in (
+        random_source.initial(0),
+        random_source.initial(1),
+        random_source.fresh(0, 0),
+        random_source.fresh(0, 1),
+        random_source.fresh(1, 0),
+    ):
         torch.testing.assert_close(torch.bincount(ids, minlength=4) / 4000, torch.full((4,), 0.25), atol=0.03, rtol=0)
-    kinds = [draws.initial(0), draws.initial(1), draws.fresh(0, 0), draws.fresh(0, 1), draws.fresh(1, 0)]
+    kinds = [
+        random_source.initial(0),
+        random_source.initial(1),
+        random_source.fresh(0, 0),
+        random_source.fresh(0, 1),
+        random_source.fresh(1, 0),
+    ]
     assert len({tuple(ids.tolist()) for ids in kinds}) == len(kinds), "each choice has draws of its own"
 
 

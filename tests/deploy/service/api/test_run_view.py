@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from actors.checkpoints.selection import checkpoints_to_answer
+from actors.checkpoints.selection import servable_checkpoints
 from deploy.runs.checkpoints import read_recipe
 from deploy.service.api import run_view
 from deploy.service.api.run_view import RunView
@@ -76,9 +76,7 @@ def test_the_disk_is_not_read_for_every_question_about_versions(run_dir, add_che
     assert view.versions() == (1,)
     assert view.checkpoint(1).phase == "sft"
     read = []
-    monkeypatch.setattr(
-        run_view, "checkpoints_to_answer", lambda path: read.append(path) or checkpoints_to_answer(path)
-    )
+    monkeypatch.setattr(run_view, "servable_checkpoints", lambda path: read.append(path) or servable_checkpoints(path))
     add_checkpoint(run_dir, 2)
     assert view.versions() == (1,)
     assert view.checkpoint(2) is None

@@ -13,7 +13,7 @@ import pytest
 from deploy.requests.body import ChatRequest, CompletionRequest
 from deploy.requests.errors import RequestError
 from deploy.requests.responses import ResponsesRequest
-from rollout.request import LEAST_TEMPERATURE
+from rollout.request import MIN_TEMPERATURE
 from tests.deploy.service.app.asking import ASK, CHAT, assert_error, events_of
 
 KINDS = {
@@ -147,7 +147,7 @@ def test_neutral_numbers_leave_the_text_as_it_is(said, path):
 
 def test_a_temperature_of_almost_none_is_the_least_that_there_is(service):
     plan = service.planner.plan(CompletionRequest.model_validate(ASK | {"temperature": 1e-6}))
-    assert plan.requests[0].params.temperature == LEAST_TEMPERATURE
+    assert plan.requests[0].params.temperature == MIN_TEMPERATURE
 
 
 def test_n_of_several_may_be_their_best(client):

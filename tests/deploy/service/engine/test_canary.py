@@ -58,8 +58,8 @@ def solving(recipe, run_dir, monkeypatch):
     solved, generated = {}, []
 
     class Solver(Sampler):
-        def open(self, requests=(), most_rows=None):
-            batch = super().open(requests, most_rows)
+        def open(self, requests=(), max_rows=None):
+            batch = super().open(requests, max_rows)
             step, submit, asked = batch.step, batch.submit, []
 
             def keep(request):
@@ -87,8 +87,8 @@ def test_the_first_heldout_problems_are_asked_as_in_an_evaluation(make_canary, m
     solving[1] = 5
     assert make_canary().score(make_sampler(1), lambda: True) == Score(num_correct=5, num_problems=ASKED)
     plan = RunPlan(make_spec(recipe, Stages.ALL), ChatTokenizer(run_dir / "checkpoints" / "sft-1"))
-    portions = plan.evaluation_portions(recipe.rollout.sampling, load_config(run_dir / "checkpoints" / "sft-1"))
-    expected = [request for portion in portions for request in portion.requests]
+    work_units = plan.evaluation_work_units(recipe.rollout.sampling, load_config(run_dir / "checkpoints" / "sft-1"))
+    expected = [request for work_unit in work_units for request in work_unit.requests]
     asked = {index: request for _, index, request in solving["asked"]}
     assert [asked[index] for index in range(ASKED)] == expected[:ASKED]
     assert all(request.params.temperature == 0 for request in asked.values())

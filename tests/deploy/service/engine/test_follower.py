@@ -6,7 +6,7 @@ import pytest
 import redis
 
 from actors.registry.files import write_admin
-from actors.registry.records import NOTHING_HELD, AdminState, EventKind
+from actors.registry.records import DEFAULT_ADMIN_STATE, AdminState, EventKind
 from actors.registry.registry import Registry
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint
 from deploy.service.engine.follower import VersionFollower
@@ -152,7 +152,7 @@ def test_versions_out_of_reach_are_not_refused_and_engines_serve_them_once_they_
         registry.announce(make_policy(version, weight_store="d1-weights-tiny"))
         assert not old_follower.follow_once(0)
     assert old.refused == ()
-    assert registry.standing().refused == frozenset()
+    assert registry.snapshot().refused == frozenset()
     assert EventKind.REFUSED not in dict(kinds(registry))
     registry.add_checkpoint(4, "/somewhere")
     # Before another engine has moved the alias.
@@ -170,7 +170,7 @@ def test_a_version_with_another_checksum_than_was_announced_stays_out_and_says_s
     follower = follow(make_policy(2, checkpoint=str(directory), manifest_digest="dead" * 16))
     assert not follower.follow_once(0)
     assert versions.policy.version == 1
-    assert registry.standing().refused == {2}
+    assert registry.snapshot().refused == {2}
     assert "holds other weights than were announced" in versions.refused[0].why
 
 
@@ -178,10 +178,10 @@ def test_a_version_that_arrived_damaged_is_served_from_its_checkpoint(versions, 
     follower = follow(make_policy(2, weight_store="d1-weights-tiny"))
     loads_checkpoints_alone(versions, ValueError("the checksum differs"))
     assert not follower.follow_once(0)
-    assert registry.standing().refused == {2}
+    assert registry.snapshot().refused == {2}
     registry.add_checkpoint(2, "/somewhere")
     assert follower.follow_once(0)
-    assert (versions.policy.version, versions.refused, registry.standing().refused) == (2, (), frozenset())
+    assert (versions.policy.version, versions.refused, registry.snapshot().refused) == (2, (), frozenset())
 
 
 def test_a_version_that_is_refused_is_counted_and_not_asked_for_again(versions, follow, registry, make_policy):
@@ -403,7 +403,7 @@ def test_a_service_goes_on_with_a_new_run_of_the_name_and_without_the_pin_of_the
     assert follower.follow_once(0)
     assert (versions.policy.version, follower.status.num_errors) == (2, 0)
     assert registry.aliases() == {"newest": 2, "policy": 2}
-    assert follower.status.admin == NOTHING_HELD
+    assert follower.status.admin == DEFAULT_ADMIN_STATE
 
 
 def test_a_pin_outlives_the_registrys_data(versions, follow, registry, run_dir, add_checkpoint, make_policy):

@@ -36,7 +36,7 @@ class OutOfGpuMemoryError(RuntimeError):
 
 
 @contextmanager
-def updating(section: str, what: str, rank: int) -> Iterator[None]:
+def catching_gpu_oom(section: str, what: str, rank: int) -> Iterator[None]:
     """Raise OutOfGpuMemoryError if the block runs out of memory on this rank's GPU.
 
     The other ranks are blocked in a collective that this one does not reach, so all ranks restart.
@@ -97,7 +97,9 @@ class Decision:
     """A stop was requested."""
 
 
-def decided(ranks: Ranks, pulse: Pulse, seconds: Callable[[], float], must_save: Callable[[], bool]) -> Decision:
+def agreed_decision(
+    ranks: Ranks, pulse: Pulse, seconds: Callable[[], float], must_save: Callable[[], bool]
+) -> Decision:
     """Return rank 0's decision on every rank. A collective."""
     return Decision(
         **ranks.broadcast_decision(

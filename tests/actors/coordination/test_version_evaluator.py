@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from actors.checkpoints.best import best_version, validated_best
-from actors.coordination.evaluation import VersionEvaluator
-from actors.coordination.pools import PortionFailedError
-from actors.messages import Generation, Portion, PortionKey, PortionSummary
+from actors.coordination.pools import WorkUnitFailedError
+from actors.coordination.version_evaluator import VersionEvaluator
+from actors.messages import WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.plan import RunPlan
 from actors.spec import RunSpec
 from learner.model.checkpoint_files import load_config
@@ -59,25 +59,25 @@ class _Pools:
     def __init__(self, num_failing: int = 0, num_ungraded: int = 0, num_tries: int = 99) -> None:
         """The first try of `num_failing` portions fails. The last answers of a portion cannot be graded, and no try of
         one comes back after the first `num_tries`."""
-        self.asked: list[Portion] = []
+        self.asked: list[WorkUnit] = []
         self._num_failing, self._num_ungraded, self._num_tries = num_failing, num_ungraded, num_tries
 
     async def score(
-        self, generation: Generation, key: PortionKey, make: Callable[[], Portion], due: float
-    ) -> tuple[None, PortionSummary]:
-        portion = make()
-        self.asked.append(portion)
-        if portion.key.index < self._num_failing and self.asked.count(portion) == 1:
-            raise PortionFailedError("no luck")
-        if self.asked.count(portion) > self._num_tries:
-            raise PortionFailedError("no luck any more")
-        count, steps = len(portion.requests), portion.requests[0].params.num_denoise_steps
+        self, weights_id: WeightsId, key: WorkUnitKey, make: Callable[[], WorkUnit], due: float
+    ) -> tuple[None, WorkUnitSummary]:
+        work_unit = make()
+        self.asked.append(work_unit)
+        if work_unit.key.index < self._num_failing and self.asked.count(work_unit) == 1:
+            raise WorkUnitFailedError("no luck")
+        if self.asked.count(work_unit) > self._num_tries:
+            raise WorkUnitFailedError("no luck any more")
+        count, steps = len(work_unit.requests), work_unit.requests[0].params.num_denoise_steps
         grades = [Grade(reward=0.0, parts={}, correct=steps > 2) for _ in range(count)]
         failures = tuple(f"the grader failed on {index}" for index in range(self._num_ungraded))
         for index, what in enumerate(failures):
             grades[-1 - index] = Grade(reward=0.0, parts={}, correct=False, outcome=Outcome.ERROR, detail=what)
         step_maps = tuple(tuple(range(steps)) for _ in range(count))
-        return None, PortionSummary(
+        return None, WorkUnitSummary(
             grades=tuple(grades),
             texts=(),
             num_tokens=(),
@@ -95,7 +95,7 @@ def _scored(
     schedules = [schedule.of(spec.rollout.sampling) for schedule in steps]
     policy = load_config(spec.initial_checkpoint)
     evaluation = VersionEvaluator(plan, schedules, pools, 2, on_failure, policy=policy)  # type: ignore[arg-type]
-    return asyncio.run(evaluation.score(Generation(version=1, digest=""), label, due=0))
+    return asyncio.run(evaluation.score(WeightsId(version=1, digest=""), label, due=0))
 
 
 @pytest.mark.parametrize("num_failing", [0, 3])
@@ -108,7 +108,7 @@ def test_every_problem_is_asked_once_at_each_schedule_and_the_first_counts(
     right = {name: (counts["num_correct"], counts["mean_steps"]) for name, counts in scored["schedules"].items()}
     assert right == {"4 steps": (20, 4), "1 step": (0, 1), "8 steps": (20, 8)}
     assert len(pools.asked) == 9 + num_failing
-    assert len({portion.key for portion in pools.asked}) == 9, "each has a name of its own"
+    assert len({work_unit.key for work_unit in pools.asked}) == 9, "each has a name of its own"
 
 
 @pytest.mark.parametrize("num_tries", [1, 2])
@@ -145,7 +145,7 @@ def test_validation_asks_its_own_problems_at_the_first_schedule(spec: RunSpec) -
         pools = _Pools()
         scored = _scored(spec, plan, pools, label)
         assert (scored["num_problems"], len(scored["schedules"])) == (count, 1 if label == "validation" else 3)
-        asked.append({problem.problem_id for portion in pools.asked for problem in portion.problems})
+        asked.append({problem.problem_id for work_unit in pools.asked for problem in work_unit.problems})
     trained_on = {problem.problem_id for problem in plan.train}
     assert asked[0].isdisjoint(asked[1] | trained_on)
     assert trained_on.isdisjoint(asked[1])

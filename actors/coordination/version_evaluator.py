@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actors.coordination.pools import Pools, PortionFailedError
-from actors.messages import Generation, Portion, PortionSummary
+from actors.coordination.pools import Pools, WorkUnitFailedError
+from actors.messages import WeightsId, WorkUnit, WorkUnitSummary
 from actors.plan import RunPlan
 from actors.run_log import VALIDATION
 from actors.spec import Phase
@@ -21,10 +21,10 @@ _ONE_SCHEDULE = ("round", VALIDATION, Phase.UNTRAINED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
+class _EvaluationProblems:
     """Problems of an evaluation at one schedule."""
 
-    portions: list[Portion]
+    work_units: list[WorkUnit]
     """Work units of the problems that are sampled."""
     without_room: list[Problem]
     """Problems whose prompts leave no room for a completion; they count as wrong."""
@@ -49,22 +49,22 @@ class VersionEvaluator:
 
         Raises ValueError if no prompt leaves room for a completion.
         """
-        self._heldout: dict[str, _Asked] = {}
+        self._heldout: dict[str, _EvaluationProblems] = {}
         count = 0
         for params in schedules:
-            self._heldout[params.schedule_name] = _asked(plan, params, policy, count, plan.heldout)
-            count += len(self._heldout[params.schedule_name].portions)
+            self._heldout[params.schedule_name] = _evaluation_problems(plan, params, policy, count, plan.heldout)
+            count += len(self._heldout[params.schedule_name].work_units)
         first = schedules[0]
-        self._validation = {first.schedule_name: _asked(plan, first, policy, count, plan.validation)}
+        self._validation = {first.schedule_name: _evaluation_problems(plan, first, policy, count, plan.validation)}
         self._pools, self._max_attempts, self._on_failure = pools, max_attempts, on_failure
 
     @property
     def without_room(self) -> list[Problem]:
         """Problems that are not sampled at the first schedule, because their prompts leave no room."""
-        of_each = (next(iter(asked.values())) for asked in (self._heldout, self._validation))
-        return [problem for asked in of_each for problem in asked.without_room]
+        of_each = (next(iter(problems.values())) for problems in (self._heldout, self._validation))
+        return [problem for problems in of_each for problem in problems.without_room]
 
-    async def score(self, generation: Generation, label: str, due: float) -> dict[str, Any]:
+    async def score(self, weights_id: WeightsId, label: str, due: float) -> dict[str, Any]:
         """Evaluate a version. Returns fields of the `evaluation` event of a label.
 
         They are the numbers of the first schedule, and under `schedules` those of each: of all at the end of a stage,
@@ -74,12 +74,12 @@ class VersionEvaluator:
             VersionLostError: the weight store has lost the version.
             RuntimeError: all attempts at a work unit failed; an accuracy over fewer problems is not comparable.
         """
-        asked = self._validation if label == VALIDATION else self._heldout
-        names = list(asked)[:1] if label in _ONE_SCHEDULE else list(asked)
+        problems = self._validation if label == VALIDATION else self._heldout
+        names = list(problems)[:1] if label in _ONE_SCHEDULE else list(problems)
         tries = [
-            asyncio.create_task(self._with_retries(generation, portion, due))
+            asyncio.create_task(self._with_retries(weights_id, work_unit, due))
             for name in names
-            for portion in asked[name].portions
+            for work_unit in problems[name].work_units
         ]
         try:
             summaries = iter(await asyncio.gather(*tries))
@@ -87,18 +87,19 @@ class VersionEvaluator:
             for attempt in tries:
                 attempt.cancel()
         found = {
-            name: _counts([next(summaries) for _ in asked[name].portions], asked[name].without_room) for name in names
+            name: _counts([next(summaries) for _ in problems[name].work_units], problems[name].without_room)
+            for name in names
         }
         return {"schedule": names[0], **found[names[0]], "schedules": found}
 
-    async def _with_retries(self, generation: Generation, portion: Portion, due: float) -> PortionSummary:
+    async def _with_retries(self, weights_id: WeightsId, work_unit: WorkUnit, due: float) -> WorkUnitSummary:
         """Score a work unit, with retries. Completions that no attempt can grade count as wrong: at temperature 0 each
         attempt gives the same text, so its grader fails again."""
         summary = None
         for attempt in range(1, self._max_attempts + 1):
             try:
-                _, summary = await self._pools.score(generation, portion.key, lambda: portion, due)
-            except PortionFailedError as error:
+                _, summary = await self._pools.score(weights_id, work_unit.key, lambda: work_unit, due)
+            except WorkUnitFailedError as error:
                 self._on_failure(str(error), attempt)
                 last = error
             else:
@@ -112,16 +113,16 @@ class VersionEvaluator:
         return summary
 
 
-def _asked(
+def _evaluation_problems(
     plan: RunPlan, params: SamplingParams, policy: TransformerConfig, first_index: int, problems: Sequence[Problem]
-) -> _Asked:
-    return _Asked(
-        portions=plan.evaluation_portions(params, policy, first_index, problems),
+) -> _EvaluationProblems:
+    return _EvaluationProblems(
+        work_units=plan.evaluation_work_units(params, policy, first_index, problems),
         without_room=plan.without_room(params, policy, problems),
     )
 
 
-def _counts(summaries: Sequence[PortionSummary], without_room: Sequence[Problem]) -> dict[str, Any]:
+def _counts(summaries: Sequence[WorkUnitSummary], without_room: Sequence[Problem]) -> dict[str, Any]:
     """Return the numbers of an evaluation. Problems without room count as wrong, and are listed."""
     names = [problem.problem_id for problem in without_room]
     grades = [grade for summary in summaries for grade in summary.grades]

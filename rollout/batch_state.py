@@ -23,7 +23,7 @@ from learner.counter import fold_tensor
 from learner.model.config import TransformerConfig
 from rollout.canvas import Canvas
 from rollout.request import Cache, Committed, Completion, FinishReason, Progress, Request, canvas_of
-from rollout.schedules import CODES, RowSchedules, shares
+from rollout.schedules import CODES, RowSchedules, even_share
 
 _NO_TOKEN = -1
 # The dtype of a field's tensor.
@@ -40,7 +40,7 @@ class RowState:
     """Column after the completion's last slot."""
     block_length: Tensor = field(metadata=_INT64)
     steps_per_block: Tensor = field(metadata=_INT64)
-    shares_are_least: Tensor = field(metadata=_BOOL)
+    quota_is_minimum: Tensor = field(metadata=_BOOL)
     """With `threshold`: whether a step commits at least its even share, instead of at least one slot."""
     block_start: Tensor = field(metadata=_INT64)
     """Column where the current block begins."""
@@ -52,9 +52,9 @@ class RowState:
     step_in_block: Tensor = field(metadata=_INT64)
     """Denoise steps done in the current block."""
     edits: Tensor = field(metadata=_BOOL)
-    """Whether the row uses token editing: its blocks are finished once `is_unsettled` is false, not once unmasked."""
-    is_unsettled: Tensor = field(metadata=_BOOL)
-    most_post_steps: Tensor = field(metadata=_INT64)
+    """Whether the row uses token editing: its blocks are finished once `is_editing` is false, not once unmasked."""
+    is_editing: Tensor = field(metadata=_BOOL)
+    max_post_steps: Tensor = field(metadata=_INT64)
     num_post_steps: Tensor = field(metadata=_INT64)
     """Steps of the current block that began with no masked slot."""
     num_idle_steps: Tensor = field(metadata=_INT64)
@@ -62,7 +62,7 @@ class RowState:
     draw_key: Tensor = field(metadata=_INT64)
     done: Tensor = field(metadata=_BOOL)
     """Whether the row is finished; an empty slot is done too."""
-    broken: Tensor = field(metadata=_BOOL)
+    not_finite: Tensor = field(metadata=_BOOL)
     """Whether a prediction for the row was not finite."""
     code: Tensor = field(metadata=_INT64)
     """`CODES` of the schedule."""
@@ -83,8 +83,8 @@ class RowState:
         """Return the rows' schedules, as `select` takes them."""
         return RowSchedules(
             code=self.code,
-            quota=(quota := shares(self.block_masked, self.steps_per_block, self.step_in_block)),
-            least=torch.where(self.shares_are_least, quota, 1),
+            quota=(quota := even_share(self.block_masked, self.steps_per_block, self.step_in_block)),
+            minimum=torch.where(self.quota_is_minimum, quota, 1),
             log_threshold=self.log_threshold,
             factor=self.factor,
             entropy_bound=self.entropy_bound,
@@ -103,11 +103,11 @@ class Canvases:
     logp: Tensor = field(metadata=_FLOAT32)
     logp_raw: Tensor = field(metadata=_FLOAT32)
     entropy: Tensor = field(metadata=_FLOAT32)
-    law_entropy: Tensor = field(metadata=_FLOAT32)
+    distribution_entropy: Tensor = field(metadata=_FLOAT32)
     fallback: Tensor = field(metadata=_BOOL)
 
 
-class Slots:
+class BatchState:
     """Slots of the engine: S rows, each empty or denoising one request."""
 
     def __init__(self, num_slots: int, config: TransformerConfig, device: torch.device) -> None:
@@ -150,13 +150,13 @@ class Slots:
                 self._restore(slot, len(request.prompt_ids), request.committed)
         self._admit_rows(rows_F, requests)
         self._admit_stop_ids(rows_F, requests)
-        self._point_at_blocks(rows_F)
+        self._advance_blocks(rows_F)
 
     def advance(self, rows_A: Tensor, before: RowState, masked_AK: Tensor, written_AK: Tensor) -> None:
         """Count a denoise step, and move rows whose block is finished to their next block.
 
         A row is done when no slot is masked, or when a finished block has a stop token: later text would be cut off.
-        Under token editing a block is finished when a step wrote nothing, or after `most_post_steps` steps that began
+        Under token editing a block is finished when a step wrote nothing, or after `max_post_steps` steps that began
         with no masked slot.
 
         Args:
@@ -168,17 +168,17 @@ class Slots:
         going_A = (~before.done).long()
         self.rows.step_in_block[rows_A] = before.step_in_block + going_A
         if self._has_edits:
-            going_A = self._settle(rows_A, before, masked_AK.any(dim=1), written_AK.any(dim=1))
+            going_A = self._finish_edited_blocks(rows_A, before, masked_AK.any(dim=1), written_AK.any(dim=1))
         self.rows.step[rows_A] = before.step + going_A
-        self._point_at_blocks(rows_A)
+        self._advance_blocks(rows_A)
 
-    def _settle(self, rows_A: Tensor, before: RowState, had_mask_A: Tensor, wrote_A: Tensor) -> Tensor:
+    def _finish_edited_blocks(self, rows_A: Tensor, before: RowState, had_mask_A: Tensor, wrote_A: Tensor) -> Tensor:
         """Mark blocks that are finished under token editing. Returns [A]: 1 where the step wrote something."""
         is_going_A = ~before.done
         num_post_A = before.num_post_steps + (is_going_A & ~had_mask_A)
         self.rows.num_post_steps[rows_A] = num_post_A
         self.rows.num_idle_steps[rows_A] = before.num_idle_steps + (is_going_A & ~wrote_A)
-        self.rows.is_unsettled[rows_A] = before.is_unsettled & wrote_A & (num_post_A < before.most_post_steps)
+        self.rows.is_editing[rows_A] = before.is_editing & wrote_A & (num_post_A < before.max_post_steps)
         return (is_going_A & wrote_A).long()
 
     def harvest(
@@ -242,7 +242,7 @@ class Slots:
         }
         return numbers.T.tolist(), host
 
-    def twins(self, rows_A: Tensor) -> Tensor:
+    def equal_canvases(self, rows_A: Tensor) -> Tensor:
         """Return, for each of some slots, the first of them with the same canvas tokens, possibly itself.
 
         No false matches, and no synchronization with the device: hashes only choose which two canvases are compared.
@@ -267,7 +267,7 @@ class Slots:
             (self.canvases.logp, committed.commit_logp),
             (self.canvases.logp_raw, committed.commit_logp_raw),
             (self.canvases.entropy, committed.commit_entropy),
-            (self.canvases.law_entropy, committed.commit_law_entropy),
+            (self.canvases.distribution_entropy, committed.commit_law_entropy),
             (self.canvases.fallback, committed.fallback),
             (self.canvases.masked, np.zeros(len(committed), dtype=bool)),
         ):
@@ -292,7 +292,7 @@ class Slots:
         padded = [[*ids, *[_NO_TOKEN] * (width - len(ids))] for ids in stop_ids]
         self._stop_ids[rows_F] = on_device(padded, self.device)
 
-    def _point_at_blocks(self, rows_A: Tensor) -> None:
+    def _advance_blocks(self, rows_A: Tensor) -> None:
         """Move each row to its first unfinished block, and mark the rows that are done."""
         rows, masked_AW = self.rows, self.canvases.masked[rows_A]
         begun_A, length_A = rows.block_start[rows_A], rows.block_length[rows_A]
@@ -304,9 +304,9 @@ class Slots:
         start_A = origin_A + block_A * length_A
         is_last_A = first_A == self.width
         if self._has_edits:
-            is_unsettled_A = rows.is_unsettled[rows_A]
-            start_A = torch.where(is_unsettled_A, begun_A, start_A)
-            is_last_A &= ~is_unsettled_A
+            is_editing_A = rows.is_editing[rows_A]
+            start_A = torch.where(is_editing_A, begun_A, start_A)
+            is_last_A &= ~is_editing_A
         # A stop token that was given in a later block does not end the text yet.
         done_A = rows.done[rows_A] | is_last_A | (self._first_stop(rows_A) < start_A)
         is_new_A = (start_A > begun_A) & ~done_A
@@ -318,7 +318,7 @@ class Slots:
         rows.step_in_block[rows_A] = torch.where(is_new_A, 0, rows.step_in_block[rows_A])
         if self._has_edits:
             rows.num_post_steps[rows_A] = torch.where(is_new_A, 0, rows.num_post_steps[rows_A])
-            rows.is_unsettled[rows_A] = torch.where(is_new_A, rows.edits[rows_A], is_unsettled_A)
+            rows.is_editing[rows_A] = torch.where(is_new_A, rows.edits[rows_A], is_editing_A)
 
     def _first_stop(self, rows_A: Tensor) -> Tensor:
         """Return the column [A] of each row's first committed stop token, W where there is none."""
@@ -355,26 +355,26 @@ def on_device(values: Sequence[Any] | NDArray[Any], device: torch.device, dtype:
 
 
 def _row_values(request: Request) -> dict[str, float]:
-    """Return the initial state of a row, by the fields of `RowState`; `_point_at_blocks` then sets its block."""
+    """Return the initial state of a row, by the fields of `RowState`; `_advance_blocks` then sets its block."""
     params, start = request.params, len(request.prompt_ids)
     return {
         "prompt_length": start,
         "end": start + params.gen_length,
         "block_length": params.block_length,
         "steps_per_block": params.num_block_steps,
-        "shares_are_least": params.steps_per_block is not None,
+        "quota_is_minimum": params.steps_per_block is not None,
         "block_start": -1,
         "block_masked": 0,
         "step": 0 if request.committed is None else request.committed.num_steps,
         "step_in_block": 0,
         "edits": params.edits,
-        "is_unsettled": False,
-        "most_post_steps": params.max_post_steps,
+        "is_editing": False,
+        "max_post_steps": params.max_post_steps,
         "num_post_steps": 0,
         "num_idle_steps": 0,
         "draw_key": request.draw_key,
         "done": False,
-        "broken": False,
+        "not_finite": False,
         "code": CODES[params.schedule],
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -417,6 +417,6 @@ def _columns(kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "commit_logp": kept["logp"].copy(),
         "commit_logp_raw": kept["logp_raw"].copy(),
         "commit_entropy": kept["entropy"].copy(),
-        "commit_law_entropy": kept["law_entropy"].copy(),
+        "commit_law_entropy": kept["distribution_entropy"].copy(),
         "fallback": kept["fallback"].astype(bool),
     }

@@ -33,10 +33,10 @@ class Completions(tuple[Completion, ...]):
         lengths = np.array([len(completion.token_ids) for completion in self])
         arrays = {name: np.concatenate(column) for name, column in columns.items() if is_array[name]}
         values = {name: column for name, column in columns.items() if not is_array[name]}
-        return _unpacked, (lengths, arrays, values)
+        return _from_columns, (lengths, arrays, values)
 
 
-def _unpacked(
+def _from_columns(
     lengths: NDArray[np.int64], arrays: Mapping[str, NDArray[Any]], values: Mapping[str, Sequence[Any]]
 ) -> Completions:
     spans = [slice(begin, end) for begin, end in pairwise([0, *lengths.cumsum().tolist()])]

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from learner.counter import uniform
 from learner.seeds import fold
-from rollout.drawing import Predictions, inverse_cdf
+from rollout.token_sampling import Predictions, inverse_cdf
 
 _INITIAL_KEY, _TOKEN_KEY, _FRESH_KEY = 31, 32, 33
 
 
-class Draws(Protocol):
+class RandomSource(Protocol):
     """The random choices of one completion."""
 
     def initial(self, canvas: int) -> Tensor:
@@ -30,7 +30,7 @@ class Draws(Protocol):
         """Return [C] random ids for the slots that a step does not accept."""
 
 
-class KeyedDraws:
+class KeyedRandomSource:
     """Counter-based generator: the same seed and weights give the same tokens, whatever else is running."""
 
     def __init__(self, seed: int, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -39,16 +39,16 @@ class KeyedDraws:
         self._slots, self._vocab_size = torch.arange(num_slots, device=device), vocab_size
 
     def initial(self, canvas: int) -> Tensor:
-        """As `Draws`."""
+        """As `RandomSource`."""
         return self._ids(_INITIAL_KEY, canvas, 0)
 
     def tokens(self, canvas: int, step: int, predicted: Predictions) -> Tensor:
-        """As `Draws`."""
+        """As `RandomSource`."""
         uniforms_C = uniform(self._key, _TOKEN_KEY, canvas, step, self._slots)
         return inverse_cdf(predicted.shifted.exp(), uniforms_C)[0]
 
     def fresh(self, canvas: int, step: int) -> Tensor:
-        """As `Draws`."""
+        """As `RandomSource`."""
         return self._ids(_FRESH_KEY, canvas, step)
 
     def _ids(self, kind: int, canvas: int, step: int) -> Tensor:

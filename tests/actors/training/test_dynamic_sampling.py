@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.training.choosing import EVERY_GROUP, GroupChoice, graded_rows
+from actors.training.dynamic_sampling import EVERY_GROUP, GroupSelection, graded_rows
 from rewards import Grade, Outcome
 
 SIZE = 4
@@ -27,23 +27,23 @@ TEACHES, ALL_RIGHT, ALL_WRONG = _grades(0.0, 0.5, 0.0, 1.0), _grades(*[1.0] * SI
 
 
 def test_groups_that_teach_nothing_are_left_out_and_the_first_that_teach_taken() -> None:
-    choice = GroupChoice(num_groups=2, most_groups=4)
-    portions = [_rows(ALL_RIGHT, TEACHES), _rows(TEACHES, TEACHES, first=2)]
-    assert choice.trained_rows(portions) == [[4, 5, 6, 7], [0, 1, 2, 3]]
+    selection = GroupSelection(num_groups=2, max_groups=4)
+    work_units = [_rows(ALL_RIGHT, TEACHES), _rows(TEACHES, TEACHES, first=2)]
+    assert selection.trained_rows(work_units) == [[4, 5, 6, 7], [0, 1, 2, 3]]
 
 
 def test_where_no_group_is_replaced_all_are_trained_on() -> None:
-    portions = [_rows(ALL_RIGHT, TEACHES), _rows(ALL_WRONG, first=2)]
-    for choice in (EVERY_GROUP, GroupChoice(num_groups=3, most_groups=3)):
-        assert choice.trained_rows(portions) == [list(range(8)), list(range(4))]
-        assert choice.portions_needed([2, 1], {0: 0, 1: 0}) == 2
+    work_units = [_rows(ALL_RIGHT, TEACHES), _rows(ALL_WRONG, first=2)]
+    for selection in (EVERY_GROUP, GroupSelection(num_groups=3, max_groups=3)):
+        assert selection.trained_rows(work_units) == [list(range(8)), list(range(4))]
+        assert selection.work_units_needed([2, 1], {0: 0, 1: 0}) == 2
 
 
 def test_a_group_of_which_too_few_are_graded_teaches_nothing() -> None:
     failed = _grades(0.0, 1.0, outcome=Outcome.ERROR)
     rows = _rows([*_grades(0.5), *failed], [*_grades(0.5, 1.0), *failed])
     assert graded_rows(*rows) == [3, 4]
-    assert GroupChoice(num_groups=1, most_groups=2).num_teaching(rows) == 1
+    assert GroupSelection(num_groups=1, max_groups=2).num_informative(rows) == 1
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_a_group_of_which_too_few_are_graded_teaches_nothing() -> None:
 def test_what_the_accuracies_leave_out_teaches_nothing(low: float, high: float, num: int) -> None:
     """Of groups of which a quarter, a half and three quarters are right."""
     groups = [_grades(*[1.0] * count, *[0.0] * (SIZE - count)) for count in (1, 2, 3)]
-    choice = GroupChoice(num_groups=3, most_groups=6, min_accuracy=low, max_accuracy=high)
-    assert choice.num_teaching(_rows(*groups)) == num
+    selection = GroupSelection(num_groups=3, max_groups=6, min_accuracy=low, max_accuracy=high)
+    assert selection.num_informative(_rows(*groups)) == num
 
 
 @given(
@@ -63,19 +63,19 @@ def test_what_the_accuracies_leave_out_teaches_nothing(low: float, high: float, 
 )
 @settings(max_examples=300)
 def test_the_portions_asked_do_not_depend_on_who_answers_first(
-    portions: list[list[bool]], num_groups: int, order: random.Random
+    work_units: list[list[bool]], num_groups: int, order: random.Random
 ) -> None:
     """Always the shortest beginning with enough groups that teach, or all; and never one of them in vain."""
-    sizes, teaching = [len(portion) for portion in portions], [sum(portion) for portion in portions]
-    choice = GroupChoice(num_groups=num_groups, most_groups=sum(sizes))
-    enough = (count for count in range(len(portions) + 1) if sum(teaching[:count]) >= num_groups)
-    expected = next(enough, len(portions))
+    sizes, informative = [len(work_unit) for work_unit in work_units], [sum(work_unit) for work_unit in work_units]
+    selection = GroupSelection(num_groups=num_groups, max_groups=sum(sizes))
+    enough = (count for count in range(len(work_units) + 1) if sum(informative[:count]) >= num_groups)
+    expected = next(enough, len(work_units))
     known: dict[int, int] = {}
-    asked = choice.portions_needed(sizes, known)
+    asked = selection.work_units_needed(sizes, known)
     while open_ := [index for index in range(asked) if index not in known]:
         index = order.choice(open_)
-        known[index] = teaching[index]
-        now = choice.portions_needed(sizes, known)
+        known[index] = informative[index]
+        now = selection.work_units_needed(sizes, known)
         assert now >= asked
         asked = now
     assert asked == expected

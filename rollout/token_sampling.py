@@ -13,8 +13,8 @@ from torch import Tensor
 
 _CHUNK = 64
 # Logits that a CPU processes at a time: with their exponentials they fit into its L2 cache.
-_CACHED = 1 << 17
-_LEAST = -1e4
+_CPU_CHUNK = 1 << 17
+_MIN_LOGIT = -1e4
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Predictions:
         shifted_NV, log_norm_N = self.shifted[slots_N], self.log_norm[slots_N]
         weights_NV = shifted_NV.exp()
         # A forbidden token adds nothing: its weight is 0, and clamping makes its logit finite (0 times -inf is NaN).
-        mean_N = weights_NV.mul_(shifted_NV.clamp_(min=_LEAST)).sum(dim=-1) * (-log_norm_N).exp()
+        mean_N = weights_NV.mul_(shifted_NV.clamp_(min=_MIN_LOGIT)).sum(dim=-1) * (-log_norm_N).exp()
         return log_norm_N - mean_N
 
 
@@ -52,7 +52,7 @@ def predictions(logits_NV: Tensor) -> Predictions:
     total_N = shifted_NV.new_empty(len(shifted_NV))
     # On a CPU in chunks: all rows at once would take four passes through main memory, and a tensor as large as the
     # logits.
-    rows = max(1, _CACHED // shifted_NV.shape[1]) if shifted_NV.device.type == "cpu" else max(1, len(shifted_NV))
+    rows = max(1, _CPU_CHUNK // shifted_NV.shape[1]) if shifted_NV.device.type == "cpu" else max(1, len(shifted_NV))
     for some in range(0, len(shifted_NV), rows):
         chunk = slice(some, some + rows)
         weights = shifted_NV[chunk].sub_(shifted_NV[chunk].amax(dim=-1, keepdim=True)).exp()
@@ -61,7 +61,7 @@ def predictions(logits_NV: Tensor) -> Predictions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Law:
+class SamplingDistribution:
     """Sampling distribution of each of N slots: temperature, top-p and top-k."""
 
     temperature: Tensor
@@ -75,44 +75,46 @@ class Law:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SampledTokens:
     """Sampled tokens of N slots, with log-probabilities and entropies."""
 
     tokens: Tensor
     """[N] int64."""
     logp: Tensor
     """[N] log-probability, in nats, under the distribution that each was sampled from; 0 at temperature 0."""
-    law_entropy: Tensor
+    distribution_entropy: Tensor
     """[N] entropy, in nats, of that distribution; 0 at temperature 0."""
 
-    def of(self, slots_M: Tensor) -> Draws:
+    def of(self, slots_M: Tensor) -> SampledTokens:
         """Select some of the slots."""
-        return Draws(self.tokens[slots_M], self.logp[slots_M], self.law_entropy[slots_M])
+        return SampledTokens(self.tokens[slots_M], self.logp[slots_M], self.distribution_entropy[slots_M])
 
 
-def draw(predicted: Predictions, slots_N: Tensor, law: Law, uniforms_N: Tensor) -> Draws:
+def sample_tokens(
+    predicted: Predictions, slots_N: Tensor, distribution: SamplingDistribution, uniforms_N: Tensor
+) -> SampledTokens:
     """Sample a token for each of some slots. Temperature 0 takes the most probable token.
 
     Args:
         predicted: the policy's predictions.
         slots_N: the slots, as indices into the predictions; they may repeat.
-        law: the sampling distribution of each.
+        distribution: the sampling distribution of each.
         uniforms_N: a number in (0, 1) for each, which determines its token.
     """
-    is_greedy_N = law.temperature == 0
-    scaled_NV = predicted.shifted[slots_N].div_(torch.where(is_greedy_N, 1.0, law.temperature)[:, None])
-    if law.is_truncated:
-        scaled_NV = truncate(scaled_NV, law.top_p, law.top_k)
+    is_greedy_N = distribution.temperature == 0
+    scaled_NV = predicted.shifted[slots_N].div_(torch.where(is_greedy_N, 1.0, distribution.temperature)[:, None])
+    if distribution.is_truncated:
+        scaled_NV = truncate(scaled_NV, distribution.top_p, distribution.top_k)
     weights_NV = scaled_NV.exp()
-    drawn_N, total_N = inverse_cdf(weights_NV, uniforms_N)
+    sampled_N, total_N = inverse_cdf(weights_NV, uniforms_N)
     log_norm_N = total_N.log().float()
-    logp_N = scaled_NV.gather(1, drawn_N[:, None])[:, 0] - log_norm_N
+    logp_N = scaled_NV.gather(1, sampled_N[:, None])[:, 0] - log_norm_N
     # A token that cannot be sampled adds nothing: its weight is 0, and clamping makes its logit finite.
-    mean_N = weights_NV.mul_(scaled_NV.clamp_(min=_LEAST)).sum(dim=-1) / total_N.float()
-    return Draws(
-        tokens=torch.where(is_greedy_N, predicted.top_tokens(slots_N), drawn_N),
+    mean_N = weights_NV.mul_(scaled_NV.clamp_(min=_MIN_LOGIT)).sum(dim=-1) / total_N.float()
+    return SampledTokens(
+        tokens=torch.where(is_greedy_N, predicted.top_tokens(slots_N), sampled_N),
         logp=torch.where(is_greedy_N, 0.0, logp_N),
-        law_entropy=torch.where(is_greedy_N, 0.0, log_norm_N - mean_N),
+        distribution_entropy=torch.where(is_greedy_N, 0.0, log_norm_N - mean_N),
     )
 
 

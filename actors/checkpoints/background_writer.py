@@ -12,7 +12,7 @@ from learner.parallel.timeouts import transfer_timeout_s
 _WRITING_S = 600.0
 
 
-class Beside:
+class BackgroundWriter:
     """Background writer, one item at a time. Its daemon thread does not keep the process alive."""
 
     def __init__(self) -> None:

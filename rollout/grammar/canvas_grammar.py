@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rollout.grammar.grammar import NOWHERE, Grammar
 
 _MASKED = -1
-_MOST_KEPT = 16
+_MAX_CACHED = 16
 
 
 def masked_canvas(
@@ -29,10 +29,10 @@ def masked_canvas(
 ) -> CanvasGrammar:
     """Return the `CanvasGrammar` of a fully masked canvas, copied from a cache if it was made before."""
     ids = tuple(sorted(ends)), tuple(sorted(forbidden))
-    return _masked_canvas(grammar, num_slots, *ids, most_tokens).fresh()
+    return _masked_canvas(grammar, num_slots, *ids, most_tokens).copy()
 
 
-@lru_cache(maxsize=_MOST_KEPT)
+@lru_cache(maxsize=_MAX_CACHED)
 def _masked_canvas(
     grammar: Grammar, num_slots: int, ends: tuple[int, ...], forbidden: tuple[int, ...], most_tokens: int
 ) -> CanvasGrammar:
@@ -80,9 +80,9 @@ class CanvasGrammar:
         self._backward[num_slots, :num_states] = grammar.accepting
         self._backward[num_slots, self._end] = True
         self._allowed: dict[tuple[bool, bytes, bytes], NDArray[np.bool_]] = {}
-        self._go(range(num_slots), range(num_slots - 1, -1, -1))
+        self._propagate(range(num_slots), range(num_slots - 1, -1, -1))
 
-    def fresh(self) -> CanvasGrammar:
+    def copy(self) -> CanvasGrammar:
         """Return an independent copy in its current state."""
         other = copy(self)
         other._classes_L, other._forward, other._backward = (
@@ -91,13 +91,13 @@ class CanvasGrammar:
         other._allowed = dict(self._allowed)
         return other
 
-    def look(self, tokens_L: NDArray[np.int64], masked_L: NDArray[np.bool_]) -> None:
+    def update(self, tokens_L: NDArray[np.int64], masked_L: NDArray[np.bool_]) -> None:
         """Update the reachable states to the current tokens and masks."""
         classes_L = np.where(masked_L, _MASKED, self.class_of_V[np.where(masked_L, 0, tokens_L)])
         changed = (classes_L != self._classes_L).nonzero()[0]
         if len(changed):
             self._classes_L = classes_L
-            self._go(range(changed[0], self.num_slots), range(changed[-1], -1, -1))
+            self._propagate(range(changed[0], self.num_slots), range(changed[-1], -1, -1))
 
     def is_masked(self, slot: int) -> bool:
         """Whether a slot is masked."""
@@ -120,20 +120,20 @@ class CanvasGrammar:
             self._allowed[key] = allowed_C
         return self._allowed[key]
 
-    def fitting(self, drawn: Mapping[int, int]) -> set[int]:
+    def fitting(self, sampled: Mapping[int, int]) -> set[int]:
         """Return the masked slots whose sampled tokens are allowed together; each must be allowed alone.
 
         From left to right, a slot is kept if its token fits those kept before it. The first always does. One forward
         pass is enough: the backward pass already covers the slots after each.
 
         Args:
-            drawn: the sampled token of each slot.
+            sampled: the sampled token of each slot.
         """
         fit: set[int] = set()
-        here_S = self._forward[min(drawn)]
-        for slot in range(min(drawn), max(drawn) + 1):
-            if slot in drawn:
-                of_class = int(self.class_of_V[drawn[slot]])
+        here_S = self._forward[min(sampled)]
+        for slot in range(min(sampled), max(sampled) + 1):
+            if slot in sampled:
+                of_class = int(self.class_of_V[sampled[slot]])
                 is_placed = slot < self._most_tokens or of_class == self._ends
                 if is_placed and self._backward[slot + 1][self._next_SC[here_S, of_class]].any():
                     fit.add(slot)
@@ -142,7 +142,7 @@ class CanvasGrammar:
             here_S = self._step(slot, here_S)
         return fit
 
-    def _go(self, forward: Iterable[int], backward: Iterable[int]) -> None:
+    def _propagate(self, forward: Iterable[int], backward: Iterable[int]) -> None:
         """Recompute the forward states after some slots, and the backward states before some."""
         self._allowed.clear()
         for slot in forward:

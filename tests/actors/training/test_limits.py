@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from actors.training.ending import Decision, Limit, Stopwatch, decided
+from actors.training.limits import Decision, Limit, Stopwatch, agreed_decision
 from learner.parallel.consensus import Ranks
 from tests.actors.local_run import Pulse
 from tests.ranks import run_ranks
@@ -45,7 +45,7 @@ def _rank(rank: int, directory: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/port", rank=rank, world_size=2)
     pulse = Pulse("stop" if rank == 0 else "")
     pulse.doing = "stop"
-    found = decided(Ranks(), pulse, lambda: 0.1 + rank, lambda: rank == 1)
+    found = agreed_decision(Ranks(), pulse, lambda: 0.1 + rank, lambda: rank == 1)
     expected = Decision(seconds=0.1, must_save=False, must_stop=True)
     (directory / f"{rank}.json").write_text(json.dumps(found == expected))
     dist.destroy_process_group()

@@ -8,14 +8,14 @@ from itertools import combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.batching import balanced_batches
 from actors.plan import RunPlan
-from actors.portioning import portioned
 from actors.spec import RunSpec
 from learner.model.tokenizer import ChatTokenizer
 
 
-def _cost(portion: Sequence[int], lengths: Sequence[int]) -> int:
-    return len(portion) * max(lengths[group] for group in portion)
+def _cost(work_unit: Sequence[int], lengths: Sequence[int]) -> int:
+    return len(work_unit) * max(lengths[group] for group in work_unit)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 9), st.integers(0, 9))
@@ -23,11 +23,11 @@ def test_every_group_is_in_one_portion_and_no_cut_by_length_is_cheaper(
     lengths: list[int], size: int, more: int
 ) -> None:
     count, most = -(-len(lengths) // size), size + more
-    portions = portioned(lengths, size, most)
-    assert sorted(group for portion in portions for group in portion) == list(range(len(lengths)))
-    assert len(portions) == count
-    assert all(1 <= len(portion) <= most and list(portion) == sorted(portion) for portion in portions)
-    costs = [_cost(portion, lengths) for portion in portions]
+    work_units = balanced_batches(lengths, size, most)
+    assert sorted(group for work_unit in work_units for group in work_unit) == list(range(len(lengths)))
+    assert len(work_units) == count
+    assert all(1 <= len(work_unit) <= most and list(work_unit) == sorted(work_unit) for work_unit in work_units)
+    costs = [_cost(work_unit, lengths) for work_unit in work_units]
     if len(set(lengths)) == 1:
         return
     assert costs == sorted(costs, reverse=True)
@@ -42,11 +42,11 @@ def test_every_group_is_in_one_portion_and_no_cut_by_length_is_cheaper(
 
 
 def test_groups_of_one_length_stay_in_their_order() -> None:
-    assert portioned([7] * 5, 2, 4) == [(0, 1), (2, 3), (4,)]
+    assert balanced_batches([7] * 5, 2, 4) == [(0, 1), (2, 3), (4,)]
 
 
 def test_a_long_prompt_is_among_few_and_short_ones_are_together() -> None:
-    assert portioned([10, 60, 10, 10, 12, 10], 3, 6) == [(1,), (0, 2, 3, 4, 5)]
+    assert balanced_batches([10, 60, 10, 10, 12, 10], 3, 6) == [(1,), (0, 2, 3, 4, 5)]
 
 
 def test_a_rounds_groups_are_portioned_by_their_prompts_and_those_that_replace_others_are_not(spec: RunSpec) -> None:
@@ -56,14 +56,16 @@ def test_a_rounds_groups_are_portioned_by_their_prompts_and_those_that_replace_o
         plan._prompts[problem.problem_id] = tuple(range(1 + index % 7))
     whole, size = spec.learner.groups_per_round, spec.learner.group_size
     for round_index in range(6):
-        portions = [plan.round_portion(round_index, index) for index in range(len(plan.portion_sizes(round_index)))]
-        first, later = portions[: plan.portions_per_round], portions[plan.portions_per_round :]
-        assert sorted(group for portion in first for group in portion.group_ids[::size]) == list(range(whole))
-        assert [group for portion in later for group in portion.group_ids[::size]] == list(range(whole, 2 * whole))
-        lengths = [[len(request.prompt_ids) for request in portion.requests] for portion in first]
+        work_units = [
+            plan.round_work_unit(round_index, index) for index in range(len(plan.work_unit_sizes(round_index)))
+        ]
+        first, later = work_units[: plan.work_units_per_round], work_units[plan.work_units_per_round :]
+        assert sorted(group for work_unit in first for group in work_unit.group_ids[::size]) == list(range(whole))
+        assert [group for work_unit in later for group in work_unit.group_ids[::size]] == list(range(whole, 2 * whole))
+        lengths = [[len(request.prompt_ids) for request in work_unit.requests] for work_unit in first]
         # No portion has lengths that lie between those of another.
         spans = sorted((min(some), max(some)) for some in lengths)
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
-        for portion in portions:
-            for group, problem in zip(portion.group_ids, portion.problems, strict=True):
-                assert plan._asked_in(round_index).problems[group][0] is problem
+        for work_unit in work_units:
+            for group, problem in zip(work_unit.group_ids, work_unit.problems, strict=True):
+                assert plan._round_plan(round_index).problems[group][0] is problem

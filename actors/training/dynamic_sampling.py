@@ -19,17 +19,17 @@ from rewards import Grade
 
 _SAME = 1e-6
 
-Rows = tuple[Sequence[int], Sequence[Grade]]
+GradedRows = tuple[Sequence[int], Sequence[Grade]]
 """Group and grade of each row of a work unit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupChoice:
+class GroupSelection:
     """Rule that chooses a round's groups from its candidates."""
 
     num_groups: int
     """Groups of a round."""
-    most_groups: int
+    max_groups: int
     """Candidate groups of a round; as many as `num_groups` without dynamic sampling."""
     min_accuracy: float = 0.0
     """Groups with a smaller share of correct completions are uninformative."""
@@ -41,7 +41,7 @@ class GroupChoice:
         """Build the rule from a recipe."""
         return cls(
             num_groups=config.learner.groups_per_round,
-            most_groups=config.most_groups_per_round,
+            max_groups=config.max_groups_per_round,
             min_accuracy=config.learner.filters.min_accuracy,
             max_accuracy=config.learner.filters.max_accuracy,
         )
@@ -49,52 +49,52 @@ class GroupChoice:
     @property
     def is_dynamic(self) -> bool:
         """Whether uninformative groups are replaced."""
-        return self.most_groups > self.num_groups
+        return self.max_groups > self.num_groups
 
-    def trained_rows(self, portions: Sequence[Rows]) -> list[list[int]]:
+    def trained_rows(self, work_units: Sequence[GradedRows]) -> list[list[int]]:
         """Return the rows of each work unit of a round that are trained on, in order."""
         room, chosen = self.num_groups, []
-        for group_ids, grades in portions:
+        for group_ids, grades in work_units:
             kept = graded_rows(group_ids, grades)
             if self.is_dynamic:
-                teaching = self._teaching(kept, group_ids, grades)[:room]
-                room -= len(teaching)
-                kept = [row for row in kept if group_ids[row] in teaching]
+                informative = self._informative(kept, group_ids, grades)[:room]
+                room -= len(informative)
+                kept = [row for row in kept if group_ids[row] in informative]
             chosen.append(kept)
         return chosen
 
-    def num_teaching(self, rows: Rows) -> int:
+    def num_informative(self, rows: GradedRows) -> int:
         """Count the informative groups of a work unit; without dynamic sampling, all of its groups."""
-        return len(self._teaching(graded_rows(*rows), *rows)) if self.is_dynamic else len(set(rows[0]))
+        return len(self._informative(graded_rows(*rows), *rows)) if self.is_dynamic else len(set(rows[0]))
 
-    def portions_needed(self, sizes: Sequence[int], teaching: Mapping[int, int]) -> int:
+    def work_units_needed(self, sizes: Sequence[int], informative: Mapping[int, int]) -> int:
         """Return how many work units a round needs, by the results so far.
 
         Args:
             sizes: groups of each candidate work unit.
             teaching: informative groups by work unit; of those without a result, all are assumed to be.
         """
-        hoped = 0
+        expected = 0
         for index, size in enumerate(sizes):
-            if hoped >= self.num_groups:
+            if expected >= self.num_groups:
                 return index
-            hoped += teaching.get(index, size)
+            expected += informative.get(index, size)
         return len(sizes)
 
-    def _teaching(self, rows: Sequence[int], group_ids: Sequence[int], grades: Sequence[Grade]) -> list[int]:
+    def _informative(self, rows: Sequence[int], group_ids: Sequence[int], grades: Sequence[Grade]) -> list[int]:
         of_group: dict[int, list[Grade]] = {}
         for row in rows:
             of_group.setdefault(group_ids[row], []).append(grades[row])
-        return [group for group, its_grades in of_group.items() if self._teaches(its_grades)]
+        return [group for group, its_grades in of_group.items() if self._is_informative(its_grades)]
 
-    def _teaches(self, grades: Sequence[Grade]) -> bool:
+    def _is_informative(self, grades: Sequence[Grade]) -> bool:
         rewards = [grade.reward for grade in grades]
         accuracy = sum(grade.correct for grade in grades) / len(grades)
         is_between = self.min_accuracy - _SAME <= accuracy <= self.max_accuracy + _SAME
         return is_between and max(rewards) - min(rewards) > _SAME
 
 
-EVERY_GROUP = GroupChoice(num_groups=1, most_groups=1)
+EVERY_GROUP = GroupSelection(num_groups=1, max_groups=1)
 """Rule that trains on all given groups."""
 
 

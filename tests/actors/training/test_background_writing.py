@@ -86,7 +86,7 @@ class SlowDisk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
     disk = SlowDisk()
     monkeypatch.setattr("actors.checkpoints.writing.save_checkpoint", disk.save)
-    monkeypatch.setattr("actors.checkpoints.writing._LEAST_BESIDE", 0)
+    monkeypatch.setattr("actors.checkpoints.writing._MIN_BACKGROUND_BYTES", 0)
     yield disk
     disk.may_write.set()
 
@@ -120,7 +120,7 @@ def test_what_is_written_beside_the_next_round_is_what_was_when_it_was_gathered(
 ) -> None:
     plain, beside = (_spec(spec, tmp_path / name, model=ModelSection(lora=lora)) for name in ("plain", "beside"))
     with monkeypatch.context() as at_once:
-        at_once.setattr("actors.checkpoints.writing._LEAST_BESIDE", 10**9)
+        at_once.setattr("actors.checkpoints.writing._MIN_BACKGROUND_BYTES", 10**9)
         disk.may_write.set()
         expected = _run(plain)
     assert _checkpoints(expected) == [(name, False) for name in ("rl-000001", "rl-000002", "rl-000003")]
@@ -166,7 +166,7 @@ def test_one_that_is_never_written_is_waited_for_no_longer_than_its_bytes_may_ta
     run, whole = (_spec(spec, tmp_path / name) for name in ("run", "whole"))
     said = r"^checkpoint rl-000001 is not written after 0 s; does its disk answer\?$"
     with monkeypatch.context() as patch:
-        patch.setattr("actors.checkpoints.beside._WRITING_S", 0.2)
+        patch.setattr("actors.checkpoints.background_writer._WRITING_S", 0.2)
         with pytest.raises(TimeoutError, match=said):
             _run(run)
     assert list(facts(run)) == ["initial"], "what there was is what there is"
@@ -199,7 +199,7 @@ def _rank(rank: int, spec: RunSpec, fails_at: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{spec.run_dir}/port", rank=rank, world_size=2)
     # In a process of its own.
-    writing._LEAST_BESIDE = 0
+    writing._MIN_BACKGROUND_BYTES = 0
     disk = SlowDisk()
     disk.may_write.set()
     disk.fails_at = [fails_at]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from rollout.request import Writes
-from rollout.step import Drawn
+from rollout.step import CommittedTokens
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _StepEdits:
     """Candidate writes of a step, with a flag for those that were made, as tensors on the device."""
 
     rows: set[int]
@@ -25,25 +25,27 @@ class _Step:
     """[2, M] float32 log-probabilities: under the sampling distribution, and at temperature 1."""
 
 
-class WriteLog:
+class EditLog:
     """Writes of the rows that use token editing. Only `take` synchronizes with the device."""
 
     def __init__(self) -> None:
         """Begin empty."""
-        self._steps: list[_Step] = []
+        self._steps: list[_StepEdits] = []
 
-    def add(self, rows: Iterable[int], engine_slots_M: Tensor, slots_M: Tensor, drawn: Drawn, chosen_M: Tensor) -> None:
+    def add(
+        self, rows: Iterable[int], engine_slots_M: Tensor, slots_M: Tensor, sampled: CommittedTokens, chosen_M: Tensor
+    ) -> None:
         """Add a step.
 
         Args:
             rows: the slots of the engine whose rows use token editing.
             engine_slots_M: the slot of the engine of each candidate write.
             slots_M: its completion slot.
-            drawn: its token.
+            sampled: its token.
             chosen_M: bool, whether it is written.
         """
-        numbers = torch.stack((engine_slots_M, chosen_M.long(), drawn.steps, slots_M, drawn.tokens))
-        self._steps.append(_Step(set(rows), numbers, torch.stack((drawn.logp, drawn.logp_raw))))
+        numbers = torch.stack((engine_slots_M, chosen_M.long(), sampled.steps, slots_M, sampled.tokens))
+        self._steps.append(_StepEdits(set(rows), numbers, torch.stack((sampled.logp, sampled.logp_raw))))
 
     def take(self, row: int) -> Writes:
         """Return all writes of one row, and drop them here."""

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 
-def portioned(lengths: Sequence[int], size: int, most: int) -> list[tuple[int, ...]]:
+def balanced_batches(lengths: Sequence[int], size: int, most: int) -> list[tuple[int, ...]]:
     """Split groups into work units, costliest first; there are as many as with `size` groups in each.
 
     Groups are sorted by length and split so that the costliest work unit is as cheap as possible. If all lengths are
@@ -22,27 +22,29 @@ def portioned(lengths: Sequence[int], size: int, most: int) -> list[tuple[int, .
         most: maximum groups per work unit; at least `size`.
     """
     if len(set(lengths)) == 1:
-        return in_order(range(len(lengths)), size)
+        return consecutive_batches(range(len(lengths)), size)
     count, most = -(-len(lengths) // size), min(most, len(lengths))
     order = sorted(range(len(lengths)), key=lambda group: (-lengths[group], group))
     limits = sorted({size * length for size in range(1, most + 1) for length in set(lengths)})
     fits = bisect_left(limits, True, key=lambda limit: len(_filled(order, lengths, limit, most)) <= count)
-    portions = _filled(order, lengths, limits[fits], most)
-    while len(portions) < count:
+    work_units = _filled(order, lengths, limits[fits], most)
+    while len(work_units) < count:
         # The number of work units is fixed, so that each sampler has its share: halve the costliest.
-        index = max(range(len(portions)), key=lambda place: (len(portions[place]) > 1, _cost(portions[place], lengths)))
-        whole = portions[index]
-        portions[index : index + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
-    portions.sort(key=lambda portion: -_cost(portion, lengths))
-    return [tuple(sorted(portion)) for portion in portions]
+        index = max(
+            range(len(work_units)), key=lambda place: (len(work_units[place]) > 1, _cost(work_units[place], lengths))
+        )
+        whole = work_units[index]
+        work_units[index : index + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+    work_units.sort(key=lambda work_unit: -_cost(work_unit, lengths))
+    return [tuple(sorted(work_unit)) for work_unit in work_units]
 
 
-def in_order(groups: range, size: int) -> list[tuple[int, ...]]:
+def consecutive_batches(groups: range, size: int) -> list[tuple[int, ...]]:
     """Split groups into work units of `size` groups, in order."""
     return _in_batches(groups, size)
 
 
-def evaluated_together(prompts: Sequence[int], size: int, usual: int, num_slots: int) -> list[tuple[int, ...]]:
+def evaluation_batches(prompts: Sequence[int], size: int, usual: int, num_slots: int) -> list[tuple[int, ...]]:
     """Split the requests of an evaluation into batches of positions.
 
     Requests stay in order, `size` in a batch. Those with longer prompts than `usual` come last, in smaller batches with
@@ -66,15 +68,15 @@ def _in_batches(places: Sequence[int], size: int) -> list[tuple[int, ...]]:
 
 def _filled(order: Sequence[int], lengths: Sequence[int], limit: int, most: int) -> list[list[int]]:
     """Fill work units up to a cost limit, longest groups first; each has at least one group."""
-    portions: list[list[int]] = []
+    work_units: list[list[int]] = []
     for group in order:
         # The first group is the longest, and so sets the padded length.
-        if portions and len(portions[-1]) < min(most, limit // lengths[portions[-1][0]]):
-            portions[-1].append(group)
+        if work_units and len(work_units[-1]) < min(most, limit // lengths[work_units[-1][0]]):
+            work_units[-1].append(group)
         else:
-            portions.append([group])
-    return portions
+            work_units.append([group])
+    return work_units
 
 
-def _cost(portion: Sequence[int], lengths: Sequence[int]) -> int:
-    return len(portion) * max(lengths[group] for group in portion)
+def _cost(work_unit: Sequence[int], lengths: Sequence[int]) -> int:
+    return len(work_unit) * max(lengths[group] for group in work_unit)

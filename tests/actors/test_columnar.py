@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from actors.packed import Completions
+from actors.columnar import Completions
 from learner.model.transformer import Transformer
 from rollout.request import Completion, Request, SamplingParams
 from rollout.sampler import Sampler

@@ -1,4 +1,4 @@
-"""Draws: from softmax(logits / T), truncated as asked, and nothing else."""
+"""Token sampling: from softmax(logits / T), truncated as asked, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.counter import uniform
-from rollout.drawing import Law, draw, inverse_cdf, predictions, truncate
+from rollout.token_sampling import SamplingDistribution, inverse_cdf, predictions, sample_tokens, truncate
 
 _DRAWS = 40_000
 
@@ -20,14 +20,16 @@ _DRAWS = 40_000
 def _draw(
     logits_V: Tensor, temperature: float, count: int, *, top_p: float = 1.0, top_k: int = 0
 ) -> tuple[Tensor, Tensor]:
-    law = Law(
+    distribution = SamplingDistribution(
         temperature=torch.full((count,), temperature),
         top_p=torch.full((count,), top_p),
         top_k=torch.full((count,), top_k),
         is_truncated=top_p < 1 or top_k > 0,
     )
     predicted = predictions(logits_V[None].clone())
-    drawn = draw(predicted, torch.zeros(count, dtype=torch.int64), law, uniform(torch.tensor(1), torch.arange(count)))
+    drawn = sample_tokens(
+        predicted, torch.zeros(count, dtype=torch.int64), distribution, uniform(torch.tensor(1), torch.arange(count))
+    )
     return drawn.tokens, drawn.logp
 
 
@@ -48,23 +50,23 @@ def test_draws_follow_softmax(temperature: float, vocab_size: int) -> None:
     logits = 2 * torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     logits[1] = -torch.inf
     tokens, logps = _draw(logits, temperature, _DRAWS)
-    law = (logits.double() / temperature).softmax(-1)
-    statistic, freedom = _chi_square(tokens, law)
+    distribution = (logits.double() / temperature).softmax(-1)
+    statistic, freedom = _chi_square(tokens, distribution)
     # Wilson and Hilferty's cube root: 3.7 standard deviations, p = 0.0001.
     limit = freedom * (1 - 2 / (9 * freedom) + 3.7 * math.sqrt(2 / (9 * freedom))) ** 3
     assert statistic < limit
     assert (tokens != 1).all()
-    torch.testing.assert_close(logps, law.log()[tokens].float(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logps, distribution.log()[tokens].float(), atol=1e-5, rtol=0)
 
 
 def test_the_tail_of_a_large_vocabulary_is_drawn() -> None:
     """A Zipf law over LLaDA's vocabulary: noise in bfloat16 never reaches ranks above a hundred or so."""
     ranks = torch.arange(1, 126_465, dtype=torch.float64)
-    law = ranks.reciprocal() / ranks.reciprocal().sum()
-    tokens, _ = _draw(law.log().float(), 1.0, 1_500)
+    distribution = ranks.reciprocal() / ranks.reciprocal().sum()
+    tokens, _ = _draw(distribution.log().float(), 1.0, 1_500)
     edges = [0, 1, 10, 100, 1_000, 10_000, 126_464]
     for low, high in pairwise(edges):
-        p = law[low:high].sum().item()
+        p = distribution[low:high].sum().item()
         share = ((tokens >= low) & (tokens < high)).double().mean().item()
         assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / 1_500), (low, high)
 
@@ -81,8 +83,8 @@ def test_top_k_and_top_p_keep_the_most_probable_and_renormalise() -> None:
     ):
         tokens, logps = _draw(logits, 1.0, 4_000, **kwargs)
         assert set(tokens.tolist()) == kept, kwargs
-        law = torch.where(torch.tensor([v in kept for v in range(5)]), logits.exp(), 0.0)
-        torch.testing.assert_close(logps, (law / law.sum()).log()[tokens], atol=1e-5, rtol=0)
+        distribution = torch.where(torch.tensor([v in kept for v in range(5)]), logits.exp(), 0.0)
+        torch.testing.assert_close(logps, (distribution / distribution.sum()).log()[tokens], atol=1e-5, rtol=0)
 
 
 def test_each_slot_has_its_own_limits() -> None:

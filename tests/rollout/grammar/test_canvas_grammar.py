@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.grammar.canvas_grammar import CanvasGrammar, masked_canvas
 from rollout.grammar.grammar import NOWHERE, Grammar
-from rollout.grammar.reach import CanvasGrammar, masked_canvas
 
 NUM_TOKENS = 5
 END, OTHER_END, FORBIDDEN = 4, 3, 2
@@ -50,14 +50,14 @@ def texts_of(grammar: Grammar, canvas: list[int | None]) -> list[tuple[int, ...]
     return [tokens for tokens in product(*places) if is_text(grammar, tokens)]
 
 
-def look(grammar: Grammar, canvas: list[int | None]) -> CanvasGrammar:
+def update(grammar: Grammar, canvas: list[int | None]) -> CanvasGrammar:
     seen = CanvasGrammar(grammar, len(canvas), [END, OTHER_END], [FORBIDDEN], len(canvas))
     see(seen, canvas)
     return seen
 
 
 def see(seen: CanvasGrammar, canvas: list[int | None]) -> None:
-    seen.look(np.array([token or 0 for token in canvas]), np.array([token is None for token in canvas]))
+    seen.update(np.array([token or 0 for token in canvas]), np.array([token is None for token in canvas]))
 
 
 def expect_all_that_texts_have(seen: CanvasGrammar, grammar: Grammar, canvas: list[int | None]) -> None:
@@ -90,7 +90,7 @@ tokens_or_masks = st.lists(st.none() | st.integers(0, NUM_TOKENS - 1), min_size=
 @given(grammar=grammars(), canvas=tokens_or_masks)
 @settings(max_examples=300)
 def test_a_slot_may_take_what_some_text_has_there_and_nothing_else(grammar: Grammar, canvas: list[int | None]) -> None:
-    expect_all_that_texts_have(look(grammar, canvas), grammar, canvas)
+    expect_all_that_texts_have(update(grammar, canvas), grammar, canvas)
 
 
 @given(grammar=grammars(), length=st.integers(1, 5), data=st.data())
@@ -99,7 +99,7 @@ def test_slots_are_committed_in_any_order_and_some_text_is_always_left(
     grammar: Grammar, length: int, data: st.DataObject
 ) -> None:
     canvas: list[int | None] = [None] * length
-    seen = look(grammar, canvas)
+    seen = update(grammar, canvas)
     while seen.is_possible and None in canvas:
         masked = [slot for slot, token in enumerate(canvas) if token is None]
         slots = data.draw(st.lists(st.sampled_from(masked), min_size=1, unique=True))

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically. Errors are ignored: on a full disk the old file stays."""
-    beside = path.with_name(f".{path.name.lstrip('.')}.new")
+    temporary = path.with_name(f".{path.name.lstrip('.')}.new")
     try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

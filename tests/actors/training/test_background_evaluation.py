@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from actors.messages import Generation, Next
+from actors.messages import Next, WeightsId
 from actors.spec import RunSpec
 from actors.training.training import TrainingRun
 from learner.parallel.consensus import Ranks
@@ -20,10 +20,10 @@ class _Answering(LocalRun):
         super().__init__(spec)
         self._version, self._answer = version, answer
 
-    def evaluate(self, generation: Generation, label: str, round_index: int, *, is_new: bool) -> Next:
-        if generation.version == self._version:
+    def evaluate(self, weights_id: WeightsId, label: str, round_index: int, *, is_new: bool) -> Next:
+        if weights_id.version == self._version:
             return self._answer
-        return super().evaluate(generation, label, round_index, is_new=is_new)
+        return super().evaluate(weights_id, label, round_index, is_new=is_new)
 
 
 def _course(run: LocalRun) -> list[str]:
