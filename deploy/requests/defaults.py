@@ -5,9 +5,10 @@ All values are keyed by the sampler's keys, see `parameters.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from types import MappingProxyType
 from typing import Any
 
 from deploy.requests.parameters import ALL_KEYS, SAMPLING_KEYS, Values, values_of
@@ -18,6 +19,7 @@ _SCHEDULE_OF = {name: str(schedule) for schedule, name in SCHEDULE_PARAMETER.ite
 _TAKES: dict[str, tuple[str, ...]] = {schedule: (name,) for schedule, name in SCHEDULE_PARAMETER.items()}
 _TAKES[Schedule.LEFT_TO_RIGHT] = ("threshold",)
 _THRESHOLD = 0.9
+_NOTHING_STATED: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +38,7 @@ class Defaults:
 
     @classmethod
     def of_policy(
-        cls, max_sequence_length: int, block_length: int | None = None, gen_length: int | None = None
+        cls, max_sequence_length: int, block_length: int | None = None, stated: Mapping[str, int] = _NOTHING_STATED
     ) -> Defaults:
         """Return d1's defaults for a policy, with the length limited by its context.
 
@@ -45,18 +47,24 @@ class Defaults:
         Args:
             max_sequence_length: context length of the policy, in tokens.
             block_length: slots of a block of a block-causal policy; None: bidirectional attention.
-            gen_length: completion length that the checkpoint states. It is one block if d1's block does not divide it.
+            stated: `max_new_tokens`, `block_length` and `steps_per_block` that the checkpoint states, see
+                `generation_defaults`. The length is cut to whole blocks; a block-causal policy keeps its own blocks.
         """
         params = SamplingParams()
-        length = gen_length or params.gen_length
+        length = stated.get("max_new_tokens", params.gen_length)
         if block_length is not None:
             params = SamplingParams(
                 gen_length=length, block_length=block_length, steps_per_block=block_length, threshold=_THRESHOLD
             )
-        elif gen_length is not None:
-            block = length if length % params.block_length else params.block_length
-            steps = _default_steps(length, block)
-            params = SamplingParams(gen_length=length, block_length=block, num_denoise_steps=steps)
+        elif stated:
+            block = min(stated.get("block_length", params.block_length), length)
+            length = length // block * block
+            params = SamplingParams(
+                gen_length=length,
+                block_length=block,
+                num_denoise_steps=_default_steps(length, block),
+                steps_per_block=stated.get("steps_per_block"),
+            )
         return cls(values=_at_temperature_0(params), max_canvas_tokens=max_sequence_length)
 
     def complete(self, layers: Sequence[Values], num_prompt_tokens: int) -> dict[str, Any]:
@@ -74,7 +82,7 @@ class Defaults:
                 values, "block_length" in given, self.max_canvas_tokens - num_prompt_tokens
             )
         if "block_length" not in given:
-            values["block_length"] = self._block_of(values["gen_length"])
+            values["block_length"] = min(values["block_length"], values["gen_length"])
         shape = ("gen_length", "block_length")
         if "steps_per_block" in values:
             if "steps_per_block" not in given:
@@ -82,15 +90,6 @@ class Defaults:
         elif "steps" not in given and any(values[key] != self.values[key] for key in shape):
             values["steps"] = _default_steps(values["gen_length"], values["block_length"])
         return values
-
-    def _block_of(self, gen_length: int) -> int:
-        """Return the default block length for a completion length.
-
-        If the default canvas is a single block that does not divide the length, the result is a single block, too.
-        """
-        block = int(self.values["block_length"])
-        is_one = block == self.values["gen_length"] and gen_length % block != 0
-        return gen_length if is_one else min(block, gen_length)
 
 
 def overlay(lower: Values, upper: Values) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from deploy.requests.structured.grammars import Grammars
 from deploy.runs.references import find_checkpoint_of
 from learner.hardware import indexed_device, threads_for
 from learner.model.checkpoint import load_policy
-from learner.model.checkpoint_files import default_completion_length, open_tokenizer, tokenizer_directory
+from learner.model.checkpoint_files import generation_defaults, open_tokenizer, tokenizer_directory
 from learner.model.config import TransformerConfig
 from learner.model.storage.throughput import ReportProgress
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
@@ -124,7 +124,7 @@ def _defaults(directory: Path, config: TransformerConfig) -> Defaults:
     recipe = checkpoints.parent / RECIPE
     if checkpoints.name == CHECKPOINTS and recipe.is_file():
         return Defaults.of_run(load_recipe(recipe, []).evaluated_params[0])
-    return Defaults.of_policy(config.max_sequence_length, config.block_length, default_completion_length(directory))
+    return Defaults.of_policy(config.max_sequence_length, config.block_length, generation_defaults(directory))
 
 
 def read_tokenizer(directory: Path) -> ChatTokenizer | None:

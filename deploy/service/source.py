@@ -22,7 +22,7 @@ from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_che
 from deploy.service.example import Examples
 from deploy.service.gateway.address import Address
 from deploy.service.gateway.callers import Callers
-from learner.model.checkpoint_files import default_completion_length
+from learner.model.checkpoint_files import generation_defaults
 from learner.model.renoising.config import RenoisingConfig
 from rollout.config import EngineConfig
 
@@ -107,8 +107,8 @@ class Source:
         elif isinstance(codec.config, RenoisingConfig):
             defaults = RenoisingDefaults(config=codec.config)
         else:
-            length = default_completion_length(self.path)
-            defaults = Defaults.of_policy(codec.config.max_sequence_length, codec.config.block_length, length)
+            stated = generation_defaults(self.path)
+            defaults = Defaults.of_policy(codec.config.max_sequence_length, codec.config.block_length, stated)
         names = read_recipe(self.path).service.served_names if self.is_run else ()
         return ServicePlanner(codec, defaults, self.name, served_names=names)
 

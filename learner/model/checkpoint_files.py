@@ -32,6 +32,7 @@ INDEX = "model.safetensors.index.json"
 ADAPTER = "lora.safetensors"
 ADAPTER_METADATA_KEY = "d1"
 """Metadata key of `lora.safetensors`: JSON with the fields of `Adapter` except its matrices."""
+_GENERATION_KEYS = ("max_new_tokens", "block_length", "steps_per_block")
 
 
 def load_config(directory: Path) -> TransformerConfig:
@@ -98,21 +99,23 @@ def tokenizer_directory(directory: Path) -> Path:
     return next(having, chain[-1])
 
 
-def default_completion_length(directory: Path) -> int | None:
-    """Read the default completion length of a checkpoint, `max_new_tokens` of `generation_config.json`; None without.
+def generation_defaults(directory: Path) -> dict[str, int]:
+    """Read `max_new_tokens`, `block_length` and `steps_per_block` of `generation_config.json`, those that it has.
 
-    A peft adapter's own file comes before its base's. Raises ValueError if the file is damaged or the length is not a
+    A peft adapter's own file comes before its base's. Raises ValueError if the file is damaged or a value is not a
     positive whole number.
     """
+    found: dict[str, int] = {}
     for one in _peft_chain(directory, find_tokenizer):
-        stated = RawConfig(one / CONFIG, {}).generation.get("max_new_tokens")
-        if stated is not None:
-            if not isinstance(stated, int) or isinstance(stated, bool) or stated < 1:
-                raise ValueError(
-                    f"{one / GENERATION_CONFIG} has max_new_tokens {stated!r}; it is a whole number from 1"
-                )
-            return stated
-    return None
+        generation = RawConfig(one / CONFIG, {}).generation
+        for key in _GENERATION_KEYS:
+            value = generation.get(key)
+            if value is None or key in found:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{one / GENERATION_CONFIG} has {key} {value!r}; it is a whole number from 1")
+            found[key] = value
+    return found
 
 
 def policy_files(directory: Path) -> list[Path]:

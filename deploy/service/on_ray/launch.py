@@ -32,7 +32,7 @@ from deploy.service.gateway.api_keys import (
 from deploy.service.gateway.callers import is_loopback
 from deploy.service.source import Source
 from deploy.wait_display import wait_display
-from learner.model.checkpoint_files import checkpoint_chain, default_completion_length, max_float32_bytes, weight_files
+from learner.model.checkpoint_files import checkpoint_chain, generation_defaults, max_float32_bytes, weight_files
 from learner.parallel.timeouts import transfer_timeout_s
 
 _READY_TIMEOUT_S = 180.0
@@ -85,7 +85,7 @@ def serve_checkpoint(
             weight_files(chain.weights)
             if chain.adapter is not None:
                 check_peft_copies(directory, StoredWeights(chain.weights))
-            default_completion_length(directory)
+            generation_defaults(directory)
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
     # Only now: this writes a key into the directory, which might have been anybody's.

@@ -124,23 +124,29 @@ def test_lengths_that_are_left_out_fit_into_the_policy(
 @pytest.mark.parametrize(
     ("given", "num_prompt_tokens", "expected"),
     [
-        ({}, 10, (72, 72, 36)),
-        ({}, 250, (50, 50, 25)),
-        ({"gen_length": 128}, 10, (128, 128, 64)),
-        ({"gen_length": 144}, 10, (144, 72, 72)),
-        ({"gen_length": 128, "block_length": 32}, 10, (128, 32, 64)),
+        ({}, 10, (72, 8, 4)),
+        ({}, 250, (48, 8, 4)),
+        ({"gen_length": 128}, 10, (128, 8, 4)),
+        ({"block_length": 2}, 10, (72, 2, 2)),
+        ({"steps": 9}, 10, (72, 8, None)),
     ],
 )
-def test_a_length_that_the_checkpoint_states_is_one_block_where_it_must_be(
-    given: dict[str, int], num_prompt_tokens: int, expected: tuple[int, int, int]
+def test_a_checkpoint_may_state_its_length_and_blocks(
+    given: dict[str, int], num_prompt_tokens: int, expected: tuple[int, int, int | None]
 ) -> None:
-    values = Defaults.of_policy(300, gen_length=72).complete([given], num_prompt_tokens)
+    stated = {"max_new_tokens": 75, "block_length": 8, "steps_per_block": 4}
+    values = Defaults.of_policy(300, stated=stated).complete([given], num_prompt_tokens)
+    assert (values["gen_length"], values["block_length"], values.get("steps_per_block")) == expected
+    assert Defaults.of_policy(300, 4, stated).values["block_length"] == 4
+
+
+@pytest.mark.parametrize(("length", "expected"), [(75, (64, 32, 32)), (20, (20, 20, 10))])
+def test_a_stated_length_is_cut_to_blocks(length: int, expected: tuple[int, int, int]) -> None:
+    values = Defaults.of_policy(300, stated={"max_new_tokens": length}).complete([], 10)
     assert (values["gen_length"], values["block_length"], values["steps"]) == expected
-    assert Defaults.of_policy(300, gen_length=64).values["block_length"] == 32
-    assert Defaults.of_policy(300, 4, 72).values["gen_length"] == 72
 
 
-def test_a_stated_length_that_is_none_is_refused_in_a_sentence(d1: Callable, checkpoints: Path, workdir: Path) -> None:
+def test_a_stated_length_that_is_no_number_is_refused(d1: Callable, checkpoints: Path, workdir: Path) -> None:
     shutil.copytree(checkpoints / "with", "model")
     (workdir / "model" / "generation_config.json").write_text('{"max_new_tokens": "many"}')
     d1("sample", "model", "What is 2 + 3?").assert_refused("generation_config.json has max_new_tokens 'many'")
