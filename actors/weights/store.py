@@ -7,10 +7,11 @@ between bytes and tensors.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,9 @@ class Manifest:
         """
         if self.digest_override is not None:
             return self.digest_override
-        tensors = tuple(sorted(self.tensors, key=lambda entry: entry.name))
-        what = tensors if self.base is None else (tensors, self.base)
-        return hashlib.sha256(repr(what).encode()).hexdigest()
+        # Values, not the repr of the classes: checkpoints store the digest, and a class may be renamed.
+        what = [sorted(map(astuple, self.tensors)), None if self.base is None else astuple(self.base)]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def transfer_timeout_s(self, timeout_s: float) -> float:
         """Return the timeout of a transfer of its tensors: `timeout_s`, extended by their size."""

@@ -8,7 +8,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from actors.checkpoints.best import has_validation, validated_best
-from actors.checkpoints.selection import FoundCheckpoint, newest_checkpoint, servable, servable_checkpoints
+from actors.checkpoints.selection import (
+    FoundCheckpoint,
+    is_intermediate,
+    newest_checkpoint,
+    servable,
+    servable_checkpoints,
+)
 from actors.run_log import CHECKPOINTS, RECIPE, read_events
 from deploy.errors import UserError
 from deploy.printing import printable
@@ -45,7 +51,15 @@ def newest_servable(run_dir: Path, say: ReportProgress | None = None) -> FoundCh
         raise UserError(f"{run_dir} has no checkpoint to serve yet")
     for what in found.skipped:
         sys.stderr.write(f"d1: {printable(what)}\n")
+    if found.position.policy_version == 0 and (within := _newest_within_stage(run_dir)) is not None:
+        where = printable(f"{run_dir.name}/{within}")
+        sys.stderr.write(f"d1: this is the policy before training; the newest one within training is {where}\n")
     return found
+
+
+def _newest_within_stage(run_dir: Path) -> str | None:
+    names = (path.name for path in (run_dir / CHECKPOINTS).glob("[!.]*/") if is_intermediate(path))
+    return max(names, default=None)
 
 
 def best_servable(run_dir: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from actors.run_log import append_event
 from actors.spec import Phase
 from deploy.errors import UserError
 from deploy.runs.listing import list_runs, point_latest_at
-from deploy.runs.references import find, find_run
+from deploy.runs.references import find, find_checkpoint_of, find_run
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
@@ -53,18 +53,33 @@ def test_a_checkpoint_is_named_by_its_path_or_after_its_run(tiny: Path, name: st
     assert find_run(name, _RUNS).resolve() == tiny
 
 
-def _trained(run: Path) -> None:
-    """Write the checkpoints of a run with two versions of its rounds."""
+def _trained(run: Path, *others: tuple[str, Position]) -> None:
+    """Write the checkpoints of a run with two versions of its rounds, or these others."""
     config = TransformerConfig(
         vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, mlp_hidden_size=8, max_sequence_length=4,
         mask_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
     weights = dict(make_model(config).named_parameters())
-    for name, phase, version in (("sft", Phase.SFT, 1), ("rl-000012", Phase.RL, 13), ("rl-000024", Phase.RL, 25)):
-        shutil.rmtree(run / "checkpoints" / name, ignore_errors=True)
-        position = Position(phase=phase, round=version - 1, policy_version=version, rl_seconds=0.0)
+    rounds = (
+        (name, Position(phase=phase, round=version - 1, policy_version=version, rl_seconds=0.0))
+        for name, phase, version in (("sft", Phase.SFT, 1), ("rl-000012", Phase.RL, 13), ("rl-000024", Phase.RL, 25))
+    )
+    for name, position in others or rounds:
         directory = run / "checkpoints" / name
+        shutil.rmtree(directory, ignore_errors=True)
         save_checkpoint(directory, config, weights, run.parent, trainer_state=asdict(position))
+
+
+def test_a_run_within_its_first_stage_says_that_its_policy_is_untrained(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(tiny / "checkpoints")
+    within = Position(phase=Phase.SFT, round=0, policy_version=0, rl_seconds=0.0, step=30)
+    _trained(tiny, ("initial", replace(within, phase=Phase.UNTRAINED, step=None)), ("sft-000030", within))
+    assert find_checkpoint_of("tiny-20261122", _RUNS).name == "initial"
+    assert "the newest one within training is tiny-20261122/sft-000030" in capsys.readouterr().err
+    assert find_checkpoint_of("tiny-20261122/sft-000030", _RUNS).name == "sft-000030"
+    assert capsys.readouterr().err == ""
 
 
 def test_last_is_the_newest_checkpoint_and_best_what_validation_chose(tiny: Path) -> None:
