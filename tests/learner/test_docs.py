@@ -132,7 +132,7 @@ def test_the_words_between_completions_and_a_loss_mean_what_the_example_says(con
         "Views": [len(terms.views.ids)],
         "Terms": [terms.num_terms],
         "Units": units,
-        "Plan": [len(micro_batches), max(micro.views.ids.numel() for micro in micro_batches)],
+        "StepPlan": [len(micro_batches), max(micro.views.ids.numel() for micro in micro_batches)],
     }
     assert (list(corruption.masked.shape), list(terms.views.ids.shape)) == ([8, 4], [4, 6])
 

@@ -79,7 +79,7 @@ def test_the_canvas_that_is_shown_is_the_one_that_is_denoised(checkpoints: Path)
     completion = None
     while completion is None:
         done = running.step()
-        canvases.append(canvas_in(running.slots))
+        canvases.append(canvas_in(running.state))
         completion = done[0][1] if done else None
     assert [canvas.num_committed for canvas in canvases] == list(range(2, 18, 2))
     assert canvases[-1].token_ids == completion.token_ids.tolist()

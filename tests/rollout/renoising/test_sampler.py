@@ -208,7 +208,7 @@ class _Scripted:
     def prefix(self) -> None:
         return None
 
-    def finish(self, _prefix: object, _ids: Tensor) -> None:
+    def append(self, _prefix: object, _ids: Tensor) -> None:
         self._steps = 0
 
     def __call__(self, *_: object) -> Tensor:

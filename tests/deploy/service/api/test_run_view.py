@@ -9,6 +9,7 @@ from actors.checkpoints.selection import servable_checkpoints
 from deploy.runs.checkpoints import read_recipe
 from deploy.service.api import run_view
 from deploy.service.api.run_view import RunView
+from deploy.service.example import Examples
 from rewards import Split, make_task
 
 
@@ -88,12 +89,12 @@ def test_the_disk_is_not_read_for_every_question_about_versions(run_dir, add_che
 
 
 def test_problems_are_held_out_ones_of_the_runs_task(run_dir, monkeypatch):
-    found = RunView(run_dir).problems
+    task, prompts = Examples(run_dir).single_turns()
     recipe = read_recipe(run_dir)
     heldout = make_task(recipe.task).problems(Split.HELDOUT, 8, seed=0)
-    assert found.task == recipe.task.name
-    assert found.prompts == [problem.messages[-1].content for problem in heldout if len(problem.messages) == 1]
-    assert len(found.prompts) == 8
+    assert task == recipe.task.name
+    assert prompts == [problem.messages[-1].content for problem in heldout if len(problem.messages) == 1]
+    assert len(prompts) == 8
     # Its data may be on another machine.
     monkeypatch.setattr("deploy.service.example.make_task", lambda _: (_ for _ in ()).throw(ValueError("no data")))
-    assert RunView(run_dir).problems.model_dump() == {"task": recipe.task.name, "prompts": []}
+    assert Examples(run_dir).single_turns() == (recipe.task.name, [])
