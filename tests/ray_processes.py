@@ -1,9 +1,10 @@
-"""A Ray cluster of plain processes, laid out like docker-compose.yml: Redis, a head with its state there, a worker.
+"""A Ray cluster of plain processes, laid out like docker-compose.yml.
 
-Each node lives in a network namespace of its own, as containers would: a browser that another test has open would call
-off its requests (net::ERR_NETWORK_CHANGED) when an interface came or went beside it. Whoever starts the cluster is on
-the head's network until it ends. The worker has a temporary directory of its own too: two raylets that share one delete
-each other's working directories. All that takes root and iproute2; tests skip without.
+It has Redis, a head that keeps its state there, and a worker. Each node has its own network namespace, like a
+container. Otherwise a browser opened by another test would abort its requests (net::ERR_NETWORK_CHANGED) whenever an
+interface appeared or disappeared. The thread that starts the cluster is on the head's network until the cluster ends.
+The worker also has its own temporary directory: raylets that share one delete each other's working directories. This
+needs root and iproute2; tests skip without them.
 """
 
 from __future__ import annotations

@@ -42,8 +42,7 @@ SERVICE = {
     "api": {"checkpoints", "contract", "errors", "example", "gateway", "link"},
     "admin": {"api", "contract", "errors", "gateway"},
 }
-# Modules and calls that can run code found in a file or a text. (`yaml.load` is left to ruff: it depends on the
-# loader.)
+# Modules and calls that can run code found in a file or text. (`yaml.load` is left to ruff: the loader decides.)
 DANGEROUS_IMPORTS = {
     "_pickle",
     "cloudpickle",

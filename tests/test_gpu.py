@@ -316,8 +316,7 @@ def test_one_kernel_for_all_rows_is_close_to_padding_in_bfloat16(config: Transfo
         ("diffu-grpo", 0, 60),
         # Its loss has units of several kinds.
         ("mapg", 0, 60),
-        # Each loss picks its pairs once for all micro-batches. There are two losses, as a group spans several micro-
-        # batches.
+        # Each loss picks its pairs once for all micro-batches. There are two, as a group spans several micro-batches.
         ("vrpo", 2, 300),
     ],
 )
@@ -353,7 +352,7 @@ def test_the_host_waits_once_for_a_step_of_sft(policy: Transformer, placed: Plac
 
 
 def test_adapters_are_run_where_the_policy_is(policy: Transformer, placed: Placed) -> None:
-    """Adapters of a version arrive on the CPU, as do those merged from earlier stages."""
+    """Adapters of a version arrive on the CPU, as do those of earlier stages."""
     start, adapter, other = (random_adapter(policy, rank) for rank in (3, 4, 4))
     on_gpu, ids = placed(policy), torch.arange(12).view(1, 12)
     for model in (policy, on_gpu):

@@ -1,4 +1,4 @@
-"""Stress test: two ranks load, gather and put weights repeatedly; `make gathers` runs 10,000 iterations."""
+"""Stress test: two ranks load, gather and put weights repeatedly; `make gathers` does it 10,000 times."""
 
 from __future__ import annotations
 

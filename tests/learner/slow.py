@@ -1,4 +1,4 @@
-"""Reference implementation of every algorithm's objective: plain float64 loops over rows, draws and tokens.
+"""Reference implementation of every algorithm's objective: plain loops in float64.
 
 Only the random masks are taken from the learner. Canvases are built here, one at a time. Each formula is written out
 separately, with the tokens that it scores and their weights. Slow.
@@ -520,7 +520,7 @@ num_drawn = {"value": 0}
 
 
 def justgrpo(rows: list[Row]) -> Tensor:
-    """Score each token given the canvas before its step; average over all tokens."""
+    """Score each token given all tokens to its left; average over all tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row, advantage in zip(rows, group_z(rows), strict=True):
         for slots, draw in by_steps(row):

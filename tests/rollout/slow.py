@@ -1,4 +1,4 @@
-"""Reference implementation of the sampler: one row, plain Python, the head on every slot, nothing shared."""
+"""Reference implementation of the sampler: one row at a time in plain Python, the head on every slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Canvases of unequal length packed without padding, as on a GPU in half precision: same output as padded."""
+"""Canvases packed without padding, as on a GPU in half precision: same output as padded ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampler of block-causal policies against the original code's generations and the reference (slow.py)."""
+"""Sampler of block-causal policies against the original code's generations and slow.py."""
 
 import json
 import warnings
@@ -178,8 +178,7 @@ def test_a_step_runs_its_block_alone_and_the_first_of_a_block_the_one_before_it_
     request = replace(_requests(steps_per_block=4, stop_ids=())[1], prompt_ids=(1,) * 9)
     sampler = Sampler(policy, 0)
     sampler.generate([request])
-    # The prompt's two blocks with the first step of the third; the third's other steps; five steps for each of the next
-    # three.
+    # The prompt's two blocks and the third block's first step; its other steps; five steps of each of the next three.
     assert sampler.counts.num_tokens == 12 + 2 * 4 + 3 * (8 + 3 * 4)
     whole = Sampler(policy, 0, EngineConfig(block_cache=False))
     whole.generate([request])

@@ -1,4 +1,4 @@
-"""Coordinator failover: the successor loses nothing, continues from the learner's requests, and records once."""
+"""Coordinator failover: its successor resumes from the learner's requests and records each once."""
 
 from __future__ import annotations
 
@@ -150,8 +150,7 @@ def test_a_round_that_was_trained_on_is_recorded_once_whenever_the_coordinator_d
         plan = first._plan
         keys = [WorkUnitKey(round=0, index=index) for index in range(plan.work_units_per_round)]
         summaries = {key: _summary(plan.round_work_unit(0, key.index)) for key in keys}
-        # The first dies before it hears of the round: its successor has no work units and requests them from the
-        # learner.
+        # The first dies before it hears of the round: its successor requests the work units from the learner.
         second = case.coordinator()
         assert not await second.published(_trained(0), None)
         assert case.events("round") == []
@@ -193,8 +192,7 @@ def test_a_round_that_is_told_of_with_the_next_ask_is_recorded_once_whenever_the
         await first.next_batch(0, _weights_id(1))
         keys = [WorkUnitKey(round=0, index=index) for index in range(first._plan.work_units_per_round)]
         summaries = {key: _summary(first._plan.round_work_unit(0, key.index)) for key in keys}
-        # It dies before it hears of the round: its successor has no work units, and must not begin any before it has
-        # them.
+        # It dies before it hears of the round: its successor must not begin any work unit until it has them.
         second = case.coordinator()
         num_asked = len(case.sampler.asked)
         assert await second.next_batch(1, _weights_id(2), _trained(0)) == (Next.REPORT, [])

@@ -1,4 +1,4 @@
-"""Liveness watch: unresponsive actors are named after seconds and killed soon; starting ones are spared."""
+"""Liveness watch: names unresponsive actors within seconds and kills them, but not starting ones."""
 
 from __future__ import annotations
 

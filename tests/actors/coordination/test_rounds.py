@@ -1,4 +1,4 @@
-"""Dynamic sampling rounds: the same groups are trained on, whatever the order of answers, failures and restarts."""
+"""Dynamic sampling rounds: deterministic groups, whatever the order of answers, failures and restarts."""
 
 from __future__ import annotations
 

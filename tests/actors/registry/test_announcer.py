@@ -1,4 +1,4 @@
-"""Announcer: a run reports everything to its registry in order, with retries and without blocking the run."""
+"""Announcer: reports everything to the registry in order, with retries and without blocking the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO): which groups are trained on depends on the rewards, not on the order of answers."""
+"""Dynamic sampling (DAPO): groups are selected by their rewards, not by the order of answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publication to the weight store: every parameter, or with LoRA an adapter on a base that is sent once."""
+"""Publication to the weight store: all parameters, or with LoRA an adapter on a base sent once."""
 
 from __future__ import annotations
 

@@ -127,8 +127,7 @@ def test_ranks_whose_clocks_have_nothing_in_common_go_through_every_stage_togeth
     assert any(event["event"] == "sft_samples" for event in expected), "forwards of both"
     assert facts(alike) == facts(unlike)
     for name in ("sft", "rl-000003", "control"):
-        # Learning rates follow the share of the control's time that has passed, and each rank steps its shard with
-        # them.
+        # Learning rates depend on the share of the control's time that has passed, so that ranks must agree on it.
         assert _files(alike, name) == _files(unlike, name), name
     assert len(facts(alike)) > len(STAGES) + 1, "some were written by time"
 

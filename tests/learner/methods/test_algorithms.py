@@ -1,4 +1,4 @@
-"""Loss and gradient of every algorithm against its paper's formula, for any minibatches and micro-batches."""
+"""Loss and gradient of every algorithm against its paper's formula, for any split into batches."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
 def test_a_block_causal_policy_takes_steps_by_each_method(
     name: str, policy: Transformer, rollouts: RolloutBatch
 ) -> None:
-    """All methods but the one that compares slots of different blocks. Micro-batches of one row split up its draws."""
+    """All methods except mapg, which compares slots of different blocks. Micro-batches also split a row's draws."""
     causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
     causal.load_state_dict(policy.state_dict())
     sampler = replace(algorithm_sampler(name), is_block_causal=True)

@@ -1,4 +1,4 @@
-"""Views of block-causal policies against a forward per canvas, and against the original code's records."""
+"""Views of block-causal policies against one forward per canvas, and the original code's records."""
 
 import json
 from dataclasses import replace
@@ -44,8 +44,7 @@ def _batch(num_rows: int = 8, num_slots: int = 13) -> GroupedBatch:
             prompts=torch.randint(0, 30, (num_rows, 6), generator=generator),
             completions=completions,
             lengths=torch.full((num_rows,), num_slots),
-            # Blocks are denoised from left to right and begin at column 8: two slots after the prompt's tail, then four
-            # each.
+            # Blocks are denoised from left to right from column 8 on: two slots after the prompt, then four each.
             steps=(slots + 2) // BLOCK * 10 + (slots + torch.arange(num_rows)[:, None]) % 3,
             rewards=torch.rand(num_rows, generator=generator),
         )

@@ -1,4 +1,4 @@
-"""Edited completions (token editing): every write is scored in the state before its step, as it was sampled."""
+"""Token editing: every write of a completion is scored in the state before its step, as sampled."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Losses, gradients and advantages of the algorithms against golden numbers from the papers' public code.
+"""Losses, gradients and advantages of the algorithms against golden numbers of the papers' code.
 
 The numbers in `golden.json` were computed by the functions that `SOURCES` names, run unchanged on the example and the
 policies below, with our masks instead of their random ones. Nothing here restates a formula, so that these tests detect

@@ -164,7 +164,6 @@ def test_losses_and_gradients_are_those_of_the_public_code() -> None:
     metrics = learner.update(batch, 0)
     # Advantages of up to 3 times ratios of about 1 cancel. In float64 it is 0.0036831001. Theirs is 1.3e-7 off, ours at
     # most 1.1e-7 to the other side, depending on the processor.
-    # ours 1.1e-7 to the other side, or less, by processor.
     assert metrics["loss"] == pytest.approx(sum(LOSSES) / 3, abs=5e-7)
     assert metrics["token_logp"] == pytest.approx(TOKEN_LOGP, abs=1e-6)
     # Each completion has one ratio for its tokens and one for their order.

@@ -24,8 +24,8 @@ from learner.sft.documents import Documents
 from learner.sft.learner import SftLearner, evaluation_loss
 from tests.ranks import run_ranks
 
-# ALLREDUCE, ALLGATHER and BROADCAST on gloo. Names of more than 15 characters are on the heap, and two threads may free
-# them.
+# ALLREDUCE, ALLGATHER and BROADCAST on gloo. Longer names than 15 characters are on the heap, where two
+# threads may free them.
 OF_SHORT_NAMES = {
     "_c10d_functional.all_reduce",
     "_c10d_functional._wrap_tensor_autograd",

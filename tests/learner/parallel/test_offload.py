@@ -1,4 +1,4 @@
-"""Offloading of learner state: it frees the device and comes back bit-identical, on a simulated GPU and FSDP2."""
+"""Offloading frees the device and restores bit-identical state, on a simulated GPU and with FSDP2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mixture-of-experts policy on two ranks equals one on a single rank: experts by rows, router biases whole."""
+"""Mixture of experts on two ranks equals one rank: experts sharded by rows, router biases whole."""
 
 from __future__ import annotations
 

@@ -416,7 +416,6 @@ def test_every_algorithm_has_one_gradient_on_any_number_of_ranks(
 
 # Steps with LoRA: likelihoods of single tokens, of whole completions with the adapter-off reference, and bounds
 # compared within a group.
-# group.
 
 ADAPTED = ("stepmerge", "espo", "stabledrl")
 

@@ -1,4 +1,4 @@
-"""Attention annealing in SFT, from causal to bidirectional: its schedule, and that nothing else changes."""
+"""Attention annealing in SFT, from causal to bidirectional: the schedule, and nothing else changes."""
 
 from __future__ import annotations
 

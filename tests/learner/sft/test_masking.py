@@ -138,7 +138,7 @@ def test_loss_is_that_of_a_row_by_row_loop(
 
 
 def test_packing_changes_no_gradient(policy: Transformer) -> None:
-    """Neither packing into rows nor concatenation into one row, whatever else the recipe sets."""
+    """Holds for packing into rows and for concatenation into one row, alone and together."""
     masked, shapes = _plan(_documents(trains_padding=False)), []
     policy.register_forward_pre_hook(lambda _module, arguments: shapes.append(len(arguments[0])))
     gradients = []

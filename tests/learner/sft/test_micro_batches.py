@@ -1,4 +1,4 @@
-"""SFT micro-batches: their gradients add up to the whole batch's, and their rows stay within the token limit."""
+"""SFT micro-batches: gradients add up to the whole batch's, and rows stay within the token limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batched renoising: each row equals its completion alone, step by step, despite cancellation and resumption."""
+"""Batched renoising: each row equals its completion alone, despite cancellation and resumption."""
 
 from __future__ import annotations
 

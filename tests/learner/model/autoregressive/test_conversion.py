@@ -1,4 +1,4 @@
-"""Conversion of autoregressive checkpoints to diffusion policies: the same function under causal attention."""
+"""Conversion of autoregressive checkpoints to diffusion policies: equal under causal attention."""
 
 from __future__ import annotations
 

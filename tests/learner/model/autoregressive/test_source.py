@@ -1,4 +1,4 @@
-"""Autoregressive source checkpoints: which ones open, their content, and an error sentence for each other one."""
+"""Autoregressive source checkpoints: supported ones, their content, and one error for each other one."""
 
 from __future__ import annotations
 

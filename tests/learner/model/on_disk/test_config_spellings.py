@@ -1,4 +1,4 @@
-"""Spellings of config settings in published checkpoints: rotary positions and token ids of every family."""
+"""Config spellings in published checkpoints: rotary positions and token ids of every family."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _shape(config: TransformerConfig, family: str) -> TransformerConfig:
 
 
 def _raw(config: TransformerConfig, family: str) -> dict[str, Any]:
-    """Return a config as d1 writes it, without its rotary settings except the full-precision flag."""
+    """Return a config as d1 writes it, without its `rope_` settings except the full-precision flag."""
     shape = _shape(config, family)
     raw = FAMILIES[shape.family].write_config(shape)
     return {key: value for key, value in raw.items() if not key.startswith("rope_") or key == "rope_full_precision"}

@@ -1,4 +1,4 @@
-"""Adapter directories of peft: they load as policies with peft's outputs, or the error names what differs."""
+"""Adapter directories of peft: loaded with peft's outputs, or refused with an error that says why."""
 
 from __future__ import annotations
 
