@@ -307,7 +307,7 @@ def _stopped_by(
     after: int = 1,
     may_stop: Callable[[], bool] = lambda: True,
 ) -> tuple[str, int]:
-    """Send a signal to all processes of a run after `after` more rounds; return the run's output and exit status."""
+    """Send a signal to a run (SIGINT to its process group) after `after` more rounds; return output and exit status."""
     recipe = str(folder / "recipe.yaml")
     arguments = ["train", recipe, f"name={run}", f"runs_dir={folder}", "learner.num_rounds=5000", *more]
     # Processes started in the background of a script inherit an ignored SIGINT.

@@ -35,7 +35,7 @@ class _Case:
         self.watch = LivenessMonitor(lambda name, _, seconds: self.hung.append((name, seconds)), lambda: self.time_s)
 
     def after(self, seconds: float) -> dict[str, float]:
-        """Return the silent actors after so many seconds, with one probe a second."""
+        """Return the silent actors after so many seconds, with one sweep a second."""
         for _ in range(int(seconds)):
             self.time_s += 1
             self.watch.sweep()

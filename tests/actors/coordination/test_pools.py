@@ -276,7 +276,7 @@ def test_what_each_actor_did_and_for_how_long_it_was_away_is_told_once(monkeypat
 
 
 class _Sleeper(_Actor):
-    """A sampler that is offloaded at the end of its turn, or hangs in a given call until it is killed."""
+    """A sampler that counts how often it is offloaded, or hangs while offloading until it is killed."""
 
     def __init__(self, *, hangs: bool = False) -> None:
         super().__init__(is_instant=True)
