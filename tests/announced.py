@@ -1,4 +1,4 @@
-"""What a registry was told last."""
+"""Lookup of the newest policy version in a registry."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from actors.registry.registry import Registry
 
 
 def latest(registry: Registry) -> PolicyVersion | None:
-    """The version announced last; None when there is none."""
+    """Return the version announced last, or None."""
     newest = registry.aliases().get(NEWEST)
     return None if newest is None else registry.version(newest)

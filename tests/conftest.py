@@ -1,4 +1,4 @@
-"""What tests of several folders share: a tiny random policy, a Ray cluster."""
+"""Shared fixtures: a tiny random policy, reference data and a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hypothesis import HealthCheck, settings
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 
-# How long an example takes is the machine's business: a busy one takes half a second for what it does in a millisecond.
+# No deadline: on a busy machine an example of a millisecond takes half a second.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 
-# Looking again and again through what was imported and collected, and stays, is a seventh of the suite's time.
+# Repeated garbage collection over long-lived imports and test items takes a seventh of the suite's time.
 gc.disable()
-# Every Ray of the tests would start two idle workers at once, for a second of a CPU.
+# Otherwise every Ray of the tests prestarts two idle workers, which costs a second of CPU.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 
@@ -31,20 +31,20 @@ _RUNS, _RAY = "test_end_to_end", ("test_on_ray", "test_admin_on_ray", "test_clus
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs take longest and come first, the other tests that start a Ray cluster next: under xdist, which gives
-    whole files to workers in this order, each begins on one of two."""
+    """Order end-to-end runs first, then the other tests that start a Ray cluster, since both take longest. xdist hands
+    out whole files in this order, so that each worker begins with one of them."""
     items.sort(key=lambda item: (item.path.stem != _RUNS, item.path.stem not in _RAY))
 
 
 def pytest_collection_finish() -> None:
-    """Only what the tests make is looked through for garbage."""
+    """Exclude everything collected so far from garbage collection."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Reference data beside the checkout. Tests that need it skip where it is absent."""
+    """Reference data next to the checkout. Tests that need it skip where it is absent."""
     if not SHARED.is_dir():
         pytest.skip(f"needs the reference data in {SHARED}")
     return SHARED
@@ -73,7 +73,7 @@ def config() -> TransformerConfig:
 
 @pytest.fixture(scope="session")
 def moe_config(config: TransformerConfig) -> TransformerConfig:
-    """LLaDA2's: the first block dense, the second of experts in groups."""
+    """A config of LLaDA2: its first block is dense, its second a mixture of experts with expert groups."""
     moe = {"num_experts": 8, "experts_per_token": 3, "expert_width": 16, "router": "sigmoid", "num_groups": 4}
     moe |= {"kept_groups": 2, "scale": 2.5, "shared_width": 32, "dense_layers": (0,)}
     family = {"family": "llada2_moe", "block_length": 4, "qk_norm": True, "head_width": 12, "rotary_width": 6}
@@ -85,15 +85,15 @@ def policy(config: TransformerConfig) -> Transformer:
     model = Transformer(config)
     init_weights(model, seed=0)
     with torch.no_grad():
-        # Random networks are almost uniform; sharper logits make orders and draws that matter.
+        # Random networks are almost uniform; sharper logits make the commit order and the samples depend on the policy.
         model.head.weight.mul_(4.0)
     return model
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    """A Ray cluster on this machine that outlives the runs on it; yields the environment that finds it."""
-    # Here and not above: the tests of a GPU run where there is no Ray.
+    """Start a Ray cluster on this machine that outlives the runs on it; yield the environment variables to reach it."""
+    # Imported here because the tests of a GPU also run where Ray is not installed.
     import ray
 
     from deploy.ray_session import MAX_STARTS, connect_with_retries

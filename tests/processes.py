@@ -1,4 +1,4 @@
-"""Processes of this machine, as its kernel lists them."""
+"""Liveness check of processes of this machine, from /proc."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended; one that has may still be listed until its parent has noticed."""
+    """Return whether a process has not ended. A zombie, not yet reaped by its parent, has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

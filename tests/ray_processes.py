@@ -1,9 +1,10 @@
-"""A Ray cluster of plain processes, laid out like docker-compose.yml: Redis, a head with its state there, a worker.
+"""A Ray cluster of plain processes, laid out like docker-compose.yml.
 
-Each node lives in a network namespace of its own, as containers would: a browser that another test has open would call
-off its requests (net::ERR_NETWORK_CHANGED) when an interface came or went beside it. Whoever starts the cluster is on
-the head's network until it ends. The worker has a temporary directory of its own too: two raylets that share one delete
-each other's working directories. All that takes root and iproute2; tests skip without.
+It has Redis, a head that keeps its state there, and a worker. Each node has its own network namespace, like a
+container. Otherwise a browser opened by another test would abort its requests (net::ERR_NETWORK_CHANGED) whenever an
+interface appeared or disappeared. The thread that starts the cluster is on the head's network until the cluster ends.
+The worker also has its own temporary directory: raylets that share one delete each other's working directories. This
+needs root and iproute2; tests skip without them.
 """
 
 from __future__ import annotations
@@ -41,27 +42,27 @@ _CLONE_NEWNET = 0x40000000  # <sched.h>
 
 
 def shut_down_ray() -> None:
-    """End this process's Ray. On a busy machine it does not wait for all that it kills: what it held of them goes here,
-    meanwhile or at the end, and not at any later moment with a warning that they still run."""
+    """Shut down this process's Ray. On a busy machine Ray does not wait for all processes that it kills. Their handles
+    are collected here, so that no later ResourceWarning reports them as still running."""
     with ignoring_resource_warnings():
         ray.shutdown()
         gc.collect()
 
 
 class RayProcesses:
-    """The cluster. Whoever makes one calls `stop` in the same thread, whatever happened.
+    """The cluster. The caller must call `stop` in the thread that created it, also after an error.
 
-    In between, that thread and what it starts are on the head's network, whose loopback address is another one.
+    Until then, that thread and the processes it starts are in the head's network namespace, with its own loopback.
     """
 
     def __init__(self, **environment: str) -> None:
-        """Start Redis, head and worker; each has one logical CPU, and the worker has the resource `worker`.
+        """Start Redis, head and worker. Each node has one logical CPU, and the worker has the resource `worker`.
 
         Args:
-            environment: what the nodes' environment has besides.
+            environment: additional environment variables of the nodes.
         """
         self._mark = secrets.token_hex(3)
-        # Short: the paths of Ray's sockets lie below it, and may have 107 characters.
+        # Short: the paths of Ray's sockets lie below it and are limited to 107 characters.
         self._directory = Path(tempfile.mkdtemp(prefix="d1r-", dir="/tmp"))
         self._network_before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         self._redis: DebianRedis | None = None
@@ -85,9 +86,9 @@ class RayProcesses:
                 "RAY_REDIS_ADDRESS": f"{self.head_ip}:{self._redis.port}",
                 "RAY_external_storage_namespace": "d1-test",
                 "RAY_gcs_rpc_server_reconnect_timeout_s": "120",
-                # The head's dashboard keeps two CPUs busy while its GCS is away, and here the worker has the same two.
+                # The head's dashboard keeps two CPUs busy while its GCS is down, and here the worker shares these CPUs.
                 "RAY_worker_niceness": "0",
-                # No worker for each CPU at once, none of which has the environment of a run or a service.
+                # Prestarted workers would lack the environment of a run or a service.
                 "RAY_prestart_worker_first_driver": "0",
                 "D1_REDIS_URL": self.registry_url,
                 **environment,
@@ -111,22 +112,22 @@ class RayProcesses:
 
     @property
     def dashboard_url(self) -> str:
-        """Where jobs are submitted."""
+        """The address to submit jobs to."""
         return f"http://127.0.0.1:{self.dashboard_port}"
 
     def start_head(self) -> None:
-        """Start the head; again after it was killed, as whoever supervises it would."""
-        # Ray's note that a cluster runs on this machine. In a container of its own the head would not see the worker's.
+        """Start the head, or restart it after it was killed, as a supervisor would."""
+        # Ray's record that a cluster runs on this machine. In containers the head would not see the worker's.
         (self._directory / "ray_current_cluster").unlink(missing_ok=True)
         self._ray_start("head", self._head_command, [])
 
     def kill_head(self) -> None:
-        """End everything that runs on the head node, as the end of its container does."""
+        """Kill every process of the head node, as the end of its container does."""
         self._kill(self._processes("head"))
 
     @contextmanager
     def without_gcs(self) -> Iterator[None]:
-        """Kill the GCS process, and start the same one again afterwards."""
+        """Kill the GCS process, and start the same one again on exit."""
         (pid,) = [pid for pid in self._processes("head") if _words(pid)[:1] and "gcs_server" in _words(pid)[0]]
         words, environment = _words(pid), _environment(pid)
         self._kill([pid])
@@ -137,7 +138,7 @@ class RayProcesses:
                 self._gcs = subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def metrics(self) -> set[str]:
-        """The names of what both nodes export to Prometheus."""
+        """Return the names of the metrics that both nodes export to Prometheus."""
         names: set[str] = set()
         for address in (self.head_ip, self.worker_ip):
             with urllib.request.urlopen(f"http://{address}:{self._metrics_port}/metrics", timeout=20) as response:
@@ -146,12 +147,12 @@ class RayProcesses:
         return names
 
     def python(self, script: str, *arguments: str, timeout_s: float = 90) -> str:
-        """What a driver on the head prints; the test fails if it fails."""
+        """Run a driver on the head and return its output. The test fails if the driver fails."""
         environment = self.environment | {"RAY_ADDRESS": f"{self.head_ip}:{self.port}"}
         return self.command([sys.executable, "-c", script, *arguments], environment, timeout_s)
 
     def command(self, words: list[str], environment: dict[str, str], timeout_s: float) -> str:
-        """What a command prints; the test fails if it fails."""
+        """Run a command and return its output. The test fails if the command fails."""
         done = subprocess.run(
             words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -159,16 +160,16 @@ class RayProcesses:
         return done.stdout
 
     def deploy(self, config: object) -> None:
-        """Tell Ray Serve what is to run, as KubeRay does: over HTTP, with the content of a `serve deploy` file."""
+        """Deploy applications on Ray Serve over HTTP, as KubeRay does, with the content of a `serve deploy` file."""
         self._ask_serve("PUT", config)
 
     def replicas(self, application: str) -> dict[str, str]:
-        """The state of each replica of an application of Ray Serve, by its id."""
+        """Return the state of each replica of a Ray Serve application, by replica id."""
         deployments = self._ask_serve("GET")["applications"][application]["deployments"].values()
         return {one["replica_id"]: one["state"] for deployment in deployments for one in deployment["replicas"]}
 
     def stop(self) -> None:
-        """End every process of the cluster, and delete its files."""
+        """Kill every process of the cluster, and delete its files."""
         self._kill([pid for node in ("head", "worker") for pid in self._processes(node)])
         if self._gcs is not None:
             self._gcs.wait(_STOP_TIMEOUT_S)
@@ -196,7 +197,7 @@ class RayProcesses:
         return f"d1-{self._mark}-{node}"
 
     def _make_networks(self) -> tuple[str, str]:
-        """Make a network namespace for each node and a cable between them; the addresses of its two ends."""
+        """Make a network namespace for each node and a veth pair between them; return the addresses of its two ends."""
         if os.geteuid() != 0 or shutil.which("ip") is None:
             pytest.skip("needs root and iproute2, for a network namespace")
         head, worker = self._network("head"), self._network("worker")
@@ -221,18 +222,18 @@ class RayProcesses:
 
     def _ray_start(self, node: str, arguments: list[str], prefix: list[str]) -> None:
         common = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
-        # Both nodes have the same host name, by which the learners would find each other.
+        # Both nodes have the same host name, which Gloo would otherwise use to connect the learners.
         own = {"D1_TEST_NODE": f"{self._mark}-{node}", "GLOO_SOCKET_IFNAME": self._interface(node)}
         words = [*prefix, sys.executable, str(BIN / "ray"), "start", *arguments, *common]
         try:
             self.command(words, self.environment | own, _START_TIMEOUT_S)
         except (AssertionError, subprocess.TimeoutExpired):
-            # Ray gives a node 30 s, and a busy machine may take longer. A supervisor tries again.
+            # Ray gives a node 30 s to start, which a busy machine may exceed. A supervisor would retry.
             self._kill(self._processes(node))
             self.command(words, self.environment | own, _START_TIMEOUT_S)
 
     def _processes(self, node: str) -> list[int]:
-        """The processes of a node: all that it starts inherit its mark."""
+        """Return the processes of a node, found by the environment variable that they all inherit."""
         mark = f"{self._mark}-{node}"
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         return [pid for pid in pids if _environment(pid).get("D1_TEST_NODE") == mark]
@@ -247,7 +248,7 @@ class RayProcesses:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-    """Wait until `condition` holds; the test fails when it does not within `timeout_s`."""
+    """Wait until `condition` holds. The test fails when it does not within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
@@ -255,7 +256,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> No
 
 
 def _enter_network(namespace: int) -> None:
-    """Move this thread, and what it starts from now on, into the network namespace of an open file."""
+    """Move this thread, and the processes it starts from now on, into the network namespace of an open file."""
     if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
 
@@ -268,7 +269,7 @@ def _words(pid: int) -> list[str]:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """A process's environment; empty once it has ended."""
+    """Return a process's environment variables; none once it has ended."""
     try:
         pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""Debian's redis-server as a child process, for tests that want the server of a cluster instead of the embedded one."""
+"""Debian's redis-server as a child process, for tests that need it instead of the embedded server."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _STOP_TIMEOUT_S = 10.0
 
 
 class DebianRedis:
-    """A redis-server on loopback. The test skips where there is none."""
+    """A redis-server on loopback. The test skips where it is not installed."""
 
     def __init__(self, port: int, password: str, directory: Path | None = None, host: str = "127.0.0.1") -> None:
-        """Start it and wait until it answers; with `directory` it keeps its data there. Fails when it does not."""
+        """Start it and wait until it answers. Data persists in `directory`, if given. The test fails if it does not
+        start."""
         binary = shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
         if binary is None:
             pytest.skip("needs redis-server: `make tools` installs it on Debian, as root")
@@ -42,6 +43,6 @@ class DebianRedis:
         client.close()
 
     def stop(self) -> None:
-        """End it."""
+        """Kill the server."""
         self.process.kill()
         self.process.wait(_STOP_TIMEOUT_S)

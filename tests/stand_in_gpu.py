@@ -1,9 +1,8 @@
-"""A stand-in for a GPU: tensors in main memory that say they are on `cuda:0`, and do not mix with those that do not.
+"""A simulated GPU: tensors in main memory that report `cuda:0` and refuse to mix with CPU tensors.
 
-What runs on it takes the paths that it takes on a GPU (fused optimizer, static shapes, uploads), computed by the CPU's
-kernels. A tensor of the CPU beside one of the GPU is refused as CUDA refuses it, and so is what `torch.cuda` refuses:
-its own code runs, over a driver that knows one device. The stand-in says nothing about speed, memory, kernels, or the
-order of what a GPU does in its own time.
+Code that runs on it takes its GPU paths (fused optimizer, static shapes, uploads), computed by CPU kernels. Mixing a
+CPU tensor with a GPU tensor raises as in CUDA. `torch.cuda` raises as on a GPU too: its own code runs, over a driver
+with one device. The stand-in does not model speed, memory use, kernels, or asynchronous execution.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 DEVICE = torch.device("cuda", 0)
-# Where what is copied to the CPU goes. To torch's C++ all is on the CPU, which it says without an index.
+# Device of copies to the CPU. To torch's C++ every tensor here is on "cpu", without an index.
 _HOST = torch.device("cpu", 0)
 _aten = torch.ops.aten
-# What takes tensors of both devices: it copies from the one to the other.
+# Operations that copy between devices, and so accept tensors of both.
 _BETWEEN = {_aten.copy_.default, _aten._to_copy.default, _aten.set_.source_Tensor}
-# What `torch.cuda` asks of the driver once it has checked what it was given.
+# Driver calls that `torch.cuda` makes after it has checked its arguments.
 _DRIVER: dict[str, Callable[..., Any]] = {
     "cuda.device_count": lambda: 1,
     "_utils._get_current_device_index": lambda: 0,
@@ -46,13 +45,13 @@ _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defaul
 
 
 class StandIn(Tensor):
-    """A tensor of the stand-in; `host` is where its values really are."""
+    """A tensor of the stand-in; `host` holds its values."""
 
     host: Tensor
 
     @staticmethod
     def __new__(cls, host: Tensor) -> StandIn:
-        """On the stand-in, in the same memory."""
+        """Wrap a host tensor and share its memory."""
         assert not isinstance(host, StandIn)
         made: StandIn = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -61,7 +60,7 @@ class StandIn(Tensor):
             storage_offset=host.storage_offset(),
             dtype=host.dtype,
             layout=host.layout,
-            # To torch's own C++, which has no CUDA here, it is on the CPU; to all Python code it is not.
+            # torch's own C++, which has no CUDA here, sees the CPU; Python code sees `cuda:0`.
             device=torch.device("cpu"),
             requires_grad=False,
         )
@@ -70,12 +69,12 @@ class StandIn(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where it says that it is."""
+        """The reported device."""
         return DEVICE
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """As `device`."""
+        """True, to match `device`."""
         return True
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -92,9 +91,9 @@ class StandIn(Tensor):
             _refuse_mixture(func, args, kwargs)
         if func is _aten._to_copy.default and kwargs.get("device") == _HOST:
             return func(args[0].host, **{**kwargs, "device": None})
-        # Where torch's C++ asks for a tensor of the CPU it means one that is where this one is.
+        # Where torch's C++ requests a CPU tensor, it means one on this tensor's device.
         result = func(*_mapped(_host, args), **_mapped(_host, kwargs))
-        # What comes of a tensor that was made outside of inference mode is of its kind: views share its version.
+        # Results of tensors made outside inference mode must not be inference tensors: views share a version counter.
         theirs = [value for value in _leaves((args, kwargs)) if isinstance(value, StandIn)]
         with torch.inference_mode(all(value.is_inference() for value in theirs)):
             wrapped = _mapped(_there, result)
@@ -102,7 +101,7 @@ class StandIn(Tensor):
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """What an operation takes or gives, changed leaf by leaf: torch's trees do it in four times the time."""
+    """Apply `change` to each leaf of an operation's arguments or results. torch's pytree takes four times as long."""
     if isinstance(value, (list, tuple)):
         return type(value)([_mapped(change, each) for each in value])
     if isinstance(value, dict):
@@ -127,7 +126,8 @@ def _there(value: Any) -> Any:
 
 
 def _refuse_mixture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """As CUDA does: a number in a tensor of the CPU may be anywhere, an index of the CPU may point into the GPU."""
+    """Raise if CPU and GPU tensors mix, as CUDA does. Scalars on the CPU are allowed, and so are CPU indices of a GPU
+    tensor."""
     values = _leaves((args[:1], args[2:], kwargs) if func in _INDEXED else (args, kwargs))
     others = [value for value in values if isinstance(value, Tensor) and not isinstance(value, StandIn) and value.dim()]
     if others:
@@ -137,7 +137,7 @@ def _refuse_mixture(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class StandInGpu(TorchFunctionMode):
-    """While it is entered, what is made on or moved to `cuda` is on the stand-in."""
+    """A mode in which tensors made on or moved to `cuda` are on the stand-in."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -152,7 +152,7 @@ class StandInGpu(TorchFunctionMode):
         if func is Tensor.numpy and isinstance(args[0], StandIn):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first")
         if func is Tensor.backward:
-            # A mode is left while it decides, and what runs backwards makes tensors too.
+            # torch leaves a mode inside its handler, but backward passes create tensors too.
             gradient = kwargs.get("gradient")
             gradient = torch.ones_like(args[0]) if gradient is None else gradient
             with self:
@@ -167,7 +167,7 @@ class StandInGpu(TorchFunctionMode):
             return self._moved(func, args, kwargs)
         if (place := kwargs.get("device")) is None:
             return func(*args, **kwargs)
-        # What makes tensors, from nothing or like another one.
+        # Factory functions, with or without a tensor to imitate.
         made = func(*_mapped(_host, args), **{**kwargs, "device": "cpu" if _is_gpu(place) else place})
         return _made_there(made) if _is_gpu(place) else made
 
@@ -189,7 +189,7 @@ class StandInGpu(TorchFunctionMode):
 
 
 class _Move(torch.autograd.Function):
-    """A copy on the other device, with a gradient that goes back."""
+    """A differentiable copy to the other device."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, to_gpu: bool, non_blocking: bool) -> Tensor:  # type: ignore[override]
@@ -202,14 +202,14 @@ class _Move(torch.autograd.Function):
 
 
 def _moved(tensor: Tensor, to_gpu: bool, non_blocking: bool) -> Tensor:
-    """A copy on the other device, by the operations that a counter of operations would see."""
+    """Copy to the other device with the operations that an operation counter expects."""
     if not to_gpu:
         return _aten._to_copy.default(tensor, device=_HOST, non_blocking=non_blocking)
     return _aten.copy_.default(StandIn(torch.empty_like(tensor)), tensor, non_blocking)
 
 
 def _made_there(made: Any) -> Any:
-    """What was just made in main memory, on the stand-in."""
+    """Wrap a tensor just made in main memory."""
     if isinstance(made, DTensor):
         local = _made_there(made.to_local())
         return DTensor.from_local(
@@ -227,25 +227,25 @@ def _is_place(value: Any) -> bool:
 
 
 def bytes_there() -> int:
-    """What all tensors that there are take of the stand-in's memory."""
+    """Return the bytes of the stand-in's memory held by all live tensors."""
     gc.collect()
     storages = [one.host.untyped_storage() for one in gc.get_objects() if type(one) is StandIn]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _grouped(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch's C++ tells of where tensors are, which to it is the CPU."""
+    """Group tensors by device as torch does, but report `cuda:0` where torch's C++ reports the CPU."""
     groups = _group_tensors_by_device_and_dtype(tensors, *args, **kwargs)
     where = DEVICE if any(tensor.is_cuda for tensor in tensors[0]) else None
     return {(where or device, dtype): group for (device, dtype), group in groups.items()}
 
 
-# What is asked of a GPU beside tensors where processes are placed on it.
+# Calls to a GPU, other than tensor operations, when processes are placed on it.
 _PLACING: dict[str, Callable[..., Any]] = {
     "cuda.is_available": lambda: True,
     "cuda.is_initialized": lambda: True,
     "cuda.set_device": lambda _device: None,
-    # The CPU's have the methods, and nothing to wait for.
+    # torch.cpu's streams have the same methods and never wait.
     "cuda.current_stream": lambda _device=None: torch.cpu.current_stream(),
     "cuda.stream": torch.cpu.stream,
     "cuda.Stream": lambda priority=0: torch.cpu.Stream(),
@@ -257,7 +257,7 @@ _PLACING: dict[str, Callable[..., Any]] = {
 
 
 def _with_stand_in(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    """A mode is of one thread; a GPU is there for all."""
+    """Enter the stand-in in each thread, since torch's modes are per thread."""
 
     def run_with_it(thread: threading.Thread) -> None:
         with StandInGpu():
@@ -268,13 +268,13 @@ def _with_stand_in(run: Callable[[threading.Thread], None]) -> Callable[[threadi
 
 @contextmanager
 def stand_in_machine() -> Iterator[list[float]]:
-    """The stand-in for all threads that begin in the block, and for FSDP; gives the shares of its memory that
+    """Simulate a GPU for all threads that begin in the block, and for FSDP. Yields the list of memory fractions that
     processes were limited to."""
     shares: list[float] = []
     placing = {**_PLACING, "_C._cuda_setMemoryFraction": lambda share, _device: shares.append(share)}
     with stand_in_gpu(), ExitStack() as stack:
         stack.enter_context(patch.object(threading.Thread, "run", _with_stand_in(threading.Thread.run)))
-        # A sharded tensor is where its shard is.
+        # A sharded tensor is on the device of its shard.
         stack.enter_context(patch.object(DTensor, "device", property(lambda sharded: sharded.to_local().device)))
         stack.enter_context(patch.object(DTensor, "is_cuda", property(lambda sharded: sharded.to_local().is_cuda)))
         for name, answer in placing.items():
@@ -284,11 +284,11 @@ def stand_in_machine() -> Iterator[list[float]]:
 
 @contextmanager
 def stand_in_gpu() -> Iterator[torch.device]:
-    """The stand-in, for as long as the block lasts."""
-    # A module's parameters change their class as it is moved, which torch does where it is told to.
+    """Simulate a GPU within the block."""
+    # Moving a module changes the class of its parameters, which torch supports only with this setting.
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
-    # What there was before holds nothing of the stand-in, and need not be looked through for what is there.
+    # Existing objects hold nothing on the stand-in; freezing them speeds up `bytes_there`.
     gc.freeze()
     try:
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The folders are the architecture: who may import whom, and what never happens in any of them."""
+"""Import boundaries: which folders may import which, and imports and calls forbidden everywhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORBIDDEN = {
     "actors": EDGE,
     "deploy": set(),
 }
-# Of the service: who may import whom. The door and what composes all may import everything.
+# Allowed imports within the service. Its entry point and composition root may import everything.
 SERVICE = {
     "contract": set(),
     "errors": {"contract"},
@@ -42,7 +42,7 @@ SERVICE = {
     "api": {"checkpoints", "contract", "errors", "example", "gateway", "link"},
     "admin": {"api", "contract", "errors", "gateway"},
 }
-# What can run code that it finds in a file or in a text. (`yaml.load` is ruff's: it depends on the loader.)
+# Modules and calls that can run code found in a file or text. (`yaml.load` is left to ruff: the loader decides.)
 DANGEROUS_IMPORTS = {
     "_pickle",
     "cloudpickle",
@@ -63,10 +63,10 @@ DANGEROUS_CALLS = {
     "torch.load",
     "torch.save",
 }
-# A recipe's author may name a function of his own: in this place it is imported, by the recipe's words alone.
+# The only place that imports a function named by a recipe's author.
 OWN_CODE = {("rewards/terms/function_term.py", "pkgutil.resolve_name")}
 
-# Runs in a sandbox only, and no part of d1 that has anything to lose imports it.
+# Runs in the sandbox only; trusted parts of d1 must not import it.
 INSIDE = ROOT / "rewards" / "sandbox" / "inside"
 SHARED_WITH_INSIDE = "rewards.sandbox.inside.wire"
 
@@ -83,7 +83,7 @@ def _place(path: Path, node: ast.stmt | ast.expr) -> str:
 
 
 def _imports() -> Iterator[tuple[Path, ast.stmt, str]]:
-    """Every module that is named in an import, wherever in a file; of `from a.b import c` it is `a.b.c`."""
+    """Yield every imported module, at any depth of a file. `from a.b import c` yields `a.b.c`."""
     for path in MODULES:
         for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Import):
@@ -116,7 +116,7 @@ def test_imports_follow_the_arrows() -> None:
 
 
 def _rooms(package: str) -> dict[str, set[str]]:
-    """Each folder and file of a package, and those beside it that it imports."""
+    """Map each folder and file of a package to its siblings that it imports."""
     folder, rooms = ROOT / package.replace(".", "/"), dict[str, set[str]]()
     for path, _, module in _imports():
         if not path.is_relative_to(folder) or path == folder / "__init__.py":
@@ -132,7 +132,7 @@ def _rooms(package: str) -> dict[str, set[str]]:
 def test_arrows_between_rooms_point_one_way(package: str) -> None:
     rooms = _rooms(package)
     assert len(rooms) > 8
-    # Raises CycleError, which names them.
+    # Raises CycleError, which names the modules.
     TopologicalSorter(rooms).prepare()
 
 
@@ -184,19 +184,19 @@ def test_no_module_has_the_name_of_one_of_the_standard_library() -> None:
     [
         ("rewards", {"torch", "ray", "numpy", "transformers", "redis"}),
         ("learner.learner, rollout.sampler", {"ray", "fastapi", "redis"}),
-        # Torch takes seconds of CPU and 150 MB in each of a cluster's processes.
+        # Importing torch costs seconds of CPU and 150 MB in each process of a cluster.
         ("actors.grader", {"torch", "ray"}),
         ("actors.weights.store, actors.registry.server", {"torch"}),
-        # Who gets an actor's handle imports its class.
+        # A process that receives an actor's handle imports the actor's class.
         ("actors.coordination.coordinator, actors.sampler, actors.grader", {"torch"}),
         ("deploy.service.on_ray.ingress, deploy.service.on_ray.admin_replica", {"torch"}),
         ("deploy.job.job, deploy.job.preflight", {"torch"}),
-        # `d1 --help` answers at once.
+        # `d1 --help` must answer immediately.
         ("deploy.cli", {"torch", "ray", "transformers", "matplotlib", "fastapi"}),
     ],
 )
 def test_an_import_does_not_bring_what_it_need_not(imported: str, heavy: set[str]) -> None:
-    """What the files say is not all: a package that we use may import another one."""
+    """Checked at run time, since third-party packages may import heavy ones too."""
     code = f"import sys\nimport {imported}\nprint(*sys.modules, sep='\\n')"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert heavy.isdisjoint(loaded.stdout.split())

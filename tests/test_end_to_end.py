@@ -1,4 +1,4 @@
-"""Whole runs through the command line, on a Ray cluster of this machine."""
+"""End-to-end runs through the command line, on a Ray cluster of this machine."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ evaluation: {num_problems: 50, every_rounds: 2}
 control: {num_steps: 3}
 checkpoint_every_rounds: 1
 """
-# Where the test is of something else: most of a small run's time is spent on starting processes.
+# For tests of other matters: starting processes takes most of a small run's time.
 SMALL = ("rollout.num_samplers=1", "learner.num_workers=1")
 IS_QUANTIZED = find_spec("bitsandbytes") is not None
 REPEATABLE = ("sft_data", "sft_eval", "round", "evaluation", "checkpoint", "phase_end")
-# What depends on the clock, or on which process wrote it.
+# Values that depend on the clock or on the process that wrote them.
 UNREPEATABLE = {
     "time_s",
     "tokens_per_s",
@@ -91,7 +91,8 @@ def _train(
 
 
 def _repeatable(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The metrics without timings: SFT's progress lines come by the clock, so only each phase's last is compared."""
+    """Return the metrics without timings. SFT logs progress by the clock, so only the last event of a phase is
+    compared."""
     kept = [event for event in events if event["event"] in REPEATABLE]
     return [{name: value for name, value in event.items() if name not in UNREPEATABLE} for event in kept]
 
@@ -116,14 +117,14 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
     assert not [event for event in first_run if event["event"] == "failure"]
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 16
-    # The completions of round r were sampled by the version that round r - 1 published.
+    # The completions of round r were sampled with the version that round r - 1 published.
     assert all(sample["policy_version"] == sample["round"] + 1 for sample in samples)
     assert all(sample["prompt"] and len(sample["step_map"]) in (3, 6) for sample in samples)
     assert list((run_dir / "tensorboard").glob("events.*"))
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not list(run_dir.glob("**/*.pkl")), "nothing is pickled to disk"
     for checkpoint in (run_dir / "checkpoints").iterdir():
-        # As the learner that goes on from it announces them.
+        # Computed as a resumed learner computes it when it announces the version.
         weights = dict(load_policy(checkpoint).named_parameters())
         assert read_position(checkpoint).manifest_digest == make_manifest(0, weights).digest
     shown = _d1(cluster, "runs", "show", str(run_dir))
@@ -138,7 +139,7 @@ def test_an_evaluation_on_the_cluster_is_that_of_one_worker(cluster: dict[str, s
     subject = find_subject(str(folder / "first"), folder)
     drawn = SampleSettings(num_samples=2, temperature=1.0)
     computing = ComputeSettings(num_slots=None, dtype="float32", pool=PoolSettings(num_workers=None, device=None))
-    # Everything is answered: this is what there is, and what was asked.
+    # Everything is already answered: check what is stored, and the options of the evaluation.
     (ready,) = prepare(
         subject, EvaluationOptions(schedules=("0.5",), sampled=drawn), computing, folder / "answers", [].append
     )
@@ -151,7 +152,7 @@ def test_an_evaluation_on_the_cluster_is_that_of_one_worker(cluster: dict[str, s
 
 @pytest.mark.nightly
 def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
-    # Eight portions a round for one sampler: it is at work on the next round long after the learner has begun with one.
+    # With eight work units a round, one sampler works on the next round long after the learner has begun one.
     exact = (
         "learner.estimator={name: trajectory, steps_per_segment: 1, law: sampler}",
         "learner.objective.old=sampler",
@@ -170,7 +171,7 @@ def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, f
         assert num_rounds(spans) == 4
         for track in {span.track for span in spans}:
             own = sorted((span for span in spans if span.track == track), key=lambda span: span.began)
-            # Times are rounded to microseconds, beginnings and durations.
+            # Start times and durations are rounded to microseconds.
             assert all(before.ended <= after.began + 2e-6 for before, after in pairwise(own)), track
         trainings = [span for span in spans if span.name.endswith(": training")]
         sampled = [span for span in spans if span.track.startswith("sampler") and span.args["round"] >= 0]
@@ -194,13 +195,13 @@ def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, f
 def test_under_lora_in_4_bits_too_and_from_the_newest_checkpoint_that_is_whole(
     cluster: dict[str, str], folder: Path
 ) -> None:
-    # Enough that some completions are rewarded: without a gradient every resumed run is the same.
+    # Enough SFT that some completions are rewarded: without a gradient all resumed runs would be equal.
     lora = ("model.lora.rank=16", "model.lora.alpha=32", "sft.num_steps=40", "sft.lr=0.02")
     if IS_QUANTIZED:
         lora += ("model.lora.base_weights=nf4",)
     first = _train(cluster, folder, "adapter", *lora)
     rounds = [event for event in first if event["event"] == "round"]
-    # In 4 bits the rounds start from what SFT left, rounded again, and so do the samplers: a version of its own.
+    # In 4 bits the weights after SFT are quantized again before the rounds, which makes another version.
     assert [event["policy_version"] for event in rounds] == ([3, 4, 5, 6] if IS_QUANTIZED else [2, 3, 4, 5])
     assert all(event["sampling/sampling_logp_difference/max"] < 1e-3 for event in rounds)
     checkpoints = shutil.copytree(folder / "adapter", folder / "torn") / "checkpoints"
@@ -236,7 +237,7 @@ def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(
     events = _train(cluster, folder, "longer", "--resume", "learner.num_rounds=5")[len(first_run) :]
     (more,) = [event for event in events if event["event"] == "round"]
     assert (more["round"], more["policy_version"]) == (4, 6)
-    # The control's checkpoint is newer than the last round's, and another policy: rewards go on where they were.
+    # The control's checkpoint is newer than the last round's, and another policy: rounds must resume from the latter.
     last = [event for event in first_run if event["event"] == "round"][-1]
     assert more["token_logp"] == pytest.approx(last["token_logp"], abs=0.1)
     refused = _d1(
@@ -283,7 +284,7 @@ def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folde
     )
     done = _d1(cluster, "train", *arguments)
     assert done.returncode == 1
-    # Without what a busy machine has said of long imports.
+    # Leave out the progress lines about slow imports on a busy machine.
     (sentence,) = [line for line in done.stderr.splitlines() if re.match(r"d1: (?!.+: \d+ s$)", line)]
     assert "the run failed: FloatingPointError: round 0: the gradient's norm is nan" in sentence
     assert "Traceback" not in done.stderr
@@ -294,7 +295,7 @@ def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folde
 
 
 def _mark(run: str) -> str:
-    """What a run's processes are known by, beside those of another suite on this machine."""
+    """Mark a run's processes, to tell them from those of another test suite on this machine."""
     return f"{run}-{os.getpid()}"
 
 
@@ -306,15 +307,14 @@ def _stopped_by(
     after: int = 1,
     may_stop: Callable[[], bool] = lambda: True,
 ) -> tuple[str, int]:
-    """What a run in its rounds says, and its exit status, when a signal comes to all of its processes `after` so many
-    more rounds, as soon as it may."""
+    """Send a signal to a run (SIGINT to its process group) after `after` more rounds; return output and exit status."""
     recipe = str(folder / "recipe.yaml")
     arguments = ["train", recipe, f"name={run}", f"runs_dir={folder}", "learner.num_rounds=5000", *more]
-    # Whoever runs the tests in the background of a script has Ctrl-C ignored, by all that they start too.
+    # Processes started in the background of a script inherit an ignored SIGINT.
     command = ["env", "--default-signal=INT", D1, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", MARK: _mark(run)}
-    # What is printed is then as short as can be.
+    # Shortens the printed command.
     environment["PATH"] = f"{Path(D1).parent}:{environment['PATH']}"
     wanted, output = len(_rounds(folder / run)) + after, ""
     with subprocess.Popen(
@@ -335,7 +335,7 @@ def _stopped_by(
             status = process.wait(timeout=20)
             assert time.monotonic() - interrupted < 40
         finally:
-            # Else a test that fails would wait for all of its rounds.
+            # Otherwise a failing test would wait for all rounds.
             process.kill()
     assert f"stopped; resume with: d1 train {recipe} name={run}" in output
     assert "Traceback" not in output
@@ -351,13 +351,13 @@ def _rounds(run_dir: Path) -> list[dict[str, Any]]:
 def test_a_resumed_run_is_the_uninterrupted_one_whatever_dies_and_ctrl_c_ends_it_and_its_ray_and_loses_nothing(
     folder: Path, first_run: list[dict[str, Any]]
 ) -> None:
-    """One run, for a start takes half a minute: resumed after its second round, its samplers killed after the third,
-    stopped after the fourth."""
+    """A single run, since a start takes half a minute. It is resumed after round two, its samplers are killed after
+    round three, and it is stopped after round four."""
     resumed = folder / "resumed"
     shutil.copytree(folder / "first", resumed)
     for name in ("rl-000003", "rl-000004", "control"):
         shutil.rmtree(resumed / "checkpoints" / name)
-    # On a busy machine some more rounds pass before Ctrl-C is heard.
+    # On a busy machine more rounds may pass before Ctrl-C takes effect.
     more = ("--resume", "num_checkpoints_kept=1000")
     family, killed, is_over = Family(_mark("resumed")), list[int](), threading.Event()
 
@@ -409,7 +409,8 @@ def test_a_run_that_goes_on_after_ctrl_c_repeats_nothing_and_sigterm_is_as_good(
 
 @contextmanager
 def _under_way(folder: Path, run: str) -> Iterator[tuple[subprocess.Popen[str], list[str], str]]:
-    """A run that trains, on a Ray of its own; what it has printed; and a setting that all its processes inherit."""
+    """Start a training run on its own Ray. Yields its process, its output, and an environment setting that its
+    processes inherit."""
     mark = f"D1_TEST_MARK={_mark(run)}"
     arguments = [D1, "train", str(folder / "recipe.yaml"), f"name={run}", f"runs_dir={folder}", *SMALL]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -432,7 +433,7 @@ def _under_way(folder: Path, run: str) -> Iterator[tuple[subprocess.Popen[str], 
                     break
             yield driver, printed, mark
         finally:
-            # As above.
+            # Otherwise a failing test would wait for all rounds.
             driver.kill()
 
 
@@ -449,11 +450,11 @@ def test_the_death_of_rays_own_processes_is_one_sentence(
         os.kill(int(victim), sent)
         rest, errors = driver.communicate(timeout=60)
     assert driver.returncode == 1
-    # On a busy machine its first lines say what it waits for.
+    # On a busy machine the first lines are progress messages.
     (sentence,) = [line for line in errors.splitlines() if "the run failed" in line]
     causes = {f"{name} died": "its logs are in /"}
     if sent is signal.SIGTERM:
-        # A raylet that is told to end takes leave of the driver first, whose native code may be faster than we are.
+        # A raylet that receives SIGTERM says goodbye to the driver, whose native code may exit before our handler.
         causes["its driver was killed, or ended by native code"] = "Ray's last words are in /"
     (cause,) = [cause for cause, more in causes.items() if sentence.startswith(f"d1: the run failed: {cause}; {more}")]
     assert errors.endswith(f"{sentence}\n")
@@ -470,9 +471,9 @@ def test_the_death_of_rays_own_processes_is_one_sentence(
 def test_a_driver_that_is_killed_leaves_a_sentence_and_no_process(folder: Path) -> None:
     with _under_way(folder, "killed") as (driver, _, mark):
         driver.kill()
-        # Until nobody holds its standard error any more.
+        # Wait until no process holds its standard error.
         _, errors = driver.communicate(timeout=60)
-    # On a busy machine its first lines say what it waits for.
+    # On a busy machine the first lines are progress messages.
     assert errors.endswith(
         "d1: the run failed: its driver was killed, or ended by native code; "
         f"Ray's last words are in {folder / 'killed'}/driver.log; --resume goes on from the newest checkpoint\n"
@@ -495,7 +496,7 @@ def _processes_that_mention(text: str) -> list[str]:
 
 
 def _processes_with(variable: str) -> list[str]:
-    """The command lines of the processes that have it in their environment."""
+    """Return the command lines of the processes with this setting in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The same classes on a GPU, or on a stand-in for one: what they compute there is what they compute on the CPU."""
+"""Learner and sampler classes on a GPU, or a simulated one, compute what they compute on the CPU."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _ROUND = Setting(
     num_groups=2,
     group_size=4,
 )
-# Of one to six tokens.
+# One to six tokens.
 _PROMPT_LENGTHS = torch.tensor([1, 6, 3, 5, 2, 6, 4, 4])
 _OF_ROUND = {"group_size": 4, "groups_per_round": 2, "num_minibatches": 1}
 
 
 @pytest.fixture
 def placed() -> Iterator[Placed]:
-    """Copies a policy to the GPU of this machine, or to a stand-in for one."""
+    """Yield a function that copies a policy to the GPU of this machine, or to a simulated one."""
     with nullcontext() if torch.cuda.is_available() else stand_in_gpu():
         yield lambda model: copy.deepcopy(model).cuda()
 
@@ -196,7 +196,7 @@ def test_cuda_graphs_are_taken_of_steps_that_write_into_a_memory(policy: Transfo
     counters.clear()
     found = [[one.token_ids.tolist() for one in sampler.generate(requests)] for _ in range(3)]
     assert counters["inductor"]["cudagraph_skips"] == 0
-    # Recorded, then replayed.
+    # Captured as a CUDA graph, then replayed.
     assert found[1:] == found[:1] * 2
 
 
@@ -228,7 +228,7 @@ def test_an_update_is_the_same_step(policy: Transformer, placed: Placed, name: s
     for parameter_name, tensor in policy.named_parameters():
         there = on_gpu.get_parameter(parameter_name)
         assert there.is_cuda
-        # Adam makes a step of a gradient near zero, whatever its last bits are.
+        # Adam takes a full step on a gradient near zero, whose last bits differ.
         torch.testing.assert_close(there.cpu(), tensor, atol=1e-4, rtol=1e-3, msg=parameter_name)
 
 
@@ -236,7 +236,8 @@ def test_an_update_is_the_same_step(policy: Transformer, placed: Placed, name: s
 def test_an_update_without_padding_is_the_same_step(
     policy: Transformer, placed: Placed, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of prompts of unequal length: on the CPU padded, there back to back, in float32 and so row by row."""
+    """With prompts of unequal lengths: padded on the CPU, packed without padding on the GPU, where float32 runs row by
+    row."""
     batch = replace(make_round(_ROUND), prompt_lengths=_PROMPT_LENGTHS)
     config = algorithm_config(name, micro_batch_tokens=90, filters={}, **_OF_ROUND, inner_updates=1)
     on_gpu, widths = placed(policy), []
@@ -252,7 +253,7 @@ def test_an_update_without_padding_is_the_same_step(
 
 
 def test_rows_of_unequal_length_cost_no_wait(policy: Transformer, placed: Placed) -> None:
-    """Padded, nor back to back: how long they are is known to the host."""
+    """No host-device synchronization, padded or packed: the host knows the lengths."""
     slots = torch.tensor([0, 5, 6, 12, 14])
     views = Views(
         ids=torch.arange(18).view(3, 6),
@@ -274,14 +275,14 @@ def test_rows_of_unequal_length_cost_no_wait(policy: Transformer, placed: Placed
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_one_kernel_for_all_rows_is_close_to_padding_in_bfloat16(config: TransformerConfig, kv_heads: int) -> None:
-    """No further from float32 than a padded forward in bfloat16 is, half as much again and 0.02 nats aside."""
+    """The packed bfloat16 forward is at most 1.5 times as far from float32 as the padded one, plus 0.02 nats."""
     wide = {"d_model": 64, "num_kv_heads": kv_heads, "max_sequence_length": 512}
     exact = make_model(config.model_copy(update=wide))
     init_weights(exact, seed=0)
     half = copy.deepcopy(exact).to(torch.bfloat16).cuda()
     exact = exact.cuda()
     lengths = torch.tensor([300, 1, 17, 128, 129])
-    # Of the fourth row nothing is asked.
+    # The fourth row has no scored slots.
     slots = torch.cat([row * 300 + torch.arange(min(int(lengths[row]), 40)) for row in (0, 1, 2, 4)])
     targets = torch.arange(len(slots)) % 38
     ids = torch.randint(0, 38, (5, 300), generator=torch.Generator().manual_seed(0))
@@ -315,7 +316,7 @@ def test_one_kernel_for_all_rows_is_close_to_padding_in_bfloat16(config: Transfo
         ("diffu-grpo", 0, 60),
         # Its loss has units of several kinds.
         ("mapg", 0, 60),
-        # Each of its losses picks pairs, once for all micro-batches; there are two, as a group is spread over several.
+        # Each loss picks its pairs once for all micro-batches. There are two, as a group spans several micro-batches.
         ("vrpo", 2, 300),
     ],
 )
@@ -351,7 +352,7 @@ def test_the_host_waits_once_for_a_step_of_sft(policy: Transformer, placed: Plac
 
 
 def test_adapters_are_run_where_the_policy_is(policy: Transformer, placed: Placed) -> None:
-    """Those of a version come from the CPU, and so does what earlier stages added."""
+    """Adapters of a version arrive on the CPU, as do those of earlier stages."""
     start, adapter, other = (random_adapter(policy, rank) for rank in (3, 4, 4))
     on_gpu, ids = placed(policy), torch.arange(12).view(1, 12)
     for model in (policy, on_gpu):
@@ -366,7 +367,7 @@ def test_adapters_are_run_where_the_policy_is(policy: Transformer, placed: Place
 
 
 def test_tensors_of_two_devices_do_not_mix(placed: Placed) -> None:
-    """Or the tests above would say nothing of the code that they run."""
+    """Otherwise the tests above would prove nothing about device placement."""
     there, here = torch.ones(3).cuda(), torch.ones(3)
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         there + here
@@ -379,7 +380,7 @@ def test_tensors_of_two_devices_do_not_mix(placed: Placed) -> None:
 
 
 def test_a_limit_of_memory_wants_a_device_with_an_index(placed: Placed) -> None:
-    """Which is what tensors there name, and `indexed_device` gives."""
+    """Tensors name such a device, and `indexed_device` returns it."""
     with pytest.raises(ValueError, match="specified index"):
         torch.cuda.set_per_process_memory_fraction(0.9, torch.device("cuda"))
     device = indexed_device("cuda")

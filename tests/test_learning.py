@@ -1,4 +1,4 @@
-"""Each algorithm learns: on a toy whose best completion is known, sampled as in a run, the mean reward rises."""
+"""Learning test of every algorithm: the mean reward rises on a toy task, sampled as in a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIG = TransformerConfig(
 
 
 def _reward(tokens: list[int]) -> float:
-    """Share of slots that hold the target: 1 for the one best completion."""
+    """Return the share of slots that hold the target; the only best completion has 1."""
     return sum(token == TARGET for token in tokens) / GEN_LENGTH
 
 
@@ -58,7 +58,7 @@ def _round(model: Transformer, params: SamplingParams, index: int) -> RolloutBat
         group_ids=tuple(row // GROUP_SIZE for row in range(len(requests))),
         requests=tuple(requests),
     )
-    # Half of the best counts as right: what looks at nothing else must meet right completions among the first.
+    # Half of the maximum reward counts as correct: methods that use only correctness must find some at the start.
     grades = tuple(Grade(reward=reward, parts={"share": reward}, correct=reward >= 0.5) for reward in rewards)
     summary = WorkUnitSummary.of(completions, grades, texts=[""] * len(completions), costs={})
     scored = ScoredWorkUnit(work_unit=work_unit, completions=tuple(completions), summary=summary)
@@ -70,15 +70,15 @@ def _sampling(name: str) -> SamplingParams:
     if name == "justgrpo":
         settings["block_length"] = 1
     if name == "forkgrpo":
-        # Random policies are never sure: each step falls back.
+        # A random policy is never confident, so each step uses the fallback.
         settings |= {"threshold": 0.9}
-    # What ends early has nothing to learn from here.
+    # End of text is forbidden: early ends are not part of this task.
     return SamplingParams.model_validate(settings | {"temperature": 1.0, "forbidden_ids": (11,)})
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "opdlm"])
 def test_the_expected_reward_rises(name: str) -> None:
-    """By every method that looks at rewards."""
+    """For every method that uses rewards."""
     model = Transformer(CONFIG)
     init_weights(model, seed=0)
     params = _sampling(name)

@@ -1,4 +1,4 @@
-"""The learner's likelihoods against the sampler's records: over an exact sampler they are the same numbers."""
+"""The learner's likelihoods equal the log-probabilities that an exact sampler recorded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _sampled(policy: Transformer, **settings: object) -> tuple[GroupedBatch, Sam
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_exact_trajectory_gives_the_recorded_log_probabilities(policy: Transformer, name: str) -> None:
-    """Some completions end early: what follows an end of text in its block was context, and what was never denoised is
+    """Some completions end early. Tokens after an end of text in its block stay as context; slots never denoised stay
     masked."""
     with torch.no_grad():
         policy.head.weight[policy.config.eos_token_id] += 0.3
@@ -80,7 +80,7 @@ BLOCK_CAUSAL: dict[str, dict[str, object]] = {
 def test_a_block_causal_policys_come_back_from_one_row_for_each_completion(
     policy: Transformer, name: str, predicts_next: bool
 ) -> None:
-    """Sampled with remembered keys and values, replayed behind clean canvases: all steps of a completion at once."""
+    """Sampled with a KV cache, replayed behind clean canvases: one row holds all steps of a completion."""
     changes = {"family": "sdar", "block_length": 4, "predicts_next": predicts_next}
     causal = make_model(policy.config.model_copy(update=changes))
     causal.load_state_dict(policy.state_dict())

@@ -1,4 +1,4 @@
-"""What surrounds the code and would go stale unseen: pinned versions, published ports, documentation."""
+"""Consistency of pinned versions, published ports and documentation with the code."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _field_names(schema: dict[str, Any], section: dict[str, Any], prefix: str = 
 def test_the_documents_name_only_recipe_fields_that_exist() -> None:
     schema = recipe_schema()
     fields = set(_field_names(schema, schema))
-    # run_directory.md names files, and `model.safetensors` is no field.
+    # run_directory.md is left out: it names files, and `model.safetensors` is not a field.
     for name in ("algorithms.md", "architecture.md", "d1_defects.md", "recipes.md"):
         spans = re.findall(r"`([a-z_]+\.[a-z_.]+)(?:: [^`]+)?`", (ROOT / "docs" / name).read_text(encoding="utf-8"))
         named = {span for span in spans if span.partition(".")[0] in fields}
@@ -82,7 +82,7 @@ def test_the_page_of_files_is_current() -> None:
 
 
 def test_a_folder_of_bytecode_alone_is_not_on_the_page(tmp_path: Path) -> None:
-    """It is what stays of a folder whose files were moved."""
+    """A moved folder leaves its bytecode behind."""
     (tmp_path / "moved" / "__pycache__").mkdir(parents=True)
     (tmp_path / "moved" / "__pycache__" / "old.pyc").touch()
     (tmp_path / "kept").mkdir()

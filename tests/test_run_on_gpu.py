@@ -1,4 +1,4 @@
-"""A whole run on a GPU, or on a stand-in for one, in one process: all that a device is given to, without Ray."""
+"""A whole run in one process, without Ray, on a GPU or a simulated one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _RECIPE: dict[str, Any] = {
     "name": "walk",
     "task": {"name": "sums"},
     "num_train_problems": 40,
-    # A random policy solves nothing, and differs in how long it goes on.
+    # A random policy solves nothing, but its completions differ in length.
     "reward": {"terms": {"brief": {"kind": "length_penalty", "buffer_tokens": 8}}},
     "model": {"d_model": 32, "num_layers": 2, "num_heads": 2, "mlp_hidden_size": 32},
     "sft": {"num_labels": 8, "num_steps": 6, "batch_size": 8, "lr": 2e-2},
@@ -71,21 +71,21 @@ _RECIPE: dict[str, Any] = {
 _APART = GpuSection(sampler=0.3, learner=0.4, engine=0.2)
 _TURNS = GpuSection(sampler=0.5, learner=0.75, engine=0.2, colocate=True)
 _ADAPTER = LoraConfig(rank=4, alpha=8.0)
-# To its C++ what the stand-in returns is a view.
+# To torch's C++ the results of the stand-in are views.
 _of_the_stand_in = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 
 class Served(LocalRun):
-    """A run whose engine takes over each version that is announced, and answers by it."""
+    """A run whose inference engine switches to each announced version and answers with it."""
 
     def __init__(self, spec: RunSpec, engine: EngineHost) -> None:
         super().__init__(spec)
         self.served: list[tuple[int, bool]] = []
-        """The versions that answered, and whether by the samplers' tokens."""
+        """The versions that answered, and whether their tokens equal the samplers'."""
         self._engine = engine
 
     def watch(self, context: RunContext) -> None:
-        """Let samplers have their turn only while nothing of this learner is on the GPU that they share."""
+        """Run samplers only while the learner has nothing on the GPU that they share."""
         self._learner = context
 
     def announce(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None:
@@ -125,8 +125,8 @@ async def _answers(host: EngineHost, job: Job) -> list[list[int]]:
 
 @contextmanager
 def _machine(device: str, meeting: Path) -> Iterator[list[float] | None]:
-    """A learner group of one rank, as Ray Train makes it, and what Ray gives an engine. The GPU is a stand-in where
-    there is no other."""
+    """Fake a learner group of one rank, as Ray Train makes it, and the actor context of an engine, on a simulated GPU
+    if there is none."""
     given = SimpleNamespace(
         get_accelerator_ids=lambda: {"GPU": ["0"] if device == "cuda" else []},
         get_assigned_resources=lambda: {"GPU": 0.2},
@@ -145,7 +145,7 @@ def _machine(device: str, meeting: Path) -> Iterator[list[float] | None]:
 
 
 class Walk:
-    """A run that is stopped after its first round and resumed, with an engine and an evaluation of its end."""
+    """A run stopped after its first round and resumed, with an engine and a final evaluation."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._spec = spec = make_spec(recipe, Stages.ALL)
@@ -170,27 +170,27 @@ class Walk:
         self.evaluated = self._made("evaluation", lambda: self._evaluated(spec.checkpoints_dir / "rl-000003"))
 
     def _made(self, what: str, make: Callable[[], Any]) -> Any:
-        """Something, of which is noted what it takes of the GPU's memory."""
+        """Create an object and record the GPU memory that it takes."""
         before = torch.cuda.memory_allocated()
         made = make()
         self.taken[what] = torch.cuda.memory_allocated() - before
         return made
 
     def of(self, event: str, *keys: str) -> list[Any]:
-        """What the run log says in its events of that name."""
+        """Return the run log's events of that name."""
         return [one[key] for one in self.events if one["event"] == event for key in keys]
 
     @property
     def num_parameters(self) -> int:
-        """Of the policy, without adapters."""
+        """The number of parameters, without adapters."""
         return sum(tensor.numel() for tensor in load_policy(self._spec.initial_checkpoint).parameters())
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Those of the last checkpoint."""
+        """The weights of the last checkpoint."""
         return load_policy(self._spec.checkpoints_dir / "rl-000003").state_dict()
 
     def _evaluated(self, checkpoint: Path) -> tuple[Worker, list[str]]:
-        """A worker of the pool, and what it reads in its answers to the held-out problems."""
+        """Run a worker of the pool on the held-out problems and read the grades of its answers."""
         plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
         (work_unit,) = plan.evaluation_work_units(self._spec.rollout.sampling, load_config(checkpoint))
         batch = EvaluationBatch(
@@ -210,7 +210,7 @@ class Walk:
 
 @pytest.fixture(autouse=True)
 def _as_in_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks gather by the name that every supported torch has."""
+    """Patch torch.distributed so that ranks gather by the name that every supported torch has."""
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
     monkeypatch.delattr(dist, "all_gather_single", raising=False)
@@ -224,7 +224,7 @@ def _walked(device: str, directory: Path, **changes: Any) -> tuple[Walk, list[fl
 
 
 def _assert_placed(walk: Walk, gpus: GpuSection, shares: list[float] | None, least_bytes: int) -> None:
-    """Everything had its share of the GPU and was there, and every version was served as it was sampled."""
+    """Assert that each process had its share of the GPU and used it, and that each version was served as sampled."""
     if shares is not None:
         assert shares == [gpus.engine, gpus.sampler, gpus.learner, gpus.sampler, gpus.learner]
     for what, num_bytes in walk.taken.items():
@@ -247,7 +247,7 @@ def test_a_run_on_a_gpu_is_the_run_on_the_cpu(gpus: GpuSection, lora: LoraConfig
     assert there.of("round", "rewards") == here.of("round", "rewards")
     assert len({reward for rewards in here.of("round", "rewards") for reward in rewards}) > 1, "there is an advantage"
     for event, keys in {"sft": ("loss", "grad_norm"), "round": ("loss", "grad_norm", "kl")}.items():
-        # The last steps of SFT: which others are in the log is a matter of seconds.
+        # Only the last SFT steps: which others are logged depends on the time.
         count = len(keys) if event == "sft" else 0
         assert there.of(event, *keys)[-count:] == pytest.approx(here.of(event, *keys)[-count:], rel=1e-2, abs=1e-4)
     assert there.of("evaluation", "num_correct") == here.of("evaluation", "num_correct")
@@ -258,7 +258,7 @@ def test_a_run_on_a_gpu_is_the_run_on_the_cpu(gpus: GpuSection, lora: LoraConfig
 
 @_of_the_stand_in
 def test_a_run_in_half_precision_goes_through_all_of_it(tmp_path: Path) -> None:
-    """As an adapter of a large model is trained; to which bits hangs on the kernels."""
+    """As for an adapter of a large model. The exact bits depend on the kernels, so that they are not compared."""
     walk, shares = _walked(
         "cuda",
         tmp_path / "cuda",

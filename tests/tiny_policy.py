@@ -1,4 +1,4 @@
-"""Tiny policies: their shape where the vocabulary is a tokenizer's, and random weights."""
+"""Tiny policies with random weights, and their config for a tokenizer's vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from learner.model.transformer import Transformer, init_weights
 def config_of(
     tokenizer: ChatTokenizer, *, max_sequence_length: int, num_layers: int = 1, mlp_hidden_size: int = 48
 ) -> TransformerConfig:
-    """Of a policy that is made in milliseconds."""
+    """Return the config of a policy that is created in milliseconds."""
     return TransformerConfig(
         vocab_size=len(tokenizer),
         d_model=32,
@@ -29,7 +29,7 @@ def config_of(
 
 
 def random_policy(config: TransformerConfig) -> Transformer:
-    """Random weights, no norm and no bias of which is trivial."""
+    """Create a policy with random weights, including every norm and bias."""
     model = make_model(config)
     init_weights(model, seed=3)
     generator = torch.Generator().manual_seed(4)

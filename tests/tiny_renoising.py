@@ -1,4 +1,4 @@
-"""A tiny random DiffusionGemma, written as its own code writes it."""
+"""A tiny random DiffusionGemma checkpoint, written by transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VISION = {
 
 
 def make_renoising_checkpoint(directory: Path, vocab_size: int = 60) -> Path:
-    """Write it there, without a tokenizer."""
+    """Write the checkpoint to a directory, without a tokenizer."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     torch.manual_seed(0)
@@ -48,7 +48,7 @@ def make_renoising_checkpoint(directory: Path, vocab_size: int = 60) -> Path:
     )
     with torch.no_grad():
         for parameter in network.parameters():
-            # Sharper than at the start of a training: entropies that differ.
+            # Sharper than at initialization, so that entropies differ.
             parameter.normal_(0.0, 0.4)
     network.save_pretrained(directory)
     return directory

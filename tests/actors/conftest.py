@@ -19,7 +19,7 @@ from tests.tiny_policy import config_of
 
 @pytest.fixture(scope="session")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
-    """A run of digit sums with a random policy of two layers as its initial checkpoint."""
+    """A run of digit sums whose initial checkpoint is a random policy of two layers."""
     run_dir = tmp_path_factory.mktemp("run")
     spec = RunSpec(
         name="test",

@@ -1,4 +1,4 @@
-"""A transport for Ray Direct Transport that needs no GPU: tensors in files, read by who wants them."""
+"""A Ray Direct Transport backend without a GPU: tensors travel in files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch import Tensor
 
 @dataclass
 class _Place(TensorTransportMetadata):
-    """Where the tensors of an object are."""
+    """The file with an object's tensors."""
 
     path: str = ""
 
 
 class _Files(TensorTransportManager):
-    """One-sided, as NIXL and CUDA IPC are: a reader asks nobody."""
+    """One-sided, as NIXL and CUDA IPC are: a reader needs no action of the writer."""
 
     @property
     def tensor_transport_backend(self) -> str:
@@ -69,5 +69,5 @@ class _Files(TensorTransportManager):
 
 
 def register(name: str) -> None:
-    """Let this process know it."""
+    """Register the transport in this process."""
     register_tensor_transport(name, ["cpu", "cuda"], _Files, torch.Tensor)

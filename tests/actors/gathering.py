@@ -1,4 +1,4 @@
-"""Two ranks that load, gather and put weights again and again; `make gathers` has them do it 10,000 times."""
+"""Stress test: two ranks load, gather and put weights repeatedly; `make gathers` does it 10,000 times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PUTS_HELD = 3
 
 
 def gather_and_put(rank: int, num_gathers: int, meeting: Path, address: str) -> None:
-    """One rank. Raises AssertionError or ValueError when what arrives is not what was loaded."""
+    """Run one rank. Raises AssertionError or ValueError if the weights received differ from those loaded."""
     torch.set_num_threads(1)
     os.environ |= WORKER_ENV
     if rank == 0:
@@ -47,14 +47,14 @@ def gather_and_put(rank: int, num_gathers: int, meeting: Path, address: str) -> 
         _assert_equal(gathered, _scaled(start, index))
         held = [*held[1 - _PUTS_HELD :], (index, ray.put(gathered))]
         for put_at, reference in held:
-            # Later loads and gathers must not show in what was put before.
+            # Later loads and gathers must not change earlier objects.
             verify(make_manifest(put_at, _scaled(start, put_at)), ray.get(reference))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _uneven() -> TransformerConfig:
-    """Matrices whose rows two ranks share unequally."""
+    """A config whose matrices have odd row counts, which two ranks share unequally."""
     return TransformerConfig(
         vocab_size=9,
         d_model=6,

@@ -1,4 +1,4 @@
-"""The rest of a run in one process: coordinator, samplers and weight store, as rank 0 asks them, without Ray."""
+"""A run in one process without Ray: coordinator, samplers and weight store, as rank 0 calls them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _TIMEOUT_S = 60.0
 
 
 class Handle:
-    """The handle of an actor in this process."""
+    """A fake Ray handle of an actor in this process."""
 
     def __init__(self, actor: Callable[[], Any]) -> None:
-        """`actor` gives who answers: after a restart it may be another object."""
+        """`actor` returns the current actor, which may change after a restart."""
         self._actor = actor
 
     def __getattr__(self, name: str) -> Any:
@@ -43,7 +43,7 @@ class Handle:
 
 @contextmanager
 def in_process(**actors: Handle) -> Iterator[None]:
-    """Ray's calls within one process: what is put is the object itself, and a call has answered when it returns."""
+    """Replace Ray's calls within one process: `put` returns the object itself, and calls are synchronous."""
     with (
         patch.object(ray, "put", lambda value: value),
         patch.object(ray, "get", lambda reference, timeout=None: reference),
@@ -53,24 +53,24 @@ def in_process(**actors: Handle) -> Iterator[None]:
 
 
 class LocalRun:
-    """The run's samplers in turn, a grader, a weight store, and a log."""
+    """The run's samplers in rotation, a grader, a weight store and a log."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.events: list[dict[str, Any]] = []
         self.published_digests: list[tuple[int, str]] = []
         self.loses_next = 0
-        """So many asks from now on find that the store has lost its version."""
+        """The number of upcoming requests that find the store without its version."""
         self._spec = spec
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
         self._grader = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint)
         self._store = WeightStore(spec.learner.max_staleness + 2)
         self.store = Handle(lambda: self._store)
-        """Of the weight store, which may be another since it was lost."""
+        """A handle of the weight store, which is replaced when it is lost."""
         self._samplers = cycle([self._sampler() for _ in range(spec.rollout.num_samplers)])
         self._offers: Offers | None = None
         self._beside: tuple[WeightsId | None, str, dict[str, int]] = None, "", {}
         self.sent_bytes: list[int] = []
-        """The bytes of each version that was published."""
+        """The size of each published version."""
 
     def _sampler(self) -> SamplerWorker:
         spec = self._spec
@@ -80,7 +80,7 @@ class LocalRun:
         )
 
     def reader(self) -> Reader:
-        """What samplers read from the store by."""
+        """Return the reader with which samplers load weights from the store."""
         return _LocalReader(StoreReader(self.store, _TIMEOUT_S))
 
     def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
@@ -167,7 +167,7 @@ class LocalRun:
 
 
 class _LocalReader:
-    """Reads from a weight store in this process."""
+    """A reader of the weight store in this process."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -181,12 +181,12 @@ class _LocalReader:
 
 
 class Pulse:
-    """A heartbeat that nobody listens to, and that may ask for a stop."""
+    """A heartbeat without a listener, which may request a stop."""
 
     def __init__(self, stop_when: str = "") -> None:
         self._doing, self._stop_when = "", stop_when
         self.must_stop = False
-        """From when the rank was at something on."""
+        """Set once the rank reports the activity `stop_when`."""
 
     @property
     def doing(self) -> str:
@@ -199,6 +199,6 @@ class Pulse:
 
 
 def facts(spec: RunSpec) -> dict[str, Any]:
-    """The name of each checkpoint and where the run stood there."""
+    """Return the training state stored in each checkpoint, by checkpoint name."""
     found = sorted(spec.checkpoints_dir.glob("[!.]*/"))
     return {path.name: json.loads((path / "trainer_state.json").read_text()) for path in found}

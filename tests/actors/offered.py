@@ -1,4 +1,4 @@
-"""What the ranks of a learner offer, taken without Ray."""
+"""Weights offered by a learner's ranks, collected without Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actors.weights.tensors import ReceivedTensors, TensorRows, as_bytes, as_ver
 
 
 class Offers:
-    """Takes them to rank 0, where they are offered: `offer` is then a collective."""
+    """Gathers the offered shards on rank 0 at once, so that `offer` is a collective."""
 
     def __init__(self) -> None:
         self._key = ""

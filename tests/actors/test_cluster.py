@@ -1,4 +1,4 @@
-"""Starting a run's actors and its learner group, without Ray."""
+"""Starting a run's actors and learner group, without Ray."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_a_controller_that_died_is_called_by_its_name(spec: RunSpec, monkeypatch
 
 
 class _Remote:
-    """A class of actors that notes what Ray is asked for."""
+    """A fake actor class that records the options passed to Ray."""
 
     def __init__(self, asked: dict[str, dict[str, Any]], taken: str = "") -> None:
-        """`taken` is a name that another actor has."""
+        """`taken` is a name already in use by another actor."""
         self._asked, self._name, self._taken = asked, "", taken
         self.keep = SimpleNamespace(remote=lambda size: asked.setdefault("keep", {"size": size}))
 

@@ -1,4 +1,4 @@
-"""Completions that go from one process to another."""
+"""Columnar serialization of completions between processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollout.sampler import Sampler
 
 @pytest.fixture
 def completions(policy: Transformer) -> Completions:
-    """Five, of one to three blocks."""
+    """Five completions of one to three blocks."""
     params = SamplingParams(gen_length=12, block_length=4, num_denoise_steps=12, temperature=1.0, stop_ids=())
     sampled = Sampler(policy, 7).generate([Request(prompt_ids=(3, 4), params=params, seed=seed) for seed in range(5)])
     return Completions(_first_blocks(completion, 1 + index % 3) for index, completion in enumerate(sampled))
@@ -31,7 +31,7 @@ _NAMES = [field.name for field in fields(Completion)]
 
 
 def _sent(completions: Completions) -> tuple[Completions, int]:
-    """As they arrive, and how many buffers they travelled in."""
+    """Serialize and deserialize; return the result and the number of out-of-band buffers."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(completions, protocol=5, buffer_callback=buffers.append)
     return pickle.loads(text, buffers=buffers), len(buffers)

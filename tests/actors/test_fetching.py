@@ -1,4 +1,4 @@
-"""Policy versions as they arrive: whole, or as an adapter on a checkpoint of the run."""
+"""Fetching policy versions: whole weights, or an adapter on a checkpoint of the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Version = tuple[Manifest, dict[str, Tensor]]
 
 
 class Shelf:
-    """A store in this process, that counts."""
+    """A store in this process that counts its reads."""
 
     def __init__(self) -> None:
         self.versions: dict[int, Version] = {}
@@ -68,7 +68,7 @@ def _adapter(base: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 
 class Checkpoints:
-    """A run's checkpoints: the initial one, and that of an SFT that trained an adapter on it."""
+    """A run's checkpoints: the initial one, and one of SFT that trained an adapter on it."""
 
     def __init__(self, directory: Path, config: TransformerConfig, dtype: torch.dtype) -> None:
         self.directory = directory
@@ -85,7 +85,7 @@ class Checkpoints:
 def _assert_computes(
     policy: Transformer, weights: dict[str, Tensor], *adapters: tuple[dict[str, Tensor], float]
 ) -> None:
-    """Its weights are those, and its adapters add what these add."""
+    """Assert that the policy's merged weights are these weights plus these adapters."""
     atol = 1e-5 if policy.embed.weight.dtype == torch.float32 else 0.05
     merged_policy = copy.deepcopy(policy).float()
     merge_adapters(merged_policy)
@@ -100,7 +100,7 @@ def _assert_computes(
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def checkpoints(request: pytest.FixtureRequest, tmp_path: Path, config: TransformerConfig) -> Checkpoints:
-    """Also one in bfloat16."""
+    """In float32 and in bfloat16."""
     return Checkpoints(tmp_path, config, request.param)
 
 
@@ -115,7 +115,7 @@ def test_a_version_is_its_adapter_beside_the_weights_and_what_earlier_stages_add
         loader.load(shelf.put(version, adapter, checkpoints.base(base)))
         before = [(checkpoints.sft.matrices, checkpoints.sft.scaling)] if base == "sft" else []
         _assert_computes(policy, whole, *before, (adapter, SCALING))
-    # In the policy's precision, each where it lies.
+    # In the policy's precision, and at unchanged addresses.
     held = {name: tensor.data_ptr() for name, tensor in policy.named_parameters()}
     loader.load(shelf.put(9, _adapter(whole, 9), checkpoints.base("initial")))
     assert {name: tensor.data_ptr() for name, tensor in policy.named_parameters()} == held
@@ -182,7 +182,7 @@ def test_what_an_adapter_stands_on_is_verified_before_it_is_used(
 def test_a_base_checkpoint_that_is_not_visible_yet_is_waited_for(
     config: TransformerConfig, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a network file system, which shows a rename to other machines late."""
+    """Network file systems may show a rename late to other machines."""
     shelf, base, sft = Shelf(), checkpoints.base("sft"), checkpoints.directory / "sft"
     sft.rename(checkpoints.directory / "away")
     monkeypatch.setattr("time.sleep", lambda _: (checkpoints.directory / "away").rename(sft))
@@ -244,7 +244,7 @@ def test_weights_of_another_policy_are_refused(config: TransformerConfig, change
 
 
 class LateStore:
-    """A weight store whose answers come, and whose tensors do not."""
+    """A weight store that answers, but whose tensors never arrive."""
 
     class _Call:
         def __init__(self, answer: object) -> None:
@@ -272,7 +272,7 @@ def test_tensors_are_waited_for_as_long_as_their_bytes_take(monkeypatch: pytest.
 
 
 class SlowShelf(Shelf):
-    """Counts what it is asked for, and answers when it may."""
+    """A store that records its reads and answers when the test allows."""
 
     def __init__(self) -> None:
         super().__init__()

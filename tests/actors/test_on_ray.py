@@ -1,4 +1,4 @@
-"""Weights and portions between real Ray actors."""
+"""Weights and work units between real Ray actors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _weights_id(spec: RunSpec, version: int, scale: float = 1.0) -> WeightsId:
 
 
 def _fetch_until_it_fails(store: Any) -> None:
-    """Ray kills in the background: a store may still answer for a moment."""
+    """Ray kills in the background, so that a store may still answer for a moment."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         _fetched(store, 1)
@@ -74,27 +74,27 @@ def _new_store() -> Any:
 
 @pytest.fixture
 def store() -> Any:
-    """One that a test may kill."""
+    """A store that a test may kill."""
     return _new_store()
 
 
 @pytest.fixture(scope="module")
 def shared_store(cluster: dict[str, str]) -> Any:
-    """One that several tests share, since a process takes seconds to start. Version 1 published again drops what the
-    test before has published."""
+    """A store shared by several tests, since a process takes seconds to start. Publishing version 1 again drops what an
+    earlier test has published."""
     return _new_store()
 
 
 @pytest.fixture(scope="module")
 def shared_sampler(spec: RunSpec, shared_store: Any) -> Any:
-    """One that reads from the store that tests share."""
+    """A sampler that reads from the shared store."""
     return _sampler(spec, shared_store)
 
 
 def test_a_sampler_has_the_log_probs_of_the_weights_that_were_published(
     shared_store: Any, shared_sampler: Any, spec: RunSpec, plan: RunPlan
 ) -> None:
-    """The transfer is judged by what the policy then says, and each version is another policy."""
+    """The log-probabilities verify the transfer, since each version is another policy."""
     work_unit = plan.round_work_unit(0, 0)
     said = []
     for version, scale in ((1, 1.0), (2, 1.3)):
@@ -184,7 +184,7 @@ def test_a_version_is_an_adapter_on_a_checkpoint_of_the_run(
 
 
 def _kill(actor: Any) -> None:
-    """Kill an actor, and wait until it is dead: `ray.kill` returns before."""
+    """Kill an actor and wait until it is dead: `ray.kill` returns earlier."""
     ray.kill(actor)
     while _is_alive(actor):
         pass
@@ -199,7 +199,7 @@ def _is_alive(actor: Any) -> bool:
 
 
 class _Rank:
-    """A learner's, whose training waits meanwhile in a thread of its own, as Ray Train has it."""
+    """A learner's rank. Its training waits in a thread meanwhile, as under Ray Train."""
 
     def __init__(self, store: Any, transport: str = OBJECT_STORE) -> None:
         if transport != OBJECT_STORE:
@@ -247,7 +247,7 @@ def test_the_store_takes_what_each_rank_offers_and_has_it_when_the_ranks_are_gon
 
 
 class _DirectSampler(SamplerWorker):
-    """One whose process knows the transport: Ray knows NIXL and CUDA IPC by itself."""
+    """A sampler that registers the transport in its process: Ray knows only NIXL and CUDA IPC by itself."""
 
     def __init__(self, spec: RunSpec, store: Any, transport: str) -> None:
         register(transport)
@@ -283,7 +283,7 @@ def test_the_benchmark_of_weights_counts_what_travels(monkeypatch: pytest.Monkey
     monkeypatch.setattr(publishing, "_VOCABULARY", 64)
     *whole, adapter = publishing.measured(0.0, 1, rank=1, rounds=1)
     assert [(row.form, row.share) for row in whole] == [("gathered", 1.0), ("shards", 1.0), ("shards, bfloat16", 0.5)]
-    # Of 64 x 64 there are two rows of 64, and of 64 x 192 one of each.
+    # 64 x 64 has two rows of 64, and 64 x 192 one of each.
     layer = 4 * 2 * 64 + 3 * (64 + 192)
     assert adapter.megabytes == 4 * layer / 1e6
     assert adapter.share < 0.05
@@ -297,7 +297,7 @@ def test_a_store_that_is_gone_is_a_clear_error(store: Any, spec: RunSpec) -> Non
 
 
 class _Moody(SamplerWorker):
-    """A sampler whose first processes misbehave, each in its way; a file remembers which have."""
+    """A sampler whose first processes misbehave in given ways; a file counts those that have."""
 
     def __init__(self, spec: RunSpec, store: Any, mark: Path, *moods: str) -> None:
         super().__init__(spec.initial_checkpoint, read_from(store), "cpu", spec.rollout.engine)
@@ -331,7 +331,7 @@ def test_a_sampler_that_hangs_or_dies_is_restarted_and_gives_the_same_text(
                 await pools.score(_weights_id(spec, 1), work_unit.key, lambda: work_unit, 0)
             said.append(str(failure.value))
         pools._samplers.timeout_s = 60.0
-        # Each next try begins when the actor is back, since it is not free before.
+        # Each retry begins once the actor is back, since it is not free earlier.
         return said, await pools.score(_weights_id(spec, 1), work_unit.key, lambda: work_unit, 0)
 
     (of_death, of_silence), (reference, summary) = _run(tries())
@@ -378,7 +378,7 @@ def test_a_sampler_that_is_at_work_when_its_turn_ends_is_restarted_and_wakes_to_
 def test_an_actor_that_is_stopped_is_silent_and_what_takes_its_place_answers(
     store: Any, spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process neither answers nor dies: nobody but the watch can tell."""
+    """Its process neither answers nor exits, so that only the watch can detect it."""
     monkeypatch.setattr("actors.coordination.liveness.PROBE_EVERY_S", 0.2)
     monkeypatch.setattr("actors.coordination.liveness.SILENT_S", 2.0)
     sampler = watched(SamplerWorker).options(num_cpus=0, max_restarts=-1)

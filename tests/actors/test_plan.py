@@ -44,7 +44,7 @@ def test_a_round_is_shared_out_among_all_samplers(
 def test_a_round_that_may_replace_groups_has_problems_of_its_own_for_them(spec: RunSpec) -> None:
     rollout = spec.rollout.model_copy(update={"max_oversampling": 2.0})
     plan = RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))
-    # What is asked at first is a round without any replacement.
+    # The first request is a round without replacements.
     assert (plan.work_units_per_round, plan.work_unit_sizes(0)) == (3, [2, 2, 1, 2, 2, 1])
     asked = [
         problem.problem_id

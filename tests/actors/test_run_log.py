@@ -1,4 +1,4 @@
-"""What a run log says is there once and in order, whatever the disk and the clock do."""
+"""The run log: every event once and in order, despite disk errors and clock changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_comes_after_the_end_is_written_nowhere(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "run")
     log.append("done", seconds=1)
     log.close()
-    # It may have the number that the log's file had.
+    # One of these may reuse the file descriptor of the log.
     others = [(tmp_path / str(number)).open("w+b") for number in range(9)]
     log.append("failure", what="too late", attempt=1)
     for other in others:
@@ -141,7 +141,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
         pytest.skip("needs root, to mount a small disk")
     yield disk
-    # A thread of TensorBoard's that could not write may not have come to its traceback yet.
+    # TensorBoard's thread may not have printed its traceback yet.
     for thread in threading.enumerate():
         if getattr(thread, "exception", None) is not None:
             thread.join(60)
@@ -159,7 +159,7 @@ def _fill(disk: Path) -> Path:
 @TENSORBOARDS_THREAD
 def test_what_a_full_disk_does_not_take_waits_and_is_written_once_and_in_order(small_disk: Path) -> None:
     log = RunLog(small_disk)
-    # Events of more than a page, so that the disk takes the beginning of one.
+    # Events of more than a page, so that the disk can take a partial event.
     long = {"text": "x" * 3000, "reward": 0.5}
     log.append("round", round=0, **long)
     log.add_samples([{"round": 0, "completion": "y" * 3000}])

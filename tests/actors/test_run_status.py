@@ -1,4 +1,4 @@
-"""What a run says of itself: who has what, and who was restarted."""
+"""Status of a run: assignments of its actors, and restarts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_restarts_are_counted_by_kind() -> None:
 
 
 class _Restarting:
-    """An actor whose `ready` is answered by one process, fails, and is answered by another."""
+    """An actor whose `ready` is answered by one process, fails, and is then answered by another."""
 
     def __init__(self) -> None:
         self.ready = self

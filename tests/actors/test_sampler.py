@@ -1,4 +1,4 @@
-"""A sampler that sleeps between its turns holds nothing on its GPU, and samples what one that never sleeps does."""
+"""A sampler offloaded between its turns holds no GPU memory, and samples the same as one that is not."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_weights_that_were_staged_are_sampled_from_as_if_they_had_been_fetched(
     found = [_sampled(worker, first, work_unit)]
     worker.prefetch(first)
     worker.prefetch(second)
-    # A portion that is tried again is of its own version, whatever comes next.
+    # A retried work unit uses its own version, whatever was prefetched.
     assert _sampled(worker, first, work_unit) == expected[0]
     found.append(_sampled(worker, second, work_unit))
     assert found == expected

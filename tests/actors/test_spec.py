@@ -1,4 +1,4 @@
-"""What a run is told of its recipe: of its sampler, of its micro-batches, of its adapters."""
+"""Settings that a run derives from its recipe: sampler, micro-batches, adapters and timeouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rewards.tasks.math500 import Math500Config
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
 
-# A random policy passes no strict test.
+# A random policy gives no answer that a strict grader accepts.
 SCHEDULES: list[dict[str, object]] = [
     {},
     {"schedule": "random"},
@@ -73,7 +73,7 @@ def test_steps_vary_if_a_surer_policy_takes_fewer(schedule: dict[str, object], p
 def test_steps_of_a_block_are_those_of_each_block(
     changes: dict[str, object], most: int, config: TransformerConfig
 ) -> None:
-    """Of three blocks where a block-causal policy's first begins in the prompt, and of two else."""
+    """Three blocks where a block-causal policy's first block begins in the prompt, otherwise two."""
     shape = {"gen_length": 8, "block_length": 4, "steps_per_block": 2, "temperature": 1.0, "stop_ids": ()}
     params = SamplingParams.model_validate(shape | changes)
     causal = make_model(config.model_copy(update={"family": "sdar", "block_length": 4}))
@@ -86,7 +86,7 @@ def test_steps_of_a_block_are_those_of_each_block(
 
 
 def test_who_waits_for_weights_waits_as_long_as_their_bytes_take(spec: RunSpec, tmp_path: Path) -> None:
-    """Of LLaDA-8B, 16 GB in bfloat16: 32 GB as they are published at most, read twice as a checkpoint."""
+    """For LLaDA-8B, 16 GB in bfloat16: published in at most 32 GB, and read twice as a checkpoint."""
     assert spec.sampling_timeout_s == pytest.approx(600, abs=0.1)
     assert spec.collective_timeout_s == pytest.approx(900, abs=0.1)
     large = spec.model_copy(update={"run_dir": tmp_path})
@@ -115,7 +115,7 @@ def test_who_waits_for_weights_waits_as_long_as_their_bytes_take(spec: RunSpec, 
 def test_a_grader_has_the_time_that_the_completions_of_a_portion_may_use_up(
     spec: RunSpec, task: TaskConfig, longest_s: float | None
 ) -> None:
-    """Programs that loop, and comparisons that do not end, are wrong one by one: their portion does not fail."""
+    """Programs that loop and comparisons that do not end fail one by one, without failing their work unit."""
     run = spec.model_copy(update={"task": task})
     if longest_s is None:
         assert run.grading_timeout_s == spec.grading_timeout_s == spec.grading.timeout_s
@@ -143,7 +143,7 @@ def test_no_portion_has_more_completions_than_its_grader_has_time_for(
 def test_a_micro_batch_of_sft_has_a_row_at_least_and_a_workers_examples_at_most(
     spec: RunSpec, given: int | None, found: int
 ) -> None:
-    """Eight examples of up to 20 tokens, on two workers."""
+    """Eight examples of at most 20 tokens, on two workers."""
     sft = spec.sft.model_copy(update={"micro_batch_tokens": given})
     assert spec.model_copy(update={"sft": sft}).sft_micro_batch_tokens == found
 

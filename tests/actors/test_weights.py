@@ -53,7 +53,7 @@ def test_a_digest_names_the_weights_in_whichever_order_they_come() -> None:
 
 
 def test_tensors_may_travel_for_as_long_as_their_bytes_take() -> None:
-    """At the slowest rate that is waited for: all of 8B parameters take eleven minutes."""
+    """At the slowest tolerated rate, all of 8B parameters take eleven minutes."""
     manifest = make_manifest(3, WEIGHTS)
     assert [entry.num_bytes for entry in manifest.tensors] == [6 * 4, 4 * 2]
     assert manifest.transfer_timeout_s(10.0) == pytest.approx(10 + 32 / 50e6)
@@ -70,7 +70,7 @@ def test_a_checksum_of_parts_is_that_of_the_whole(parts: list[bytes]) -> None:
 
 
 def test_a_checksum_of_large_parts_is_that_of_the_whole() -> None:
-    """As far as the bits of a length go that no test writes out: one byte behind a gigabyte of zeros, by hand."""
+    """Covers bits of the length that are too large for written test data: one byte after a gigabyte of zeros."""
     zeros = np.zeros(2**20 + 1, dtype=np.uint8)
     gigabyte, one = combine_checksums([checksum_of([zeros])] * 1024), Checksum(num_bytes=1, checksum=crc32(b"x"))
     expected = 0
@@ -80,7 +80,7 @@ def test_a_checksum_of_large_parts_is_that_of_the_whole() -> None:
 
 
 def _shards(first: int) -> list[dict[str, torch.Tensor]]:
-    """`a` by rows on two ranks, `first` of them on the first; `b` is not sharded."""
+    """Shards of two ranks: `a` by rows, the first `first` of them on rank 0; `b` is not sharded."""
     return [{"a": WEIGHTS["a"][:first], "b": WEIGHTS["b"]}, {"a": WEIGHTS["a"][first:]}]
 
 

@@ -1,4 +1,4 @@
-"""Rounds that are written out by hand: what a test does not speak of is filled in."""
+"""Hand-written rollout batches for learner tests, with defaults for the remaining columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from learner.batch import RolloutBatch
 def batch_of(
     *, prompts: Tensor, completions: Tensor, lengths: Tensor, steps: Tensor, rewards: Tensor, **others: Tensor
 ) -> RolloutBatch:
-    """Groups of four, of prompts [B, P] and completions [B, L] without padding; nothing is recorded of their draws."""
+    """Build a batch of groups of four, from prompts [B, P] and completions [B, L] without padding. Recorded
+    log-probabilities and entropies are zero."""
     num_rows, num_slots = completions.shape
     zeros_BL = torch.zeros(num_rows, num_slots)
     columns = {

@@ -48,5 +48,5 @@ def rollouts() -> RolloutBatch:
 
 @pytest.fixture
 def grouped(rollouts: RolloutBatch) -> GroupedBatch:
-    """The same, with rows that know their group."""
+    """The same batch with group indices of its rows."""
     return GroupedBatch.of(rollouts)

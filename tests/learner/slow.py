@@ -1,7 +1,7 @@
-"""The objectives of every algorithm, restated from their papers: plain loops in float64 over rows, draws and tokens.
+"""Reference implementation of every algorithm's objective: plain loops in float64.
 
-Nothing of the learner's is used but the masks, which are random: canvases are built here, one at a time, and each
-formula is written out on its own, with which tokens it scores and what each is worth. Slow.
+Only the random masks are taken from the learner. Canvases are built here, one at a time. Each formula is written out
+separately, with the tokens that it scores and their weights. Slow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from learner.model.transformer import Transformer
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One canvas: the slots it masks, and the likelihoods of their tokens by three policies."""
+    """One canvas: its masked slots, and the likelihoods of their tokens under three policies."""
 
     number: int
     part: int
@@ -52,7 +52,7 @@ class Row:
     tokens: list[int]
     law_entropy: list[float]
     says_something: list[bool]
-    """Of each slot: its token is not an end of text."""
+    """Whether each slot's token is not an end of text."""
 
 
 def rows_of(
@@ -61,8 +61,9 @@ def rows_of(
     corruption: Corruption,
     temperature: float | None = None,
 ) -> list[Row]:
-    """Every completion with its canvases, without those that mask nothing; policies are new, old and reference, in
-    float64. With a temperature tokens are scored as a sampler draws them, at it and without the mask id."""
+    """Build all completions with their canvases, except canvases without masks. The policies are new, old and
+    reference, in float64. With a temperature, tokens are scored as sampled: at that temperature and without the mask
+    id."""
     rows = []
     for row in range(batch.num_rows):
         draws = []
@@ -145,7 +146,7 @@ def leave_one_out(rows: list[Row]) -> list[float]:
     return advantages
 
 
-# What several have in common.
+# Shared by several algorithms.
 
 
 def ppo(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
@@ -157,7 +158,7 @@ def k3(new: Tensor, against: Tensor) -> Tensor:
 
 
 def masked_text(row: Row) -> Iterator[tuple[int, Draw]]:
-    """The tokens of the text where a canvas masks them."""
+    """Yield the tokens of the text at the slots that a canvas masks."""
     for draw in row.draws:
         for slot in draw.masked:
             if slot < row.length:
@@ -165,14 +166,14 @@ def masked_text(row: Row) -> Iterator[tuple[int, Draw]]:
 
 
 def prompt_only(row: Row) -> Iterator[tuple[int, Draw]]:
-    """All tokens of the text, on one canvas without any."""
+    """Yield all tokens of the text, on one canvas with everything masked."""
     assert [draw.masked for draw in row.draws] == [list(range(row.width))]
     return masked_text(row)
 
 
 def by_segments(row: Row, begins: list[int]) -> Iterator[tuple[list[int], Draw]]:
-    """The tokens of the text that each segment of denoise steps committed, on the canvas that it began with; segments
-    that committed none have no canvas."""
+    """Yield the text tokens that each segment of denoise steps committed, on the canvas at the segment's start.
+    Segments without such tokens have no canvas."""
     wanted = []
     for begin, end in zip(begins, [*begins[1:], row.width], strict=True):
         text = [slot for slot in range(row.length) if begin <= row.steps[slot] < end]
@@ -183,7 +184,7 @@ def by_segments(row: Row, begins: list[int]) -> Iterator[tuple[list[int], Draw]]
 
 
 def by_steps(row: Row) -> Iterator[tuple[list[int], Draw]]:
-    """The same where every step is a segment."""
+    """Yield the same with every step as a segment."""
     return by_segments(row, list(range(max(row.steps) + 1)))
 
 
@@ -234,7 +235,7 @@ def wd1(rows: list[Row]) -> Tensor:
 
 
 def coupled_grpo(rows: list[Row]) -> Tensor:
-    """Half the fully masked value, half 1 / t or 1 / (1 - t) times the one under the mask or its complement."""
+    """Half the fully masked value, plus half of 1 / t or 1 / (1 - t) times the one under the mask or its complement."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     t = MASK_RATIO["value"]
     weights = [1.0, 1 / t, 1 / (1 - t)]
@@ -251,7 +252,7 @@ def coupled_grpo(rows: list[Row]) -> Tensor:
 
 
 MASK_RATIO = {"value": 0.5}
-"""What `coupled_grpo` is told: t, which was drawn."""
+"""Input of `coupled_grpo`: the sampled t."""
 
 
 def unigrpo(rows: list[Row]) -> Tensor:
@@ -292,7 +293,7 @@ def _upper(row: Row, beta: float) -> Tensor:
 
 
 NUM_DRAWS = {"value": 2}
-"""What the restatements are told: the draws of a completion that the row's configuration asks for."""
+"""Input of the restatements: the configured number of draws per completion."""
 
 
 def _spg(rows: list[Row], mix: float) -> Tensor:
@@ -326,8 +327,8 @@ def stabledrl(rows: list[Row]) -> Tensor:
 
 
 def sides(row: Row) -> list[Draw]:
-    """The canvases of draws that cover each denoised slot once, in a mask or in its complement; empty ones are left
-    out."""
+    """Return canvases whose draws cover each denoised slot once, in a mask or in its complement; empty ones are
+    omitted."""
     denoised = [slot for slot, step in enumerate(row.steps) if step >= 0]
     for number in range(NUM_DRAWS["value"]):
         both = [slot for draw in row.draws if draw.number // 2 == number for slot in draw.masked]
@@ -336,18 +337,19 @@ def sides(row: Row) -> list[Draw]:
 
 
 def draws_of(row: Row) -> list[Draw]:
-    """The canvases of draws that each mask some of the denoised slots and nothing else."""
+    """Return canvases whose draws each mask some of the denoised slots and no others."""
     assert len(row.draws) == NUM_DRAWS["value"]
     assert all(row.steps[slot] >= 0 for draw in row.draws for slot in draw.masked)
     return row.draws
 
 
 def _espo_value(row: Row, name: str) -> Tensor:
-    """Half of (L + 1) / x times the sum over the mask, half of the same over its complement, averaged over draws."""
+    """Half of (L + 1) / x times the sum over the mask, plus half of the same over its complement, averaged over
+    draws."""
     L = row.denoised
     total = torch.zeros((), dtype=torch.float64)
     for draw in sides(row):
-        # The other side masks the rest; an empty side adds nothing.
+        # The complement masks the rest; an empty one adds nothing.
         total = total + (L + 1) / len(draw.masked) * sum(getattr(draw, name)[slot] for slot in draw.masked) / 2
     return total / 2
 
@@ -381,8 +383,8 @@ def gdpo(rows: list[Row]) -> Tensor:
 
 
 def stepmerge(rows: list[Row]) -> Tensor:
-    """The same sum as diffu-GRPO's: only the canvases differ, of which there is one for each of N segments of the steps
-    that the whole canvas takes, as many for a slot as those that were denoised took."""
+    """The same sum as diffu-GRPO's on other canvases: one for each of N segments of the steps. The number of steps is
+    extrapolated from the denoised slots to the whole canvas."""
     num_segments = NUM_SEGMENTS["value"]
 
     def tokens(row: Row) -> Iterator[tuple[int, Draw]]:
@@ -394,7 +396,7 @@ def stepmerge(rows: list[Row]) -> Tensor:
 
 
 NUM_SEGMENTS = {"value": 8}
-"""What `stepmerge` is told: N, which the fixture's few steps make smaller."""
+"""Input of `stepmerge`: N, reduced to fit the fixture's few steps."""
 
 
 def _slice_gain(draw: Draw, advantage: float) -> Tensor:
@@ -404,7 +406,7 @@ def _slice_gain(draw: Draw, advantage: float) -> Tensor:
 
 
 def tracerl(rows: list[Row]) -> Tensor:
-    """Of one optimizer step, on its share of the rows; what a row is compared with is its whole group all the same."""
+    """The loss of one optimizer step, on its share of the rows. Each row is still compared with its whole group."""
     z_scores = []
     for group in groups_of(rows):
         accuracy = sum(row.correct for row in group) / len(group)
@@ -420,7 +422,7 @@ def tracerl(rows: list[Row]) -> Tensor:
 
 
 minibatch = {"index": 0, "count": 1}
-"""What `tracerl` is told: which step of a sweep, of how many."""
+"""Input of `tracerl`: the index of the step in a sweep, and their number."""
 
 
 def cj_grpo(rows: list[Row]) -> Tensor:
@@ -444,7 +446,7 @@ def bgpo(rows: list[Row]) -> Tensor:
 
 
 def ebpo(rows: list[Row]) -> Tensor:
-    """Of a bidirectional policy: its text is one block, and the ratio that of its bounds, not of a bound of a slot."""
+    """For a bidirectional policy: its text is one block, and the ratio is of whole bounds, not of per-slot bounds."""
     losses = []
     for row, advantage in zip(rows, group_z(rows), strict=True):
         bounds = {}
@@ -457,7 +459,7 @@ def ebpo(rows: list[Row]) -> Tensor:
 
 
 def rho(rows: list[Row]) -> list[Tensor]:
-    """The reference's ELBO of each completion less the old policy's."""
+    """Return the reference's ELBO of each completion minus the old policy's."""
     return [(_ratio_elbo(row, "reference") - _ratio_elbo(row, "old")).detach() for row in rows]
 
 
@@ -477,7 +479,7 @@ def dmpo(rows: list[Row]) -> Tensor:
 
 
 rhos: list[Tensor] = []
-"""What `dmpo` is told: `rho` of each completion, once for all updates, under masks of its own."""
+"""Input of `dmpo`: `rho` of each completion, computed once for all updates, under separate masks."""
 
 
 def _ratio_elbo(row: Row, name: str) -> Tensor:
@@ -487,8 +489,9 @@ def _ratio_elbo(row: Row, name: str) -> Tensor:
 
 
 def agrpo(rows: list[Row]) -> Tensor:
-    """The mean over a completion's steps of the sum over what each commits, by steps drawn where the running share of
-    entropy passes (start + 0), (start + 1), ... of the draws; old likelihoods are the sampler's."""
+    """The mean over a completion's steps of the sum over each step's committed tokens. It is estimated from steps
+    sampled where the cumulative share of entropy passes (start + 0), (start + 1), ... of the draws. Old likelihoods are
+    the sampler's."""
     total = torch.zeros((), dtype=torch.float64)
     for row, advantage, start in zip(rows, group_mean(rows), starts, strict=True):
         said = [step for step, says in zip(row.steps, row.says_something, strict=True) if says and step >= 0]
@@ -511,13 +514,13 @@ def agrpo(rows: list[Row]) -> Tensor:
 
 
 starts: list[float] = []
-"""What `agrpo` is told: the uniform number of each row."""
+"""Input of `agrpo`: the uniform number of each row."""
 num_drawn = {"value": 0}
-"""And how many steps are drawn."""
+"""Input of `agrpo`: the number of sampled steps."""
 
 
 def justgrpo(rows: list[Row]) -> Tensor:
-    """Each token after all that is left of it; the mean over all tokens."""
+    """Score each token given all tokens to its left; average over all tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row, advantage in zip(rows, group_z(rows), strict=True):
         for slots, draw in by_steps(row):
@@ -528,7 +531,7 @@ def justgrpo(rows: list[Row]) -> Tensor:
 
 
 def forkgrpo(rows: list[Row]) -> Tensor:
-    """JustGRPO's, of the tokens that a step committed only because it must commit one."""
+    """JustGRPO's loss on the tokens that a step committed only to commit at least one."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row, advantage in zip(rows, group_z(rows), strict=True):
         forced = [slot for slot in range(row.length) if row.fallback[slot]]
@@ -563,14 +566,14 @@ def vrpo(rows: list[Row]) -> Tensor:
 
 
 def _before_rivals(row: Row, slot: int, rivals: list[int], logits: Tensor) -> Tensor:
-    """The softmax of a committed token's logit, against the highest logit of each slot that is committed later."""
+    """Return the log-softmax of a committed token's logit against the highest logit of each slot committed later."""
     own = logits[slot, row.tokens[slot]]
     return own - torch.stack([own, *(logits[rival].max() for rival in rivals)]).logsumexp(0)
 
 
 def mapg(rows: list[Row]) -> Tensor:
-    """Its code's: four steps of the whole canvas in two segments, (0, 2] and (2, 4], of which one is drawn: a loss of
-    the drawn tokens and a loss of their order, each with a ratio of means."""
+    """As in its code: the four steps of the whole canvas form two segments, (0, 2] and (2, 4], one of which is drawn.
+    One loss is of the drawn tokens and one of their order, each with a ratio of means."""
     losses = []
     for row, advantage in zip(rows, leave_one_out(rows), strict=True):
         ends = {part: 2 * part + 2 for part in (0, 1)}
@@ -591,7 +594,7 @@ def mapg(rows: list[Row]) -> Tensor:
 
 
 def _round_part_z(rows: list[Row]) -> list[float]:
-    """Each part's z-score in its group; their sums, in units of their root mean square over the round."""
+    """Sum each part's z-score within its group; divide by the root mean square of these sums over the round."""
     sums = []
     for group in groups_of(rows):
         for row in group:
@@ -622,7 +625,8 @@ def lightningrl(rows: list[Row]) -> Tensor:
 
 
 def tba(rows: list[Row]) -> Tensor:
-    """The squared residual of log Z + log policy - log reference - reward / beta, log Z being the group's estimate."""
+    """The squared residual of log Z + log policy - log reference - reward / beta, with the group's estimate of
+    log Z."""
     losses = []
     for group in groups_of(rows):
         log_ratios = [
@@ -637,19 +641,19 @@ def tba(rows: list[Row]) -> Tensor:
 
 
 TEACHER: list[Tensor] = []
-"""Of each row [V] log-probabilities of every slot, by an autoregressive model that reads the completed text."""
+"""For each row, the log-probabilities [V] of every slot, by an autoregressive model that reads the completed text."""
 
 
 def opdlm(rows: list[Row]) -> Tensor:
-    """The mean over completions of the mean KL(teacher || policy) of a slot that is masked in its block's state; the
-    token that ends a text is not scored."""
+    """The mean over completions of the mean KL(teacher || policy) of a slot masked in its block's state. The token that
+    ends a text is not scored."""
     losses = []
     for row, teacher in zip(rows, TEACHER, strict=True):
         values = []
         for draw in row.draws:
             block = range(4 * draw.part, 4 * draw.part + 4)
             masked = [slot for slot in block if slot in draw.masked]
-            # A state of the trajectory: what was committed from some step on is masked.
+            # A state of the trajectory: the tokens committed from some step on are masked.
             first = min(row.steps[slot] for slot in masked)
             assert masked == [slot for slot in block if row.steps[slot] >= first]
             for slot in masked:

@@ -1,4 +1,4 @@
-"""The tables and the worked example of the documents are true."""
+"""Consistency of the documents' tables and worked example with the code."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from tests.learner.batches import batch_of
 from tests.learner.methods import test_algorithms
 
 ROOT = Path(__file__).parents[2]
-# Every completion fills its canvas, a token a step; every fourth falls back.
+# Every completion fills its canvas, one token a step; every fourth step uses the fallback.
 LENGTH, ROWS = 64, 4
 GAP = "sampling/sampling_logp_difference/{}"
 CANVASES = {"steps / 8": LENGTH / 8, "steps": LENGTH, "tokens": LENGTH, "fallbacks": LENGTH / 4, "blocks": LENGTH}
-# Which method needs what, and it has blocks of one slot.
+# Facts that satisfy every method, including blocks of one slot.
 FITTING = SamplerFacts(block_length=1, has_fallback=True, has_varying_steps=True)
 LACKING = {
     "recorded likelihoods": {"has_reproducible_logps": False},
@@ -53,7 +53,7 @@ LACKING = {
 
 
 def _rows() -> dict[str, dict[str, str]]:
-    """The table of algorithms, by name."""
+    """Return the table of algorithms, by name."""
     lines = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("| algorithm |"))
     table = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[start:] if line.startswith("| `")]
@@ -73,7 +73,7 @@ def _batch(rows: int) -> RolloutBatch:
     generator = torch.Generator().manual_seed(3)
     order = torch.rand(rows, LENGTH, generator=generator).argsort(dim=1)
     return RolloutBatch(
-        # Each has a prompt of its own: no canvas is shared.
+        # Distinct prompts, so that no canvas is shared.
         prompt_ids=torch.randint(0, 38, (rows, 40), generator=generator),
         prompt_lengths=torch.full((rows,), 40),
         completion_ids=torch.randint(0, 38, (rows, LENGTH), generator=generator),
@@ -99,10 +99,10 @@ def test_the_table_says_of_each_algorithm_what_the_results_say() -> None:
     tables = re.findall(r"^### (Countdown|Sudoku)$(.*?)^\| row \| \d+ steps \|", results, re.DOTALL | re.MULTILINE)
     assert tables
     for task, table in tables:
-        # The second percentage of a line: after the seconds that all got.
+        # The second percentage of a line, after the one at equal seconds.
         measured = dict(re.findall(r"^\| `([a-z0-9-]+)` .*?%.*?\| ([0-9.]+) % \(", table, re.MULTILINE))
         said = {name: row[f"ours, % of {task.lower()}"] for name, row in _rows().items()}
-        # What has a teacher learns from that one, and not from the task.
+        # Distillation learns from its teacher, not from the task.
         assert said == {name: measured.get(name, "-") for name in said}
         assert [name for name, percent in said.items() if percent == "-"] == ["opdlm"]
 
@@ -165,7 +165,7 @@ def test_the_tables_costs_are_what_the_learner_runs(
     model, ran = Transformer(config.model_copy(update=shape)), Counter[str]()
     init_weights(model, seed=0)
     trained = Learner(ShardedPolicy(model, None), _config(name), FITTING)
-    # A step for each minibatch.
+    # At least one step for each minibatch.
     num_rows = max(ROWS, trained.config.num_minibatches)
 
     def counted(module: Transformer, *arguments: object) -> object:
@@ -176,7 +176,7 @@ def test_the_tables_costs_are_what_the_learner_runs(
 
     for module in (learner.learner, learner.round):
         monkeypatch.setattr(module, "token_logps", counted)
-    # What the probes take is no method's.
+    # Passes of the probes do not count for the method.
     for probe in ("sampling_gap", "mask_variance"):
         monkeypatch.setattr(learner.learner, probe, lambda *_: {})
     trained.update(_batch(num_rows), 0)

@@ -1,4 +1,4 @@
-"""The arithmetic of an update is what PyTorch counts of it."""
+"""FLOP counts of an update against PyTorch's FlopCounterMode."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _config(**changes: object) -> LearnerConfig:
 
 
 def _even(batch: RolloutBatch) -> RolloutBatch:
-    """The same with prompts and texts of one length: nothing is padding, for which PyTorch counts too."""
+    """Set equal lengths of prompts and texts: PyTorch would count padding too."""
     batch.prompt_lengths.fill_(6)
     batch.completion_lengths.fill_(8)
     return batch
 
 
 def _first_blocks_spare(model: Transformer, lora: LoraConfig, num_tokens: int) -> float:
-    """What the first block of a policy under LoRA does not compute: derivatives by its input."""
+    """Return the FLOPs that the first block saves under LoRA: the gradients by its input."""
     width, key_value = model.config.d_model, model.config.num_kv_heads * model.config.head_dim
     # The frozen q, k and v, and the A of their adapters.
     return 2.0 * num_tokens * (width * (width + 2 * key_value) + 3 * width * lora.rank)
@@ -46,12 +46,12 @@ def _first_blocks_spare(model: Transformer, lora: LoraConfig, num_tokens: int) -
 def test_the_count_of_an_update_is_pytorchs(
     policy: Transformer, rollouts: RolloutBatch, lora: LoraConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three inner updates with other masks each: forwards of the policy, the old one and the reference."""
+    """Three inner updates with different masks, each with forwards of the policy, the old policy and the reference."""
     batch, config, sampler = _even(rollouts), _config(inner_updates=3), SamplerFacts(has_reproducible_logps=False)
     monkeypatch.setattr("learner.learner.mask_variance", lambda *_: {})
     sharded = ShardedPolicy(copy.deepcopy(policy), None, lora=lora)
     learner, work = Learner(sharded, config, sampler), Round(sharded, config, sampler, batch)
-    # The fused kernels of a CPU are not counted.
+    # PyTorch does not count the CPU's fused kernels.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         learner.update(batch, 0)
     counted = float(counter.get_total_flops())
@@ -64,7 +64,7 @@ def test_the_count_of_an_update_is_pytorchs(
 def test_of_experts_those_count_that_a_token_takes(
     moe_config: TransformerConfig, rollouts: RolloutBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the router, the shared one and their sum; in a dense block and in a sparse one."""
+    """With the router, the shared expert and their sum; in a dense block and in a sparse one."""
     monkeypatch.setattr("learner.learner.mask_variance", lambda *_: {})
     model = make_model(moe_config)
     init_weights(model, seed=0)
@@ -84,8 +84,8 @@ def test_padding_and_idle_micro_batches_do_not_count(policy: Transformer, rollou
 
 
 def test_a_canvas_is_counted_by_its_length_and_what_is_scored(policy: Transformer) -> None:
-    """Two layers, by hand: one canvas of 5 slots of which 2 are scored."""
-    config = policy.config  # d 32, key-values 16 wide, feed-forward 48, vocabulary 40.
+    """By hand, for two layers: one canvas of 5 slots, 2 of them scored."""
+    config = policy.config  # d_model 32, key-value width 16, feed-forward 48, vocabulary 40.
     canvases = CanvasSums(tokens=5, pairs=25, queries=2, query_pairs=10, scored=2)
     found = forward_flops(config, LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj")), canvases)
     feed_forward = 3 * 32 * 48
@@ -121,7 +121,7 @@ def test_the_peak_of_a_process_grows_with_what_it_touches() -> None:
 
 
 def test_views_are_as_much_as_their_lengths_and_the_slots_that_are_scored() -> None:
-    """A canvas of 3 slots in a row of 6, of which 2 are scored, and one of 6 of which 1 is, for two completions."""
+    """Two completions: a canvas of 3 slots in a row of 6, 2 of them scored, and a canvas of 6 slots with 1 scored."""
     views = Views(
         ids=torch.zeros(2, 6, dtype=torch.int64),
         lengths=torch.tensor([3, 6]),

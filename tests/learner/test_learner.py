@@ -61,7 +61,7 @@ def test_equal_rewards_leave_the_policy_alone(policy: Transformer, rollouts: Rol
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_reference_is_in_its_policys_precision(policy: Transformer, dtype: torch.dtype) -> None:
-    """Or each forward of the reference of a policy in half precision would take a GPU some ten times as long."""
+    """Otherwise each forward of a half-precision policy's reference would take a GPU about ten times as long."""
     held = ShardedPolicy(copy.deepcopy(policy).to(dtype), None)
     reference = held.frozen_copy()
     assert reference.dtypes == held.dtypes == dict.fromkeys(held.shapes, dtype)
@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_stops_training_and_spares_the_policy(
 
 
 def test_group_normalization_weighs_tokens_unequally(policy: Transformer, rollouts: RolloutBatch) -> None:
-    """d1's way is there by name, and is another gradient than the default."""
+    """d1's normalization is available by name, and its gradient differs from the default's."""
     norms = []
     for normalization in ("round", "group"):
         model = Transformer(policy.config)
@@ -123,7 +123,7 @@ def test_the_gap_to_an_exact_sampler_is_rounding_and_to_another_policy_is_not(
 
 
 def _recorded_by(model: Transformer, batch: RolloutBatch, sampler: SamplerFacts) -> RolloutBatch:
-    """The completions, as if this policy had sampled them."""
+    """Return the completions with log-probabilities as if this policy had sampled them."""
     exact, grouped = TrajectoryConfig(steps_per_segment=1, law="sampler"), GroupedBatch.of(batch)
     terms = make_terms(grouped, model.config, exact.corrupt(grouped, InnerUpdate(0, 1), sampler))
     recorded = torch.zeros_like(batch.commit_logp)
@@ -135,7 +135,7 @@ def _recorded_by(model: Transformer, batch: RolloutBatch, sampler: SamplerFacts)
 def test_the_share_of_an_adapter_that_has_reached_the_sampler_is_measured(
     policy: Transformer, rollouts: RolloutBatch
 ) -> None:
-    """All of it, nothing, and part; and nothing is said of an adapter that has changed nothing."""
+    """All, none, and part of it; no share is reported for an adapter that has changed nothing."""
     sampler, lora, share = SamplerFacts(temperature=0.8), LoraConfig(rank=4, alpha=8), "sampling/adapter_share"
     start = copy.deepcopy(policy)
     learned = ShardedPolicy(policy, None, lora=lora)
@@ -195,7 +195,7 @@ def test_what_a_plan_says_counts_is_what_counts_for_something(policy: Transforme
 def test_where_a_ratio_is_cut_near_to_1_logits_are_in_float32(
     policy: Transformer, rollouts: RolloutBatch, clips: tuple[float | None, float | None], is_narrow: bool
 ) -> None:
-    """Of the policy and the reference alike; in float32 that is what they are anyway."""
+    """For the policy and the reference alike; in float32 it makes no difference."""
     config = _config(objective=ClippedRatioConfig(clip_low=clips[0], clip_high=clips[1]))
     plan = Round(ShardedPolicy(policy, None), config, SamplerFacts(), rollouts).plan(0)
     assert {micro.distribution.float32_head for micro in plan.micro_batches} == {is_narrow}

@@ -1,4 +1,4 @@
-"""The evidence lower bound of a text is the mean over all masks, and exact for one token."""
+"""The evidence lower bound of a text equals the mean over all masks, and is exact for one token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT, TEXT = (5, 7, 9), (11, 4, 8)
 
 
 def _logps(model: Transformer, masked: tuple[int, ...]) -> float:
-    """The sum of the log-probabilities of masked tokens, one plain forward."""
+    """Return the sum of the log-probabilities of masked tokens, by one plain forward."""
     ids = torch.tensor([[*PROMPT, *(model.config.mask_token_id if i in masked else t for i, t in enumerate(TEXT))]])
     with torch.no_grad():
         logps_LV = model(ids)[0].float().log_softmax(-1)
@@ -22,7 +22,7 @@ def _logps(model: Transformer, masked: tuple[int, ...]) -> float:
 
 
 def _over_all_masks(model: Transformer) -> float:
-    """The mean over the number of masked slots, and over which they are."""
+    """Return the mean over the number of masked slots and over all masks of that size."""
     length = len(TEXT)
     means = []
     for count in range(1, length + 1):

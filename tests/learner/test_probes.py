@@ -1,4 +1,4 @@
-"""What a few completions tell of a round's likelihoods."""
+"""Probes: estimates of a round's likelihoods from a few completions."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def _config(estimator: dict[str, object]) -> LearnerConfig:
 
 
 def _copies(batch: RolloutBatch, times: int = 3) -> RolloutBatch:
-    """12 completions for each, of which one is asked about."""
+    """Repeat the batch so that each 12 completions have one probed completion."""
     rows = torch.arange(12 * times)
     columns = {name: value[(rows + rows // 12 * 3) % 12] for name, value in batch.given().items()}
     return RolloutBatch(**columns | {"sample_keys": rows * 31, "group_ids": rows // 4})
 
 
 def _estimate(policy: Transformer, batch: RolloutBatch, config: LearnerConfig, row: int, draw: int) -> float:
-    """A completion's mean log-probability, token by token on whole canvases in float64."""
+    """Compute a completion's mean log-probability, token by token on whole canvases in float64."""
     alone = batch.select(slice(row, row + 1))
     key = fold(int(alone.sample_keys), 71, draw)
     grouped = GroupedBatch.of(replace(alone, sample_keys=torch.tensor([key])))
@@ -98,7 +98,7 @@ def test_more_draws_of_an_elbo_vary_less(policy: Transformer, rollouts: RolloutB
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_it_runs_few_completions_without_gradients(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
-    """Of 36 completions three, twice."""
+    """Three of 36 completions, twice."""
     config = LearnerConfig.model_validate({"algorithm": name, "num_rounds": 1})
     rows: list[int] = []
 

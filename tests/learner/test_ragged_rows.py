@@ -1,4 +1,4 @@
-"""Rows of unequal length back to back in one are the rows that they are with padding."""
+"""Rows of unequal length packed without padding give the same results as padded rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LENGTHS = {
 
 @pytest.fixture
 def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies of a CPU spare padding too, row by row."""
+    """Enable packing without padding on the CPU, where it runs row by row."""
     monkeypatch.setattr(sharding, "has_kernel", lambda *_: True)
 
 
@@ -53,14 +53,14 @@ def _policy(config: TransformerConfig, family: Family, kv_heads: int) -> Transfo
 
 
 def _views(lengths: list[int], *, width: int = 12) -> Views:
-    """Every other slot of the canvases is looked at, their first and last among them, but none of the second row's."""
+    """Query every other slot of the canvases, including the first and last, but none of the second row."""
     generator, lengths_V = torch.Generator().manual_seed(len(lengths)), torch.tensor(lengths)
     columns_S = torch.arange(width)
     is_asked = (columns_S < lengths_V[:, None]) & ((columns_S % 2 == 0) | (columns_S == lengths_V[:, None] - 1))
     is_asked[1:2] = False
     slots = is_asked.flatten().nonzero()[:, 0]
     ids = torch.randint(0, 38, (len(lengths), width), generator=generator)
-    # Some slots are scored twice, in no order.
+    # Some slots are scored twice, in random order.
     scored = torch.randint(0, len(slots), (2 * len(slots),), generator=generator)
     return Views(
         ids=ids[:, : max(lengths)],
@@ -118,7 +118,7 @@ def test_rows_of_blocks_keep_their_rows(policy: Transformer, unpadded: None) -> 
     causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
     assert ShardedPolicy(policy, None).concatenates_rows
     assert not ShardedPolicy(causal, None).concatenates_rows
-    # A compiler would meet another number of rows in every micro-batch.
+    # A compiler would see another number of rows in every micro-batch.
     assert not ShardedPolicy(policy, None, ShardingConfig(compile=True)).concatenates_rows
 
 
@@ -145,7 +145,7 @@ def test_only_a_gpu_in_half_precision_has_the_kernel(policy: Transformer, monkey
 def test_the_kernel_is_told_what_it_asks_for(
     heads: tuple[int, int], asks_about_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As flash_api.cpp of torch checks it; computed here by its ends alone, in float32."""
+    """Checks the arguments as torch's flash_api.cpp does; computed here in float32 from the row ends alone."""
 
     def asking(q: Tensor, k: Tensor, v: Tensor, *rest: Any, enable_gqa: bool = False) -> Tensor:
         assert enable_gqa == (q.shape[1] != k.shape[1])
@@ -186,7 +186,7 @@ def test_the_kernel_is_told_what_it_asks_for(
 
 
 def test_torch_takes_such_a_call_and_gives_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its shapes: on tensors without values, the kernel itself runs on a GPU alone (`tests/test_gpu.py`)."""
+    """Checked by shapes, on meta tensors: the kernel itself runs only on a GPU (`tests/test_gpu.py`)."""
     monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
     ends = torch.tensor([0, 4, 4, 5], device="meta", dtype=torch.int32)
     rows = varlen.VarlenAttention(queries=RowLengths.of((4, 0, 1), ends), keys=RowLengths.of((6, 1, 5), ends))
@@ -212,7 +212,7 @@ def test_micro_batches_count_tokens_and_no_padding(policy: Transformer, rollouts
         found = [micro.views.lengths.tolist() for micro in micros]
         assert list(chain.from_iterable(found)) == lengths
         assert {micro.views.concatenates_rows for micro in micros} == {spares}
-        # Each is as full as may be: it keeps the bound, and its neighbour's first would break it.
+        # Each is as full as possible: it keeps the limit, and the next one's first row would exceed it.
         assert all(tokens_of(some) <= most for some in found)
         assert all(tokens_of([*some, after[0]]) > most for some, after in pairwise(found))
         counts.append([len(some) for some in found])
@@ -230,7 +230,7 @@ def _of_many_lengths(rollouts: RolloutBatch) -> RolloutBatch:
 def test_updates_have_the_same_gradients_whatever_the_micro_batches(
     name: str, policy: Transformer, rollouts: RolloutBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two steps: of new, old and reference likelihoods."""
+    """Over two steps, with new, old and reference likelihoods."""
     batch = _of_many_lengths(rollouts)
     padded = gradients_of_two_steps(policy, algorithm_config(name), batch, algorithm_sampler(name))
     monkeypatch.setattr(sharding, "has_kernel", lambda *_: True)
@@ -247,11 +247,11 @@ def test_updates_have_the_same_gradients_whatever_the_micro_batches(
 def test_the_count_of_an_update_is_pytorchs_whatever_the_lengths(
     policy: Transformer, rollouts: RolloutBatch, unpadded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With padding PyTorch counts that too: `test_flops.py` has rows of one length."""
+    """PyTorch counts padding too, so that `test_flops.py` has rows of one length."""
     monkeypatch.setattr("learner.learner.mask_variance", lambda *_: {})
     config = LearnerConfig.model_validate({"num_rounds": 1, "group_size": 4, "groups_per_round": 3, "inner_updates": 2})
     learner = Learner(ShardedPolicy(policy, None), config, SamplerFacts(has_reproducible_logps=False))
-    # The fused kernels of a CPU are not counted.
+    # PyTorch does not count the CPU's fused kernels.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         learner.update(_of_many_lengths(rollouts), 0)
     assert learner.model_flops == pytest.approx(float(counter.get_total_flops()), rel=1e-12)

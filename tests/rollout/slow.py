@@ -1,4 +1,4 @@
-"""Sampling by the book, to test the sampler against: one row, plain Python, the head everywhere, nothing shared."""
+"""Reference implementation of the sampler: one row at a time in plain Python, the head on every slot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOTTERY_KEY = 1
 
 @dataclass
 class Slow:
-    """What a completion should be, over the whole canvas: no early end."""
+    """The expected completion over the whole canvas, without stopping early."""
 
     tokens: list[int]
     step_map: list[int]
@@ -28,18 +28,18 @@ class Slow:
     fallback: list[bool]
     num_steps: int = 0
     blocks: list[int] = field(default_factory=list)
-    """Steps that each block took."""
+    """Number of steps of each block."""
     writes: list[tuple[int, int, int, float, float]] = field(default_factory=list)
-    """Step, slot, token, and its log-probabilities, of every write."""
+    """Step, slot, token and log-probabilities of every write."""
     num_idle: int = 0
-    """Steps that found nothing to write."""
+    """Number of steps that wrote nothing."""
 
 
 @torch.no_grad()
 def sample(policy: Transformer, request: Request) -> Slow:
-    """The completion of one request."""
+    """Sample the completion of one request."""
     params, mask_id = request.params, policy.config.mask_token_id
-    # A block-causal policy's blocks are counted from the first column, and its canvas ends where a block does.
+    # A block-causal policy's blocks are counted from the first column, and its canvas ends with a whole block.
     tail = len(request.prompt_ids) % params.block_length if policy.config.is_block_causal else 0
     n = math.ceil((tail + params.gen_length) / params.block_length) * params.block_length - tail
     tokens = [request.fixed_tokens.get(slot, mask_id) for slot in range(n)]
@@ -94,7 +94,7 @@ def _logits(policy: Transformer, request: Request, tokens: list[int]) -> Tensor:
 
 
 def _draw(logits: Tensor, request: Request, step: int, slot: int) -> tuple[int, float, float]:
-    """The token, its log-probability, and the entropy of what it was drawn from."""
+    """Sample a token; return it, its log-probability, and the entropy of the distribution it was sampled from."""
     params = request.params
     if params.temperature == 0:
         return int(logits.argmax()), 0.0, 0.0
@@ -122,7 +122,7 @@ def _choose(
     slots: list[int],
     share: int,
 ) -> list[tuple[int, bool]]:
-    """The slots to commit, and whether each is one only because so many must be."""
+    """Choose the slots to commit, and flag those committed only to reach the minimum number."""
     distribution = {slot: logits[slot].double().softmax(-1) for slot in slots}
     confidence = {slot: distribution[slot].max().item() for slot in slots}
     if params.drawing is SamplingOrder.SAMPLE_THEN_SELECT:

@@ -1,4 +1,4 @@
-"""Canvases of unequal length back to back, as a GPU in half precision runs them: the text of padded ones."""
+"""Canvases packed without padding, as on a GPU in half precision: same output as padded ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _policy(config: TransformerConfig, family: str) -> Transformer:
 
 
 def _requests(changes: dict[str, Any]) -> list[Request]:
-    """Prompts of one to five tokens, canvases of eight and sixteen slots, blocks of four and eight."""
+    """Return prompts of one to five tokens, canvases of eight and sixteen slots, blocks of four and eight."""
     base: dict[str, Any] = {"num_denoise_steps": 4, "stop_ids": ()} | changes
     shapes = ((8, 4), (16, 8), (8, 8), (16, 4), (8, 4), (8, 4))
     return [
@@ -71,7 +71,7 @@ def test_they_are_the_same_text(
 
 @pytest.mark.parametrize("changes", [{"compile": True}, {"attention": "flex"}])
 def test_a_compiler_meets_padded_rows(config: TransformerConfig, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which there are few widths."""
+    """Padded rows have few distinct widths, which avoids recompilation."""
     monkeypatch.setattr(module, "has_kernel", lambda *_: True)
     model = _policy(config, "llada")
     assert module._concatenates_rows(model, EngineConfig())
@@ -79,7 +79,7 @@ def test_a_compiler_meets_padded_rows(config: TransformerConfig, changes: Any, m
 
 
 def test_rows_that_are_remembered_are_padded(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their keys and values lie in one place for each column."""
+    """The KV cache has one fixed place for each column."""
     model, requests = _policy(config, "llada"), _requests({"temperature": 0.0, "cache": "prefix"})
     engine = EngineConfig(num_slots=4)
     padded = _generated(model, requests, engine)

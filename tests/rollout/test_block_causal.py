@@ -1,4 +1,4 @@
-"""The sampler of block-causal policies: the original code's generations, and sampling by the book (slow.py)."""
+"""Sampler of block-causal policies against the original code's generations and slow.py."""
 
 import json
 import warnings
@@ -42,10 +42,10 @@ def _requests(**changes: Any) -> list[Request]:
 
 
 def _originals(directory: Path) -> list[tuple[dict[str, Any], list[Request]]]:
-    """The settings of a fixture, and each setting's requests."""
+    """Return the settings of a fixture, with the requests of each."""
     settings = json.loads((directory / "expected_generations.json").read_text())
     found = []
-    # LLaDA2.1's loop replaces tokens.
+    # LLaDA2.1's loop edits tokens and is tested in test_editing.py.
     for setting in (setting for setting in settings if setting.get("loop") != "llada2.1"):
         params = SamplingParams(
             gen_length=setting["gen_length"],
@@ -61,7 +61,7 @@ def _originals(directory: Path) -> list[tuple[dict[str, Any], list[Request]]]:
 
 
 def _without_mask_id(policy: Transformer, request: Request, setting: dict[str, Any], row: int) -> np.ndarray:
-    """The original's log-probabilities under a law that gives the mask id nothing: theirs has it."""
+    """Return the original's log-probabilities renormalized without the mask id, which theirs includes."""
     tokens, steps = torch.tensor(setting["output"][row]), torch.tensor(setting["step_map"][row])
     prompt, mask_id = torch.tensor(request.prompt_ids), policy.config.mask_token_id
     num_steps, slots = int(steps.max()) + 1, torch.arange(len(tokens))
@@ -84,7 +84,8 @@ def _check_original(completion: Completion, setting: dict[str, Any], row: int, l
 @OTHER_BLOCKS
 @pytest.mark.parametrize(("name", "num"), [("sdar-tiny", 6), ("sdar-moe-tiny", 4), ("llada2-tiny", 5)])
 def test_generations_are_those_of_the_original_loops(shared: Path, name: str, num: int) -> None:
-    """Alone, and by each engine all requests of all settings in one batch, whose blocks have lengths from 4 to 32."""
+    """Each request alone, and on each engine all requests of all settings in one batch, with block lengths from 4 to
+    32."""
     directory = shared / "fixtures" / name
     policy, settings = load_policy(directory), _originals(directory)
     assert len(settings) == num
@@ -149,7 +150,8 @@ SHIFTED: dict[str, dict[str, Any]] = {
 def test_a_shifted_policys_first_slots_are_predicted_by_the_blocks_before(
     config: TransformerConfig, changes: dict[str, Any]
 ) -> None:
-    """From a column that is remembered, or run anew: both are the slow sampler's, which runs whole canvases."""
+    """The preceding column comes from the KV cache or is recomputed; both must match the reference, which runs whole
+    canvases."""
     policy, requests = sharp_policy(config, 4.0, predicts_next=True), _requests(**changes)
     for engine in ENGINES.values():
         for request, completion in zip(requests, Sampler(policy, 7, engine).generate(requests), strict=True):
@@ -176,7 +178,7 @@ def test_a_step_runs_its_block_alone_and_the_first_of_a_block_the_one_before_it_
     request = replace(_requests(steps_per_block=4, stop_ids=())[1], prompt_ids=(1,) * 9)
     sampler = Sampler(policy, 0)
     sampler.generate([request])
-    # The prompt's two blocks and the first step of the third; its rest; and five steps a block of the next three.
+    # The prompt's two blocks and the third block's first step; its other steps; five steps of each of the next three.
     assert sampler.counts.num_tokens == 12 + 2 * 4 + 3 * (8 + 3 * 4)
     whole = Sampler(policy, 0, EngineConfig(block_cache=False))
     whole.generate([request])
@@ -185,7 +187,7 @@ def test_a_step_runs_its_block_alone_and_the_first_of_a_block_the_one_before_it_
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_a_request_goes_on_from_its_finished_blocks(policy: Transformer, engine: EngineConfig) -> None:
-    """In the middle of others, at every block's end."""
+    """Resume at the end of every block, between other requests."""
     (request,) = _requests(temperature=1.3, stop_ids=())[1:2]
     (whole,) = Sampler(policy, 0, engine).generate([request])
     batch = Sampler(policy, 0, engine).open([request])
@@ -203,7 +205,7 @@ def test_a_request_goes_on_from_its_finished_blocks(policy: Transformer, engine:
 
 
 def test_given_tokens_may_be_whole_blocks(policy: Transformer) -> None:
-    """A block that nobody denoises is remembered too."""
+    """A block without any slot to denoise must enter the KV cache too."""
     (request,) = _requests(stop_ids=())[:1]
     request = replace(request, fixed_tokens={slot: slot + 2 for slot in (0, 5, 6, 7, 8, 13)})
     for engine in ENGINES.values():

@@ -1,4 +1,4 @@
-"""Caches: approximate on purpose, but exactly the approximation that they say."""
+"""Approximate KV caches: the sampler computes exactly the approximation that each cache defines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BASE: dict[str, Any] = {"gen_length": 16, "block_length": 8, "num_denoise_steps"
 
 
 class _FrozenLayer:
-    """Keys and values of one block: those at frozen columns are the ones of the last whole forward."""
+    """Keys and values of one transformer block; at frozen columns they are those of the last whole forward."""
 
     def __init__(self) -> None:
         self.held: tuple[Tensor, Tensor] | None = None
@@ -41,7 +41,7 @@ class _FrozenLayer:
 
 
 class _SlowCache:
-    """A policy that computes the whole canvas always, and only pretends to remember: the slow reference."""
+    """Slow reference of a KV cache: computes the whole canvas every time, then substitutes frozen keys and values."""
 
     def __init__(self, policy: Transformer, params: SamplingParams, prompt_length: int) -> None:
         self.policy, self.config, self.params, self.start = policy, policy.config, params, prompt_length
@@ -108,7 +108,7 @@ def test_a_cached_step_attends_to_what_the_last_whole_forward_left(
 ) -> None:
     params = SamplingParams(**BASE | changes)
     requests = _requests(params)
-    # Three slots: rows at different steps of their blocks, whole and cached forwards in one step.
+    # Three slots: rows are at different steps of their blocks, so a step mixes whole and cached forwards.
     completions = Sampler(either, 0, EngineConfig(num_slots=3)).generate(requests)
     for request, completion in zip(requests, completions, strict=True):
         slow: Slow = sample(_SlowCache(either, params, len(request.prompt_ids)), request)  # type: ignore[arg-type]
@@ -153,17 +153,18 @@ def test_a_cached_step_runs_less(policy: Transformer) -> None:
         sampler = Sampler(policy, 0)
         sampler.generate([_requests(SamplingParams(**BASE, cache=cache, stop_ids=()))[1]])
         tokens[cache] = sampler.counts.num_tokens
-    # 8 steps over 9 + 16 columns; 2 whole forwards and 6 of a block of 8, or of all from the block on.
+    # 8 steps over 9 + 16 columns: 2 whole forwards, and 6 over a block of 8 or over all columns from the block on.
     assert tokens == {"none": 8 * 25, "prefix": 2 * 25 + 3 * 16 + 3 * 8, "dual": 2 * 25 + 6 * 8}
 
 
 def test_what_each_block_remembers_has_a_storage_of_its_own(policy: Transformer) -> None:
-    """Of a tensor that is written into, a compiler copies all that shares its storage: every block, for every block."""
+    """When a tensor is written to, a compiler copies everything in its storage: with shared storage, all blocks for
+    each block."""
     params = SamplingParams(**BASE, cache=Cache.DUAL)
     batch = Sampler(policy, 0).open([Request(prompt_ids=(3, 4), params=params, seed=0)])
     for _ in range(3):
         batch.step()
-    # And when it has grown.
+    # Also after the cache has grown.
     batch.submit(Request(prompt_ids=(3,) * 9, params=params, seed=1))
     batch.step()
     held = [tensor for of_block in batch._forwards._kv_cache for tensor in of_block]
@@ -180,14 +181,14 @@ def _addresses(memory: Sequence[KeysValues]) -> list[int]:
 
 @pytest.fixture
 def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked to compile spares itself the minute."""
+    """Skip the actual compilation, which takes a minute."""
     monkeypatch.setattr("rollout.sampler._compiled", lambda model: model)
 
 
 @pytest.mark.usefixtures("as_if_compiled")
 @pytest.mark.parametrize("cache", [Cache.PREFIX, Cache.DUAL])
 def test_a_compiled_policy_remembers_in_one_place(policy: Transformer, cache: Cache) -> None:
-    """A CUDA graph writes only into what stays where it was as the graph was recorded: from one batch to the next."""
+    """A CUDA graph writes to the addresses it was captured with, so the KV cache must keep them across batches."""
     params = SamplingParams(**BASE, cache=cache, stop_ids=())
     batches = [[(3, 4), (5,) * 9], [(6,)], [(7, 8), (9,)], [(4,) * 9]]
     requests = [[Request(prompt_ids=ids, params=params, seed=0) for ids in batch] for batch in batches]
@@ -199,10 +200,10 @@ def test_a_compiled_policy_remembers_in_one_place(policy: Transformer, cache: Ca
     assert addresses == [addresses[0]] * len(batches)
     assert addresses[0]
     assert {getattr(keys, "_dynamo_static_input_type", None) for keys, _ in sampler._kv_cache} == {"unguarded"}
-    # What an earlier batch left is in nobody's way.
+    # Stale entries of an earlier batch must not affect a later one.
     alone = [Sampler(policy, 0, EngineConfig(compile=True)).generate(batch) for batch in requests]
     assert list(map(_drawn, found)) == list(map(_drawn, alone))
-    # It grows with the batch, and stays there.
+    # The cache grows with the batch, and then keeps its address.
     wider = [Request(prompt_ids=(3,) * 20, params=params, seed=seed) for seed in range(3)]
     fresh = Sampler(policy, 0, EngineConfig(compile=True))
     assert _drawn(sampler.generate(wider)) == _drawn(fresh.generate(wider))
@@ -222,7 +223,7 @@ def test_bad_weights_leave_nothing_behind_for_the_next_version(policy: Transform
     with pytest.raises(FloatingPointError):
         sampler.generate([Request(prompt_ids=(3,) * 40, params=params, seed=row) for row in range(2)])
     model.load_state_dict(policy.state_dict())
-    # The third enters when the first is under way, and makes the canvas wider: columns that the first never wrote.
+    # The third enters during the first and widens the canvas by columns that the first never wrote.
     short = params.model_copy(update={"num_denoise_steps": 2})
     asked = ((2, params), (2, short), (40, params))
     requests = [Request(prompt_ids=(4,) * length, params=steps, seed=0) for length, steps in asked]
@@ -254,7 +255,7 @@ def test_an_eager_policy_keeps_no_memory_between_batches(policy: Transformer) ->
 
 @pytest.mark.usefixtures("as_if_compiled")
 def test_a_memory_grows_block_after_block(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never are there two of it."""
+    """Growing must never hold two whole KV caches at once."""
     params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
     sampler = Sampler(policy, 0, EngineConfig(compile=True))
     sampler.generate([Request(prompt_ids=(3, 4), params=params, seed=0)])
@@ -267,5 +268,5 @@ def test_a_memory_grows_block_after_block(policy: Transformer, monkeypatch: pyte
 
     monkeypatch.setattr(torch._dynamo, "mark_static_address", marked)
     sampler.generate([Request(prompt_ids=(3, 4), params=params, seed=seed) for seed in range(2)])
-    # Keys and values of each block, of which the old ones go before the next block's are made.
+    # Keys and values of each block; the old ones are freed before the next block's are allocated.
     assert num_alive == [count for left in range(len(before), 0, -1) for count in (left, left)]

@@ -1,4 +1,4 @@
-"""Completions under a grammar: always one of its texts, and drawn from what it allows."""
+"""Constrained decoding: completions are texts of the grammar, sampled from the tokens that it allows."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,8 +37,8 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 def pairs(most_tokens: int = 16) -> Grammar:
-    """`OPEN x x CLOSE` again and again, once at least, each x any token from 0 to 5 and the second the first's like:
-    even after even, odd after odd."""
+    """A grammar of `OPEN x x CLOSE`, once or more. Each x is a token from 0 to 5, and both of a pair are even or both
+    odd."""
     class_of = np.full(VOCAB, 4, dtype=np.int32)
     class_of[[OPEN, CLOSE]] = 2, 3
     class_of[:6] = [0, 1, 0, 1, 0, 1]
@@ -91,7 +91,7 @@ def test_rows_that_are_not_looked_at_in_every_step_too(policy: Transformer, step
 
 def test_of_a_block_causal_policy_too(config: TransformerConfig) -> None:
     sampler = Sampler(sharp_policy(config, 4.0), 0)
-    # Blocks are counted from the prompt's first token: its last one passes `gen_length`.
+    # Blocks are counted from the prompt's first token, so that the last one extends past `gen_length`.
     for changes in ({"steps_per_block": 2}, {"steps_per_block": 4, "threshold": 0.9}, {"steps_per_block": 1}):
         completions = sampler.generate([request(seed, block_length=4, **changes) for seed in range(4)])
         for completion in completions:
@@ -99,7 +99,7 @@ def test_of_a_block_causal_policy_too(config: TransformerConfig) -> None:
 
 
 def test_slots_past_a_block_causal_policys_text_are_no_part_of_it(config: TransformerConfig) -> None:
-    """Its last block may pass `gen_length`: a text may not."""
+    """The last block may extend past `gen_length`, but a text may not."""
     grammar = pairs(2**31 - 1)
     sampler = Sampler(sharp_policy(config, 4.0), 0)
     for length in (4, 5, 6, 7):
@@ -109,8 +109,8 @@ def test_slots_past_a_block_causal_policys_text_are_no_part_of_it(config: Transf
 
 
 def test_rows_that_end_otherwise_share_no_forward(policy: Transformer) -> None:
-    """`ac` or `b`, and then a c that is given: to one it is text, to the other an end, and what may stand before it
-    differs. Their canvases are equal, and rows with equal canvases share a forward's logits."""
+    """`ac` or `b`, then a given c. In one row the c is text, in the other an end token, so that they allow different
+    tokens before it. Their canvases are equal, and rows with equal canvases share a forward's logits."""
     a, b, c = 1, 2, 3
     moves = np.full((3, VOCAB), NOWHERE, dtype=np.int16)
     moves[0, a], moves[0, b], moves[1, c] = 1, 2, 2
@@ -141,7 +141,7 @@ def test_rows_without_a_grammar_are_as_without_the_others(policy: Transformer) -
 
 
 def test_the_record_is_of_the_law_among_what_fits(policy: Transformer) -> None:
-    """Step by step: the canvas before it through a full forward, all that does not fit left out."""
+    """Replay each step: a full forward of the canvas before it, with all disallowed tokens removed."""
     asked = request(5, num_denoise_steps=16, temperature=0.7)
     completion = Sampler(policy, 0).generate([asked])[0]
     seen = canvas_grammar_of(asked, policy.config)
@@ -167,7 +167,7 @@ def test_the_record_is_of_the_law_among_what_fits(policy: Transformer) -> None:
 
 
 def test_what_does_not_fit_beside_another_draw_waits(policy: Transformer) -> None:
-    """All slots at once would pair even and odd: as many steps as it takes."""
+    """Committing all slots at once would pair even and odd tokens, so that more steps are needed."""
     completions = Sampler(policy, 0).generate([request(seed, num_denoise_steps=2) for seed in range(8)])
     assert max(int(completion.step_map.max()) for completion in completions) > 1
 
@@ -192,7 +192,7 @@ def test_given_tokens_are_part_of_the_text(policy: Transformer) -> None:
 
 
 def huge() -> Grammar:
-    """Of more states than a canvas has room for."""
+    """A grammar with more states than a canvas supports."""
     return replace(pairs(), next_state=np.zeros((70000, 5), dtype=np.int16), accepting=np.ones(70000, dtype=bool))
 
 

@@ -1,4 +1,4 @@
-"""Token editing (LLaDA2.1): the original code's generations, and sampling by the book (slow.py)."""
+"""Token editing (LLaDA2.1) against the original code's generations and the reference (slow.py)."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ WITHOUT_EDITS = SamplingParams(gen_length=9, block_length=4, steps_per_block=2, 
 
 @pytest.fixture(scope="module")
 def policy(config: TransformerConfig) -> Transformer:
-    # Tokens are probable enough to be committed early, and to be replaced.
+    # Confident enough that tokens are committed early, and later replaced.
     return sharp_policy(config, 8.0)
 
 
@@ -40,7 +40,7 @@ def _requests(**changes: Any) -> list[Request]:
 
 
 def _originals(directory: Path) -> list[tuple[dict[str, Any], list[Request]]]:
-    """The settings of LLaDA2.1's loop, and each setting's requests."""
+    """Return the settings of LLaDA2.1's loop, with the requests of each."""
     settings = json.loads((directory / "expected_generations.json").read_text())
     found = []
     for setting in (setting for setting in settings if setting.get("loop") == "llada2.1"):
@@ -67,7 +67,7 @@ def _check_original(completion: Completion, setting: dict[str, Any], row: int) -
     ):
         events += [[] for _ in range(step + 1 - len(events))]
         events[step].append([int(slot), int(token)])
-    # A forward that finds nothing to do ends a block.
+    # A forward without any write ends a block.
     assert events == [sorted(event) for event in setting["events"][row] if event]
     assert completion.token_ids.tolist() == setting["output"][row]
     assert completion.num_forwards == setting["num_denoise_forwards"][row]
@@ -76,7 +76,7 @@ def _check_original(completion: Completion, setting: dict[str, Any], row: int) -
 
 @pytest.mark.filterwarnings("ignore:block_length .* is not the 32 slots")
 def test_generations_are_those_of_the_original_loop(shared: Path) -> None:
-    """Alone, and by each engine with all requests of both settings in one batch."""
+    """Each request alone, and on each engine all requests of both settings in one batch."""
     directory = shared / "fixtures" / "llada2-tiny"
     policy, settings = load_policy(directory), _originals(directory)
     assert len(settings) == 2
@@ -122,7 +122,7 @@ FITTING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", FITTING.values(), ids=FITTING)
 def test_a_ragged_batch_is_the_slow_sampler_row_by_row(policy: Transformer, changes: dict[str, Any]) -> None:
-    """Among rows that do not edit, which are what they are alone."""
+    """Batched with rows that do not edit, which must equal their completions alone."""
     requests, others = _requests(**changes), [replace(request, params=WITHOUT_EDITS) for request in _requests()[:2]]
     edited = [sample(policy, request) for request in requests]
     plain = [sample(policy, request) for request in others]
@@ -136,7 +136,7 @@ def test_a_ragged_batch_is_the_slow_sampler_row_by_row(policy: Transformer, chan
 
 
 def test_tokens_are_edited(policy: Transformer) -> None:
-    """What the other tests compare is there: tokens that are written twice, and blocks that end either way."""
+    """Guards the other tests: some tokens are written twice, and blocks end in both ways."""
     loose = [sample(policy, request) for request in _requests(editing_threshold=0.0, stop_ids=())]
     assert sum(len(slow.writes) - len(slow.tokens) for slow in loose) > 20
     assert any(slow.num_idle for slow in loose)
@@ -147,7 +147,7 @@ def test_tokens_are_edited(policy: Transformer) -> None:
 def test_given_tokens_are_never_replaced_and_rows_that_differ_in_them_share_no_forward(policy: Transformer) -> None:
     request = _requests(editing_threshold=0.0, temperature=0.0, stop_ids=())[1]
     free = sample(policy, request)
-    # What it would write there first: equal canvases from then on, of which one must not change that slot.
+    # The first token it would write there: from then on the canvases are equal, but one must not edit that slot.
     first = next(write for write in free.writes if any(w[1] == write[1] and w is not write for w in free.writes))
     given = replace(request, fixed_tokens={first[1]: first[2]})
     for engine in ENGINES.values():

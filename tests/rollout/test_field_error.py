@@ -1,4 +1,4 @@
-"""Sentences about fields that are called otherwise where they were written."""
+"""Error messages that name a field as the user's configuration spells it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be asked for is refused in one sentence that names the field."""
+"""Validation of requests: an invalid one is rejected with one sentence that names the field."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_params_that_cannot_be_are_refused(changes: dict[str, Any], sentence: st
         ({"factor": 1.0}, Schedule.FACTOR),
         ({"entropy_bound": 0.1}, Schedule.ENTROPY_BOUND),
         ({"schedule": "left_to_right", "threshold": 0.9}, Schedule.LEFT_TO_RIGHT),
-        # Schedules that look at probabilities take as many steps as they need.
+        # Confidence-based schedules take as many steps as they need.
         ({"threshold": 0.9, "num_denoise_steps": 999}, Schedule.THRESHOLD),
     ],
 )

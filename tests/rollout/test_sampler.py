@@ -1,4 +1,4 @@
-"""The sampler against sampling by the book (slow.py), and against the original's own generations."""
+"""The sampler against the reference implementation (slow.py) and the original code's generations."""
 
 import copy
 import json
@@ -106,7 +106,7 @@ def test_a_ragged_batch_is_the_slow_sampler_row_by_row(
 
 
 def test_unlike_requests_share_a_batch(policy: Transformer) -> None:
-    """Other lengths, blocks, schedules, temperatures and fixed tokens in three slots, refilled as rows finish."""
+    """Different lengths, blocks, schedules, temperatures and fixed tokens in three slots, refilled as rows finish."""
     prompts = [request.prompt_ids for request in _requests(PARAMS)]
     requests = [
         Request(
@@ -147,7 +147,8 @@ def test_completions_do_not_depend_on_their_neighbours(policy: Transformer) -> N
 
 @pytest.mark.parametrize("is_static", [False, True])
 def test_rows_with_equal_canvases_share_a_forward(policy: Transformer, is_static: bool) -> None:
-    """At every step: what was committed so far is what a canvas is, whoever committed it and when."""
+    """At every step: canvases are equal if their committed tokens are, no matter in which row or step they were
+    committed."""
     params = WARM.model_copy(update={"temperature": 0.3})
     sampler = Sampler(policy, 0, EngineConfig(static_shapes=is_static))
     group = [replace(request, seed=seed) for request in _requests(params)[1:3] for seed in range(6)]
@@ -207,7 +208,7 @@ def test_replaying_tokens_and_step_map_gives_the_recorded_logps(
 
 
 def test_the_recorded_logp_is_unbiased(policy: Transformer) -> None:
-    """Select, then sample: E[logp + entropy] is 0. Sampling first and keeping the probable samples is biased up."""
+    """Select, then sample: E[logp + entropy] is 0. Sampling first and keeping the probable tokens is biased upwards."""
     prompt = _requests(WARM)[1]
     params = WARM.model_copy(update={"num_denoise_steps": 16})
     completions = Sampler(policy, 0).generate([replace(prompt, seed=seed, params=params) for seed in range(600)])
@@ -251,7 +252,7 @@ def test_tokens_are_those_of_the_original_d1_sampler(shared: Path, family: str, 
             num_denoise_steps=case["steps"],
             temperature=0,
             drawing=drawing,
-            # d1's sampler does not stop at end of text.
+            # d1's sampler does not stop at an end of text.
             stop_ids=(),
         )
         requests = [Request(prompt_ids=tuple(prompt), params=params, seed=0) for prompt in case["prompt"]]
@@ -261,9 +262,10 @@ def test_tokens_are_those_of_the_original_d1_sampler(shared: Path, family: str, 
 
 
 def test_the_head_runs_on_the_masked_slots_of_the_block_alone(policy: Transformer) -> None:
-    """So the memory of a step grows with them, and not with batch times length times vocabulary."""
+    """The memory of a step then grows with the number of these slots, not with batch size times length times
+    vocabulary."""
     scored: list[int] = []
-    # What leaves the last norm goes through the head.
+    # Every output of the last norm goes through the head.
     policy.norm.register_forward_hook(lambda norm, inputs, output: scored.append(len(output)))
     requests = [replace(request, params=WARM.model_copy(update={"stop_ids": ()})) for request in _requests(WARM)]
     Sampler(policy, 0).generate(requests)
@@ -272,7 +274,7 @@ def test_the_head_runs_on_the_masked_slots_of_the_block_alone(policy: Transforme
 
 
 def test_a_group_may_forbid_different_ids(policy: Transformer) -> None:
-    """Equal prompts share a forward only where they also share what is forbidden."""
+    """Equal prompts share a forward only where their forbidden ids are equal too."""
     prompt = _requests(PARAMS)[1]
     (free,) = Sampler(policy, 0).generate([prompt])
     params = PARAMS.model_copy(update={"forbidden_ids": tuple(set(free.token_ids.tolist()))})
@@ -282,7 +284,7 @@ def test_a_group_may_forbid_different_ids(policy: Transformer) -> None:
 
 
 def test_given_tokens_stay_and_are_seen(policy: Transformer) -> None:
-    """Infill: a whole block, the end of a text, and a canvas without a single slot to fill."""
+    """Infilling: a whole block, an end of text, and a canvas without any slot to fill."""
     params, eos_id = PARAMS, policy.config.eos_token_id
     (prompt, *_) = _requests(params)
     for fixed in (dict.fromkeys(range(8), 5), {3: 7, 12: eos_id}, {slot: slot + 1 for slot in range(16)}):
@@ -313,7 +315,7 @@ def test_a_batch_can_be_stepped_by_hand_and_joined_late(policy: Transformer) -> 
 
 
 def test_bfloat16_draws_with_its_own_law(policy: Transformer) -> None:
-    """Logits differ in their last bits; what is recorded is still what a replay in bfloat16 gives."""
+    """Logits differ in their last bits, but the record must match a replay in bfloat16."""
     half = copy.deepcopy(policy).to(torch.bfloat16)
     requests = _requests(WARM)
     for request, completion in zip(requests, Sampler(half, 0).generate(requests), strict=True):
@@ -321,7 +323,7 @@ def test_bfloat16_draws_with_its_own_law(policy: Transformer) -> None:
         np.testing.assert_allclose(replay(half, request, completion).logp, completion.commit_logp, atol=0.1)
 
 
-# torch.compile warns of its own parts.
+# torch.compile warns about its own code.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_compiled_policy_samples_the_same(policy: Transformer) -> None:
@@ -335,7 +337,8 @@ def test_a_compiled_policy_samples_the_same(policy: Transformer) -> None:
 def test_a_compiled_policy_is_whole_and_outlives_portions_and_versions(
     config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted at torch.compile's own door: a break would be a graph more for each block, a new version all of them."""
+    """Counted in torch.compile's backend: a graph break adds a graph for each block, a new version would
+    recompile all."""
     graphs = []
 
     def count(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
@@ -359,7 +362,7 @@ def test_a_compiled_policy_is_whole_and_outlives_portions_and_versions(
 
 
 def test_a_refilled_slot_may_have_a_longer_block_than_the_longest_row(policy: Transformer) -> None:
-    """A block is looked at through the window of the longest one, wherever that is."""
+    """All rows view their block through a window of the longest block length, wherever that block is."""
     sizes = [(40, 24, 1), (1, 2, 2), (1, 32, 32)]
     requests = [
         Request(
@@ -377,7 +380,7 @@ def test_a_refilled_slot_may_have_a_longer_block_than_the_longest_row(policy: Tr
 
 
 def test_seeds_side_by_side_share_no_draws(policy: Transformer) -> None:
-    """Seeds, steps and slots are all small numbers: hashed together carelessly, they collide."""
+    """Seeds, steps and slots are small integers, which collide under a weak hash."""
     (request, *_) = _requests(WARM)
     keys = torch.tensor([replace(request, seed=seed).draw_key for seed in range(64)])
     steps = torch.arange(64)
@@ -403,7 +406,7 @@ def test_a_request_that_cannot_be_served_never_enters_a_batch(policy: Transforme
     assert batch.num_running == 6, "opened by hand, it has all its slots"
 
 
-# Not compiled, FlexAttention warns that it is slow.
+# Uncompiled FlexAttention warns that it is slow.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("changes", [{}, {"cache": "dual"}, {"cache": "prefix"}, {"cfg_scale": 0.5}])
 def test_flex_attention_samples_the_same(policy: Transformer, changes: dict[str, object]) -> None:

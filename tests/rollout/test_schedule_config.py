@@ -1,4 +1,4 @@
-"""Schedules in place of one."""
+"""Evaluation schedules, which replace the schedule of the sampling parameters."""
 
 import pytest
 from pydantic import ValidationError

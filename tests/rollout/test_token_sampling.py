@@ -1,4 +1,4 @@
-"""Token sampling: from softmax(logits / T), truncated as asked, and nothing else."""
+"""Token sampling: the distribution is softmax(logits / T), with the requested truncation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def _draw(
 
 
 def _chi_square(tokens_N: Tensor, law_V: Tensor) -> tuple[float, int]:
-    """The statistic over cells of at least 10 expected draws (the others are one cell), and the degrees of freedom."""
+    """Return the statistic and its degrees of freedom. Cells with fewer than 10 expected samples are merged
+    into one."""
     counts, expected = torch.bincount(tokens_N, minlength=len(law_V)).double(), len(tokens_N) * law_V.double()
     is_cell = expected >= 10
     pairs = [(counts[is_cell], expected[is_cell])]
@@ -52,7 +53,7 @@ def test_draws_follow_softmax(temperature: float, vocab_size: int) -> None:
     tokens, logps = _draw(logits, temperature, _DRAWS)
     distribution = (logits.double() / temperature).softmax(-1)
     statistic, freedom = _chi_square(tokens, distribution)
-    # Wilson and Hilferty's cube root: 3.7 standard deviations, p = 0.0001.
+    # Wilson-Hilferty approximation: 3.7 standard deviations, p = 0.0001.
     limit = freedom * (1 - 2 / (9 * freedom) + 3.7 * math.sqrt(2 / (9 * freedom))) ** 3
     assert statistic < limit
     assert (tokens != 1).all()
@@ -60,7 +61,8 @@ def test_draws_follow_softmax(temperature: float, vocab_size: int) -> None:
 
 
 def test_the_tail_of_a_large_vocabulary_is_drawn() -> None:
-    """A Zipf law over LLaDA's vocabulary: noise in bfloat16 never reaches ranks above a hundred or so."""
+    """A Zipf distribution over LLaDA's vocabulary: with bfloat16 noise, ranks above about a hundred are never
+    sampled."""
     ranks = torch.arange(1, 126_465, dtype=torch.float64)
     distribution = ranks.reciprocal() / ranks.reciprocal().sum()
     tokens, _ = _draw(distribution.log().float(), 1.0, 1_500)

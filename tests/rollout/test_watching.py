@@ -1,4 +1,4 @@
-"""A batch that is stepped by hand: what is watched, what is cancelled, and what is taken up again."""
+"""Stepping a batch by hand: progress reports, cancellation, and resumption from committed blocks."""
 
 from dataclasses import replace
 from typing import Any
@@ -63,7 +63,7 @@ def test_a_completion_taken_up_at_a_block_is_the_uninterrupted_one(
         batch.step()
     committed = batch.progress([0])[0].committed
     assert len(committed) == 8 * num_blocks
-    # Beside others, in another batch, on another sampler.
+    # Resumed between other requests, in another batch, on another sampler.
     rest = Sampler(policy, 1).generate([_request(1), replace(request, committed=committed), _request(2)])
     _assert_same(rest[1], whole)
     assert whole.step_map.max() > committed.step_map.max()
@@ -188,7 +188,8 @@ def test_a_cancelled_request_gives_its_slot_to_the_next_at_the_next_step(policy:
 @pytest.mark.parametrize("fixed", [{}, {3: 7}], ids=["alike", "with a given token"])
 @pytest.mark.parametrize("is_static", [False, True])
 def test_who_gets_the_slot_of_a_twin_is_no_twin(policy: Transformer, is_static: bool, fixed: dict[int, int]) -> None:
-    """Rows with equal canvases share a forward; when one of them goes, the other must not share the next one's."""
+    """Rows with equal canvases share a forward. When one of them leaves, its successor in the slot must not
+    share it."""
     one, other = (replace(_request(1), prompt_ids=ids) for ids in ((1, 2, 3, 4), (9, 8, 7, 6)))
     requests = [one, one, replace(other, fixed_tokens=fixed)]
     expected = Sampler(policy, 1).generate(requests)

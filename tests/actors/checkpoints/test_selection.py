@@ -1,4 +1,4 @@
-"""Which checkpoint of a run counts as its newest: the newest that is whole, and what is not is named."""
+"""Selection of a run's newest complete checkpoint; incomplete ones are named."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_what_cannot_be_read_is_not_deleted(checkpoints: Path, policy: Transform
 
 
 def test_a_future_that_was_given_up_is_none_of_the_newest(checkpoints: Path, policy: Transformer) -> None:
-    """Its files may be why it was given up."""
+    """After a rollback, its files may be the reason for the rollback."""
     _save(checkpoints, policy, *_rounds(3, 4, 5, 6))
     prune(checkpoints, 1, [], now=_rounds(4)[0])
     assert sorted(path.name for path in checkpoints.iterdir()) == ["control", "initial", "rl-000004", "sft"]

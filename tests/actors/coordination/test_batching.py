@@ -1,4 +1,4 @@
-"""Portions of like lengths and of about as many tokens, as a function of the lengths alone."""
+"""Work units of similar lengths and about equal token counts, as a function of the lengths alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_rounds_groups_are_portioned_by_their_prompts_and_those_that_replace_o
         assert sorted(group for work_unit in first for group in work_unit.group_ids[::size]) == list(range(whole))
         assert [group for work_unit in later for group in work_unit.group_ids[::size]] == list(range(whole, 2 * whole))
         lengths = [[len(request.prompt_ids) for request in work_unit.requests] for work_unit in first]
-        # No portion has lengths that lie between those of another.
+        # The length ranges of work units must not overlap.
         spans = sorted((min(some), max(some)) for some in lengths)
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
         for work_unit in work_units:

@@ -1,4 +1,4 @@
-"""A coordinator that dies loses nothing: its successor goes on from what the learner asks, and records it once."""
+"""Coordinator failover: its successor resumes from the learner's requests and records each once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VALUES = {"sampling_s": 0.1, "training_s": 0.1, "publish_s": 0.1}
 
 
 class _Prefetch:
-    """Notes what a sampler is to fetch."""
+    """Records the versions that a sampler is to prefetch."""
 
     def __init__(self) -> None:
         self.prefetched: list[int] = []
@@ -42,7 +42,7 @@ class _Prefetch:
 
 
 class _Pool:
-    """A sampler or a grader: answers at once, never, or that the version is lost."""
+    """A fake sampler or grader: answers at once, never, or that the version is lost."""
 
     def __init__(self) -> None:
         self.generate = self.grade = self.ready = self
@@ -85,7 +85,7 @@ def _summary(work_unit: WorkUnit) -> WorkUnitSummary:
 
 
 class _Case:
-    """A run directory, its actors, and coordinators one after another."""
+    """A run directory, its actors, and successive coordinators."""
 
     def __init__(self, spec: RunSpec, run_dir: Path) -> None:
         self.spec = spec.model_copy(update={"run_dir": run_dir})
@@ -150,17 +150,17 @@ def test_a_round_that_was_trained_on_is_recorded_once_whenever_the_coordinator_d
         plan = first._plan
         keys = [WorkUnitKey(round=0, index=index) for index in range(plan.work_units_per_round)]
         summaries = {key: _summary(plan.round_work_unit(0, key.index)) for key in keys}
-        # It dies before it is told: its successor knows no portions, and gets them from the learner.
+        # The first dies before it hears of the round: its successor requests the work units from the learner.
         second = case.coordinator()
         assert not await second.published(_trained(0), None)
         assert case.events("round") == []
         assert await second.published(_trained(0), summaries)
-        # It dies as it answers: Ray asks again, and asks its successor.
+        # It dies while answering, and Ray repeats the call to its successor.
         third = case.coordinator()
         assert await third.published(_trained(0), None)
         (event,) = case.events("round")
         assert (event["num_completions"], event["num_failed_groups"]) == (20, 0)
-        # The next one is asked for as if nothing had been.
+        # The next round is requested as if nothing had failed.
         what, _ = await third.next_batch(1, _weights_id(2))
         assert what is Next.CONTINUE
         assert await third.published(_trained(1), None)
@@ -179,7 +179,7 @@ def test_a_round_of_an_earlier_learner_group_is_not_the_one_that_is_told_of(case
         await first.learner_starting("two")
         await first.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
         await first.next_batch(0, _weights_id(1))
-        # It dies before it is told of the round that was done again.
+        # It dies before it hears of the repeated round.
         second = case.coordinator()
         assert not await second.published(_trained(0), None)
 
@@ -192,7 +192,7 @@ def test_a_round_that_is_told_of_with_the_next_ask_is_recorded_once_whenever_the
         await first.next_batch(0, _weights_id(1))
         keys = [WorkUnitKey(round=0, index=index) for index in range(first._plan.work_units_per_round)]
         summaries = {key: _summary(first._plan.round_work_unit(0, key.index)) for key in keys}
-        # It dies before it is told: its successor knows no portions, and begins nothing before it has them.
+        # It dies before it hears of the round: its successor must not begin any work unit until it has them.
         second = case.coordinator()
         num_asked = len(case.sampler.asked)
         assert await second.next_batch(1, _weights_id(2), _trained(0)) == (Next.REPORT, [])
@@ -200,7 +200,7 @@ def test_a_round_that_is_told_of_with_the_next_ask_is_recorded_once_whenever_the
         assert await second.published(_trained(0), summaries)
         what, _ = await second.next_batch(1, _weights_id(2), _trained(0))
         assert what is Next.CONTINUE
-        # It dies as it answers: Ray asks its successor.
+        # It dies while answering, and Ray repeats the call to its successor.
         third = case.coordinator()
         what, _ = await third.next_batch(1, _weights_id(2), _trained(0))
         assert what is Next.CONTINUE
@@ -314,7 +314,7 @@ def test_a_stop_reaches_whoever_waits_and_outlives_the_coordinator_but_not_the_d
 
 
 class _Sleep:
-    """Notes at how many portions a sampler was asked to sleep."""
+    """Records after how many work units a sampler was offloaded."""
 
     def __init__(self, sampler: _Pool) -> None:
         self._sampler, self.at = sampler, list[int]()
@@ -346,7 +346,7 @@ def test_who_shares_its_gpu_with_the_learner_sleeps_before_that_goes_on(case: _C
         await asyncio.sleep(0.01)
         await coordinator.stop()
         assert await waiting == (Next.STOP, [])
-        # Nothing of the round is tried again: it would wake the sampler while the learner writes its checkpoint.
+        # No work unit is retried: that would onload the sampler while the learner writes its checkpoint.
         assert (coordinator._rounds.next_round is None) == colocate
         assert len(sleep.at) == (5 if colocate else 0)
 
@@ -367,7 +367,7 @@ def test_portions_that_cannot_be_fetched_are_sampled_again(case: _Case) -> None:
 
 def test_the_status_says_who_waits_for_whom(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SILENT_S", -1.0)
-    # What it says of seconds is rounded: they stand still.
+    # Reported seconds are rounded, so the clock is frozen.
     clock = SimpleNamespace(monotonic=lambda: 100.0, time=time.time)
     monkeypatch.setattr("actors.coordination.coordinator.time", clock)
     monkeypatch.setattr("actors.coordination.pool.time", clock)
@@ -433,7 +433,7 @@ def test_what_two_learner_groups_have_raised_from_one_place_a_third_need_not(cas
 def test_a_learner_whose_gpu_has_too_little_memory_starts_again_with_half_its_micro_batches(
     case: _Case, section: str
 ) -> None:
-    """In SFT from all that a worker has of a step."""
+    """In SFT the first value is a worker's whole share of a step."""
     tokens, canvas = case.spec.learner.micro_batch_tokens, case.spec.canvas_tokens
     if section == "sft":
         tokens, canvas = case.spec.sft.batch_size // case.spec.learner.num_workers * canvas, case.spec.sft_tokens
@@ -448,7 +448,7 @@ def test_a_learner_whose_gpu_has_too_little_memory_starts_again_with_half_its_mi
             await coordinator.learner_failed("rank 0 lost another", is_echo=True, is_transient=False)
             said.append(f"it is tried again with micro-batches of {expected // 2} tokens instead of {expected}")
             expected //= 2
-            # It is remembered where the coordinator dies, too.
+            # It must survive a coordinator's death.
             coordinator = case.coordinator()
             found = await coordinator.learner_starting(f"group {expected}")
             assert found == {section: expected if expected >= canvas else 2 * expected}
@@ -547,7 +547,7 @@ def test_an_evaluation_of_weights_that_were_made_again_is_not_taken_for_theirs(c
         await coordinator.next_batch(0, _weights_id(1))
         await coordinator.published(_trained(0), None)
         for _ in range(2):
-            # A resumed run asks for what a stage that has ended may lack.
+            # A resumed run requests evaluations that an ended stage may lack.
             assert await coordinator.evaluate(_weights_id(2), "rl", 1, False) is Next.CONTINUE
         assert len(case.events("evaluation")) == 2
 
@@ -555,7 +555,7 @@ def test_an_evaluation_of_weights_that_were_made_again_is_not_taken_for_theirs(c
 
 
 def _asked_in_turn(case: _Case) -> list[str]:
-    """The rounds of the portions that the sampler had, runs of one kind together."""
+    """Return the rounds of the sampler's work units, with consecutive units of one kind merged."""
     named = ["evaluation" if key.is_of_evaluation else f"round {key.round}" for _, key in case.sampler.asked]
     return [name for name, before in zip(named, ["", *named], strict=False) if name != before]
 
@@ -576,7 +576,7 @@ def test_an_evaluation_beside_a_round_is_behind_its_portions_and_before_those_of
         assert {weights_id.version for weights_id, key in case.sampler.asked if key in keys} == {1}
         (event,) = case.events("evaluation")
         assert (event["policy_version"], event["round"], event["num_correct"]) == (1, 0, event["num_problems"])
-        # What is asked for later is another.
+        # A later request starts a new evaluation.
         await coordinator.evaluate(_weights_id(2), "rl", 1, True)
         assert [event["policy_version"] for event in case.events("evaluation")] == [1, 2]
 
@@ -589,7 +589,7 @@ def test_an_evaluation_beside_a_round_outlives_a_coordinator_and_a_lost_version(
         await first.next_batch(0, _weights_id(1), None, "round")
         second = case.coordinator()
         assert await second.evaluate(_weights_id(1), "round", 0, True) is Next.CONTINUE
-        # One that the log has does not begin again, as where the call is repeated that asked for it.
+        # An evaluation in the log must not start again, as when Ray repeats the call.
         asked = len(case.sampler.asked)
         await second.next_batch(0, _weights_id(1), None, "round")
         assert len([key for _, key in case.sampler.asked[asked:] if key.is_of_evaluation]) == 0
@@ -651,7 +651,7 @@ def test_a_version_that_the_registry_has_not_heard_of_outlives_the_coordinator(
         second = case.coordinator()
         second._announcer.retry()
         await second._announcer.flush()
-        # Those before it are not what the service is to have.
+        # Earlier versions must not be announced to the service.
         assert heard == [(2, "digest 2", 1)]
         await second.announce(_weights_id(3), Phase.RL, 2)
         await case.coordinator()._announcer.flush()
@@ -680,7 +680,7 @@ def test_an_evaluation_beside_a_round_ends_with_the_learner_and_with_the_run(cas
 
 
 class _Controller:
-    """Ray Train's: it answers as often as it is told, and then no more."""
+    """A fake of Ray Train's controller: it answers a given number of times, then never."""
 
     def __init__(self) -> None:
         self.get_training_failed_error = self
@@ -702,7 +702,7 @@ class _Controller:
 def test_a_controller_that_is_silent_is_ended_unless_it_may_be_starting_ranks(
     beating: bool, case: _Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped, it would leave `d1 train` waiting for ever once the learner is done."""
+    """A stopped controller would leave `d1 train` waiting forever after the learner ends."""
     controller, ended = _Controller(), list[object]()
     monkeypatch.setattr(module.ray, "kill", lambda actor, **_: ended.append(actor))
     monkeypatch.setattr(module, "_STATUS_EVERY_S", 1e6)
@@ -718,7 +718,7 @@ def test_a_controller_that_is_silent_is_ended_unless_it_may_be_starting_ranks(
             if beating:
                 await coordinator.heartbeat(0, "a step", "rank", controller)
             coordinator._liveness.sweep()
-        # The others of the case never answer.
+        # The case's other actors never answer.
         assert [one for one in ended if one in (controller, "rank")] == [controller if beating else "rank"]
         said = [event["what"] for event in case.events("failure") if "controller" in event["what"]]
         assert len(said) == beating
@@ -770,7 +770,7 @@ def test_a_pool_that_was_scaled_is_whole_again_after_a_restart(case: _Case, monk
             *("sampler 0", "sampler 1", "sampler 2"),
             "grader 0",
         ]
-        # The newest are at nothing, and leave at once.
+        # The newest actors are idle and leave at once.
         await first.scale("sampler", 1, {})
         assert ended == [more["sampler 2"], more["sampler 1"]]
         ended.clear()
@@ -805,7 +805,7 @@ def test_who_was_to_leave_is_ended_after_a_restart(case: _Case, monkeypatch: pyt
         assert ended == []
         case.coordinator()
         assert ended == [f"{case.spec.name}-sampler-0"]
-        # It is not ended a second time.
+        # It is not killed a second time.
         assert list(case.coordinator()._pools.members()) == ["grader 0", "grader 1"]
         assert len(ended) == 1
         waiting.cancel()

@@ -1,4 +1,4 @@
-"""The curriculum: what is known of problems, and the draw that follows from it."""
+"""Curriculum: solve rates of problems, and the sampling of problems that follows from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _plan(spec: RunSpec, times: int = TIMES, staleness: int = 0, oversampling: f
 
 
 def _problem_ids(plan: RunPlan, round_index: int) -> list[str]:
-    """The problem of each group of a round, in their order."""
+    """Return the problem of each group of a round, in order."""
     work_units = [plan.round_work_unit(round_index, index) for index in range(len(plan.work_unit_sizes(round_index)))]
     return list(dict.fromkeys(problem.problem_id for work_unit in work_units for problem in work_unit.problems))
 
@@ -48,7 +48,7 @@ def test_totals_are_of_the_rounds_before() -> None:
     assert dict(rates.before(0)) == {}
     assert dict(rates.before(1)) == {"a": (1, 4), "b": (0, 4)}
     assert dict(rates.before(5)) == {"a": (4, 8), "b": (0, 4)}
-    # A learner that starts again does a round again, from other versions perhaps: what it has now counts.
+    # A restarted learner repeats a round, perhaps with other versions: the new outcomes replace the old.
     rates.record(0, {"a": (2, 4)})
     assert dict(rates.before(2)) == {"a": (5, 8)}
     assert dict(rates.before(-1)) == {}
@@ -56,7 +56,7 @@ def test_totals_are_of_the_rounds_before() -> None:
 
 def test_problems_are_drawn_by_what_they_are_worth_and_unknown_ones_before_all() -> None:
     candidates = _problems(4)
-    # Never solved, always solved, half of the time, never asked: worth 1/12 x 11/12 twice, 1/4 and 1/4.
+    # Never solved, always solved, solved half of the time, never sampled: weights 1/12 x 11/12 twice, 1/4 and 1/4.
     known = {"problem 0": (0, 10), "problem 1": (10, 10), "problem 2": (5, 10)}
     first = Counter(choose_problems(candidates, 1, known, 7, index)[0][0].problem_id for index in range(4000))
     hard = (1 / 12) * (11 / 12)
@@ -86,18 +86,18 @@ def test_a_rounds_problems_are_its_candidates_that_are_worth_most(spec: RunSpec)
         asked = _problem_ids(plan, index)
         assert len(asked) == size
         assert set(asked) <= set(candidates)
-        # What was asked before and always solved is left for what was not.
+        # Problems that were always solved must yield to those never sampled.
         plan.record_outcomes(index, dict.fromkeys(asked, (10**6, 10**6)))
 
 
 def test_what_is_not_certain_to_be_known_changes_nothing(spec: RunSpec) -> None:
-    """Round r may begin once round r - S - 1 is published: what came later does not count for it."""
+    """Round r may begin once round r - S - 1 is published, so that later outcomes must not count for it."""
     plan, ahead = _plan(spec, staleness=STALENESS), _plan(spec, staleness=STALENESS)
     for index in range(6):
         solved = dict.fromkeys(_problem_ids(plan, index), (index % 3, 2))
         plan.record_outcomes(index, solved)
     for index in range(6):
-        # Here each round is drawn when no more is known than has to be.
+        # This plan samples each round at the earliest moment that is allowed.
         assert _problem_ids(ahead, index + STALENESS) == _problem_ids(plan, index + STALENESS)
         ahead.record_outcomes(index, dict.fromkeys(_problem_ids(ahead, index), (index % 3, 2)))
 

@@ -1,4 +1,4 @@
-"""The state machine, under every order of events that hypothesis can think of."""
+"""The ledger's state machine, property-tested over random orders of events."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_rounds_publish_in_order() -> None:
 @given(st.data(), st.integers(0, 2), st.integers(1, 3))
 @settings(max_examples=200)
 def test_every_portion_ends_once_and_no_slot_is_exceeded(data: st.DataObject, staleness: int, work_units: int) -> None:
-    """With slow workers, deaths and versions that are lost."""
+    """With slow workers, actor deaths and lost versions."""
     ledger = _ledger(max_staleness=staleness, num_rounds=4, work_units=work_units)
     running: list[tuple[WorkUnitKey, int]] = []
     ended: list[WorkUnitKey] = []
@@ -169,7 +169,7 @@ def test_a_round_that_is_extended_is_complete_with_all_its_portions() -> None:
 @given(st.integers(0), st.integers(0, 3), st.integers(1, 3))
 @settings(max_examples=300)
 def test_nothing_is_trained_on_that_is_older_than_the_bound(seed: int, staleness: int, work_units: int) -> None:
-    """Whatever comes back late, fails, loses its version, is lost after it was ready, is added or starts anew."""
+    """Including late results, failures, lost versions, repeated and added work units, and restarts."""
     draw, ledger, round_index = random.Random(seed), _ledger(staleness, 6, work_units), 0
     versions, running = dict[WorkUnitKey, int](), list[WorkUnitKey]()
     kinds = ["finish"] * 6 + ["fail", "release", "redo", "extend", "restart"]
@@ -179,7 +179,7 @@ def test_nothing_is_trained_on_that_is_older_than_the_bound(seed: int, staleness
         running += [key for key, _ in started]
         what = draw.choice(kinds)
         if what == "restart":
-            # From a checkpoint: the learner makes the versions of the rounds after it again.
+            # Resume from a checkpoint: the learner publishes the versions of later rounds again.
             round_index, running = draw.randint(max(0, round_index - 1), round_index), []
             ledger = Ledger(
                 num_rounds=6,

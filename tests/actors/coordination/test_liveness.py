@@ -1,4 +1,4 @@
-"""Who does not answer is named after seconds and ended before it costs minutes, and who is only starting is not."""
+"""Liveness watch: names unresponsive actors within seconds and kills them, but not starting ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from actors.coordination.liveness import HUNG_S, SILENT_S, START_S, LivenessMoni
 
 
 class _Actor:
-    """Its `ready` answers, waits or fails as it is told."""
+    """An actor whose `ready` answers, waits or fails as the test sets it."""
 
     def __init__(self) -> None:
         self.ready = self
@@ -35,7 +35,7 @@ class _Case:
         self.watch = LivenessMonitor(lambda name, _, seconds: self.hung.append((name, seconds)), lambda: self.time_s)
 
     def after(self, seconds: float) -> dict[str, float]:
-        """Who is silent after so many seconds, in which the watch has looked every second."""
+        """Return the silent actors after so many seconds, with one sweep a second."""
         for _ in range(int(seconds)):
             self.time_s += 1
             self.watch.sweep()

@@ -1,4 +1,4 @@
-"""Prompts of an evaluation that are longer than those of the rounds: answered whole, or counted as wrong and named."""
+"""Evaluation prompts longer than those of the rounds: answered in full, or counted as wrong and named."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from rewards.tasks.jsonl import JsonlConfig
 from rollout.sampler import Sampler
 
 LONG, TOO_LONG = "x" * 14, "x" * 40
-"""Prompts of the rounds have 12 tokens at most; with eight slots the policy has room for 24."""
+"""Prompts of the rounds have at most 12 tokens; with eight slots to fill, the policy has room for 24."""
 
 
 @pytest.fixture
 def of(spec: RunSpec, tmp_path: Path) -> Callable[..., RunSpec]:
-    """The run on problems of a file, of whose 20 held-out ones some begin with these texts."""
+    """Return the run on problems of a file, with 20 held-out ones, the first of which begin with the given texts."""
 
     def make(*before: str, **rollout: Any) -> RunSpec:
         heads = [*before, *[""] * (20 - len(before))]
         held_out = [{"prompt": f"{head}{index % 7}", "answer": str(index)} for index, head in enumerate(heads, 10)]
-        # Texts are told apart by their first character.
+        # The first character makes the texts distinct.
         held_out = [{**row, "prompt": f"{chr(ord('A') + at)}{row['prompt']}"} for at, row in enumerate(held_out)]
         train = [{"prompt": f"{chr(ord('a') + at % 26)}{at}", "answer": "7"} for at in range(50)]
         for name, rows in (("held", held_out), ("train", [*train, {"prompt": "y" * 14, "answer": "7"}])):
@@ -88,7 +88,7 @@ def test_of_twenty_problems_twenty_are_answered_five_with_long_prompts(of: Calla
     assert [(len(work_unit.requests), work_unit.is_long) for work_unit in work_units] == [
         (8, False),
         (7, False),
-        # Eight canvases of 12 and 8 tokens are more than five of 18 and 8, and these no more than that.
+        # Eight canvases of 12 and 8 tokens exceed five of 18 and 8; these stay within that limit.
         (5, True),
     ]
     prompts = [len(request.prompt_ids) for work_unit in work_units for request in work_unit.requests]
@@ -164,7 +164,7 @@ def test_the_run_s_log_says_what_is_too_long(of: Callable[..., RunSpec], tmp_pat
     [
         ([], []),
         ([3, 4, 3], [(0, 1), (2,)]),
-        # Two canvases of 4 and 4 tokens are one of 12 and 4.
+        # Two canvases of 4 and 4 tokens are as large as one of 12 and 4.
         ([12, 3, 9, 4, 4], [(1, 3), (4,), (0,), (2,)]),
         ([5, 5, 5, 3], [(3,), (0,), (1,), (2,)]),
         ([99], [(0,)]),

@@ -1,4 +1,4 @@
-"""The pools without Ray: who waits for whom."""
+"""Pools of samplers and graders, without Ray: assignment, backpressure, retries and scaling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rewards import RewardUnavailableError
 
 
 class _Method:
-    """What Ray makes of an actor's method with two returns: a reference, and a value that comes when it is told to."""
+    """A fake actor method with two returns: a reference, and a value that the test sets."""
 
     def __init__(self, is_instant: bool) -> None:
         self._is_instant = is_instant
@@ -36,7 +36,7 @@ class _Method:
 
 
 class _Ready:
-    """What an actor that is up answers, and one that is down does not until it is up again."""
+    """A fake `ready`: answers while the actor is up, and otherwise once it is up again."""
 
     def __init__(self) -> None:
         self.is_up = asyncio.Event()
@@ -51,7 +51,7 @@ class _Ready:
 
 
 class _Judged:
-    """A grader whose judge answers only from a certain call on."""
+    """A grader whose judge fails for its first calls."""
 
     def __init__(self, num_failures: int) -> None:
         self.grade, self.num_calls, self._num_failures = self, 0, num_failures
@@ -112,7 +112,7 @@ def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: p
         assert [(await task)[1] for task in tasks] == ["graded"] * 3
         assert 0 < pools.running_s < 10
         assert told == ["the judge is away", None]
-        # What was sampled is kept, and the grader stays in the pool.
+        # The samples are kept, and the grader stays in the pool.
         assert len(sampler.generate.answers) == 3
         assert grader.num_calls == 12 + 3
 
@@ -128,7 +128,7 @@ def test_a_slow_grader_does_not_keep_the_samplers_waiting() -> None:
         tasks = [asyncio.create_task(_score(pools, work_unit)) for work_unit in _work_units(5)]
         for _ in range(100):
             await asyncio.sleep(0)
-        # One grader sits on the first portion, and all five are sampled.
+        # The only grader is blocked on the first work unit, and all five are sampled.
         assert len(sampler.generate.answers) == 5
         assert len(grader.grade.answers) == 1
         while not all(task.done() for task in tasks):
@@ -161,7 +161,7 @@ def test_use_says_how_much_a_pool_worked_since_it_was_last_asked(monkeypatch: py
         samplers[0].generate.answers[0].set_result(1)
         await task
         clock[0] += 3
-        # One of two samplers worked for three of six seconds.
+        # One of two samplers was busy for three of six seconds.
         assert pools.use()["samplers"] == {"size": 2, "away": 0, "busy": 0.25}
         clock[0] += 6
         assert pools.use()["samplers"] == {"size": 2, "away": 0, "busy": 0.0}
@@ -276,7 +276,7 @@ def test_what_each_actor_did_and_for_how_long_it_was_away_is_told_once(monkeypat
 
 
 class _Sleeper(_Actor):
-    """A sampler that goes to sleep at the end of its turn, or hangs at something until it is killed."""
+    """A sampler that counts how often it is offloaded, or hangs while offloading until it is killed."""
 
     def __init__(self, *, hangs: bool = False) -> None:
         super().__init__(is_instant=True)
@@ -350,7 +350,7 @@ def test_who_is_given_up_as_it_is_served_leaves_the_actor_to_the_next() -> None:
         for _ in range(10):
             await asyncio.sleep(0)
         sampler.generate.answers[0].set_result(1)
-        # In the turn in which the first gives the sampler back, the second is told and not yet awake.
+        # In this event-loop turn the first releases the sampler, and the second is notified but has not resumed.
         while len(pools._samplers._waiting) > 1:
             await asyncio.sleep(0)
         second.cancel()
@@ -382,7 +382,7 @@ def test_who_has_just_answered_is_not_asked_whether_it_is_up(monkeypatch: pytest
             clock[0] += seconds
             await _score(pools, _work_units(1)[0])
         assert asked == [100.0, pytest.approx(102.5)]
-        # After a failure it is asked again, however short ago it answered.
+        # After a failure it is probed again, however recent its last answer is.
         sampler.generate = _Method(is_instant=False)
         task = asyncio.create_task(_score(pools, _work_units(1)[0]))
         while not sampler.generate.answers:
@@ -401,7 +401,7 @@ def test_who_has_just_answered_is_not_asked_whether_it_is_up(monkeypatch: pytest
 
 
 class _Prefetching:
-    """Counts the weights that it is to fetch."""
+    """Counts the prefetches that it receives."""
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -415,7 +415,7 @@ class _Prefetching:
 
 
 class _Killable(_Actor):
-    """An actor that can be ended, and told apart from those that were not."""
+    """An actor that records whether it was killed."""
 
     def __init__(self, *, is_instant: bool = False, is_up: bool = True) -> None:
         super().__init__(is_instant)
@@ -448,22 +448,22 @@ def test_who_comes_works_once_it_is_up_and_who_is_too_many_leaves_when_its_porti
         await _settle()
         pools.scale("sampler", 3, {name: named[name] for name in ("sampler 1", "sampler 2")})
         await _settle()
-        # One is at work on the first portion, one has come and has the second, one is not up yet and has none.
+        # One works on the first work unit, a new one has the second, one is not up yet and has none.
         assert [work.key.index for work in pools.assignments()] == [0, 1]
         assert set(pools.unreachable()) == {"sampler 2"}
         pools.prefetch(WeightsId(version=1, digest=""))
         assert [actor.prefetch.num_asked for actor in actors] == [1, 1, 0, 0]
-        # Asked again, as Ray asks again where the coordinator died: nothing more.
+        # A repeated call, as Ray makes after the coordinator's death, changes nothing.
         pools.scale("sampler", 3, {name: named[name] for name in ("sampler 1", "sampler 2")})
         assert list(pools.members()) == ["sampler 0", "sampler 1", "sampler 2", "grader 0"]
-        # Of three one stays: who is away leaves at once, who works when that is done, and takes nothing new.
+        # One of three stays: an unreachable one leaves at once, a busy one after its work unit, and takes no new one.
         pools.scale("sampler", 1, {})
         assert (left, actors[2].is_ended, pools.leaving()) == (["sampler 2"], True, ["sampler 1"])
         assert pools.staying() == {"sampler": ["sampler 0"], "grader": ["grader 0"]}
         actors[1].generate.answers[0].set_result(1)
         await _settle()
         assert (left, actors[1].is_ended, pools.leaving()) == (["sampler 2", "sampler 1"], True, [])
-        # Another may come while the last of the portions waits.
+        # Another may join while the last work unit waits.
         pools.scale("sampler", 2, {"sampler 3": actors[3]})
         await _settle()
         actors[3].generate.answers[0].set_result(1)
@@ -507,7 +507,7 @@ def test_the_share_at_work_is_of_the_time_that_each_was_there(monkeypatch: pytes
         await _settle()
         clock[0] += 6
         pools.scale("sampler", 2, {"sampler 1": actors[1]})
-        # It is not up yet: for two seconds, of the ten that both were there together.
+        # It is not up for two of the ten seconds in which both were members.
         clock[0] += 2
         await _settle()
         assert pools.use()["samplers"] == {"size": 2, "away": 0, "busy": 0.8}
@@ -556,7 +556,7 @@ def test_without_any_sampler_that_is_up_the_run_pauses_until_one_is(monkeypatch:
             await _settle()
             pools.check_outages()
             assert pools.running_s == math.inf
-        # Since fifteen seconds and more nobody is up. It is said once.
+        # For at least fifteen seconds no actor has been up. This is reported once.
         clock[0] += 16
         pools.check_outages()
         pools.check_outages()
@@ -568,5 +568,5 @@ def test_without_any_sampler_that_is_up_the_run_pauses_until_one_is(monkeypatch:
         assert (pools.running_s, told[1:]) == (3, [None])
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # By the clock of the test.
+    # The timeout is by the test's clock.
     asyncio.run(asyncio.wait_for(scores(), 1000))

@@ -1,4 +1,4 @@
-"""Rounds that replace groups: the same groups are trained on, whatever order samplers answer in, fail and restart."""
+"""Dynamic sampling rounds: deterministic groups, whatever the order of answers, failures and restarts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rewards import Grade, SumsConfig
 
 
 class _Pools:
-    """Answers in an order of its own. Six of ten groups teach something: which, the problem says."""
+    """Answers in random order. Six of ten groups are informative, which depends on their problem."""
 
     running_s = math.inf
 
@@ -58,7 +58,7 @@ class _Pools:
 
 @pytest.fixture
 def dynamic(spec: RunSpec) -> RunSpec:
-    """Rounds of 5 groups out of up to 12."""
+    """Rounds of 5 groups, out of at most 12 sampled ones."""
     rollout = spec.rollout.model_copy(update={"max_oversampling": 2.4, "max_attempts": 50})
     learner = spec.learner.model_copy(update={"num_rounds": 6})
     return spec.model_copy(update={"rollout": rollout, "learner": learner})
@@ -70,7 +70,7 @@ async def _complete(rounds: OpenRounds, index: int) -> list[Any]:
 
 
 def _trained(spec: RunSpec, pools: _Pools, num_rounds: int, restarts: bool = False) -> list[list[str]]:
-    """The problems that are trained on, round after round."""
+    """Return the problems trained on in each round."""
     plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
 
     async def run() -> list[list[str]]:
@@ -122,12 +122,12 @@ def test_nor_do_they_under_a_curriculum(dynamic: RunSpec, staleness: int) -> Non
             "learner": dynamic.learner.model_copy(update={"max_staleness": staleness, "num_rounds": 12}),
         }
     )
-    # Rounds enough that problems come again, of which is known how often they were solved.
+    # Enough rounds that problems with known solve rates come again.
     first = _trained(spec, _Pools(0), 12)
     for seed in range(1, 4):
         assert _trained(spec, _Pools(seed, failures=0.3), 12) == first
     if not staleness:
-        # Redone rounds of a larger bound may be of other versions, and so of other rewards.
+        # With a larger staleness bound, repeated rounds may use other versions, and so have other rewards.
         assert _trained(spec, _Pools(5, failures=0.3), 12, restarts=True) == first
 
 
@@ -145,7 +145,7 @@ def test_what_nobody_foresaw_costs_a_try_and_is_named(spec: RunSpec) -> None:
 
 
 class _Paused(_Pools):
-    """Nothing comes back until the pools have been asked so often for how long the work goes on."""
+    """Answers nothing until `running_s` has been read as often as it has values."""
 
     def __init__(self, running_s: list[float]) -> None:
         super().__init__(0)

@@ -1,4 +1,4 @@
-"""What a coordinator remembers across a restart, and when a learner group is not started again."""
+"""Coordinator state that survives a restart, and when a learner group is not started again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_session_is_its_drivers(tmp_path: Path) -> None:
 
 
 def _starts(session: Session, *num_checkpoints: int, error: str = "") -> list[bool]:
-    """Whether each start of the learner group, after so many checkpoints, is one too many."""
+    """Return for each start of the learner group, after so many checkpoints, whether the session gives up."""
     is_too_many = []
     for count in num_checkpoints:
         session = replace(session.with_learner_start(f"group {len(is_too_many)}", count), error=error)

@@ -1,4 +1,4 @@
-"""The timeline without Ray: what it keeps, what it writes, and where a bubble is."""
+"""The timeline without Ray: recorded spans, the written trace, and idle shares."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def timeline(clock: Clock) -> Timeline:
-    """At 50 s by its clock it is `UNIX`."""
+    """A timeline whose clock reads 50 s at the Unix time `UNIX`."""
     return Timeline(clock, lambda: UNIX)
 
 
@@ -80,7 +80,7 @@ def test_a_track_does_one_thing_at_a_time(timeline: Timeline, clock: Clock) -> N
     clock.now += 10
     timeline.add_round(0, ROUND)
     clock.now += 7.5
-    # Half a second of this round's wait went by before the last one's publication was told.
+    # The last round's publication was reported half a second after this round's wait began.
     timeline.add_round(1, ROUND)
     timeline.add(LEARNER, "nothing", SpanKind.WORK, clock.now - 3)
     spans = timeline.spans()
@@ -165,7 +165,7 @@ def test_a_trace_that_cannot_be_read_is_an_empty_one(text: str | None, tmp_path:
 
 def test_a_bubble_is_time_of_the_rounds_without_work(timeline: Timeline, clock: Clock) -> None:
     assert idle_shares(timeline.spans()) == {}
-    # The rounds are from 2 s to 10 s. What was done before and after is no part of them, nor is being away work.
+    # The rounds last from 2 s to 10 s. Earlier and later work is excluded, and downtime is not work.
     timeline.add_work_spans([_work("sampler 0", 0, 50.0, 54.0), _work("sampler 0", 0, 58.0, 70.0)])
     timeline.add_work_spans([WorkSpan(actor="sampler 1", key=None, began=52.0, ended=60.0, is_done=False)])
     clock.now += 10

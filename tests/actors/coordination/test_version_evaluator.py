@@ -1,4 +1,4 @@
-"""Accuracy at several schedules on the problems that a label asks for, and which version is the best so far."""
+"""Evaluation of versions at several schedules, and selection of the best version."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_validation_decides_where_it_was_asked_and_what_the_rounds_began_from_co
 
 
 class _Pools:
-    """Everything is right at more than two steps; the first try of a portion may fail, and grades may be errors."""
+    """Fake pools: answers with more than two steps are correct. First tries may fail, and grades may be errors."""
 
     def __init__(self, num_failing: int = 0, num_ungraded: int = 0, num_tries: int = 99) -> None:
-        """The first try of `num_failing` portions fails. The last answers of a portion cannot be graded, and no try of
-        one comes back after the first `num_tries`."""
+        """Fail the first try of `num_failing` work units, and every try after the first `num_tries`. The last
+        `num_ungraded` answers of a work unit cannot be graded."""
         self.asked: list[WorkUnit] = []
         self._num_failing, self._num_ungraded, self._num_tries = num_failing, num_ungraded, num_tries
 

@@ -1,4 +1,4 @@
-"""What a run tells its registry: everything, in order, once the registry answers; and nobody waits for that."""
+"""Announcer: reports everything to the registry in order, with retries and without blocking the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from actors.spec import Phase
 
 
 class _Registry:
-    """One that answers, that is away, or that is asked and says nothing."""
+    """A fake registry that answers, is unreachable, or hangs."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -64,7 +64,7 @@ class _Registry:
 
 
 class _Case:
-    """A run's log, its registry, and what tells it."""
+    """A run's log, its registry, and its announcers."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.registry = run_dir, _Registry()
@@ -94,7 +94,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 
 @pytest.fixture
 def is_hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who announces waits for a moment only."""
+    """Shorten the announcer's timeout."""
     monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
 
 
@@ -180,7 +180,7 @@ def test_an_outage_is_one_failure_and_loses_nothing(case: _Case, monkeypatch: py
         case.registry.is_away = True
         for version in (2, 3):
             await _tell_of(announcer, version)
-        # Whatever is told is a reason to try again, unless somebody is at it.
+        # Every new fact triggers a retry, unless one is in progress.
         assert announcer._sending is not None
         await announcer._sending
         assert case.registry.told == [("version", 1)]
@@ -276,7 +276,7 @@ def test_what_it_refuses_is_recorded_and_what_comes_after_is_told(case: _Case, r
         await _announce(announcer, 2)
         await announcer.flush()
         version, _, score = _facts(1)
-        # What is lost by it the run directory has.
+        # The run directory has what this loses.
         filled: list[Any] = [] if refusal else [("restored", [])]
         assert case.registry.told == [version, score, ("version", 2), *filled]
         said = "KeyError: 'version'" if refusal else "the registry at nowhere cannot be used: malformed"

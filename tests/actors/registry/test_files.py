@@ -1,4 +1,4 @@
-"""The registry is built again from the run directory: a service loses Redis's data and serves on."""
+"""Rebuilding the registry from the run directory, so that a service survives the loss of Redis's data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EVENTS = [
     {"event": "round", "round": 1, "policy_version": 3},
     {"event": "round", "round": 2, "policy_version": 4},
     {"event": "round", "round": 3, "policy_version": 5},
-    # A crash; the run is resumed from the checkpoint of version 3.
+    # After a crash the run is resumed from the checkpoint of version 3.
     {"event": "round", "round": 2, "policy_version": 4},
     _evaluation("rl", 4, 5),
     _evaluation("control", 5, 3),
@@ -122,7 +122,7 @@ def test_an_empty_registry_is_filled_once(run_dir: Path, registry: Registry) -> 
     write_admin(run_dir, AdminState(pinned=1, is_paused=True))
     assert rebuild(registry, run_dir) == 5
     newest = latest(registry)
-    # The newest that can be loaded: the weights of version 4 were in a store that may be gone.
+    # The newest loadable version: version 4's weights were only in a store that may be lost.
     assert newest is not None
     assert (newest.version, Path(str(newest.checkpoint)).name) == (3, "rl-000002")
     assert registry.aliases() == {"newest": 3, "base": 1, "pinned": 1}
@@ -151,7 +151,7 @@ def test_what_a_registry_knows_stays(run_dir: Path, registry: Registry) -> None:
 
 
 def test_what_a_registry_does_not_know_of_a_version_is_filled_in(run_dir: Path, registry: Registry) -> None:
-    """A coordinator that died had announced it, and told nothing of checkpoint and score, or that it is the best."""
+    """The coordinator announced the version and died before it reported checkpoint, score or best version."""
     for version, right in ((1, 2), (3, 5)):
         scored = {"policy_version": version, "round": 0, "num_correct": right, "num_problems": 10}
         append_event(run_dir, "evaluation", label="validation", **scored)
@@ -180,7 +180,7 @@ def test_what_a_service_has_heard_of_is_announced_again(run_dir: Path, registry:
     newest = replace(_history(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
     assert rebuild(registry, run_dir, newest) == 5
     assert latest(registry) == newest
-    # A newer announcement stays.
+    # A newer announcement is kept.
     newer = replace(newest, version=6)
     registry.announce(newer)
     assert rebuild(registry, run_dir, newest) == 0
@@ -228,14 +228,14 @@ def test_a_service_serves_on_when_redis_has_lost_its_data(
     client.flushall()
     client.close()
     assert registry.aliases() == {}
-    # Nothing new to follow, so the service keeps what it has; then it finds the registry as it was.
+    # Without anything new to follow, the service keeps its version; then the registry is restored.
     still_served, last_id = _follow(registry, last_id, served)
     assert still_served == served
     rebuild(registry, run_dir)
     found, last_id = _follow(registry, last_id, served)
     assert found == served
     assert registry.move("policy", served.version, expected=None)
-    # And the run goes on.
+    # The run continues.
     assert registry.announce(replace(_history(run_dir)[4], weight_store="d1-weights-tiny"))
     newest, _ = _follow(registry, last_id, found)
     assert newest is not None
@@ -251,7 +251,7 @@ def test_a_registry_that_knows_an_earlier_run_of_the_name_is_filled_anew(run_dir
     assert rebuild(registry, run_dir) == 5
     assert registry.aliases() == {"newest": 3, "base": 1}
     assert registry.admin() == DEFAULT_ADMIN_STATE
-    # What serves, and what an operator wants, outlives the next start of a service.
+    # The served version and an operator's settings survive the next start of a service.
     registry.move("policy", 3, expected=None)
     registry.pin(1)
     assert rebuild(registry, run_dir) == 0

@@ -1,4 +1,4 @@
-"""The registry, without Ray: the same rules on the embedded Valkey server and on Debian's redis-server."""
+"""The registry without Ray: the same rules on the embedded Valkey server and on Debian's redis-server."""
 
 import secrets
 import signal
@@ -265,7 +265,7 @@ def test_a_version_that_is_announced_again_keeps_its_score_and_its_checkpoint(re
     registry.announce(replace(POLICY, weight_store="d1-weights-other", manifest_digest=None))
     assert registry.version(3) == latest(registry) == replace(known, weight_store="d1-weights-other")
     assert registry.follow("0", 0)[-1][1] == registry.version(3)
-    # Other weights have neither.
+    # Other weights have no checkpoint and no score.
     other = replace(POLICY, manifest_digest="def")
     registry.announce(other)
     assert registry.version(3) == registry.follow("0", 0)[-1][1] == other
@@ -291,12 +291,12 @@ def test_an_id_that_is_none_is_refused(registry, last_id):
 
 def test_the_streams_are_bounded(client, registry):
     with client.pipeline(transaction=False) as pipe:
-        # One call trims 10,000 entries at most.
+        # One call trims at most 10,000 entries.
         for _ in range(10_500):
             pipe.xadd(registry._events, {"json": "{}"}).xadd(registry._stream, {"json": "{}"})
         pipe.execute()
     registry.announce(POLICY)
-    # Trimming goes by whole nodes of the stream: a hundred entries more at most.
+    # Trimming removes whole stream nodes, so that up to a hundred extra entries may remain.
     assert client.xlen(registry._stream) <= 1100
     assert 9_000 <= client.xlen(registry._events) <= 10_100
 
@@ -325,7 +325,7 @@ def test_a_run_takes_nothing_over_from_an_earlier_one_of_its_name(registry):
     registry.pin(9)
     registry.pause(True)
     last_id, last_event = registry.follow("0", 0)[-1][0], registry.last_events(1)[0].id
-    # Resumed it keeps its state, and so it does where nobody says when it began.
+    # A resumed run keeps its state, and so does a run without a known start time.
     for began_at in (1700000000.25, None):
         assert registry.announce(replace(POLICY, version=9), began_at)
         assert registry.admin() == AdminState(pinned=9, is_paused=True)
@@ -335,10 +335,10 @@ def test_a_run_takes_nothing_over_from_an_earlier_one_of_its_name(registry):
     assert registry.admin() == AdminState(pinned=None, is_paused=False)
     assert registry.snapshot().refused == frozenset()
     assert registry.versions() == [first]
-    # Who followed the earlier one reads on.
+    # Followers of the earlier run continue to read.
     assert registry.follow(last_id, 0)[-1][1] == first
     assert [(event.kind, event.version) for event in registry.events(last_event, 0)] == [(EventKind.PUBLISHED, 0)]
-    # A straggler of the earlier run takes nothing away.
+    # A late write of the earlier run removes nothing.
     registry.restore([POLICY], AdminState(pinned=None, is_paused=False), None, 1700000000.25)
     assert latest(registry) == first
 
@@ -361,7 +361,7 @@ def test_a_registry_is_usable_again_after_its_server_was_away():
     server = ValkeyServer(port, password)
     try:
         registry.announce(replace(POLICY, version=4))
-        # The new server knows nothing of the old one's entries, yet the follower misses nothing that is new.
+        # The new server lacks the old entries, but the follower misses nothing new.
         assert [policy.version for _, policy in registry.follow(last_id, 0)] == [4]
     finally:
         registry.close()

@@ -1,4 +1,4 @@
-"""Evaluations beside the rounds: what is known by when, and that a stop or a loss leaves none out."""
+"""Background evaluations: when their results are known, and that a stop or a failure skips none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.actors.training.test_training import _files, _run, _spec, _ticking
 
 
 class _Answering(LocalRun):
-    """Answers the evaluation of one version otherwise."""
+    """Gives another answer to the evaluation of one version."""
 
     def __init__(self, spec: RunSpec, version: int, answer: Next) -> None:
         super().__init__(spec)
@@ -27,7 +27,7 @@ class _Answering(LocalRun):
 
 
 def _course(run: LocalRun) -> list[str]:
-    """What of a run's rounds is known when."""
+    """Return the order in which rounds, evaluations and checkpoints are logged."""
     words = {
         "round": lambda event: f"round {event['round']}",
         "evaluation": lambda event: f"{event['label']} {event['round']}",
@@ -38,7 +38,7 @@ def _course(run: LocalRun) -> list[str]:
 
 
 def _by_version(events: list[dict[str, Any]], kind: str, what: str) -> list[tuple[int, Any]]:
-    """What the events of a kind say, each version once."""
+    """Return one field of a kind of event, once for each version."""
     return list({event["policy_version"]: event[what] for event in events if event["event"] == kind}.items())
 
 

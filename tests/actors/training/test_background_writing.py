@@ -1,4 +1,4 @@
-"""A large checkpoint is written while training goes on: what it holds, and what becomes of it when the run ends."""
+"""Large checkpoints are written in the background: their content, and what happens when the run ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAIT_S = 60.0
 
 
 def _spec(spec: RunSpec, run_dir: Path, **changes: Any) -> RunSpec:
-    """A run of three rounds with a checkpoint after each, in a directory of its own."""
+    """A run of three rounds with a checkpoint after each, in its own directory."""
     shutil.copytree(spec.initial_checkpoint, run_dir / "checkpoints" / "initial")
     learner = {"num_rounds": 3, "groups_per_round": 4, "group_size": 4, "inner_updates": 1, "lr": 1e-3}
     values: dict[str, Any] = {
@@ -55,7 +55,7 @@ def _files(spec: RunSpec, name: str) -> dict[str, bytes]:
 
 
 def _checkpoints(run: LocalRun) -> list[tuple[str, bool]]:
-    """Their names, and whether they were written beside the training."""
+    """Return each checkpoint's name, and whether it was written in the background."""
     return [
         (event["path"].rpartition("/")[2], event.get("beside", False))
         for event in run.events
@@ -64,7 +64,7 @@ def _checkpoints(run: LocalRun) -> list[tuple[str, bool]]:
 
 
 class SlowDisk:
-    """Writes nothing until it may, and what it was told to fail at never."""
+    """Blocks writes until the test allows them, and fails the given ones."""
 
     def __init__(self) -> None:
         self.may_write = threading.Event()
@@ -74,7 +74,7 @@ class SlowDisk:
     def save(self, directory: Path, *arguments: Any, **more: Any) -> None:
         self.begun.append(directory.name)
         if directory.name == "rl-000003":
-            self.may_write.set()  # The end of the stage: nobody would let it go on.
+            self.may_write.set()  # At the end of the stage nothing else would unblock it.
         assert self.may_write.wait(WAIT_S), "nobody let it write"
         if directory.name in self.fails_at:
             self.fails_at.remove(directory.name)
@@ -92,7 +92,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
 
 
 class SlowDiskRun(LocalRun):
-    """Lets the disk write when a round has been trained on that began after the checkpoint was gathered."""
+    """Unblocks the disk after a round that began once the checkpoint had been gathered."""
 
     def __init__(self, spec: RunSpec, disk: SlowDisk) -> None:
         super().__init__(spec)
@@ -101,7 +101,7 @@ class SlowDiskRun(LocalRun):
     def published(self, round_index: int, *arguments: Any) -> None:
         super().published(round_index, *arguments)
         if round_index:
-            # Its thread may not have come to it yet.
+            # The writer's thread may not have started yet.
             while self._disk.begun[-1:] != [f"rl-00000{round_index}"]:
                 time.sleep(0.001)
             assert f"rl-00000{round_index}" not in facts(self._spec), "the round was trained on beside it"
@@ -134,7 +134,7 @@ def test_what_is_written_beside_the_next_round_is_what_was_when_it_was_gathered(
 
 
 def _without_seconds(state: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """With the other's seconds, which no two runs have alike."""
+    """Replace the elapsed seconds by the other's, since they differ between runs."""
     return state | {"rl_seconds": other["rl_seconds"]}
 
 
@@ -198,7 +198,7 @@ def test_a_round_that_fails_leaves_the_checkpoint_that_was_being_written(
 def _rank(rank: int, spec: RunSpec, fails_at: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{spec.run_dir}/port", rank=rank, world_size=2)
-    # In a process of its own.
+    # Set here, since each rank is a separate process.
     writing._MIN_BACKGROUND_BYTES = 0
     disk = SlowDisk()
     disk.may_write.set()

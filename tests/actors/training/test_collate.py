@@ -67,7 +67,7 @@ def test_rows_carry_their_own_request_completion_and_grade(plan: RunPlan) -> Non
     work_unit = plan.round_work_unit(0, 1)
     batch = collate([_scored(work_unit)], num_slots=8, eos_id=1, selection=EVERY_GROUP)
     assert batch.group_ids.tolist() == [2] * 4 + [3] * 4
-    # The end of text and what its block held after it.
+    # The end of text and the tokens after it in its block.
     assert batch.completion_ids.tolist() == [[7, 8, 9, 10, 1, 1, 1, 1]] * 8
     assert batch.completion_lengths.tolist() == [3] * 8
     assert batch.step_map[0].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
@@ -122,7 +122,7 @@ def test_a_failed_grade_that_the_recipe_makes_a_zero_is_trained_on_and_still_cou
 
 
 def test_the_shapes_of_correct_answers_are_counted_by_how_common_they_are(plan: RunPlan) -> None:
-    """Eight answers: four of one shape, two of another and one of a third are right, and one more is wrong."""
+    """Of eight answers seven are correct: four of one shape, two of another and one of a third."""
     answers = ["1*2+3", "12*3+4", "3*3+3", "1*1+10", "2-1", "30-11", "7", "1/2/3"]
     work_unit = plan.round_work_unit(0, 0)
     grades = [Grade(reward=1.0, parts={}, correct=answer != "1/2/3", answer=answer) for answer in answers]
@@ -150,7 +150,7 @@ def test_graders_see_the_text_up_to_its_end_and_report_it(spec: RunSpec, plan: R
     grader, work_unit = GraderWorker(spec.task, spec.reward, spec.initial_checkpoint), plan.round_work_unit(0, 0)
     tokenizer = ChatTokenizer(spec.initial_checkpoint)
     demonstration = [*tokenizer.encode_plain(plan.train[0].reference_completion), tokenizer.eos_id]
-    # What follows the end of text would spoil the answer, were it graded.
+    # If graded, the tokens after the end of text would make the answer wrong.
     completion = replace(_completion([*demonstration, *demonstration], version=0), num_tokens=len(demonstration))
     work_unit = replace(work_unit, problems=(plan.train[0],) * 8)
     scored, summary = grader.grade(work_unit, [completion] * 8)
@@ -170,7 +170,7 @@ def test_terms_see_the_completion_that_was_sampled_and_only_in_the_rounds(spec: 
     work_unit = plan.round_work_unit(0, 0)
     completion = replace(_completion([7, 8, 9, 10, 1, 1, 1, 1], version=0), num_forwards=2)
     (grade, *_) = grader.grade(work_unit, [completion] * 8)[0].grades
-    # Seven tokens of two forwards, on a canvas of eight.
+    # Seven tokens in two forwards, on a canvas of eight.
     assert (grade.parts["fast"], grade.parts["overlong"]) == (3.5, -0.75)
     evaluated = replace(work_unit, key=WorkUnitKey(round=EVALUATION_ROUND, index=0))
     (grade, *_) = grader.grade(evaluated, [completion] * 8)[0].grades

@@ -1,4 +1,4 @@
-"""Which groups are trained on, and how many are asked: a function of the rewards, whoever answers first."""
+"""Dynamic sampling (DAPO): groups are selected by their rewards, not by the order of answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_group_of_which_too_few_are_graded_teaches_nothing() -> None:
     ("low", "high", "num"), [(0.0, 1.0, 3), (0.3, 1.0, 2), (0.0, 0.6, 2), (0.25, 0.75, 3), (0.5, 0.5, 1)]
 )
 def test_what_the_accuracies_leave_out_teaches_nothing(low: float, high: float, num: int) -> None:
-    """Of groups of which a quarter, a half and three quarters are right."""
+    """With groups of accuracy 1/4, 1/2 and 3/4."""
     groups = [_grades(*[1.0] * count, *[0.0] * (SIZE - count)) for count in (1, 2, 3)]
     selection = GroupSelection(num_groups=3, max_groups=6, min_accuracy=low, max_accuracy=high)
     assert selection.num_informative(_rows(*groups)) == num
@@ -65,7 +65,7 @@ def test_what_the_accuracies_leave_out_teaches_nothing(low: float, high: float, 
 def test_the_portions_asked_do_not_depend_on_who_answers_first(
     work_units: list[list[bool]], num_groups: int, order: random.Random
 ) -> None:
-    """Always the shortest beginning with enough groups that teach, or all; and never one of them in vain."""
+    """Requests the shortest prefix with enough informative groups, or all work units, and never a unit in vain."""
     sizes, informative = [len(work_unit) for work_unit in work_units], [sum(work_unit) for work_unit in work_units]
     selection = GroupSelection(num_groups=num_groups, max_groups=sum(sizes))
     enough = (count for count in range(len(work_units) + 1) if sum(informative[:count]) >= num_groups)

@@ -1,4 +1,4 @@
-"""What ends a stage, and that every rank hears the same of it."""
+"""Limits that end a stage, and the ranks' agreement on them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_stopwatch_goes_on_from_before_and_not_while_it_is_paused() -> None:
     watch = Stopwatch(lambda: float(next(looks)), before_s=10.0)
     assert watch.seconds() == 11
     with watch.paused():
-        # Looks 2 and 6 are those of the pause.
+        # Reads 2 and 6 of the clock are those of the pause.
         assert [next(looks) for _ in range(3)] == [3, 4, 5]
     assert watch.seconds() == 10 + 7 - 4
 

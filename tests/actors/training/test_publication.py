@@ -1,4 +1,4 @@
-"""What goes to the weight store: every parameter, or under LoRA an adapter on a base that goes once."""
+"""Publication to the weight store: all parameters, or with LoRA an adapter on a base sent once."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ ADAPTER = LoraConfig(rank=4, alpha=8)
 
 
 class Store:
-    """A store and a coordinator that keep what they are given, and may lose it."""
+    """A fake store and coordinator that record what they receive, and may lose it."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
         self.weights: list[dict[str, Tensor]] = []
         self.digests: list[str] = []
         self.base: dict[str, Tensor] = {}
-        """What adapters stand on."""
+        """The base weights of adapters."""
         self.forgets = 0
-        """So many offers are not known when they are to be taken."""
+        """The number of upcoming offers that are unknown when they are taken."""
         self._offers = Offers()
 
     def offer(self, key: str, rank: int, shards: Mapping[str, Tensor]) -> None:
@@ -90,7 +90,7 @@ def _train(policy: ShardedPolicy) -> None:
 
 
 def _go_through(policy: ShardedPolicy, store: Store, ranks: Ranks) -> list[dict[str, Tensor]]:
-    """Two versions, a stage that begins anew, and a store that loses what it has; what the policy was each time."""
+    """Publish two versions, begin a new stage, and lose the store's content; return the policy's weights each time."""
     publisher, was = Publisher(policy, ranks, store), []
     for stage in ("initial", "sft"):
         weights = policy.full_weights()
@@ -136,7 +136,7 @@ def test_what_the_store_forgot_to_have_been_offered_is_offered_again(config: Tra
 def test_weights_travel_in_the_samplers_precision_and_are_named_after_those_that_are_trained(
     config: TransformerConfig, moe_config: TransformerConfig
 ) -> None:
-    """Nothing that a sampler holds in float32 is narrowed: a router's bias."""
+    """Parameters that a sampler holds in float32, such as a router's bias, are not cast."""
     for shape in (config, moe_config):
         store, policy = Store(), _policy(shape, FULL_FINE_TUNING)
         _train(policy)
@@ -154,7 +154,7 @@ def test_weights_travel_in_the_samplers_precision_and_are_named_after_those_that
         assert len(biases) == (0 if shape is config else 1), biases
 
 
-# Of two ranks: both sharded over, or each with a copy.
+# On two ranks: sharded over both, or a copy on each.
 _MESHES = {"shards": 0, "copies": 1}
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 of a learner says to its run's coordinator, and when."""
+"""Calls of a learner's rank 0 to the run's coordinator, and their order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINED = TrainedRound(round=0, weights_id=SECOND, values={"loss": 1.0})
 
 
 class _Coordinator:
-    """Notes what it is asked, and answers when it is waited for."""
+    """Records the calls, and those whose answer is awaited."""
 
     def __init__(self, **answers: Any) -> None:
         self.asked: list[tuple[Any, ...]] = []

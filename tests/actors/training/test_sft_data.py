@@ -1,4 +1,4 @@
-"""Demonstrations become documents: those of the task, or of a file."""
+"""Conversion of demonstrations into SFT documents, from the task or from a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _load(spec: RunSpec, **sft: Any) -> SftData:
 
 
 def _texts(spec: RunSpec, documents: Documents) -> list[tuple[str, str]]:
-    """Prompt and completion of each document, special tokens left out."""
+    """Return the prompt and completion of each document, without special tokens."""
     tokenizer = ChatTokenizer(spec.initial_checkpoint)
     rows = zip(documents.ids.tolist(), documents.prompt_lengths.tolist(), documents.lengths.tolist(), strict=True)
     return [(tokenizer.decode(ids[:prompt]), tokenizer.decode(ids[prompt:length])) for ids, prompt, length in rows]
@@ -166,7 +166,7 @@ def test_a_conversation_that_the_chat_template_refuses_is_named(spec: RunSpec, f
 def test_padding_is_counted_without_and_with_packing(spec: RunSpec, file_of: Callable[..., Path]) -> None:
     rows = [{"prompt": "1", "completion": " ".join("1" * count)} for count in (9, 1, 1, 1, 1)]
     facts = _load(spec, data=file_of(rows), num_labels=None, max_tokens=32, eos_padding="ignored").facts
-    # A prompt of 3 tokens, digits and spaces, the end of text: 21, and four of 5.
+    # A prompt of 3 tokens, the digits and spaces, and the end of text: 21 tokens; four documents have 5.
     assert facts["mean_tokens"] == pytest.approx(41 / 5)
     assert facts["padding_share"] == pytest.approx(1 - 41 / 105, abs=1e-4)
     assert facts["packed_padding_share"] == pytest.approx(1 - 41 / 42, abs=1e-4)
@@ -180,7 +180,7 @@ def test_texts_are_cut_into_chunks_of_which_the_last_ends(spec: RunSpec, tmp_pat
     ids = [row[:length] for row, length in zip(documents.ids.tolist(), documents.lengths.tolist(), strict=True)]
     whole = [tokenizer.encode_plain(text) for text in texts]
     end = [tokenizer.eos_id]
-    # Eleven tokens in two chunks; three with room for the end; seven without.
+    # Eleven tokens need two chunks; three leave room for the end; seven do not.
     assert ids == [whole[0][:7], whole[0][7:] + end, whole[1] + end, whole[2]]
 
 
@@ -191,7 +191,7 @@ def test_texts_are_held_out_whole(spec: RunSpec, tmp_path: Path) -> None:
     data = _load(spec, data=tmp_path, num_labels=None, max_tokens=8, num_eval=7)
     assert data.held_out is not None
     held_out = {text.split()[0] for _, text in _texts(spec, data.held_out)}
-    # Each has five chunks: two texts have seven, and no chunk of them is trained on.
+    # Each text has five chunks. Seven chunks of two texts are held out, and no chunk of these texts is trained on.
     assert (len(held_out), data.held_out.num_rows, data.train.num_rows) == (2, 7, 20)
     assert held_out.isdisjoint(text.split()[0] for _, text in _texts(spec, data.train))
 

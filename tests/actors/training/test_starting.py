@@ -1,4 +1,4 @@
-"""What a learner worker starts with, on the stand-in for a GPU."""
+"""Startup of a learner worker, on a simulated GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of a run on its ranks, without Ray: what ranks agree on, where a run stops, and how it goes on."""
+"""Stages of a run on its ranks, without Ray: agreement of ranks, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ STAGES = (Phase.SFT, Phase.RL, Phase.CONTROL)
 
 
 def _spec(spec: RunSpec, run_dir: Path, **changes: Any) -> RunSpec:
-    """A run of all stages, in a directory of its own."""
+    """A run of all stages, in its own directory."""
     shutil.copytree(spec.initial_checkpoint, run_dir / "checkpoints" / "initial")
     values: dict[str, Any] = {
         "run_dir": run_dir,
@@ -77,7 +77,7 @@ def _learner(**changes: Any) -> LearnerConfig:
 
 
 def _ticking(step_s: float, start_s: float = 0.0) -> Callable[[], float]:
-    """A clock that moves on with each look at it, and otherwise not."""
+    """Return a clock that advances only when it is read."""
     looks = count()
     return lambda: start_s + step_s * next(looks)
 
@@ -108,7 +108,7 @@ def _rank(rank: int, spec: RunSpec, steps_s: tuple[float, float]) -> None:
 
 
 def _run_on_ranks(spec: RunSpec, steps_s: tuple[float, float]) -> list[dict[str, Any]]:
-    """The events, without how much memory the processes took."""
+    """Return the events, without the processes' peak memory."""
     run_ranks(_rank, spec, steps_s, num=2)
     return _without_memory(json.loads((spec.run_dir / "events.json").read_text()))
 
@@ -127,7 +127,7 @@ def test_ranks_whose_clocks_have_nothing_in_common_go_through_every_stage_togeth
     assert any(event["event"] == "sft_samples" for event in expected), "forwards of both"
     assert facts(alike) == facts(unlike)
     for name in ("sft", "rl-000003", "control"):
-        # Learning rates follow the share of the control's time that has passed: each rank steps its shard with them.
+        # Learning rates depend on the share of the control's time that has passed, so that ranks must agree on it.
         assert _files(alike, name) == _files(unlike, name), name
     assert len(facts(alike)) > len(STAGES) + 1, "some were written by time"
 
@@ -195,7 +195,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_there_to_the_same_bits(
 
 
 class _RememberingRun(LocalRun):
-    """Keeps what the samplers had of each version."""
+    """Keeps the samplers' weights of each version."""
 
     def __init__(self, spec: RunSpec) -> None:
         super().__init__(spec)
@@ -213,7 +213,7 @@ class _RememberingRun(LocalRun):
 
 @pytest.mark.parametrize("lora", [name for name in LORAS if name != "whole"])
 def test_a_checkpoint_of_an_adapter_is_the_version_that_was_published(spec: RunSpec, tmp_path: Path, lora: str) -> None:
-    """Also where SFT has an alpha of its own."""
+    """Also where SFT has a different LoRA alpha."""
     sft = SftConfig(num_labels=10, num_steps=6, batch_size=8, lr=3e-3, num_eval=4, eval_every_steps=2, lora_alpha=20)
     run = _spec(
         spec,
@@ -231,7 +231,7 @@ def test_a_checkpoint_of_an_adapter_is_the_version_that_was_published(spec: RunS
     assert [path.name for _, path in found] == ["initial", "sft", *(f"rl-00000{done}" for done in range(1, 7))]
     for position, path in found:
         if path.name == "initial" and "4 bits" in lora:
-            continue  # Nothing is rounded there yet.
+            continue  # Nothing is quantized there yet.
         kept = load_merged(path).state_dict()
         published = remembering.versions[position.policy_version]
         assert all(torch.equal(kept[name], published[name]) for name in kept), path.name
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_an_adapter_is_the_version_that_was_published(spec: RunS
 
 
 def test_a_version_keeps_its_name_when_a_resumed_run_publishes_it_again(spec: RunSpec, tmp_path: Path) -> None:
-    """The service, which finds the checkpoint by its name, must take it for what it is."""
+    """The service finds a version's checkpoint by its digest."""
     changes = {"model": ModelSection(lora=LORAS["adapter"]), "phases": (Phase.SFT, Phase.RL)}
     whole, halved = (_spec(spec, tmp_path / name, **changes) for name in ("whole", "halved"))
     expected = dict(_run(whole).published_digests)
@@ -252,7 +252,7 @@ def test_a_version_keeps_its_name_when_a_resumed_run_publishes_it_again(spec: Ru
     assert dict(first.published_digests) | dict(rest.published_digests) == expected
     for position in (facts(halved)[name] for name in ("sft", "rl-000003")):
         assert position["manifest_digest"] == expected[position["policy_version"]]
-    # What is sent is the adapter and nothing else, in every stage.
+    # In every stage only the adapter is sent.
     assert len({*first.sent_bytes, *rest.sent_bytes}) == 1
 
 
@@ -323,7 +323,7 @@ def test_a_checkpoint_that_cannot_be_written_is_left_out_and_one_that_ends_a_sta
 
 
 def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(spec: RunSpec, tmp_path: Path) -> None:
-    """The control's checkpoint is newer, and another policy."""
+    """The control's checkpoint is newer, but another policy."""
     short = _spec(spec, tmp_path / "short")
     whole = _spec(spec, tmp_path / "whole", learner=short.learner.model_copy(update={"num_rounds": 5}))
     longer = short.model_copy(update={"learner": whole.learner})
@@ -332,7 +332,7 @@ def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(spec: RunSpe
     more = _run(longer)
     assert more.events[0]["checkpoint"] == "rl-000003"
     assert [event["round"] for event in _events(more, "round")] == [3, 4]
-    # The learning rate is constant, so that a run of five rounds was the same in its first three.
+    # The learning rate is constant, so that a run of five rounds has the same first three.
     assert [event["rewards"] for event in _events(more, "round")] == [
         event["rewards"] for event in _events(expected, "round")
     ][3:]
@@ -341,7 +341,7 @@ def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(spec: RunSpe
 
 
 def _failing_at(*rounds: int) -> Any:
-    """An update that comes to no number in some rounds."""
+    """An update whose loss is nan in the given rounds."""
     update = Learner.update
 
     def failing(learner: Learner, batch: RolloutBatch, round_index: int) -> dict[str, float]:
@@ -373,7 +373,7 @@ def test_a_round_without_a_finite_loss_is_skipped_counted_and_kept(
 def test_a_gpu_without_memory_is_told_from_other_failures_and_halves_change_no_gradient(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next learner group goes on from the checkpoint with smaller micro-batches, to the same policy."""
+    """The next learner group resumes from the checkpoint with smaller micro-batches, to the same policy."""
     runs = [_spec(spec, tmp_path / name, phases=(Phase.RL,)) for name in ("whole", "halves")]
     for run, tokens in zip(runs, (512, 64), strict=True):
         _run(run.with_micro_batches({"learner": tokens}))
@@ -421,7 +421,7 @@ def test_too_many_skipped_rounds_in_a_row_end_the_run(
 
 
 class _Samplers(LocalRun):
-    """Samplers that sample while nothing of the learner is where it computes."""
+    """Asserts that the learner is offloaded whenever samplers run."""
 
     num_turns = 0
 
@@ -448,7 +448,7 @@ def test_a_learner_that_sleeps_while_samplers_work_trains_as_one_that_does_not(
     samplers.loses_next = 1
     run.run()
     assert samplers.num_turns > 10
-    # Who takes turns has no evaluation beside a round, and hears of it earlier.
+    # With colocation, evaluations do not run in the background, and their results come earlier.
     shared, told = (_without_memory(run.events) for run in (samplers, expected))
     for is_evaluation in (True, False):
         assert [event for event in shared if (event["event"] == "evaluation") is is_evaluation] == [
@@ -459,7 +459,7 @@ def test_a_learner_that_sleeps_while_samplers_work_trains_as_one_that_does_not(
 
 
 def test_a_teacher_is_what_the_run_started_from_after_a_stop_too(spec: RunSpec, tmp_path: Path) -> None:
-    """Beside a policy of which an adapter is trained, on 4 bits where these can be had."""
+    """With an adapter trained on the policy, on 4-bit weights where these are supported."""
     changes = {
         "phases": (Phase.SFT, Phase.RL),
         "learner": _learner(algorithm="opdlm", estimator={"name": "block_states"}, num_minibatches=1, num_rounds=2),
@@ -489,7 +489,7 @@ def test_the_reference_is_the_policy_of_a_due_round_that_trained_on_nothing_too(
 
 
 def test_the_log_says_how_long_a_large_checkpoint_took_to_load(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small one takes no time."""
+    """A small checkpoint is not logged."""
     begun = spec.model_copy(update={"phases": ()})
     assert _events(_run(begun), "loaded") == []
     num_bytes = weight_bytes(spec.initial_checkpoint)

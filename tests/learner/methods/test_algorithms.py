@@ -1,4 +1,4 @@
-"""Every row of the algorithms' table against its paper's formula, and the same however the work is cut."""
+"""Loss and gradient of every algorithm against its paper's formula, for any split into batches."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True, has_v
 
 
 def algorithm_sampler(name: str) -> SamplerFacts:
-    """A sampler that fits the method."""
+    """Return sampler facts that suit the algorithm."""
     return replace(SAMPLER, block_length=1) if name == "justgrpo" else SAMPLER
 
 
 def algorithm_config(name: str, **changes: object) -> LearnerConfig:
-    """The method in two optimizer steps, as small as the fixture's completions."""
+    """Return the algorithm's config for two optimizer steps, scaled to the fixture's completions."""
     settings: dict[str, object] = {"algorithm": name, "num_rounds": 1, "inner_updates": 2, "lr": 1e-3}
     if name == "tracerl":
-        # The fixture's completions are not graded by accuracy, and have four steps.
+        # The fixture's rewards are not accuracies, and its completions have only four steps.
         settings |= {"filters": {"min_accuracy": 0.0, "max_accuracy": 1.0}, "estimator": {"steps_per_segment": 2}}
-        # Its two steps are those of one sweep.
+        # Its two steps are minibatches of a single sweep.
         settings |= {"inner_updates": 1, "num_minibatches": 2}
     if name == "stepmerge":
         settings["estimator"] = {"num_segments": 2}
@@ -54,7 +54,7 @@ def algorithm_config(name: str, **changes: object) -> LearnerConfig:
 
 
 class Recorder:
-    """In the optimizer's place: keeps the gradients of every step, and moves the policy by a known noise."""
+    """A fake optimizer: records the gradients of every step, and moves the policy by known noise."""
 
     def __init__(self, model: Transformer, move: Callable[[Transformer], Transformer]) -> None:
         self._model, self._move = model, move
@@ -71,7 +71,7 @@ class Recorder:
 
 
 def moved(model: Transformer) -> Transformer:
-    """The same policy a little further on."""
+    """Shift the policy's weights by fixed noise."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -80,14 +80,14 @@ def moved(model: Transformer) -> Transformer:
 
 
 def sharpened(model: Transformer) -> Transformer:
-    """The same policy surer of itself: random tokens, which it hardly expects, become less likely."""
+    """Make the policy more confident: random tokens, which it finds improbable, become less likely."""
     with torch.no_grad():
         model.head.weight.mul_(1.1)
     return model
 
 
 def flattened(model: Transformer) -> Transformer:
-    """The same policy less sure of itself: random tokens become more likely."""
+    """Make the policy less confident: random tokens become more likely."""
     with torch.no_grad():
         model.head.weight.mul_(0.9)
     return model
@@ -106,7 +106,7 @@ def _gradients(
     sampler: SamplerFacts,
     move: Callable[[Transformer], Transformer] = moved,
 ) -> Recorder:
-    """Those of both steps; reference and teacher are the policy moved twice."""
+    """Record the gradients of both steps. Reference and teacher are the policy moved twice."""
     learner = Learner(ShardedPolicy(model, None), config, sampler)
     if learner.reference is not None:
         moved(moved(learner.reference.module))
@@ -123,7 +123,7 @@ def _gradients(
 def gradients_of_two_steps(
     model: Transformer, config: LearnerConfig, batch: RolloutBatch, sampler: SamplerFacts
 ) -> list[dict[str, Tensor]]:
-    """By parameter, those of both steps of an update of a copy."""
+    """Return the gradients of both steps of an update of a copy, by parameter."""
     return _gradients(_copy(model), config, batch, sampler).gradients
 
 
@@ -131,7 +131,7 @@ def gradients_of_two_steps(
 def test_loss_and_gradient_are_those_of_the_papers_formula(
     name: str, policy: Transformer, rollouts: RolloutBatch, grouped: GroupedBatch
 ) -> None:
-    """Of two steps: at the second one new, old and reference differ."""
+    """Over two steps: at the second, new, old and reference policy differ."""
     config, sampler = algorithm_config(name), algorithm_sampler(name)
     old, first = _copy(policy, torch.float64), _copy(policy, torch.float64)
     second = moved(_copy(policy)).to(torch.float64)
@@ -161,7 +161,7 @@ def test_loss_and_gradient_are_those_of_the_papers_formula(
 
 
 def _causal_logps(model: Transformer, batch: GroupedBatch) -> list[Tensor]:
-    """Of each row those of every slot [L, V], from the outputs at the slots before."""
+    """Return the log-probabilities [L, V] of each row's slots, from the outputs one slot earlier."""
     causal = make_model(model.config.model_copy(update={"block_length": 1})).double()
     causal.load_state_dict(model.state_dict())
     found = []
@@ -173,7 +173,7 @@ def _causal_logps(model: Transformer, batch: GroupedBatch) -> list[Tensor]:
 
 
 def _assert_gradients(recorder: Recorder, news: list[Transformer]) -> None:
-    """Of each step, those of the restatement at the policy of that step."""
+    """Compare each step's gradients with those of the restatement at that step's policy."""
     for new, gradients in zip(news, recorder.gradients, strict=True):
         for parameter_name, expected in new.named_parameters():
             assert expected.grad is not None
@@ -186,8 +186,8 @@ def _assert_gradients(recorder: Recorder, news: list[Transformer]) -> None:
 def test_steps_on_minibatches_are_those_of_the_papers_formula(
     name: str, policy: Transformer, rollouts: RolloutBatch, grouped: GroupedBatch
 ) -> None:
-    """Of two sweeps, each in three steps, one on each group: old likelihoods are of the round's start, masks the
-    round's."""
+    """Two sweeps of three steps, each step on one group. Old likelihoods are from the start of the round, and masks are
+    fixed for the round."""
     config, sampler = algorithm_config(name, num_minibatches=3), algorithm_sampler(name)
     old, reference = _copy(policy, torch.float64), moved(moved(_copy(policy))).to(torch.float64)
     at, news, losses = _copy(policy), [], []
@@ -209,7 +209,7 @@ def test_steps_on_minibatches_are_those_of_the_papers_formula(
 def test_the_steps_of_a_sweep_add_up_to_the_whole_round(
     name: str, count: int, num_steps: int, policy: Transformer, rollouts: RolloutBatch
 ) -> None:
-    """Of a policy that stands still: each step by its share of the completions, or groups where these are compared."""
+    """With a fixed policy. Each step is weighted by its share of the completions, or of the groups for group losses."""
     configs = [algorithm_config(name, inner_updates=1, num_minibatches=number) for number in (1, count)]
     whole, steps = (
         _gradients(_copy(policy), config, rollouts, algorithm_sampler(name), lambda model: model).gradients
@@ -240,7 +240,7 @@ def test_clip_and_kl_of_tracerl_have_a_gradient_after_the_first_step(
 
 
 def _tell(name: str, config: LearnerConfig, grouped: GroupedBatch, update: InnerUpdate) -> None:
-    """What was drawn, besides masks, that a formula needs."""
+    """Pass the formula its random draws other than masks."""
     slow.NUM_DRAWS["value"] = getattr(config.estimator, "num_draws", 1)
     slow.NUM_SEGMENTS["value"] = getattr(config.estimator, "num_segments", None) or 1
     if name == "coupled-grpo":
@@ -253,7 +253,7 @@ def _tell(name: str, config: LearnerConfig, grouped: GroupedBatch, update: Inner
 
 
 def _coefficients() -> list[tuple[str, str, str]]:
-    """Every number and switch of estimator and objective that a row of the table sets."""
+    """Return every number and switch of estimator and objective in the table of algorithms."""
     return [
         (name, section, key)
         for name, row in ALGORITHMS.items()
@@ -264,7 +264,7 @@ def _coefficients() -> list[tuple[str, str, str]]:
 
 
 def _others(value: object, key: str) -> list[object]:
-    """Other values, far enough from the first to be seen in two updates that hardly move the policy."""
+    """Return other values, different enough to show within two updates that hardly move the policy."""
     if isinstance(value, bool):
         return [not value]
     if key.startswith("clip_"):
@@ -284,7 +284,7 @@ def test_every_coefficient_of_a_row_can_change_an_update(
     others = list(_configs(config, section, key, values))
     if not others:
         pytest.skip("another value would be another method, which is refused")
-    # Ratios go up in some of them, and down in others.
+    # The ratios increase in some of these moves, and decrease in others.
     for other, move in product(others, (moved, sharpened, flattened)):
         before, after = (_gradients(_copy(policy), one, rollouts, sampler, move) for one in (config, other))
         if _largest_change(before, after) > 1e-3:
@@ -293,7 +293,7 @@ def test_every_coefficient_of_a_row_can_change_an_update(
 
 
 def _configs(config: LearnerConfig, section: str, key: str, values: list[object]) -> Iterator[LearnerConfig]:
-    """With each of the values that the method may have."""
+    """Yield the config with each value that passes validation."""
     for value in values:
         whole = config.model_dump()
         whole[section][key] = value
@@ -302,7 +302,7 @@ def _configs(config: LearnerConfig, section: str, key: str, values: list[object]
 
 
 def _largest_change(before: Recorder, after: Recorder) -> float:
-    """Of a parameter's gradient in one of the steps, as a share of its largest element."""
+    """Return the largest change of a parameter's gradient in a step, relative to its largest element."""
     return max(
         float((gradients[parameter] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-9))
         for gradients, others in zip(after.gradients, before.gradients, strict=True)
@@ -314,7 +314,8 @@ def _largest_change(before: Recorder, after: Recorder) -> float:
 def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
     name: str, policy: Transformer, rollouts: RolloutBatch
 ) -> None:
-    """A budget of one canvas splits the draws of a completion: two sweeps, the same gradient."""
+    """A budget of one canvas splits a completion's draws over micro-batches: the gradients of two sweeps stay
+    the same."""
     _check_micro_batches(name, policy, rollouts, algorithm_sampler(name), (14, 40))
 
 
@@ -322,7 +323,7 @@ def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
 def test_a_block_causal_policy_takes_steps_by_each_method(
     name: str, policy: Transformer, rollouts: RolloutBatch
 ) -> None:
-    """But by the one that compares slots of unlike blocks; in micro-batches of a row too, that share out its draws."""
+    """All methods except mapg, which compares slots of different blocks. Micro-batches also split a row's draws."""
     causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
     causal.load_state_dict(policy.state_dict())
     sampler = replace(algorithm_sampler(name), is_block_causal=True)
@@ -332,7 +333,7 @@ def test_a_block_causal_policy_takes_steps_by_each_method(
 def _check_micro_batches(
     name: str, policy: Transformer, rollouts: RolloutBatch, sampler: SamplerFacts, budgets: tuple[int, ...]
 ) -> None:
-    """Two updates have the same gradients, and some, in one micro-batch and in several of so many tokens."""
+    """Compare two updates' nonzero gradients in one micro-batch and in several, with these token budgets."""
     whole = _gradients(_copy(policy), algorithm_config(name), rollouts, sampler).gradients
     assert all(float(torch.stack([g.abs().max() for g in gradients.values()]).max()) > 0 for gradients in whole)
     for max_tokens in budgets:

@@ -1,4 +1,4 @@
-"""Views of block-causal policies against a forward of each canvas, and against the original code's records."""
+"""Views of block-causal policies against one forward per canvas, and the original code's records."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def _batch(num_rows: int = 8, num_slots: int = 13) -> GroupedBatch:
             prompts=torch.randint(0, 30, (num_rows, 6), generator=generator),
             completions=completions,
             lengths=torch.full((num_rows,), num_slots),
-            # From left to right over the blocks, which begin at column 8: two slots of the prompt's, then four each.
+            # Blocks are denoised from left to right from column 8 on: two slots after the prompt, then four each.
             steps=(slots + 2) // BLOCK * 10 + (slots + torch.arange(num_rows)[:, None]) % 3,
             rewards=torch.rand(num_rows, generator=generator),
         )
@@ -52,14 +52,15 @@ def _batch(num_rows: int = 8, num_slots: int = 13) -> GroupedBatch:
 
 
 def _alone(policy: Transformer, canvas: Tensor, clean: Tensor, column: int, token: int) -> Tensor:
-    """The log-probability of one token, by a forward of the clean columns before its block and the canvas' block."""
+    """Return the log-probability of one token, by a forward of the clean columns before its block and its block's
+    canvas."""
     begin = column // BLOCK * BLOCK
     ids = torch.cat((clean[:begin], canvas[begin : begin + BLOCK]))[None]
     return policy(ids)[0, column].log_softmax(-1)[token]
 
 
 def _random(batch: GroupedBatch, num_draws: int) -> Corruption:
-    """Canvases with masks all over, scored wherever they are."""
+    """Return canvases with random masks, scored at every masked slot."""
     rows = torch.arange(batch.num_rows).repeat_interleave(num_draws)
     masked = torch.rand(len(rows), batch.num_slots, generator=torch.Generator().manual_seed(1)) < 0.4
     return Corruption(rows=rows, masked=masked, scored=masked)
@@ -92,7 +93,7 @@ def test_each_token_is_scored_in_its_canvas_block_behind_what_is_clean(policy: T
         assert int(views.blocks.columns.flatten()[place]) == slot + 6
         begin = place % width - (slot + 6) % BLOCK
         shown = views.ids[place // width, begin : begin + BLOCK]
-        # What lies past the canvas is seen by nobody.
+        # Columns past the canvas are visible to no slot.
         shown = tuple(shown[: min(BLOCK, 19 - (slot + 6) // BLOCK * BLOCK)].tolist())
         torch.testing.assert_close(found[index], expected[row, slot, shown], atol=1e-5, rtol=0)
 
@@ -102,15 +103,15 @@ def test_all_states_of_a_completion_share_a_row(policy: Transformer) -> None:
     config = TrajectoryConfig(steps_per_segment=1)
     corruption = config.corrupt(batch, FIRST, SamplerFacts(block_length=BLOCK, is_block_causal=True))
     terms = make_terms(batch, policy.config, corruption)
-    # Eleven steps of a row: two of its first block, which has two slots, and three of each of the others.
+    # Eleven steps per row: two of its first block, which has two slots, and three of each of the others.
     assert len(corruption.rows) == 8 * 11
-    # Sixteen clean slots before the last block, and eleven states of four slots.
+    # Sixteen clean slots precede the last block; then come eleven states of four slots.
     assert terms.views.ids.shape == (8, 16 + 11 * 4)
     assert terms.views.lengths.tolist() == [60] * 8
     width, view_of_term = 60, terms.views.slots[terms.views.scored] // 60
     assert terms.rows.tolist() == view_of_term.tolist(), "views keep the order of the rows"
     assert terms.views.blocks is not None
-    # The canvas ends in its last block, of which a slot is left over.
+    # The canvas ends within its last block, so that one slot is unused.
     assert int((terms.views.blocks.states == PADDING).sum()) == 8 * 3
     assert width == terms.views.ids.shape[1]
 
@@ -131,7 +132,7 @@ def test_equal_states_of_equal_rows_are_run_once(policy: Transformer) -> None:
 
 def test_steps_are_joined_within_their_block(policy: Transformer) -> None:
     batch = _batch(num_rows=4)
-    # Two slots of the first block, which the prompt's tail begins; then three blocks of four, the last cut off.
+    # The prompt's tail leaves two slots in the first block; then come three blocks of four, the last truncated.
     steps = torch.tensor([1, 0, 2, 3, 4, 2, 6, 5, 7, 5, 9, 8, 8]).expand(4, -1)
     joined = replace(batch, step_map=steps)
     facts = SamplerFacts(block_length=BLOCK, is_block_causal=True)
@@ -139,11 +140,11 @@ def test_steps_are_joined_within_their_block(policy: Transformer) -> None:
     scored = [corruption.scored[canvas].nonzero()[:, 0].tolist() for canvas in range(len(corruption.rows) // 4)]
     assert scored == [[0, 1], [2, 3, 5], [4], [6, 7, 9], [8], [10, 11, 12]]
     shown = [(~corruption.masked[canvas]).nonzero()[:, 0].tolist() for canvas in range(len(scored))]
-    # All that was committed in earlier segments, of earlier blocks and of this one.
+    # All tokens committed in earlier segments, of earlier blocks and of this one.
     assert shown == [sorted(chain.from_iterable(scored[:canvas])) for canvas in range(len(scored))]
     terms = make_terms(joined, policy.config, corruption, BLOCK)
     assert terms.num_terms == 4 * 13
-    # Of a bidirectional policy a state is one of the whole canvas: steps 2 and 3 of one block, 4 and 5 of two.
+    # For a bidirectional policy a state is of the whole canvas: steps 2 and 3 are in one block, 4 and 5 in two.
     whole = TrajectoryConfig(steps_per_segment=2).corrupt(joined, FIRST, SamplerFacts(block_length=BLOCK))
     assert whole.scored[2].nonzero()[:, 0].tolist() == [4, 7, 9]
     drawn = TrajectoryConfig(steps_per_segment=2, num_shown_steps=1).corrupt(joined, FIRST, facts)
@@ -156,7 +157,7 @@ def test_the_gradient_is_that_of_a_forward_of_each_canvas(policy: Transformer) -
     corruption = config.corrupt(batch, FIRST, SamplerFacts(block_length=BLOCK, is_block_causal=True))
     terms = make_terms(batch, policy.config, corruption)
     weights = torch.linspace(-1, 1, 4 * 13).view(4, 13)
-    # In micro-batches, as the learner runs them.
+    # In micro-batches, as in the learner.
     for micro in make_micro_batches(terms, torch.arange(terms.num_terms), 100).terms:
         (token_logps(policy, micro.views) * weights[micro.rows, micro.slots]).sum().backward()
     found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
@@ -233,7 +234,7 @@ def test_a_text_in_blocks_of_one_has_its_likelihood_and_no_bound(policy: Transfo
         for slot, token in enumerate(text):
             logits = policy(torch.tensor([[*ids[: 5 + slot], MASK]]))[0, -1]
             exact += float(logits.log_softmax(-1)[token])
-    # Every draw masks a share of the slots, each scored behind clean ones: with all masked it is the sum itself.
+    # Each draw masks some of the slots, and scores each after clean blocks. With all slots masked, it is the exact sum.
     bound = evidence_lower_bound(policy, prompt, text, num_draws=64, max_rows=16, seed=0)
     assert bound == pytest.approx(exact, abs=0.6)
     views = views_of_blocks(

@@ -1,4 +1,4 @@
-"""What an objective refuses, by itself: it knows estimators and samplers by their facts."""
+"""Compatibility checks of objectives, which depend only on the facts of estimator and sampler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from learner.objectives import (
 
 @dataclass(frozen=True)
 class _Unheard:
-    """An estimator that no objective knows by its name."""
+    """An estimator whose name no objective knows."""
 
     facts: EstimatorFacts
     name: str = "unheard_of"

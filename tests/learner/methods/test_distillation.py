@@ -1,10 +1,10 @@
-"""Distillation from a teacher: against the authors' code, plain loops, and what it does not look at.
+"""Distillation from a teacher, against the authors' code and plain loops.
 
-The golden numbers are of github.com/divelab/OPDLM at 3bb8bf6: `collect_training_data` and `forward_process` of
+The golden numbers are from github.com/divelab/OPDLM at 3bb8bf6: `collect_training_data` and `forward_process` of
 train/rl_sdar.py, with the options of configs/rl_bd3lm.yaml and `one_state_per_block`, which its launchers set. They
-were run in float64 on formulas: the logits of a student that knows row, slot, how many slots of the block are masked
-and one parameter, and those of a teacher that knows the sum and the number of the tokens that it sees. They were given
-our draws.
+were run in float64 on formulas instead of models. The student's logits depend on row, slot, the number of masked slots
+in the block, and one parameter. The teacher's depend on the sum and the number of the tokens it sees. The authors' code
+received our random draws.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GOLDEN = {
     (0.0, 5): (0.6552299941763137, 0.12957048439868615),
     (0.3, 5): (0.4214698572319756, 0.09853796189025919),
 }
-# What their rows show of the completions; 38 is masked, 37 stands after an end of text, 39.
+# The visible tokens of the completions in their rows. 38 is the mask; 37 follows an end of text (39).
 SHOWN = [
     [3, 38, 14, 38, 21, 30, 38, 38],
     [38, 5, 8, 38, 38, 38, 38, 38],
@@ -70,7 +70,7 @@ def _batch() -> RolloutBatch:
 
 
 class _Student:
-    """In the place of `token_logps`: the divergences of its formula's logits, at a parameter of the policy."""
+    """A fake of `token_logps`: the divergences of its formula's logits, at a parameter of the policy."""
 
     moved = 0.0
 
@@ -89,7 +89,7 @@ class _Student:
 
 
 def _teacher(_module: Transformer, views: Views, _device: object) -> Tensor:
-    """In the place of `token_hidden_states`: the formula's logits after the tokens before each slot."""
+    """A fake of `token_hidden_states`: the formula's logits after the tokens before each slot."""
     width, tokens = views.ids.shape[1], torch.arange(VOCABULARY)
     at_N, column_N = views.slots[views.scored] // width, views.slots[views.scored] % width
     total_N = views.ids.cumsum(dim=1)[at_N, column_N - 1]
@@ -134,7 +134,7 @@ def test_its_states_are_those_of_the_authors_code() -> None:
         is_text = torch.arange(8) < batch.completion_lengths[row] - (~batch.truncated[row]).long()
         assert torch.equal(scored[own], (masked & is_text)[own])
         assert int(scored.sum()) == int(scored[own].sum()) > 0
-    # Of a block whose text is all shown there is no canvas.
+    # A block whose text is fully visible has no canvas.
     has_canvas = torch.zeros(8, 2, dtype=torch.bool)
     has_canvas[corruption.rows, corruption.parts] = True
     shown = torch.tensor(SHOWN)
@@ -149,7 +149,7 @@ def test_every_state_of_a_block_is_as_likely() -> None:
     for index in range(400):
         corruption = BlockStatesConfig().corrupt(batch, InnerUpdate(index, 400), SAMPLER)
         shares.append(corruption.scored.sum(dim=1).float() / 4)
-    # Two states of a block of four slots, with four and two of them masked.
+    # The two states of a block of four slots mask four and two of them.
     found = torch.cat(shares)
     assert set(found.tolist()) == {0.5, 1.0}
     assert float(found.mean()) == pytest.approx(0.75, abs=0.02)
@@ -170,7 +170,8 @@ def test_the_end_of_a_text_is_scored_where_it_is_to_be(rollouts: RolloutBatch) -
 def test_a_divergence_and_its_derivatives_are_those_of_plain_loops(
     reverse_kl: float, top_k: int | None, excludes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over slots and tokens, in float64; in chunks of two slots, of which terms share some."""
+    """Plain loops over slots and tokens, in float64. Chunks hold two slots, and terms of different chunks share
+    slots."""
     monkeypatch.setattr(scoring, "_MAX_LOGITS_CPU", 2 * 7)
     generator = torch.Generator().manual_seed(3)
     x_MD, weight_VD = torch.randn(4, 5, generator=generator), torch.randn(7, 5, generator=generator)
@@ -201,7 +202,7 @@ def test_a_divergence_and_its_derivatives_are_those_of_plain_loops(
 
 @pytest.mark.parametrize("reverse_kl", [0.0, 0.35, 1.0])
 def test_the_likeliest_tokens_of_a_sure_teacher_are_found_among_those_without_probability(reverse_kl: float) -> None:
-    """In float32 all but its first token have none: beyond 104 nats."""
+    """In float32 all but the first token underflow: they are more than 104 nats below it."""
     logits_NV, teacher_NV = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(0))
     teacher_NV = 200.0 * teacher_NV
     slot_N = torch.arange(3)
@@ -223,7 +224,7 @@ def test_the_likeliest_tokens_of_a_sure_teacher_are_found_among_those_without_pr
 def test_a_teacher_of_a_checkpoint_says_what_the_autoregressive_model_says(
     policy: Transformer, rollouts: RolloutBatch, tmp_path: Path
 ) -> None:
-    """Of every scored slot, after the tokens before it; beside a policy that has an adapter."""
+    """At every scored slot, given the tokens before it, while the policy has an adapter."""
     config = policy.config.model_copy(update={"family": "a2d-llama"})
     weights = {name: parameter.detach() for name, parameter in policy.named_parameters()}
     save_checkpoint(tmp_path / "teacher", config, weights, tmp_path)

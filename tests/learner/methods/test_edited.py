@@ -1,4 +1,4 @@
-"""Completions whose tokens were edited: every write is scored in the state before its step, exactly as it was drawn."""
+"""Token editing: every write of a completion is scored in the state before its step, as sampled."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_every_write_of_a_text_is_scored_as_it_was_drawn(
     with torch.no_grad():
         logps = token_logps(policy, terms.views, terms.distribution)
         assert logps.tolist() == pytest.approx(terms.recorded.tolist(), abs=1e-4)
-        # In micro-batches each brings its record along.
+        # Each micro-batch carries its part of the record.
         micros = make_micro_batches(terms, terms.rows, 3 * terms.views.ids.shape[1]).terms
         assert len(micros) > 1
         for micro in micros:

@@ -1,4 +1,4 @@
-"""What the estimators draw: the states they claim, and unbiased whatever is sampled."""
+"""Random masks of the likelihood estimators: the states they cover, and unbiasedness."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAMPLER = SamplerFacts(block_length=4, has_fallback=True)
 
 
 def _many(batch: GroupedBatch, row: int, count: int) -> GroupedBatch:
-    """One row over and over, each with draws of its own, as groups of 8."""
+    """Repeat one row with different random draws, in groups of 8."""
     places = torch.arange(count)
     return replace(
         batch.select(torch.full((count,), row)),
@@ -42,7 +42,7 @@ def _many(batch: GroupedBatch, row: int, count: int) -> GroupedBatch:
 
 
 def test_every_block_is_masked_at_levels_of_its_own(grouped: GroupedBatch) -> None:
-    """EBPO: of each block between one slot and all, spread evenly over its draws, and unbiased."""
+    """EBPO: each block has between one and all of its slots masked, spread evenly over its draws, without bias."""
     config = ElboConfig(num_draws=32, counts="block", complement=False, slots="text")
     many = _many(grouped, int(grouped.completion_lengths.argmax()), 16)
     facts = SamplerFacts(block_length=4, is_block_causal=True)
@@ -55,7 +55,7 @@ def test_every_block_is_masked_at_levels_of_its_own(grouped: GroupedBatch) -> No
         here = (block_BL[0] == block) & is_text[0]
         counts_BD = drawn.masked[:, here].sum(dim=1).view(16, 32)
         size = int(here.sum())
-        # 32 levels at equal distances: about as many for each number of slots, wherever they begin.
+        # 32 equidistant levels: each number of masked slots occurs about equally often, wherever the levels begin.
         assert all(abs(int((row == k).sum()) - 32 / size) < 1 for row in counts_BD for k in range(1, size + 1))
         assert (drawn.weights[:, here] * 32 * counts_BD.flatten()[:, None] == size).all()
     mean_L = (drawn.weights * drawn.masked).mean(dim=0) * 32
@@ -101,7 +101,7 @@ def test_what_objectives_hear_of_units_in_several_parts_is_what_is_scored(
 
 
 def test_one_segment_is_diffu_grpo(policy: Transformer, grouped: GroupedBatch) -> None:
-    """StepMerge's identity: the same canvases and the same scored tokens."""
+    """StepMerge with one segment: the same canvases and scored tokens as diffu-GRPO."""
     one = make_terms(grouped, policy.config, OneStepConfig(p_mask_prompt=0).corrupt(grouped, FIRST, SAMPLER))
     merged = make_terms(grouped, policy.config, TrajectoryConfig(num_segments=1).corrupt(grouped, FIRST, SAMPLER))
     assert torch.equal(one.views.ids, merged.views.ids)
@@ -126,7 +126,7 @@ def test_a_segments_canvas_shows_what_was_committed_before_it(
 def test_a_block_is_scored_in_the_state_that_it_began_in_however_many_steps_it_took(
     grouped: GroupedBatch, blocks: int
 ) -> None:
-    # Another number of steps for each block of each row.
+    # Different numbers of steps in each block of each row.
     steps = grouped.step_map.where(grouped.step_map < 0, grouped.step_map // (1 + torch.arange(12)[:, None] % 3))
     corruption = TrajectoryConfig(blocks_per_segment=blocks).corrupt(replace(grouped, step_map=steps), FIRST, SAMPLER)
     assert corruption.parts is not None
@@ -158,7 +158,7 @@ def test_every_text_token_is_scored_once_over_all_segments(grouped: GroupedBatch
 
 
 def test_segments_are_of_the_whole_canvas(grouped: GroupedBatch) -> None:
-    """Two slots a step: four steps, of which a completion that ends in its first block takes two."""
+    """Two slots a step: the whole canvas takes four steps, and a completion that ends in its first block takes two."""
     corruption = TrajectoryConfig(num_segments=4).corrupt(grouped, FIRST, SAMPLER)
     assert corruption.parts is not None
     assert (grouped.completion_lengths <= 4).any()
@@ -195,7 +195,7 @@ def test_segments_that_are_drawn_alike_are_different_ones_and_any_of_them(groupe
 
 
 def test_tokens_that_are_drawn_stand_for_all(grouped: GroupedBatch) -> None:
-    """Their weighted sum over the completion's length is their mean."""
+    """Their weighted sum over the completion's length equals the mean of all tokens."""
     config = TrajectoryConfig(steps_per_segment=1, num_sampled=1, weigh="value")
     corruption = config.corrupt(grouped, FIRST, SAMPLER)
     assert corruption.importance is None
@@ -211,7 +211,7 @@ def test_tokens_that_stand_for_all_must_be_drawn_alike() -> None:
 
 
 def test_an_order_is_scored_against_all_that_a_segment_leaves_masked(grouped: GroupedBatch) -> None:
-    """In later blocks too, and in those that were never denoised; what a segment commits together is no rival."""
+    """Rivals include later blocks and blocks never denoised, but not the slots that the segment commits together."""
     config = TrajectoryConfig(num_segments=2, scores_order=True)
     corruption = config.corrupt(grouped, FIRST, SAMPLER)
     assert corruption.parts is not None
@@ -222,7 +222,8 @@ def test_an_order_is_scored_against_all_that_a_segment_leaves_masked(grouped: Gr
 
 
 def test_all_tokens_of_a_step_are_scored_up_to_the_last_that_says_something(grouped: GroupedBatch) -> None:
-    """A text that ends in its second slot, whose steps 0 and 1 commit ends of text too, and 2 and 3 nothing else."""
+    """The text ends in its second slot. Its steps 0 and 1 commit ends of text too, steps 2 and 3 commit nothing
+    else."""
     batch = replace(
         _many(grouped, 0, 2),
         completion_ids=torch.tensor([[5, 39, 39, 6, 39, 39, 39, 39]] * 2),
@@ -241,7 +242,8 @@ def test_all_tokens_of_a_step_are_scored_up_to_the_last_that_says_something(grou
 
 
 def test_segments_are_drawn_by_the_entropy_of_what_was_drawn_from(grouped: GroupedBatch) -> None:
-    """The second step has nearly all the entropy of these laws, the first that of untempered predictions."""
+    """The second step has nearly all entropy of the sampling distributions, the first that of untempered
+    predictions."""
     row = int(grouped.completion_lengths.argmax())
     many = _many(grouped, row, 200)
     many = replace(
@@ -304,13 +306,14 @@ def test_spread_ratios_cover_the_range_over_the_updates(grouped: GroupedBatch) -
     shares = torch.stack(
         [config.corrupt(many, InnerUpdate(index, 5), SAMPLER).masked.float().mean(dim=1) for index in range(5)]
     )
-    # The ratios of a row are a fifth apart: their mean hardly differs from row to row.
+    # A row's ratios are a fifth apart, so that their mean hardly varies between rows.
     assert abs(float(shares.mean()) - 0.5) < 0.02
     assert float(shares.mean(dim=0).std()) < 0.12
 
 
 def _exhaustive_elbo(policy: Transformer, batch: GroupedBatch, num_slots: int) -> float:
-    """Mean over k = 1..L, and over all sets of k masked slots, of L / k times the sum of log-probabilities."""
+    """Return the mean over k = 1..L, and over all sets of k masked slots, of L / k times the sum of log-
+    probabilities."""
     prompt, tokens = batch.prompt_ids[0, : batch.prompt_lengths[0]], batch.completion_ids[0]
     total = 0.0
     for count in range(1, num_slots + 1):
@@ -372,7 +375,7 @@ def test_an_elbo_scores_the_slots_that_it_is_about(grouped: GroupedBatch, slots:
 
 
 def test_quadrature_integrates_a_polynomial_of_the_ratio_exactly(grouped: GroupedBatch) -> None:
-    """With log p = -t^2 for every token the bound is the integral of -L t^2, as far as t L is a whole number."""
+    """With log p = -t^2 for every token, the bound is the integral of -L t^2, up to rounding t L to a whole number."""
     wide = replace(
         grouped,
         completion_ids=torch.zeros(12, 1000, dtype=torch.long),
@@ -394,10 +397,10 @@ def test_block_masks_are_states_of_a_block_wise_sampler(grouped: GroupedBatch) -
     in_second = masked[:, 4:7].sum(dim=1)
     assert masked[:, 7].all(), "what follows the text is masked"
     assert (in_second >= 1).all()
-    # Where the second block is not masked whole it is the chosen one, and the first is lightly corrupted.
+    # A partly masked second block is the selected one, and then the first block is lightly corrupted.
     light = masked[in_second < 3][:, :4].float().mean()
     assert abs(float(light) - 0.15) < 0.03
-    # Two draws of a row are of its two blocks.
+    # The two draws of a row select its two blocks.
     pairs = masked.unflatten(0, (400, 2))
     assert ((pairs[:, :, 4:7].sum(dim=2) == 3).any(dim=1)).all()
 

@@ -1,8 +1,8 @@
-"""Rows of the algorithms' table against numbers that the public code of the same papers gave.
+"""Losses, gradients and advantages of the algorithms against golden numbers of the papers' code.
 
-The losses, gradients and advantages of `golden.json` were computed by the functions that `SOURCES` names, run as they
-are on the example and the policies below, with our masks in the place of their random ones. Nothing here restates a
-formula: what a row's configuration changes, these numbers see.
+The numbers in `golden.json` were computed by the functions that `SOURCES` names, run unchanged on the example and the
+policies below, with our masks instead of their random ones. Nothing here restates a formula, so that these tests detect
+any change of an algorithm's configuration.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text(encoding="
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where a row's numbers come from, and what of the row they are about."""
+    """Origin of an algorithm's golden numbers, and the example that they are for."""
 
     repository: str
-    """On GitHub."""
+    """Repository on GitHub."""
     commit: str
-    """The commit."""
+    """Commit of the repository."""
     functions: str
     """File and functions that were run."""
     lengths: tuple[int, ...] = (16, 5, 9, 2, 7, 16, 3, 12)
-    """Tokens of each completion."""
+    """Number of tokens of each completion."""
     slots_per_step: int = 1
-    """Slots that a denoise step commits."""
+    """Slots committed in each denoise step."""
     block_length: int = BLOCK
-    """The sampler's."""
+    """The sampler's block length."""
     distances: tuple[float, ...] = (1.0, -1.0)
-    """How far the policies of the later inner updates are from the first one's, and to which side."""
+    """Signed distances of the policies of later inner updates from the first one."""
     is_block_causal: bool = False
-    """Whether its policies are: blocks are then counted from the first column."""
+    """Whether the policies are block-causal: blocks are then counted from the first column."""
     changes: Mapping[str, object] | None = None
-    """Settings of the objective without what only one of the two has."""
+    """Overrides of the objective, which switch off parts that only one implementation has."""
     std: tuple[int, float] | None = None
-    """Of an advantage that is divided by a standard deviation: what their code subtracts from the number of
-    completions before it divides by it, and what it adds to the deviation."""
+    """For advantages divided by a standard deviation: what their code subtracts from the number of completions before
+    it divides by it, and what it adds to the deviation."""
 
     @property
     def updates(self) -> int:
-        """Inner updates."""
+        """Number of inner updates."""
         return 1 + len(self.distances)
 
 
@@ -84,9 +84,9 @@ D1 = {
 }
 SOURCES: Mapping[str, Source] = {
     "diffu-grpo": Source(**D1),
-    # Each group is a micro-batch, whose masks are those of its micro-step.
+    # Each group is a micro-batch, with the masks of its micro-step.
     "diffu-grpo-parity": Source(**D1),
-    # A group at a time: the softmax is over what a worker holds.
+    # One group at a time: the softmax is over a worker's rows.
     "wd1": Source(
         repository="xiaohangt/wd1",
         commit="08989851e5dd84ac31af04d28f20a93488d66ffb",
@@ -99,7 +99,7 @@ SOURCES: Mapping[str, Source] = {
         functions="src/open_r1/coupled_grpo.py: _generate_and_score_completions, _get_per_token_logps, "
         "selective_log_softmax, compute_loss",
     ),
-    # Without the KL: theirs is to the old policy and a sum over tokens, the paper's to the reference.
+    # Without the KL term: theirs is to the old policy and a sum over tokens, the paper's to the reference.
     "unigrpo": Source(
         repository="Gen-Verse/dLLM-RL",
         commit="10b4fd1cba83e4496c20585dc2fd01dc02f20255",
@@ -120,7 +120,7 @@ SOURCES: Mapping[str, Source] = {
         "NumericalIntegrationEstimator; rl/trainers/train_utils.py: grpo_group_normalized_advantages",
         std=(1, 1e-4),
     ),
-    # A group at a time, as wd1's. Some weights are above 5.
+    # One group at a time, as for wd1. Some weights exceed 5.
     "stabledrl": Source(
         **BLOCK_R1, functions="rl/trainers/stable_drl_svpo.py: compute_loss_spg", distances=(9.0, -2.0)
     ),
@@ -130,7 +130,7 @@ SOURCES: Mapping[str, Source] = {
         functions="diffu-grpo/diffu_grpo_trainer.py: d2StepMergeTrainer._generate_and_score_completions, "
         "_get_per_token_logps, compute_loss",
     ),
-    # Later policies that are near: 1 + d and e^d stay within the clip that ours has not.
+    # Nearby later policies: 1 + d and e^d stay within their clip, which ours lacks.
     "bgpo": Source(
         **DARE,
         distances=(0.1, -0.1),
@@ -138,7 +138,7 @@ SOURCES: Mapping[str, Source] = {
         "compute_policy_loss_bgpo; verl/trainer/ppo/core_algos.py: compute_grpo_outcome_advantage",
         std=(1, 1e-6),
     ),
-    # Later policies that are nearer: ratios are of whole bounds.
+    # Even nearer later policies: ratios are of whole bounds.
     "ebpo": Source(
         **DARE,
         distances=(0.4, -0.4),
@@ -147,7 +147,7 @@ SOURCES: Mapping[str, Source] = {
         is_block_causal=True,
         std=(1, 1e-6),
     ),
-    # Every step commits text: theirs divides by all steps. Ratios stay below the dual clip.
+    # Every step commits text, since theirs divides by all steps. Ratios stay below the dual clip.
     "cj-grpo": Source(
         **DARE,
         functions="verl/workers/actor/llada_dp_actor_cj_grpo.py: update_policy; verl/trainer/ppo/dllm_core_algos.py: "
@@ -162,7 +162,7 @@ SOURCES: Mapping[str, Source] = {
         commit="96af1a47b4a8177e2b1d0e94d669786af4a7ba23",
         functions="DMPO/dmpo_trainer.py: _generate_and_score_completions, compute_log_prob_elbo, compute_loss",
     ),
-    # Completions that fill the canvas: theirs scores what follows the text too. It is on-policy.
+    # The completions fill the canvas, since theirs scores tokens after the text too. It is on-policy.
     "justgrpo": Source(
         repository="LeapLabTHU/JustGRPO",
         commit="eebe50e71f5b84ec6b3824cb502664577989db1b",
@@ -176,8 +176,8 @@ SOURCES: Mapping[str, Source] = {
 
 
 class Table(nn.Module):
-    """A policy of 64 numbers: every token on the canvas adds its row of a table to the logits of every slot, half as
-    much for each slot in between."""
+    """A policy of 64 numbers. Every token on the canvas adds its row of a table to the logits of every slot, halved for
+    each position in between."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -196,27 +196,27 @@ class Table(nn.Module):
         self.weight = nn.Parameter(table(number))
 
     def logits(self, ids_BS: Tensor) -> Tensor:
-        """[B, S, V] float64."""
+        """Return logits [B, S, V] in float64."""
         place_S = torch.arange(ids_BS.shape[1])
         nearness_SS = 0.5 ** (place_S[:, None] - place_S).abs().double()
         return nearness_SS @ self.weight[ids_BS]
 
     def forward(self, ids: Tensor, lengths: Tensor, queries: Tensor, scored: Tensor, *, targets: Targets) -> Tensor:
-        """As `Transformer` scores tokens: [N] float32."""
+        """Score tokens as `Transformer` does: [N] float32."""
         rows_B1 = torch.arange(len(ids))[:, None]
         logps_MV = self.logits(ids)[rows_B1, queries].flatten(0, 1)[scored].log_softmax(-1)
         return logps_MV[targets.slot, targets.token].float()
 
 
 def table(number: int, distance: float = 1.0) -> Tensor:
-    """[V, V] float64: 0 is the policy that sampled, 1 one of later, 2 the reference."""
+    """Return the table [V, V] float64 of a policy: 0 sampled, 1 is a later one, 2 is the reference."""
     place = torch.arange(1, VOCAB * VOCAB + 1, dtype=torch.float64).view(VOCAB, VOCAB)
     moved = 0.0 if number == 0 else 0.5 * distance * (place * (2.8 + number)).cos()
     return (place * 1.7).sin() + moved
 
 
 class TablePolicy(ShardedPolicy):
-    """A table on one process; its reference is the one with the number 2."""
+    """A table policy on one process; its reference is table 2."""
 
     def __init__(self, number: int) -> None:
         super().__init__(Table(number), None)  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ class TablePolicy(ShardedPolicy):
 
 
 class Recorder:
-    """In the optimizer's place: keeps the gradient of every step, and puts the next policy in the place of the last."""
+    """A fake optimizer: records the gradient of every step, and installs the next policy."""
 
     def __init__(self, policy: Table, distances: tuple[float, ...]) -> None:
         self._policy, self._distances = policy, iter((*distances, 0.0))
@@ -242,13 +242,13 @@ class Recorder:
 
 
 def example(source: Source) -> RolloutBatch:
-    """Two groups of four completions, all of whose slots were denoised, block by block."""
+    """Two groups of four completions whose slots were all denoised, block by block."""
     num_rows = GROUP * NUM_GROUPS
     lengths = torch.tensor(source.lengths)
     ids = torch.arange(num_rows * SLOTS).view(num_rows, SLOTS) * 11 % 13 * 5 % EOS
     slots = torch.arange(SLOTS)
     ids = torch.where(slots < lengths[:, None] - (lengths < SLOTS)[:, None].long(), ids, EOS)
-    # Within a block of 4 the slots 2, 0, 3, 1 are committed in this order.
+    # Within a block of 4 the commit order is 2, 0, 3, 1.
     order = torch.tensor([1, 3, 0, 2]) if source.block_length == BLOCK else torch.zeros(1, dtype=torch.int64)
     steps = slots // source.block_length * source.block_length + order[slots % source.block_length]
     rewards = torch.tensor([1.0, 0.25, 0.5, 0.125, 0.75, 2.0, 0.5, 0.0])
@@ -263,7 +263,7 @@ def example(source: Source) -> RolloutBatch:
 
 
 def config(name: str) -> LearnerConfig:
-    """The row as the table has it, in as many inner updates as the numbers are of."""
+    """Return the algorithm's config from the table, with as many inner updates as the golden numbers have."""
     source = SOURCES[name]
     settings = {"algorithm": name, "num_rounds": 1, "inner_updates": source.updates}
     return LearnerConfig.model_validate(settings | ({"objective": source.changes} if source.changes else {}))
@@ -277,7 +277,8 @@ def sampler(name: str) -> SamplerFacts:
 
 
 def masks(name: str) -> list[list[int]]:
-    """The canvases of every inner update, and of the weighing before the first: their masked columns as bits."""
+    """Return the masked columns, as bits, of each canvas of every inner update, and of the weighing before the
+    first."""
     grouped, estimator = GroupedBatch.of(example(SOURCES[name])), config(name).estimator
     plans = [WEIGHING] if config(name).objective.precomputes_row_weights else []
     found = []
@@ -293,7 +294,7 @@ def masks(name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_row_has_the_loss_and_the_gradient_of_its_public_code(name: str) -> None:
-    """Of the first inner update, and of two whose ratios are on both sides of the clip."""
+    """At the first inner update, and at two others whose ratios lie on both sides of the clip."""
     golden = GOLDEN[name]
     assert masks(name) == golden["masks"], "other masks are drawn: these numbers say nothing of them"
     policy = TablePolicy(0)
@@ -311,7 +312,7 @@ def test_a_row_has_the_loss_and_the_gradient_of_its_public_code(name: str) -> No
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if "advantages" in GOLDEN[name]])
 def test_a_row_has_the_advantages_of_its_public_code(name: str) -> None:
-    """Up to what the standard deviation of a group is: ours is the population's, and 1e-4 is added to it."""
+    """Up to the definition of a group's standard deviation: ours is the population's, plus 1e-4."""
     batch, std = example(SOURCES[name]), SOURCES[name].std
     ours = group_advantages(Rewards.of(batch), config(name).advantage)
     factors = torch.ones(len(ours))

@@ -1,4 +1,4 @@
-"""The denoising loss of correct completions, against plain loops."""
+"""Denoising loss of correct completions (imitation), against plain loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COEFFICIENT = 0.3
 def _gradients(
     policy: Transformer, batch: RolloutBatch, coefficient: float, **changes: object
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Of one update whose step changes nothing, and its metrics."""
+    """Return the gradients and metrics of one update whose step changes nothing."""
     settings = {"num_rounds": 1, "inner_updates": 1, "objective": {"kl_coef": 0.0}, "imitation_coef": coefficient}
     model = copy.deepcopy(policy)
     learner = Learner(ShardedPolicy(model, None), LearnerConfig.model_validate(settings | changes))
@@ -42,7 +42,7 @@ def _some_correct(rollouts: RolloutBatch) -> RolloutBatch:
 
 
 def _by_hand(policy: Transformer, batch: RolloutBatch) -> tuple[dict[str, Tensor], float]:
-    """Gradient and value of the mean cross-entropy of a masked token, one canvas at a time, in float64."""
+    """Return gradient and value of the mean cross-entropy of a masked token, one canvas at a time, in float64."""
     model = copy.deepcopy(policy).to(torch.float64)
     correct = GroupedBatch.of(batch.select(batch.correct))
     masks = RandomMasksConfig(min_ratio=0.0, max_ratio=1.0, ratios="spread", coupled=False)

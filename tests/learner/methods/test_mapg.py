@@ -1,8 +1,8 @@
 """`mapg` against its authors' own code: github.com/Haran71/mask-aware-policy-gradients at a7ff19d.
 
-The numbers are what its likelihoods, losses and advantages give for the policy, the completions and the drawn segments
-of this file, in three inner updates, one completion to a micro-batch as it is configured there. Its sampler denoises
-every canvas to the end, so there the completions that end early went on.
+The numbers are the likelihoods, losses and advantages of their code for this file's policy, completions and drawn
+segments. It ran three inner updates, with one completion per micro-batch as configured there. Its sampler denoises
+every canvas to the end, so the completions that end early continued there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMPLETIONS = [
     [0, 25, 30, 4, 11, 29, END, END],
 ]
 LENGTHS = [8, 8, 2, 6, 8, 8, 5, 7]
-# Blocks of 4, a slot a step. Those that end in the first block are denoised no further.
+# Blocks of 4, one slot a step. Completions that end in the first block are not denoised further.
 STEPS = [
     [2, 0, 3, 1, 6, 4, 5, 7],
     [0, 1, 2, 3, 4, 5, 6, 7],
@@ -55,7 +55,7 @@ SETTINGS = {
     "estimator": {"num_segments": 4, "num_sampled": 2},
 }
 
-# What was drawn of each completion at each update, and what their code makes of it.
+# The segments drawn for each completion at each update, and their code's results for them.
 DRAWN = [
     [[0, 1], [0, 3], [0], [0, 3], [0, 3], [0, 1], [0, 1], [0, 2]],
     [[0, 1], [0, 2], [0], [2, 3], [1, 2], [0, 1], [0, 1], [1, 2]],
@@ -63,12 +63,12 @@ DRAWN = [
 ]
 ADVANTAGES = [-1.1666666, 1.5, -0.5, 0.16666669, -1.0416666, -0.875, 2.9583333, -1.0416666]
 LOSSES = [0.0, 0.00405854, 0.00699038]
-# Ratios, of tokens and of orders, whose gradient the clip takes away: 3 + 3 of 16 at the second update, then 4 + 3.
+# Ratios, of tokens and of orders, whose gradient the clip removes: 3 + 3 of 16 at the second update, then 4 + 3.
 CLIPPED = [0, 6, 7]
-# The mean over the tokens that are scored at the three updates.
+# Mean over the tokens scored at the three updates.
 TOKEN_LOGP = -4.315854
 NORMS = [5.2208313, 10.2708035, 7.9791436]
-# The gradient of a parameter times `wave_of(parameter, 0.51)`, added up; at each update.
+# Sum of each parameter's gradient times `wave_of(parameter, 0.51)`, at each update.
 GRADIENTS = {
     "embed.weight": [-0.544367, -0.562357, 0.00370116],
     "blocks.0.attn.v_proj.weight": [-0.601346, 1.68818, 1.22682],
@@ -80,7 +80,7 @@ GRADIENTS = {
 
 
 def policy() -> Transformer:
-    """Weights that a formula gives."""
+    """Return a policy whose weights are given by a formula."""
     model = Transformer(
         TransformerConfig(
             vocab_size=40,
@@ -99,18 +99,18 @@ def policy() -> Transformer:
         for index, parameter in enumerate(model.parameters()):
             wave = wave_of(parameter, 0.37 * (index + 1))
             parameter.copy_(1 + 0.1 * wave if parameter.dim() == 1 else 0.3 * wave)
-        # Sharper logits, whose normalisers differ from slot to slot.
+        # Sharper logits, whose normalizers differ between slots.
         model.head.weight.mul_(4.0)
     return model
 
 
 def wave_of(parameter: Tensor, frequency: float) -> Tensor:
-    """A sine over all numbers of a parameter."""
+    """Return a sine over all elements of a parameter."""
     return (torch.arange(parameter.numel(), dtype=torch.float64) * frequency).sin().view(parameter.shape).float()
 
 
 def moved(model: Transformer) -> Transformer:
-    """The same policy after an optimizer step that a formula gives."""
+    """Apply an optimizer step given by a formula."""
     with torch.no_grad():
         for index, parameter in enumerate(model.parameters()):
             parameter.add_(2e-4 * wave_of(parameter, 0.73 + index))
@@ -118,7 +118,7 @@ def moved(model: Transformer) -> Transformer:
 
 
 def rollouts() -> RolloutBatch:
-    """Two groups of four."""
+    """Two groups of four completions."""
     return batch_of(
         prompts=torch.tensor(PROMPTS),
         completions=torch.tensor(COMPLETIONS),
@@ -131,7 +131,7 @@ def rollouts() -> RolloutBatch:
 
 
 def drawn(config: LearnerConfig) -> list[list[list[int]]]:
-    """Of each update and completion the segments that are drawn."""
+    """Return the segments drawn for each update and completion."""
     batch, found = GroupedBatch.of(rollouts()), []
     for index in range(3):
         corruption = config.estimator.corrupt(batch, InnerUpdate(index, 3), SamplerFacts(block_length=4))
@@ -141,7 +141,7 @@ def drawn(config: LearnerConfig) -> list[list[list[int]]]:
 
 
 def test_the_row_is_what_its_authors_train_with() -> None:
-    """map/configs/gsm8k.yaml."""
+    """Settings of map/configs/gsm8k.yaml."""
     config = LearnerConfig.model_validate({"algorithm": "mapg", "num_rounds": 1})
     estimator, objective = config.estimator, config.objective
     assert isinstance(estimator, TrajectoryConfig)
@@ -162,11 +162,11 @@ def test_losses_and_gradients_are_those_of_the_public_code() -> None:
     recorder = Recorder(model, moved)
     learner.optimizer = recorder  # type: ignore[assignment]
     metrics = learner.update(batch, 0)
-    # Advantages of up to 3 times ratios of about 1 that cancel. In float64 it is 0.0036831001: theirs is 1.3e-7 off,
-    # ours 1.1e-7 to the other side, or less, by processor.
+    # Advantages of up to 3 times ratios of about 1 cancel. In float64 it is 0.0036831001. Theirs is 1.3e-7 off, ours at
+    # most 1.1e-7 to the other side, depending on the processor.
     assert metrics["loss"] == pytest.approx(sum(LOSSES) / 3, abs=5e-7)
     assert metrics["token_logp"] == pytest.approx(TOKEN_LOGP, abs=1e-6)
-    # Each completion has a ratio of its tokens and one of their order.
+    # Each completion has one ratio for its tokens and one for their order.
     assert metrics["clip_ratio/region_mean"] == pytest.approx(sum(CLIPPED) / (3 * 2 * 8))
     for index, gradients in enumerate(recorder.gradients):
         norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()

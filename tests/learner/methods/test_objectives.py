@@ -19,13 +19,13 @@ NOTHING = torch.zeros(0, dtype=torch.long)
 def _loss(
     config: ClippedRatioConfig, new: torch.Tensor, old: torch.Tensor, reference: torch.Tensor, advantages: torch.Tensor
 ) -> Loss:
-    """Of one token for each row, each of importance 1."""
+    """Compute the loss with one token per row, each of importance 1."""
     terms = _terms([1] * len(new), torch.ones(len(new), dtype=new.dtype))
     return config.loss(terms, Logps(new=new, old=old, reference=reference, sampled=old), _rows(advantages))
 
 
 def _terms(lengths: list[int], importance: torch.Tensor) -> Terms:
-    """Of completions of these lengths, whose tokens are each scored once."""
+    """Return the terms of completions of these lengths, each token scored once."""
     views = Views(ids=NOTHING, lengths=NOTHING, slots=NOTHING, scored=NOTHING, targets=NOTHING)
     slots = torch.cat([torch.arange(length) for length in lengths])
     return Terms(
@@ -40,7 +40,7 @@ def _terms(lengths: list[int], importance: torch.Tensor) -> Terms:
 
 
 def _rows(advantages: torch.Tensor) -> RowFacts:
-    """Of one group, the better half of it correct."""
+    """Return the facts of one group, in which rows with positive advantages are correct."""
     correct = advantages > 0
     return RowFacts(
         advantages=advantages,
@@ -83,7 +83,7 @@ def test_gradient_at_ratio_one_is_minus_the_advantage() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "value", "slope"),
-    # d = reference - new = -1; the derivative is by new, of which d falls.
+    # d = reference - new = -1; the derivative is by new, and d decreases in new.
     [(Kl.K1, 1.0, 1.0), (Kl.K2, 0.5, 1.0), (Kl.K3, math.exp(-1), 1 - math.exp(-1))],
 )
 def test_kl_and_its_pull_to_the_reference(kind: Kl, value: float, slope: float) -> None:
@@ -112,7 +112,7 @@ def test_gradient_is_that_of_finite_differences() -> None:
 
 
 def test_lightningrls_loss_is_what_its_code_gives() -> None:
-    """SJTU-DENG-Lab/LightningRL, commit e4d7d29, models/sdar/modeling_sdar.py: all three means over sequences."""
+    """SJTU-DENG-Lab/LightningRL, commit e4d7d29, models/sdar/modeling_sdar.py: all three means are over sequences."""
     new = torch.tensor([-1.0, -0.5, -2.0, -0.3, -1.2, -0.7], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.1, -0.9, -1.5, -0.3, -1.6, -0.4], dtype=torch.float64)
     reference = torch.tensor([-1.3, -0.4, -2.2, -0.1, -1.0, -0.9], dtype=torch.float64)
@@ -136,7 +136,8 @@ def test_a_likelihood_of_the_correct_completions_is_a_mean_over_completions(sett
 
 @pytest.mark.parametrize("baseline", [0.0, 0.5, -3.0])
 def test_tbas_loss_is_what_its_code_gives(baseline: float) -> None:
-    """bbartoldson/TBA, src/tba_trainer_gsm8k.py, for one prompt; log Z takes up what all rewards of a group share."""
+    """bbartoldson/TBA, src/tba_trainer_gsm8k.py, for one prompt. log Z absorbs any reward offset that a group
+    shares."""
     new = torch.tensor([-1.5, -3.5, -0.7, -2.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.7, -3.3, -0.9, -2.4], dtype=torch.float64)
     rows = _rows(torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64) - baseline)
@@ -150,7 +151,7 @@ def test_tbas_loss_is_what_its_code_gives(baseline: float) -> None:
 
 
 def test_the_tilted_reference_has_no_residual() -> None:
-    """With new - reference = reward / beta - log Z, whatever log Z is."""
+    """With new - reference = reward / beta - log Z, for any log Z."""
     reference, rewards = -torch.rand(5, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
     logps = Logps(new=reference + rewards / 0.3 - 1.7, old=reference, reference=reference, sampled=reference)
     loss = TrajectoryBalanceConfig(beta=0.3).loss(
@@ -232,8 +233,8 @@ def test_correctness_alone_counts_where_the_advantage_is_of_it() -> None:
 
 
 def test_lightningrls_advantages_are_what_its_code_gives() -> None:
-    """SJTU-DENG-Lab/LightningRL, commit e4d7d29: `reward/rl_reward.py`, then `train/train_policy_no_value.py`, in the
-    mode of its configuration, whose standard deviation over the round divides by n - 1."""
+    """SJTU-DENG-Lab/LightningRL, commit e4d7d29: `reward/rl_reward.py`, then `train/train_policy_no_value.py`, in its
+    configured mode. Its standard deviation over the round divides by n - 1."""
     correct = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
     speeds = [2.0, 1.0, 4.0, 1.5, 3.0, 3.5, 5.0, 2.5]
     parts = [list(pair) for pair in zip(correct, speeds, strict=True)]

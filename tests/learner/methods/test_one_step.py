@@ -14,7 +14,7 @@ def _terms(policy: Transformer, batch: GroupedBatch, update: int = 0, **settings
 
 
 def _values(policy: Transformer, batch: GroupedBatch) -> torch.Tensor:
-    """[B, L], 0 where nothing is scored."""
+    """Return log-probabilities [B, L], 0 where no token is scored."""
     terms = _terms(policy, batch, p_mask_prompt=0.0)
     values = torch.zeros(batch.num_rows, batch.num_slots)
     with torch.no_grad():
@@ -23,7 +23,7 @@ def _values(policy: Transformer, batch: GroupedBatch) -> torch.Tensor:
 
 
 def _slowly(policy: Transformer, batch: GroupedBatch) -> torch.Tensor:
-    """One row, one token at a time, with nothing shared and nothing padded."""
+    """Compute them one row and one token at a time, with nothing shared and nothing padded."""
     values = torch.zeros(batch.num_rows, batch.num_slots)
     for row in range(batch.num_rows):
         prompt = batch.prompt_ids[row, : batch.prompt_lengths[row]]
@@ -65,7 +65,7 @@ def test_prompt_masks_depend_on_the_sample_and_the_update_and_nothing_else(
 
 
 def test_d1s_micro_steps_give_each_group_half_of_the_masks_twice(policy: Transformer, grouped: GroupedBatch) -> None:
-    """Of four updates: a group with an even number meets masks 0, 2, 0, 2, one with an odd number 1, 3, 1, 3."""
+    """In four updates, an even-numbered group has masks 0, 2, 0, 2, an odd-numbered one 1, 3, 1, 3."""
     even, odd = grouped.select(grouped.group_index == 0), grouped.select(grouped.group_index == 1)
     for rows in (even, odd):
         assert _same_masks(policy, rows, 0, 2, prompt_mask="micro_step")

@@ -1,8 +1,8 @@
-"""Losses and gradients against what the authors' own code gives for the same completions.
+"""Losses and gradients against those of the authors' own code for the same completions.
 
-Their loss functions were run in float64 on a policy that is a formula: the log-probability of a completion's token is
-`_logp` of its row, its slot, how many slots its canvas masks, and one parameter. Only what they gave is here. Their
-sources: github.com/Gen-Verse/dLLM-RL at 10b4fd1 (`prepare_inputs_and_labels_for_text` and `forward_process` of
+Their loss functions were run in float64 on a policy given by a formula. The log-probability of a completion's token is
+`_logp` of its row, its slot, the number of masked slots of its canvas, and one parameter. This file has only their
+results. Sources: github.com/Gen-Verse/dLLM-RL at 10b4fd1 (`prepare_inputs_and_labels_for_text` and `forward_process` of
 train/rl_llada.py, `z_score_normalize` of reward/rl_reward.py, the options of configs/rl_llada.yaml but for `shrink`)
 and github.com/probablyabot/agrpo at 98f1182 (`compute_loss` of agrpo_trainer.py, the options of train.yaml but for
 sizes).
@@ -27,7 +27,7 @@ from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy
 from tests.learner.batches import batch_of
 
-# Two blocks of 4 slots, two slots a step; 39 ends a text, and 37 is what may follow it.
+# Two blocks of 4 slots, two slots a step. 39 ends a text, and 37 may follow it.
 END, MASK = 39, 38
 COMPLETIONS = [
     [3, 9, 14, 2, 21, 30, 39, 37],
@@ -59,7 +59,7 @@ def _logp(row: Tensor, slot: Tensor, num_masked: Tensor, parameter: Tensor) -> T
 
 @dataclass
 class _Formula:
-    """In the place of `token_logps`: the formula at a parameter of the policy, moved on by `moved`."""
+    """A fake of `token_logps`: the formula at a parameter of the policy, shifted by `moved`."""
 
     moved: float = 0.0
 
@@ -68,12 +68,12 @@ class _Formula:
         slots_N = views.slots[views.scored]
         view_N, slot_N = slots_N // width, slots_N % width - PROMPT
         masked_N = (views.ids[:, PROMPT:] == MASK).sum(dim=1)[view_N]
-        # The first token of a prompt says whose it is.
+        # The first token of a prompt identifies the row.
         return _logp(views.ids[view_N, 0], slot_N, masked_N, at_V + self.moved)
 
 
 class _Steps:
-    """In the optimizer's place: keeps the derivative by the parameter, and moves the formula by a known amount."""
+    """A fake optimizer: records the derivative by the parameter, and shifts the formula by a known amount."""
 
     def __init__(self, model: Transformer, formula: _Formula, by: float) -> None:
         self._model, self._formula, self._by = model, formula, by
@@ -116,7 +116,7 @@ def _learned(
     by: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[float, list[float]]:
-    """The mean loss of the steps, and the derivative of each."""
+    """Return the mean loss of the steps, and the derivative of each."""
     with torch.no_grad():
         policy.head.weight[0, 0] = 0.0
     for module in (learner.learner, learner.round):
@@ -131,8 +131,8 @@ def _learned(
 
 
 def test_tracerl_is_its_authors(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of a sweep, on the segments of four completions each. Rewards do not matter; our z-score divides by
-    1e-4 more."""
+    """Two steps of a sweep, each on the segments of four completions. The rewards are not used. Our z-score adds 1e-4
+    to the standard deviation."""
     correct = torch.tensor([True, False, False, True, False, True, True, True])
     batch = _batch(COMPLETIONS, torch.linspace(0, 1, 8), correct, torch.zeros(8, 8))
     settings = {"algorithm": "tracerl", "num_minibatches": 2, "estimator": {"steps_per_segment": 2}}
@@ -142,8 +142,8 @@ def test_tracerl_is_its_authors(policy: Transformer, monkeypatch: pytest.MonkeyP
 
 
 def test_agrpo_is_its_authors(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy that has moved from the one that sampled. They were given our draws, and 0.005 more entropy for each
-    token: our least entropy of a step is 0.01."""
+    """The policy has moved since it sampled. Their code received our draws, and 0.005 more entropy per token, since our
+    minimum entropy of a step is 0.01."""
     rewards = torch.tensor([0.9, 0.1, 0.3, 0.5])
     entropy = 0.1 * ((3 * torch.arange(4)[:, None] + 5 * torch.arange(8)) % 7).float()
     completions = [[END if token == 37 else token for token in row] for row in COMPLETIONS[:4]]

@@ -1,4 +1,4 @@
-"""The adapted families against transformers' own Llama, Qwen2 and Qwen3."""
+"""Adapted autoregressive families against transformers' own Llama, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ families = pytest.mark.parametrize("family", ORIGINALS)
 
 
 def _original(family: str, *, is_tied: bool = False, **changes: Any) -> PreTrainedModel:
-    """A random model whose biases and norms do something."""
+    """A random model with nontrivial biases and norms."""
     of_config, of_model = ORIGINALS[family]
     widths = {"head_dim": 16} if family == "a2d-qwen3" else {}
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def _original(family: str, *, is_tied: bool = False, **changes: Any) -> PreTrain
 
 
 def _saved(model: PreTrainedModel, directory: Path, family: str, **keys: Any) -> Path:
-    """As dllm does: transformers' files, under another model type."""
+    """Save as dllm does: transformers' files, under another model type."""
     model.save_pretrained(directory)
     _rewrite(directory, {"model_type": family, "mask_token_id": 38} | keys)
     return directory
@@ -104,7 +104,7 @@ def _ids() -> Tensor:
 
 
 def _expected(model: PreTrainedModel, block: int) -> Tensor:
-    """Their logits where a slot sees its block of so many and those before it."""
+    """Return the original's logits where a slot attends to its block and to those before it."""
     blocks = torch.arange(LENGTH) // block
     is_hidden = blocks[None, :] > blocks[:, None]
     mask = torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(is_hidden, torch.finfo(torch.float32).min)
@@ -135,10 +135,10 @@ def test_logits_of_blocks_and_shifted_ones_are_those_of_the_original_with_their_
             assert policy.is_cache_exact == (block is not None)
             with torch.inference_mode():
                 found = policy(_ids())
-            # The first slot, which no other predicts, predicts itself.
+            # The first slot has no predecessor and predicts itself.
             shifted = torch.cat((expected[:, :1], expected[:, :-1]), dim=1) if is_shifted else expected
             torch.testing.assert_close(found, shifted, atol=1e-4, rtol=0)
-    # In shifted blocks of one it is the autoregressive model, as transformers runs it.
+    # With shifted outputs and blocks of one slot it is the autoregressive model, as transformers runs it.
     with torch.inference_mode():
         torch.testing.assert_close(found[:, 1:], original(_ids()).logits[:, :-1], atol=1e-4, rtol=0)
 
@@ -152,7 +152,7 @@ def test_the_sampler_of_shifted_blocks_of_one_generates_what_the_original_does(t
     ]
     for request, completion in zip(requests, Sampler(policy, 0).generate(requests), strict=True):
         prompt = torch.tensor([request.prompt_ids])
-        # A policy never gives its mask.
+        # A policy never samples its mask.
         settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "suppress_tokens": [38]}
         ids = original.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, prompt.shape[1] :]
         assert completion.token_ids.tolist() == ids.tolist()
@@ -202,7 +202,7 @@ def test_what_published_configs_say_beside_it_changes_nothing(tmp_path: Path, fa
     inert |= {"pretraining_tp": 1, "rope_interleaved": False, "sliding_window": 32, "use_sliding_window": False}
     both = yarn | {"rope_type": "yarn", "type": "yarn", "finetuned": True}
     _written(tmp_path, family, inert | {"rope_scaling": both, "original_max_position_embeddings": 16})
-    # Llama 2's configs have no base, which is then the architectures' 10,000.
+    # Llama 2's configs lack a rotary base; the architecture's default is 10,000.
     assert load_config(tmp_path) == expected
 
 

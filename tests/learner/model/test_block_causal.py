@@ -1,4 +1,4 @@
-"""Block-causal families: what a slot sees, and rows of clean canvases and noisy states of blocks."""
+"""Block-causal families: attention between blocks, and rows of clean canvases with noisy block states."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def model(config: TransformerConfig) -> Transformer:
 
 @pytest.fixture(params=[False, True], ids=["at the slot", "at the slot before"])
 def either(request: pytest.FixtureRequest, model: Transformer) -> Transformer:
-    """Also one whose output predicts the next slot: the first of a block is predicted by the block before."""
+    """Also with an output that predicts the next slot, so that the preceding block predicts a block's first slot."""
     model.config = model.config.model_copy(update={"predicts_next": request.param})
     return model
 
@@ -48,7 +48,7 @@ def _masked(ids: torch.Tensor) -> torch.Tensor:
 def _beside(
     model: Transformer, noisy: torch.Tensor, clean: torch.Tensor, block: int = BLOCK, **others: object
 ) -> torch.Tensor:
-    """Logits of canvases, each block behind the clean blocks before it: of rows [clean | noisy]."""
+    """Return the logits of canvases, each block after the clean blocks before it, from rows [clean | noisy]."""
     rows, length = clean.shape
     columns = torch.arange(length).repeat(2).expand(rows, -1)
     chunks = torch.cat((torch.full((length,), -1), torch.arange(length) // block)).expand(rows, -1)
@@ -59,8 +59,8 @@ def _beside(
 
 @pytest.mark.parametrize(("name", "block"), [("sdar-tiny", 4), ("sdar-moe-tiny", 4), ("llada2-tiny", 8)])
 def test_logits_are_those_of_the_original_code(shared: Path, name: str, block: int) -> None:
-    """With heads that are wider than the stream has room for, and normalised queries and keys; with experts of both
-    kinds. The config of LLaDA2 does not say that it was trained with blocks of 8."""
+    """With heads wider than d_model / num_heads and query-key norms, and with experts of both kinds. The config of
+    LLaDA2 omits its training block length of 8."""
     directory = shared / "fixtures" / name
     expected = load_file(directory / "expected.safetensors")
     policy, lengths = load_policy(directory), torch.full((3,), block)
@@ -71,7 +71,7 @@ def test_logits_are_those_of_the_original_code(shared: Path, name: str, block: i
     torch.testing.assert_close(beside_clean, expected["noisy_logits"], atol=5e-4, rtol=0)
 
 
-# Not compiled, FlexAttention warns that it is slow.
+# Uncompiled FlexAttention warns that it is slow.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flex", [False, True])
 def test_a_slot_sees_its_block_and_those_before_it(model: Transformer, flex: bool) -> None:
@@ -97,7 +97,7 @@ def test_rows_of_a_forward_may_have_blocks_of_their_own(model: Transformer) -> N
     assert (together[0] - together[2]).abs().max() > 1e-3
 
 
-# Not compiled, FlexAttention warns that it is slow.
+# Uncompiled FlexAttention warns that it is slow.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flex", [False, True])
 def test_beside_clean_each_block_is_as_in_a_forward_of_its_own(either: Transformer, flex: bool) -> None:
@@ -113,7 +113,7 @@ def test_beside_clean_each_block_is_as_in_a_forward_of_its_own(either: Transform
 
 
 def test_states_of_a_block_that_share_a_row_do_not_see_each_other(either: Transformer) -> None:
-    """Two states of the third block and what fills the row, in a row that has no clean third block."""
+    """Two states of the third block and padding, in a row without a clean third block."""
     clean = _rows(1)[:, :12]
     states = torch.tensor([[38, 3, 38, 5], [1, 38, 38, 38]])
     ids = torch.cat((clean[:, :8], states.view(1, 8), torch.full((1, 3), 7)), dim=1)
@@ -152,7 +152,7 @@ def test_with_one_slot_a_block_it_is_the_likelihood_of_a_text_from_left_to_right
 
 
 def test_ids_that_the_config_lacks_are_those_of_the_files_beside_it(shared: Path, tmp_path: Path) -> None:
-    """Configs on the hub have neither mask id nor block; `<|im_end|>` stands in generation_config.json alone."""
+    """Configs on the hub have neither mask id nor block length; `<|im_end|>` is only in generation_config.json."""
     original = shared / "fixtures" / "sdar-tiny"
     whole = load_config(original)
     assert (whole.mask_token_id, whole.stop_ids, whole.block_length) == (510, (509, 506), 4)

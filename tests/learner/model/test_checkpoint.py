@@ -233,7 +233,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_stored_tensor_are_those_of_the_whole(policy: Transformer, sharded: Path) -> None:
-    """Of matrices and of vectors, none at all too: the last ranks may have none."""
+    """For matrices and vectors, and for empty slices, since the last ranks may have no rows."""
     stored = StoredWeights(sharded)
     assert list(stored) == [name for name, _ in policy.named_parameters()]
     for name, parameter in policy.named_parameters():
@@ -253,7 +253,7 @@ LORA = LoraConfig(rank=2, alpha=4, targets=("q_proj", "down_proj"))
 
 
 def _trained(policy: Transformer) -> ShardedPolicy:
-    """With an adapter that changes something."""
+    """Return the policy with a nontrivial adapter."""
     adapted = ShardedPolicy(policy, None, lora=LORA)
     random = torch.Generator().manual_seed(3)
     adapter = adapted.adapter_on_rank_0()
@@ -285,7 +285,7 @@ def test_an_adapter_alone_is_the_policy_that_the_learner_has(
     verify_checkpoint(alone)
     ids = torch.arange(36).view(3, 12)
     with torch.no_grad():
-        # To the bit: the same product beside the same weights, in the precision that they are held in.
+        # Bit-identical: the same product and the same weights, in the precision that they are held in.
         assert torch.equal(load_policy(alone, held)(ids), adapted.module(ids))
         torch.testing.assert_close(load_policy(alone)(ids), merged(ids), atol=1e-4, rtol=1e-4)
 
@@ -312,7 +312,7 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(policy: Transformer, s
 def test_an_adapter_does_not_go_with_another_base_of_the_same_name(
     policy: Transformer, saved: Path, tmp_path: Path
 ) -> None:
-    """As where a stage was done again, on other numbers of workers."""
+    """As when a stage was repeated with another number of workers."""
     adapted = _trained(policy)
     digest = chain_digest(saved)
     adapter = Adapter(

@@ -1,4 +1,4 @@
-"""Feed-forwards of experts: which experts a token takes, what they compute, and what stays as it is."""
+"""Mixture-of-experts layers: routing of tokens, expert outputs, and parameters that stay fixed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _best(values: dict[int, float], num: int) -> list[int]:
 
 
 def _of_one_token(layer: SparseMLP, x: Tensor) -> Tensor:
-    """In plain loops and float64, from the words of the models' reports."""
+    """Compute one token in plain loops and float64, from the descriptions in the models' reports."""
     config, router = layer.router.config, layer.router
     logits = [float(row @ x) for row in router.weight.double()]
     scores = torch.tensor(logits, dtype=torch.float64)
@@ -80,7 +80,7 @@ def test_a_token_gets_what_its_experts_give(shape: dict[str, Any]) -> None:
         torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
         with torch.inference_mode():
             assert torch.equal(layer(x), found)
-        # By itself as among others.
+        # A token alone has the same output as in a batch.
         torch.testing.assert_close(layer(x[7:8]), found[7:8], atol=1e-5, rtol=1e-5)
 
 
@@ -97,7 +97,7 @@ def _with_gradients(layer: SparseMLP, x: Tensor) -> list[Tensor]:
 def test_one_grouped_product_is_a_product_for_each_expert(
     shape: dict[str, Any], num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With gradients, of experts that no token takes too: on a GPU the first is used, here the second."""
+    """Also the gradients, and of experts without tokens. A GPU uses the grouped product, the CPU the other."""
     layer, x = _layer(shape), _tokens(num_tokens)
     one_by_one = _with_gradients(copy.deepcopy(layer), x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -107,7 +107,7 @@ def test_one_grouped_product_is_a_product_for_each_expert(
 
 
 def test_it_is_one_graph_for_a_compiler() -> None:
-    """In bfloat16: torch compiles grouped products in that alone."""
+    """In bfloat16, the only dtype in which torch compiles grouped products."""
     layer, x = _layer(SIGMOID).to(torch.bfloat16), _tokens(20).bfloat16()
     with torch.no_grad():
         expected = layer(x)
@@ -121,7 +121,7 @@ def test_without_any_token_there_is_a_gradient_all_the_same() -> None:
 
 
 def test_experts_are_chosen_in_float32_whatever_the_policy_is_in() -> None:
-    """Of 256 experts bfloat16 would hold many for equally good."""
+    """In bfloat16 many of 256 experts would have equal scores."""
     config = MoEConfig(**SIGMOID | {"num_experts": 256, "num_groups": 1, "kept_groups": 1})
     half = SparseMLP(WIDTH, config, None)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_a_bias_stays_in_float32_and_has_no_gradient(model: Transformer) -> None
 
 
 def test_a_fresh_policy_keeps_its_scale(model: Transformer) -> None:
-    """Standard deviations by what each expert reads, not by how many experts there are."""
+    """Standard deviations depend on each expert's input width, not on the number of experts."""
     experts = model.blocks[1].mlp.experts
     assert experts.gate_up_proj.weight.std().item() == pytest.approx(32**-0.5, rel=0.05)
     assert experts.down_proj.weight.std().item() == pytest.approx((2 * 2 * 16) ** -0.5, rel=0.05)

@@ -1,4 +1,4 @@
-"""Real families' checkpoints, in and out of our transformer: same function, same names, same config."""
+"""Real families' checkpoints read and written by our transformer: same function, names and config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from learner.model.networks import make_model
 from learner.parallel.sharding import ShardedPolicy
 from tests.tiny_policy import random_policy
 
-# As LLaDA-8B-Instruct's and Dream-v0-Instruct-7B's config.json have them on the hub.
+# From the config.json of LLaDA-8B-Instruct and Dream-v0-Instruct-7B on the hub.
 LLADA_8B: dict[str, Any] = {
     "activation_type": "silu",
     "alibi": False,
@@ -117,7 +117,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=VARIANTS)
 def variant(request: pytest.FixtureRequest, config: TransformerConfig, tmp_path: Path) -> Path:
-    """A random checkpoint of each variant of the families, no norm and no bias of which is trivial."""
+    """A random checkpoint of each variant of the families, with nontrivial norms and biases."""
     shape = TransformerConfig(**config.model_dump() | VARIANTS[request.param])
     model = random_policy(shape)
     save_checkpoint(tmp_path / "variant", shape, model.state_dict(), tmp_path)
@@ -160,7 +160,7 @@ def _rms(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def _turned(x_E: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE: the pair (i, i + E/2) turned by position / theta^(2i / E)."""
+    """RoPE: rotate the pair (i, i + E/2) by position / theta^(2i / E)."""
     half, out = len(x_E) // 2, x_E.clone()
     for i in range(half):
         angle = position * theta ** (-2 * i / len(x_E))
@@ -171,7 +171,7 @@ def _turned(x_E: Tensor, position: int, theta: float) -> Tensor:
 
 
 def _attended(x_LD: Tensor, layer: dict[str, Tensor], num_heads: int, num_kv_heads: int, theta: float) -> Tensor:
-    """What attention adds: each head by itself; a key-value head serves the query heads of its group."""
+    """Compute the attention output one head at a time; a key-value head serves the query heads of its group."""
     head_dim, length = x_LD.shape[1] // num_heads, len(x_LD)
     q_LD, k_LD, v_LD = (x_LD @ layer[x].T + layer[f"{x}_bias"] for x in "qkv")
     out_LD = torch.zeros_like(x_LD)
@@ -188,9 +188,9 @@ def _attended(x_LD: Tensor, layer: dict[str, Tensor], num_heads: int, num_kv_hea
 
 
 def _original_logits(directory: Path, ids_L: Tensor) -> Tensor:
-    """Logits [L, V] of one canvas as the original modeling code and sampler make them, in float64, slowly.
+    """Compute logits [L, V] of one canvas as the original modeling code and sampler do, in float64, slowly.
 
-    It reads the checkpoint by the original names and knows nothing of ours.
+    Reads the checkpoint by the original names and uses none of our code.
     """
     raw = json.loads((directory / "config.json").read_text())
     tensors = {name: tensor.double() for name, tensor in load_file(directory / "model.safetensors").items()}
@@ -259,10 +259,10 @@ def test_an_original_checkpoint_is_written_as_it_was(shared: Path, tmp_path: Pat
         assert (tensor.dtype, tensor.shape) == (after[key].dtype, after[key].shape)
         assert tensor.numpy().tobytes() == after[key].numpy().tobytes(), key
     old, new = (json.loads((directory / "config.json").read_text()) for directory in (original, tmp_path / "again"))
-    # How weights are drawn at first, what is not used where another key says more, and who wrote the file.
+    # Weight initialization, keys overridden by others, and the version that wrote the file.
     unused = {"alibi_bias_max", "init_cutoff_factor", "init_fn", "init_std", "mlp_ratio", "precision"}
     unused |= {"max_window_layers", "transformers_version"}
-    # Newer code says `torch_dtype` so, and LLaDA2's reads no `sliding_window`.
+    # Newer code writes `torch_dtype` as `dtype`, and LLaDA2's code ignores `sliding_window`.
     unused |= {"llada2-tiny": {"dtype", "sliding_window"}, "sdar-moe-tiny": {"use_cache"}}.get(name, set())
     assert {key: value for key, value in old.items() if key not in unused}.items() <= new.items()
 
@@ -325,7 +325,7 @@ def test_the_published_configs_are_read(tmp_path: Path) -> None:
 def test_the_published_models_have_as_many_parameters_as_ours(
     tmp_path: Path, raw: dict[str, Any], num_parameters: int
 ) -> None:
-    """LLaDA's index.json says 16,031,162,368 bytes of bfloat16; Dream has the shape of Qwen2.5-7B."""
+    """LLaDA's index.json states 16,031,162,368 bytes of bfloat16; Dream has the shape of Qwen2.5-7B."""
     with torch.device("meta"):
         model = make_model(load_config(_directory(tmp_path, raw)))
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters

@@ -1,4 +1,4 @@
-"""Checkpoints by hub id, against caches and a small hub that the tests make: nothing leaves this machine."""
+"""Checkpoints by hub id, against local caches and a fake hub: no request leaves this machine."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ FILES = {
 
 @dataclass
 class FakeHub:
-    """A hub with the model `org/name`, at one commit that the branch `main` and the tag `v1` name."""
+    """A hub with the model `org/name`, with one commit that the branch `main` and the tag `v1` point to."""
 
     url: str = ""
     refusals: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Status and error code for models that are not given, by name."""
+    """Status and error code of refused models, by name."""
     asked: list[str] = field(default_factory=list)
     """Files that were fetched."""
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body for a request."""
+        """Return status, headers and body for a request."""
         for name, (status, code) in self.refusals.items():
             if name in path:
                 return status, {"X-Error-Code": code}, b""
@@ -58,7 +58,7 @@ class FakeHub:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty hub cache, with the hub out of reach."""
+    """An empty hub cache, in offline mode."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "cache"
@@ -81,7 +81,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         do_HEAD = do_GET  # noqa: N815 (the library's word)
 
         def log_message(self, *args: object) -> None:
-            """Say nothing."""
+            """Suppress the request log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever, daemon=True)

@@ -1,4 +1,4 @@
-"""LoRA: the policy is the base until the adapter has learned, and merged it is the same policy."""
+"""LoRA: a fresh adapter leaves the policy unchanged, and a merged one computes the same policy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ IDS = torch.arange(36).view(3, 12)
 
 @pytest.fixture(params=["llada", "dream"])
 def base(request: pytest.FixtureRequest, config: TransformerConfig) -> Transformer:
-    """A random policy, Dream's with biases that are not zero."""
+    """A random policy; Dream's has nonzero biases."""
     shape = config.model_copy(
         update={
             "family": request.param,
@@ -93,7 +93,7 @@ def test_only_the_adapter_is_trained(base: Transformer, rollouts: RolloutBatch) 
     have_gradients = {name for name, parameter in policy.module.named_parameters() if parameter.grad is not None}
     assert len(have_gradients) == 2 * len(TARGETS) * base.config.num_layers
     assert all(".lora_" in name for name in have_gradients)
-    # Nothing of LLaDA's two kinds of `ff_out` but the one in the blocks.
+    # LLaDA names both a block layer and the head `ff_out`; only the former is adapted.
     assert all(name.startswith("blocks.") for name in have_gradients)
     stepped = {name.split("/")[1] for name in learner.full_state()}
     assert stepped == policy.adapter_on_rank_0().keys() == policy.trained_parameters.keys()
@@ -102,7 +102,7 @@ def test_only_the_adapter_is_trained(base: Transformer, rollouts: RolloutBatch) 
 
 
 def test_the_sampler_has_the_logits_of_the_learner(base: Transformer, rollouts: RolloutBatch) -> None:
-    """To the bit: the same product beside the same weights. Merged weights are the same function to float rounding."""
+    """Bit-identical: the same product and the same weights. Merged weights are equal up to float rounding."""
     policy, sampled = _with_adapter(base), copy.deepcopy(base)
     Learner(policy, RL).update(rollouts, 0)
     set_adapter(sampled, policy.adapter_on_rank_0(), LORA.scaling)
@@ -165,7 +165,7 @@ def test_the_seed_fixes_the_adapter(base: Transformer) -> None:
     name = "blocks.1.mlp.down_proj.lora_A.weight"
     assert torch.equal(first[name], same[name])
     assert not torch.equal(first[name], other[name])
-    # As peft draws it: uniform in ±1 / sqrt(inputs).
+    # Initialized as in peft: uniform in ±1 / sqrt(inputs).
     assert 0.9 * 48**-0.5 < float(first[name].abs().max()) <= 48**-0.5
 
 
@@ -210,7 +210,7 @@ def test_every_algorithm_starts_from_the_base_and_trains_the_adapter_alone(
 
 
 class Passes(TorchDispatchMode):
-    """Counts kernels that compute nothing but element by element, copies included, and the bytes that they move."""
+    """Counts elementwise kernels, including copies, and the bytes that they move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,14 +226,14 @@ class Passes(TorchDispatchMode):
 
 
 def _trained(base: Transformer) -> Block:
-    """A block whose adapter has learned."""
+    """Return a block with a trained adapter."""
     policy = _with_adapter(base)
     policy.load_adapter({name: torch.randn_like(matrix) for name, matrix in policy.adapter_on_rank_0().items()})
     return policy.module.blocks[0]
 
 
 def _as_peft(module: Any) -> Any:
-    """A copy that computes by peft's layers."""
+    """Return a copy that uses peft's layers."""
     from peft import LoraConfig as PeftConfig
     from peft.tuners.lora import Linear
 
@@ -251,7 +251,7 @@ def _as_peft(module: Any) -> Any:
 
 
 def _run(layer: nn.Module, x: Tensor) -> list[Tensor]:
-    """What a layer gives, and derivatives by its input and its adapter."""
+    """Return a layer's output, and its gradients by the input and the adapter."""
     y = layer(x)
     weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
     adapter = [parameter for name, parameter in layer.named_parameters() if "lora_" in name]
@@ -268,13 +268,13 @@ def test_a_layer_and_its_derivatives_are_pefts(base: Transformer, dtype: torch.d
     ours, theirs = (_run(module, x) for module in (layer, _as_peft(layer)))
     assert [tensor.dtype for tensor in ours] == [tensor.dtype for tensor in theirs]
     for our, their in zip(ours, theirs, strict=True):
-        # Of a bfloat16's eight bits, the largest of many sums may lose two.
+        # Of bfloat16's eight significant bits, the largest of many sums may lose two.
         atol = (0.03 if is_half else 1e-6) * float(their.abs().max())
         torch.testing.assert_close(our, their, atol=atol, rtol=0)
 
 
 def _passes(model: Transformer) -> Passes:
-    """Those of a forward and a backward through every block."""
+    """Count a forward and a backward through every block."""
     with Passes() as passes:
         model(IDS).sum().backward()
     model.zero_grad()
@@ -282,26 +282,26 @@ def _passes(model: Transformer) -> Passes:
 
 
 def test_an_adapter_adds_no_pass_over_activations(base: Transformer) -> None:
-    """No scaling, no sum, no copy, forward or backward: what the blocks do without it is all that is left.
+    """No scaling, sum or copy, forward or backward, beyond those of the blocks without an adapter.
 
-    A bias is added in a pass of its own, with the adapter or without.
+    A bias takes a separate pass, with the adapter or without.
     """
     policy = _with_adapter(base)
-    # Derivatives go through every block, with the adapter and without it.
+    # Backpropagate through every block, with the adapter and without it.
     policy.module.embed.weight.requires_grad_()
     ours, pefts = _passes(policy.module), _passes(_as_peft(policy.module))
     with policy.disable_adapters():
         without = _passes(policy.module)
     assert ours.kernels == without.kernels
     assert ours.num_bytes == without.num_bytes
-    # Of each layer: B A x scaled and added, its derivative scaled, the derivative by x added.
+    # Per layer: B A x is scaled and added, its gradient is scaled, and the gradient by x is added.
     num_layers, num_biased = len(TARGETS) * base.config.num_layers, 3 * base.config.num_layers * base.config.qkv_bias
     assert pefts.kernels - ours.kernels == {"mul": 2 * num_layers, "add": 2 * num_layers - num_biased}
     assert pefts.num_bytes > 1.1 * ours.num_bytes
 
 
 def _stage(base: Transformer, seed: int, scale: float = 1.0) -> Adapter:
-    """What a stage has trained."""
+    """Return the adapter that a stage has trained."""
     shapes = {name: matrix.shape for name, matrix in _with_adapter(base).adapter_on_rank_0().items()}
     generator = torch.Generator().manual_seed(seed)
     matrices = {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -309,7 +309,7 @@ def _stage(base: Transformer, seed: int, scale: float = 1.0) -> Adapter:
 
 
 def test_a_stage_trains_its_adapter_beside_what_earlier_stages_added(base: Transformer, rollouts: RolloutBatch) -> None:
-    """The same function, derivatives and reference as on weights into which the earlier stage is merged."""
+    """The same function, gradients and reference as on weights with the earlier stage merged."""
     earlier = _stage(base, 1, 0.1)
     policy, on_merged = _with_adapter(base), copy.deepcopy(base)
     policy.reset_adapter(earlier)
@@ -330,7 +330,7 @@ def test_a_stage_trains_its_adapter_beside_what_earlier_stages_added(base: Trans
 
 
 def test_the_layers_derivatives_are_those_of_the_sum(base: Transformer) -> None:
-    """By autograd on the sum written out, with both adapters, and with the trained one off."""
+    """Compared with autograd on the explicit sum, with both adapters, and with the trained one off."""
     layer = _trained(base).attn.q_proj
     layer.set_start_adapter(torch.randn(3, 32), torch.randn(32, 3), 0.5)
     for is_disabled in (False, True):
@@ -374,7 +374,7 @@ def test_policies_that_share_a_base_have_adapters_of_their_own(base: Transformer
     alone = copy.deepcopy(base)
     attach_adapters(alone, _stage(base, 3).matrices, 2.0, _stage(base, 2))
     assert torch.equal(_logits(second), _logits(alone))
-    # Nothing but the trained matrices is there twice.
+    # Only the trained matrices exist twice.
     ours, theirs = (
         {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())} for model in (first, second)
     )
@@ -384,7 +384,7 @@ def test_policies_that_share_a_base_have_adapters_of_their_own(base: Transformer
 def test_an_early_adapter_counts_in_bfloat16_for_learner_and_sampler_and_not_when_it_is_merged() -> None:
     """At the sizes of the first d1: lr 3e-6, twelve updates a round, scale 1/2, weights of 0.02.
 
-    A share is the slope of a change in log-probability since the stage began over what float32 makes of it.
+    A share is the regression slope of a change in log-probability since the stage began on the change in float32.
     """
     config = TransformerConfig(
         family="llada",
@@ -413,7 +413,7 @@ def test_an_early_adapter_counts_in_bfloat16_for_learner_and_sampler_and_not_whe
     def logps(model: nn.Module) -> Tensor:
         return model(ids)[:, 24:].float().log_softmax(-1).gather(-1, tokens).double().flatten()
 
-    # Where the gradient of these tokens points, as an optimizer's steps of one size each.
+    # Steps of equal size along the gradient's sign, as an optimizer takes.
     gradients = torch.autograd.grad(logps(exact.module).sum(), list(exact.trained_parameters.values()))
     steps = {
         name: 12 * 3e-6 * gradient.sign() for name, gradient in zip(exact.trained_parameters, gradients, strict=True)

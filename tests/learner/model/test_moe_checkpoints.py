@@ -1,4 +1,4 @@
-"""Checkpoints of the families with experts: the original code's, and ours in its names."""
+"""Checkpoints of the mixture-of-experts families: the original code's, and ours under its names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model(moe_config: TransformerConfig) -> Transformer:
 
 @pytest.fixture
 def saved(model: Transformer, tmp_path: Path) -> Path:
-    """In files of 4 kB at most: parts of one of our tensors are in several."""
+    """In files of at most 4 kB, so that parts of one of our tensors are in several files."""
     save_checkpoint(tmp_path / "saved", model.config, model.state_dict(), tmp_path, shard_bytes=4000)
     return tmp_path / "saved"
 
@@ -62,7 +62,7 @@ def test_it_comes_back_as_it_was_from_files_that_are_no_larger(saved: Path, mode
 
 
 def test_any_rows_of_a_tensor_can_be_read(saved: Path, model: Transformer) -> None:
-    """Of a part of a stored tensor, of what is in many, and none at all."""
+    """Slices within one stored tensor, across many, and empty ones."""
     stored = StoredWeights(saved)
     assert list(stored) == [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():
@@ -87,7 +87,7 @@ def test_in_half_precision_a_bias_stays_what_it_is(saved: Path, tmp_path: Path) 
 
 
 def _changed(saved: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> str:
-    """What is said of a checkpoint after a change of its tensors."""
+    """Return the error message for a checkpoint with changed tensors."""
     for path in saved.glob("*.safetensors"):
         tensors = load_file(path)
         change(tensors)
@@ -179,7 +179,7 @@ def test_what_is_not_computed_is_refused(
     assert sentence in str(refused.value)
 
 
-# Parameters and tensors. SDAR-30B-A3B is of Qwen3-30B-A3B's shape; LLaDA2.X-flash's are those of its published files.
+# Parameters and tensors. SDAR-30B-A3B has Qwen3-30B-A3B's shape; LLaDA2.X-flash's counts are from its published files.
 PUBLISHED = {"sdar_moe": (30_532_122_624, 18_867), "llada2_moe": (102_889_705_216, 24_161)}
 SHAPES: dict[str, dict[str, Any]] = {
     "sdar_moe": {

@@ -1,4 +1,4 @@
-"""iLLaDA, LLaDA-MoE and Fast-dLLM v2: what their original code computes, their published configs, and refusals."""
+"""iLLaDA, LLaDA-MoE and Fast-dLLM v2 against their original code and published configs, and refusals."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """What the original code gave for `IDS`, run in float32 on the checkpoint that `_saved` writes."""
+    """Output of the original code for `IDS`, run in float32 on the checkpoint that `_saved` writes."""
 
     source: str
     """Repository, commit and file."""
     logits: list[list[float]]
-    """Of the second row, the logits of two tokens (7 and 20) at all slots. Fast-dLLM's are shifted by one, as its
-    `generate` shifts them."""
+    """Logits of two tokens (7 and 20) at all slots of the second row. Fast-dLLM's are shifted by one, as in its
+    `generate`."""
 
 
-# With transformers 4.57.1. iLLaDA's file is in no repository that can be fetched: a transcript of its forward was run.
+# With transformers 4.57.1. iLLaDA's file is in no accessible repository: a transcript of its forward was run.
 GOLDEN = {
     "illada": Golden(
         "GSAI-ML/iLLaDA-8B-Base: modeling_illada.py",
@@ -83,7 +83,7 @@ def _model(config: TransformerConfig, family: str) -> Transformer:
 
 @pytest.fixture(params=SHAPES)
 def saved(request: pytest.FixtureRequest, config: TransformerConfig, tmp_path: Path) -> Path:
-    """A checkpoint of each family, in a directory of its name."""
+    """A checkpoint of each family, in a directory named after it."""
     model = _model(config, request.param)
     save_checkpoint(tmp_path / request.param, model.config, model.state_dict(), tmp_path)
     return tmp_path / request.param
@@ -99,7 +99,7 @@ def test_logits_are_those_of_the_original_code(saved: Path) -> None:
     torch.testing.assert_close(_logits(saved)[1, :, [7, 20]].T, expected, atol=1e-4, rtol=0)
 
 
-# The architectures of transformers that are the same function but for what a slot sees, and the keys that they read.
+# Architectures of transformers that compute the same function except for the attention mask, and their config keys.
 TRANSFORMERS: dict[str, tuple[str, dict[str, str]]] = {
     "illada": ("llama", {}),
     "llada_moe": (
@@ -136,7 +136,7 @@ def test_a_checkpoint_comes_back_as_it_was(saved: Path, tmp_path: Path) -> None:
         assert (tmp_path / "again" / name).read_bytes() == (saved / name).read_bytes()
 
 
-# As the files of Efficient-Large-Model/Fast_dLLM_v2_7B on the hub.
+# From the files of Efficient-Large-Model/Fast_dLLM_v2_7B on the hub.
 FAST_DLLM_7B: dict[str, Any] = {
     "architectures": ["Fast_dLLM_QwenForCausalLM"],
     "attention_dropout": 0.0,
@@ -168,7 +168,7 @@ FAST_DLLM_7B: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 152064,
 }
-# From what users of GSAI-ML/iLLaDA-8B-Base report of its config.
+# From user reports of the config of GSAI-ML/iLLaDA-8B-Base.
 ILLADA_8B: dict[str, Any] = {
     "architectures": ["ILLaDAForCausalLM"],
     "attention_bias": False,
@@ -187,7 +187,7 @@ ILLADA_8B: dict[str, Any] = {
     "rope_theta": 10000.0,
     "vocab_size": 155136,
 }
-# Likewise of inclusionAI/LLaDA-MoE-7B-A1B-Instruct.
+# From user reports of the config of inclusionAI/LLaDA-MoE-7B-A1B-Instruct.
 LLADA_MOE_7B: dict[str, Any] = {
     "architectures": ["LLaDAMoEModelLM"],
     "attention_bias": False,
@@ -248,7 +248,7 @@ def test_the_published_configs_are_read_with_the_ids_of_the_files_beside_them(tm
 @pytest.mark.parametrize(
     ("family", "changes", "num_parameters", "num_tensors"),
     [
-        # Model cards: 7.62B; 7.36B. Qwen2.5-7B's and -1.5B's.
+        # The model cards state 7.62B and 7.36B. The others are Qwen2.5-7B's and -1.5B's.
         ("illada", {}, 7_615_025_152, 290),
         ("llada_moe", {}, 7_356_880_896, 3_219),
         ("fast_dllm", {}, 7_615_616_512, 339),
@@ -287,7 +287,7 @@ def test_keys_that_may_be_missing_mean_what_the_original_code_takes(tmp_path: Pa
     assert not read("illada", tie_word_embeddings=False).tied_embeddings
     assert read("illada", mask_token_id=9).mask_token_id == 9
     assert read("llada_moe", "num_key_value_heads").num_kv_heads == 16
-    # The network inside of the one with a head has a name of its own, and dense layers a width.
+    # The base model without a head has another architecture name, and dense layers have a separate width.
     moe = read("llada_moe", architectures=["LLaDAMoEModel"], moe_layer_freq=[0] + [1] * 15, dense_intermediate_size=99)
     assert moe.moe is not None
     assert (moe.moe.dense_layers, moe.mlp_hidden_size) == ((0,), 99)

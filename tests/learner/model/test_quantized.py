@@ -1,4 +1,4 @@
-"""A policy whose frozen layers are held in 4 bits, with an adapter beside them."""
+"""Policies with frozen layers quantized to 4 bits (NF4) and an adapter on top (QLoRA)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from learner.parallel.sharding_config import ShardingConfig
 from tests.ranks import run_ranks
 
 with warnings.catch_warnings():
-    # It uses what torch will drop.
+    # It uses a deprecated feature of torch.
     warnings.simplefilter("ignore", DeprecationWarning)
     pytest.importorskip("bitsandbytes", reason="needs the extra d1[quantized]")
 
@@ -46,7 +46,7 @@ IDS = torch.arange(36).view(3, 12)
 
 @pytest.fixture(params=["llada", "dream"])
 def base(request: pytest.FixtureRequest, config: TransformerConfig) -> Transformer:
-    """A random policy, Dream's with biases that are not zero."""
+    """A random policy; Dream's has nonzero biases."""
     return _base(
         config.model_copy(
             update={
@@ -79,7 +79,7 @@ def _save(base: Transformer, directory: Path) -> None:
 
 
 def _plain(policy: ShardedPolicy) -> Transformer:
-    """An ordinary network of the policy's whole weights."""
+    """Return an unquantized model with the policy's full weights."""
     model = make_model(policy.config)
     model.load_state_dict(policy.full_weights())
     return model
@@ -106,7 +106,7 @@ def test_a_layer_computes_with_the_weight_that_it_stands_for() -> None:
 
 
 def test_a_weight_is_its_nearest_of_sixteen_values_times_the_largest_of_its_block() -> None:
-    """By hand, with the values of QLoRA's appendix E."""
+    """Computed by hand, with the values of appendix E of QLoRA."""
     values = [-1, -0.6961928, -0.5250731, -0.39491749, -0.28444138, -0.18477343, -0.09105003, 0]
     values += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1]
     linear = torch.nn.Linear(64, 3, bias=False)
@@ -123,7 +123,7 @@ def test_a_weight_is_its_nearest_of_sixteen_values_times_the_largest_of_its_bloc
 def test_who_samples_in_another_precision_has_the_learners_weights(
     base: Transformer, tmp_path: Path, stored: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """They are rounded to 4 bits from what the checkpoint has, and then cast."""
+    """The checkpoint's weights are quantized to 4 bits first, and cast afterwards."""
     save_checkpoint(tmp_path / "initial", base.config, base.to(stored).state_dict(), tmp_path)
     learner = ShardedPolicy(load_weights(tmp_path / "initial"), None, lora=LORA, seed=7)
     matrices = learner.adapter_on_rank_0()
@@ -169,13 +169,13 @@ def test_other_weights_are_rounded_as_they_go_in(base: Transformer) -> None:
 def test_a_checkpoint_is_rounded_tensor_by_tensor_as_it_is_read(
     base: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    """To the bits of a policy that is whole before; beside that tensor only the 4 bits grow."""
+    """Bit-identical to quantizing a complete policy. Besides the current tensor, only the 4-bit weights take memory."""
     _save(base.to(dtype), tmp_path / "it")
     expected = _policy(base.float()).full_weights()
     held, load = [], Nf4Linear.load
 
     def counting(layer: Nf4Linear, weight_OI: Tensor, device: torch.device) -> None:
-        # By type: torch has objects that warn when they are asked for their class, and tensors without memory.
+        # By type: some torch objects warn when their class is read, and meta tensors have no memory.
         tensors = (
             found for found in gc.get_objects() if type(found) in (Tensor, torch.nn.Parameter) and not found.is_meta
         )
@@ -186,7 +186,7 @@ def test_a_checkpoint_is_rounded_tensor_by_tensor_as_it_is_read(
     monkeypatch.setattr(Nf4Linear, "load", counting)
     said: list[str] = []
     monkeypatch.setattr(throughput, "_EVERY_S", 0.0)
-    # What is there already need not be looked through for each tensor.
+    # Existing objects need not be searched for each tensor.
     gc.freeze()
     policy = load_by_rows(tmp_path / "it", None, ShardingConfig(), device=CPU, lora=LORA, seed=7, report=said.append)
     assert len(held) == 2 * 7
@@ -203,7 +203,7 @@ def test_the_linear_layers_of_the_blocks_are_rounded_and_nothing_else(base: Tran
     rounded = {name for name, weight in policy.full_weights().items() if not torch.equal(weight, whole[name])}
     assert rounded == {name for name in whole if name.startswith("blocks.") and name.endswith("proj.weight")}
     assert policy.full_weights().keys() == whole.keys()
-    # 4.5 bits of 32.
+    # 4.5 of 32 bits.
     assert _bytes_of_blocks(policy) == sum(whole[name].nbytes for name in rounded) * 4.5 / 32
 
 
@@ -215,7 +215,7 @@ def test_the_sampler_has_the_logits_of_the_learner(base: Transformer, rollouts: 
 
 
 def test_training_moves_the_adapter_as_it_does_beside_whole_weights(base: Transformer, rollouts: RolloutBatch) -> None:
-    """A round on the 4 bits is a round on the weights that they stand for."""
+    """A round on the 4-bit weights equals a round on their dequantized values."""
     policy = _policy(base)
     start = policy.full_weights()
     whole = ShardedPolicy(_plain(policy), None, lora=LORA.model_copy(update={"base_weights": "full"}), seed=7)

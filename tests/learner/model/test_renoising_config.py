@@ -1,4 +1,4 @@
-"""What is read of a DiffusionGemma's files is what transformers reads, what they leave out included."""
+"""DiffusionGemma configs are read as transformers reads them, including defaults of missing keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks against autograd's own, kept and computed again."""
+"""Chunked log-probabilities against plain autograd, with kept and with recomputed logits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_values_and_gradients_are_autograds(
     tolerance = 1e-5 if dtype is torch.float32 else 5e-2
     torch.testing.assert_close(logps_N, expected_N, atol=1e-5, rtol=1e-5)
     for _ in range(2):
-        # The second backward finds nothing kept.
+        # The second backward pass has to recompute the logits.
         actual = torch.autograd.grad((logps_N * weights_N).sum(), (x_MD, weight_VD), retain_graph=True)
         for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
@@ -89,7 +89,8 @@ def test_a_frozen_head_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logits_in_float32_are_not_rounded_to_half_precision(temperature: float) -> None:
-    """Of the same numbers in half precision: as close to the product as float32 is, where rounded ones are not."""
+    """With half-precision inputs, float32 logits are as close to the exact product as full float32, unlike rounded
+    ones."""
     targets = Targets(slot=SLOTS, token=torch.tensor([0, 2, 10, 4, 6, 4, 9]), temperature=temperature)
     x_MD, weight_VD = (tensor.detach() * 3 for tensor in _inputs(torch.bfloat16))
     exact_N = _plainly(x_MD.double(), weight_VD.double(), targets)

@@ -1,4 +1,4 @@
-"""Checkpoint files: read in threads, hashed once, and referred to where they are."""
+"""Checkpoint files: read in threads, hashed once, and referenced in place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def original(policy: Transformer, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def referring(original: Path, tmp_path: Path) -> Path:
-    """One that refers to it."""
+    """A checkpoint that refers to the original's files."""
     stored = StoredWeights(original)
     save_checkpoint(tmp_path / "run" / "initial", stored.config, stored, original, trainer_state={"round": 0})
     return tmp_path / "run" / "initial"
@@ -85,7 +85,7 @@ def test_what_is_hashed_once_is_not_read_again_until_it_changes(
     for path in paths:
         path.write_bytes(path.name.encode() * 5000)
         os.utime(path, (time.time() - _SETTLED_S,) * 2)
-    # The time of a change of state cannot be set.
+    # The ctime of a file cannot be set.
     monkeypatch.setattr(hashing, "_SETTLED_NS", -1)
     expected = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     assert checksums(paths) == expected
@@ -99,7 +99,7 @@ def test_what_is_hashed_once_is_not_read_again_until_it_changes(
 
 
 def test_what_was_written_just_now_is_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its next change may have the same time: here all have, as on a file system with a coarse clock."""
+    """The next change may have the same timestamp: here all have, as on a file system with a coarse clock."""
     path = tmp_path / "a"
     path.write_bytes(b"0")
     about = path.stat()
@@ -157,7 +157,7 @@ def test_a_file_that_is_gone_is_named(original: Path, referring: Path) -> None:
 def test_a_file_that_was_changed_is_named(original: Path, referring: Path) -> None:
     changed = weight_files(original)[1]
     os.utime(changed, (1, 1))
-    # It is what it was, whatever its time says.
+    # Unchanged content passes, whatever its timestamp.
     check_unchanged(referring)
     whole = changed.read_bytes()
     changed.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -171,7 +171,7 @@ def test_a_file_that_was_changed_is_named(original: Path, referring: Path) -> No
 
 
 def test_files_that_a_copy_holds_itself_count_and_are_checked(original: Path, referring: Path) -> None:
-    """As one on another machine, where nothing is at the path."""
+    """As for a copy on another machine, where the referenced path does not exist."""
     for path in weight_files(original):
         path.rename(referring / path.name)
     assert {path.parent for path in weight_files(referring)} == {referring}
@@ -212,6 +212,6 @@ def test_the_list_itself_is_checked(referring: Path) -> None:
 
 
 def test_what_is_read_into_can_be_resized(original: Path) -> None:
-    """A learner that sleeps gives up its memory so."""
+    """An offloaded learner frees its memory by resizing storages."""
     for parameter in load_policy(original).parameters():
         parameter.detach().untyped_storage().resize_(0)

@@ -10,7 +10,7 @@ from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import EOS, SPECIAL_TOKENS, ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer
 
-# The special tokens of Dream's checkpoints in their order; the first follows the last merge.
+# Special tokens of Dream's checkpoints in order; the first one's id follows the last merge.
 DREAM_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "<|beginoftext|>", "<|mask|>")
 DREAM_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -53,7 +53,8 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def dream_files(tmp_path: Path) -> Path:
-    """A tokenizer laid out as in Dream's repositories: two files of BPE, and Python code that would leave a trace."""
+    """A tokenizer laid out as in Dream's repositories: two BPE files, and Python code that would leave a trace
+    if run."""
     directory = tmp_path / "dream"
     directory.mkdir()
     merges = [("h", "e"), ("he", "l"), ("\u0120", "w")]
@@ -112,7 +113,7 @@ def test_lladas_config_keys_are_no_obstacle(tmp_path: Path) -> None:
         str(index): {"content": token, "normalized": False, "special": True}
         for index, token in enumerate(SPECIAL_TOKENS)
     }
-    # What LLaDA-8B-Instruct's tokenizer_config.json has beside the usual; its template names the assistant always.
+    # Unusual keys of LLaDA-8B-Instruct's tokenizer_config.json; its template always adds the assistant header.
     config = {
         "add_bos_token": False,
         "added_tokens_decoder": special,

@@ -25,7 +25,7 @@ def test_logits_are_those_of_the_original_llada_code(shared: Path) -> None:
 def test_rotating_by_halves_is_rotating_to_the_bit(
     config: TransformerConfig, dtype: torch.dtype, heads: int, width: int
 ) -> None:
-    """In float32, then rounded, as the original codes do."""
+    """Computed in float32, then rounded, as in the original implementations."""
     config = config.model_copy(update={"d_model": width, "num_heads": 1, "num_kv_heads": 1})
     x = torch.randn(2, 33, heads * width, generator=torch.Generator().manual_seed(0)).to(dtype)
     x_BHLE = x.unflatten(-1, (heads, width)).transpose(1, 2)
@@ -92,7 +92,7 @@ def test_heads_must_divide(config: TransformerConfig, field: str, value: int) ->
 
 
 def _packed(lengths: list[int], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row of random documents, one after the other, and whose each slot is."""
+    """Return a row of consecutive random documents, and the document index of each slot."""
     documents = torch.full((1, width), -1)
     documents[0, : sum(lengths)] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     ids = torch.randint(0, 38, (1, width), generator=torch.Generator().manual_seed(0))
@@ -110,7 +110,7 @@ def _of_family(policy: Transformer, family: str) -> Transformer:
     return model
 
 
-# Not compiled, FlexAttention warns that it is slow.
+# Uncompiled FlexAttention warns that it is slow.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flex", [False, True])
 @pytest.mark.parametrize("family", ["llada", "dream", "sdar"])

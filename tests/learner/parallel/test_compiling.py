@@ -1,6 +1,6 @@
-"""Blocks that are compiled compute what they do eagerly, and share a few graphs. A break in a graph raises.
+"""Compiled blocks equal eager ones and share a few graphs; a graph break raises.
 
-Graphs are captured and run as they are, which costs a second each. By night they are compiled for this machine.
+Graphs are captured and then run eagerly, which costs a second each. The nightly tests compile them for this machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from learner.parallel.sharding_config import ShardingConfig
 from tests.learner.methods.test_algorithms import Recorder, algorithm_config, algorithm_sampler, moved
 from tests.ranks import run_ranks
 
-# torch.compile warns of its own parts.
+# torch.compile warns about its own code.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"),
@@ -46,13 +46,13 @@ CASES: dict[str, tuple[str, dict[str, Any], LoraConfig, dict[str, bool]]] = {
     "bound, adapter": ("espo", {}, LORA, {"activation_checkpointing": True}),
 }
 SHARES = ((4, 10, 3), (5, 13, 2))
-"""Rows, width and slots that are asked about of each rank's batch."""
+"""Rows, width and queried slots of each rank's batch."""
 graphs: list[torch.fx.GraphModule] = []
 _compile = torch.compile
 
 
 def captured(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
-    """A compiler that counts, and leaves what it is given as it is."""
+    """A backend that counts graphs and leaves them unchanged."""
     graphs.append(graph)
     return graph.forward
 
@@ -63,7 +63,7 @@ def _captured(function: Callable[..., Tensor], **options: Any) -> Callable[..., 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
-    """The graphs of the test, counted at torch.compile's own door."""
+    """The graphs of the test, counted in torch.compile's backend."""
     monkeypatch.setattr(torch, "compile", _captured)
     torch._dynamo.reset()
     graphs.clear()
@@ -79,14 +79,14 @@ def _policy(
     mesh = make_mesh("cpu") if on_ranks else None
     policy = ShardedPolicy(model, mesh, ShardingConfig.model_validate(sharding), lora=lora)
     generator = torch.Generator().manual_seed(1)
-    # B of a fresh adapter is zero, and then A has no gradient.
+    # A fresh adapter's B is zero, so that its A has no gradient.
     adapter = {name: 0.3 * torch.randn(t.shape, generator=generator) for name, t in policy.adapter_on_rank_0().items()}
     policy.load_adapter(adapter)
     return policy
 
 
 def _logps(policy: ShardedPolicy, rows: int, width: int, asked: int) -> Tensor:
-    """Of some tokens of a batch of rows of unequal lengths."""
+    """Return the log-probabilities of some tokens, in a batch of rows of unequal lengths."""
     generator = torch.Generator().manual_seed(rows * width)
     ids = torch.randint(0, 38, (rows, width), generator=generator)
     queries = torch.randint(0, 3, (rows, asked), generator=generator)
@@ -123,12 +123,12 @@ def test_blocks_share_their_graphs_whatever_their_number_and_the_batch_s_sizes(
             _assert_equal(_gradients(compiled, *sizes), _gradients(eager, *sizes))
             assert len(counted) == 2, "one of the last block, which runs on what is asked, and one of the others"
         _assert_equal(_gradients(compiled, 1, 11, 3), _gradients(eager, 1, 11, 3))
-        counted[2:4] = []  # A single row is a kind of its own.
+        counted[2:4] = []  # A single row has its own graphs.
 
 
 @pytest.mark.nightly
 def test_numbers_of_heads_may_be_symbols(config: TransformerConfig, counted: list[torch.fx.GraphModule]) -> None:
-    """As those of sharded policies are to torch, once a process has had some with other numbers of heads."""
+    """torch makes the head counts of sharded policies symbolic once a process has compiled another count."""
     with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
         for heads in (4, 8):
             changes = {"num_heads": heads, "num_kv_heads": heads // 2, "num_layers": 1}
@@ -138,7 +138,7 @@ def test_numbers_of_heads_may_be_symbols(config: TransformerConfig, counted: lis
 
 
 def test_adapters_are_compiled_on_and_off(config: TransformerConfig, counted: list[torch.fx.GraphModule]) -> None:
-    """With activation checkpointing, in which the backward pass runs the same graphs again."""
+    """With activation checkpointing, whose backward pass runs the same graphs again."""
     lora = LoraConfig(rank=4, alpha=8, targets=("q_proj", "down_proj"))
     compiled, eager = (
         _policy(config, lora=lora, compile=is_compiled, activation_checkpointing=True) for is_compiled in (True, False)
@@ -156,8 +156,8 @@ def test_adapters_are_compiled_on_and_off(config: TransformerConfig, counted: li
 def test_a_graph_too_many_is_an_error_in_every_thread(
     config: TransformerConfig, counted: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backward pass that runs a block again is in another, and from torch 2.13 on each has a limit of its own."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # Torch's own, which is restored.
+    """A backward pass that recomputes a block runs in another thread, and since torch 2.13 the limit is per thread."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # torch's default, restored after the test.
     monkeypatch.setattr(compiling, "_MAX_GRAPHS", 2)
     policy = _policy(config, compile=True)
     with ThreadPoolExecutor(1) as thread:
@@ -168,7 +168,7 @@ def test_a_graph_too_many_is_an_error_in_every_thread(
 
 
 def _update(policy: ShardedPolicy, algorithm: str, batch: RolloutBatch) -> tuple[dict[str, float], Recorder]:
-    """The metrics and the gradients of two optimizer steps; the reference is another policy than the trained one."""
+    """Return metrics and gradients of two optimizer steps; the reference differs from the trained policy."""
     config = algorithm_config(algorithm, micro_batch_tokens=60)
     learner = Learner(policy, config, algorithm_sampler(algorithm))
     if learner.reference is not None:
@@ -194,8 +194,8 @@ def _compare_updates(config: TransformerConfig, case: str, batch: RolloutBatch, 
 def test_updates_are_the_eager_ones_and_share_few_graphs(
     config: TransformerConfig, rollouts: RolloutBatch, counted: list[torch.fx.GraphModule]
 ) -> None:
-    """Old, new and reference likelihoods of two estimators, in micro-batches of many sizes. One block has most kinds of
-    them: it is the last."""
+    """Old, new and reference likelihoods of two estimators, in micro-batches of many sizes. A single block, being the
+    last, has most kinds of graphs."""
     for case in ("one step, block-causal", "trajectories, block-causal"):
         _compare_updates(config.model_copy(update={"num_layers": 1}), case, rollouts, 1e-6)
     assert 3 <= len(counted) <= 8
@@ -209,7 +209,7 @@ def _rank(rank: int, port_file: str, config: TransformerConfig, out: Path) -> No
     found = {}
     for name, is_compiled in (("eager", False), ("compiled", True)):
         policy = _policy(config, on_ranks=True, compile=is_compiled, **sharding)
-        # Ranks need not have the same shapes.
+        # Ranks may have different shapes.
         gradients = _gradients(policy, *SHARES[rank])
         found[name] = {"gradients": gradients, "num_graphs": len(graphs)}
     torch.save(found, out / f"{rank}.pt")
@@ -220,7 +220,7 @@ def _rank(rank: int, port_file: str, config: TransformerConfig, out: Path) -> No
 def test_two_ranks_compile_what_they_gather(
     config: TransformerConfig, moe_config: TransformerConfig, tmp_path: Path, family: str
 ) -> None:
-    """Under FSDP2 with activation checkpointing; experts in bfloat16, whose products are others compiled."""
+    """Under FSDP2 with activation checkpointing. Experts run in bfloat16, whose compiled products differ."""
     of_family, tolerance = (config, 1e-6) if family == "dense" else (moe_config, 0.03)
     deep = of_family.model_copy(update={"num_layers": 3})
     run_ranks(_rank, str(tmp_path / "at"), deep, tmp_path, num=2)
@@ -228,7 +228,7 @@ def test_two_ranks_compile_what_they_gather(
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         _assert_equal(found["compiled"]["gradients"], found["eager"]["gradients"], tolerance)
         assert found["eager"]["num_graphs"] == 0
-        # The last block and the others, of which the first is dense where there are experts.
+        # One for the last block and one for the others; with experts, the dense first block has a third.
         assert found["compiled"]["num_graphs"] == (2 if family == "dense" else 3)
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 decides is what every rank does, however long it takes and however it fails."""
+"""Consensus: every rank follows rank 0's decision, even if rank 0 is slow or fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from learner.parallel.consensus import LeaderFailedError, Ranks
 from tests.ranks import run_ranks
 
 _COLLECTIVE_S = 6.0
-"""What a collective may take, on a machine that may stand still for a while."""
+"""Timeout of a collective, long enough for a machine that stalls for a while."""
 TENSORS = {
     "ids": torch.arange(6).view(2, 3),
     "correct": torch.tensor([True, False]),
@@ -33,7 +33,7 @@ def _rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/port", rank=rank, world_size=2)
     ranks = Ranks(_COLLECTIVE_S)
     assert (ranks.rank, ranks.is_alone) == (rank, False)
-    # Asked on rank 0 alone, whose answer is another.
+    # Evaluated on rank 0 only; other ranks would give another answer.
     assert ranks.broadcast_decision(lambda: {"rank": rank, "seconds": 0.1 + rank}) == {"rank": 0, "seconds": 0.1}
     decision, tensors = ranks.broadcast_tensors(lambda: (["go on", rank], TENSORS))
     assert decision == ["go on", 0]
@@ -41,7 +41,7 @@ def _rank(rank: int, folder: Path) -> None:
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
     assert all(tensors[name].dtype == TENSORS[name].dtype for name in TENSORS)
     done: list[int] = []
-    # Longer than one collective may take: rank 0 says that it is at work.
+    # Longer than the timeout of a collective: rank 0 reports meanwhile that it is working.
     ranks.on_rank_0(lambda: (time.sleep(1.5 * _COLLECTIVE_S), done.append(rank)))
     assert done == ([0] if rank == 0 else [])
     with pytest.raises(LeaderFailedError if rank else FloatingPointError):

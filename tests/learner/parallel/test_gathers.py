@@ -1,4 +1,4 @@
-"""A heap that two threads of gloo do not corrupt: which collectives a learner asks for, and what they give."""
+"""Collectives of the learner: only ones whose names gloo cannot free twice, and the result of gathers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from learner.sft.documents import Documents
 from learner.sft.learner import SftLearner, evaluation_loss
 from tests.ranks import run_ranks
 
-# ALLREDUCE, ALLGATHER and BROADCAST on gloo. A name of more than 15 characters would be freed, perhaps by two threads.
+# ALLREDUCE, ALLGATHER and BROADCAST on gloo. Longer names than 15 characters are on the heap, where two
+# threads may free them.
 OF_SHORT_NAMES = {
     "_c10d_functional.all_reduce",
     "_c10d_functional._wrap_tensor_autograd",
@@ -38,7 +39,7 @@ SHAPES = ((1,), (2,), (5,), (8,), (3, 4), (4, 3), (7, 2, 3))
 
 
 class Collectives(TorchDispatchMode):
-    """Notes the collectives that are asked for within its block."""
+    """Records the collectives requested within the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # What it is made of comes here.
+            return NotImplemented  # Its local tensors are dispatched here again.
         if func.namespace in ("c10d", "_c10d_functional"):
             self.names.add(f"{func.namespace}.{func._opname}")
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""What sleeps leaves its device, and is what it was when it wakes: on a stand-in for a GPU, and on ranks with FSDP2."""
+"""Offloading frees the device and restores bit-identical state, on a simulated GPU and with FSDP2."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _sleeping(learner: Learner) -> AbstractContextManager[None]:
 
 
 def _updates(learner: Learner, *, is_sleeping: bool) -> Iterator[Any]:
-    """Two updates with a pause between; what the learner is at its end."""
+    """Run two updates with a pause between them; yield the learner's final state last."""
     yield learner.update(_round(), 0)
     with _sleeping(learner) if is_sleeping else nullcontext():
         yield "asleep"

@@ -1,4 +1,4 @@
-"""A policy of experts on two ranks is the same as on one: its experts by rows, its routers' biases whole."""
+"""Mixture of experts on two ranks equals one rank: experts sharded by rows, router biases whole."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _model(config: TransformerConfig) -> Transformer:
     model = make_model(config)
     init_weights(model, seed=0)
     with torch.no_grad():
-        # Sharper, so that no choice is close; biases of which bfloat16 would make others.
+        # Sharper routing, so that no choice is close, and biases with which bfloat16 would choose other experts.
         model.blocks[1].mlp.router.weight.mul_(8.0)
         model.blocks[1].mlp.router.expert_bias.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(0))
     return model
@@ -92,7 +92,7 @@ def test_two_ranks_are_one(
         single = load_by_rows(checkpoint, None, ShardingConfig(), device=CPU, lora=lora, seed=3)
         one, two, is_half = _found(single, rollouts), on_two[name], name == "half"
         if is_half:
-            # Those of a sampler in bfloat16. In float32 a token may take others of two near experts.
+            # A bfloat16 sampler's logits. In float32 a token may select other experts if two are close.
             with torch.no_grad():
                 one["logits"] = _model(moe_config).to(torch.bfloat16)(rollouts.prompt_ids)
         else:
@@ -100,10 +100,10 @@ def test_two_ranks_are_one(
         torch.testing.assert_close(two["logits"], one["logits"], atol=0 if is_half else 1e-5, rtol=0)
         assert two["weights"].keys() == one["weights"].keys() == start.keys()
         for parameter, tensor in one["weights"].items():
-            # A tenth of a step; in bfloat16 AdamW may step the other way.
+            # A tenth of a step; in bfloat16 AdamW may step in the other direction.
             atol = 3e-3 if is_half else 1e-4
             torch.testing.assert_close(two["weights"][parameter], tensor, atol=atol, rtol=1e-3, msg=parameter)
-        # What nothing trains is as it was, to the bit, in the policy and in its reference.
+        # Untrained parameters stay bit-identical, in the policy and in its reference.
         assert torch.equal(two["weights"][BIAS], start[BIAS])
         assert all(torch.equal(found[BIAS], start[BIAS]) for found in (two["frozen"],) if found)
         assert BIAS not in two["trained"]
@@ -114,7 +114,7 @@ def test_two_ranks_are_one(
 
 
 def test_weights_that_travel_keep_a_bias_whole(moe_config: TransformerConfig) -> None:
-    """To a sampler in bfloat16, as they are published."""
+    """As published to a bfloat16 sampler."""
     weights = ShardedPolicy(_model(moe_config), None).weights_on_rank_0()
     sampler = make_meta_model(moe_config).to(torch.bfloat16).to_empty(device="cpu")
     sampler.load_state_dict(weights)

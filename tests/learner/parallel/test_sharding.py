@@ -1,4 +1,4 @@
-"""A sharded step is a single step: two ranks with FSDP2 on gloo against one process without."""
+"""Sharded training steps equal single-process steps: ranks with FSDP2 on gloo against one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RL = LearnerConfig(
     reference_sync_rounds=1,
 )
 SFT = SftConfig(num_labels=12, num_steps=3, batch_size=5, lr=1e-3, num_warmup_steps=0)
-# In micro-batches of 20 tokens one rank has more of them than the other.
+# With micro-batches of 20 tokens one rank has more of them than the other.
 SFTS: tuple[dict[str, object], ...] = (
     {},
     {"packing": True},
@@ -68,7 +68,7 @@ def _train(
         metrics += [sft.step(step, 1e-3) for step in range(2)]
     evaluated = evaluation_loss(policy, documents, batch_size=4)
     metrics.append({"evaluation_loss": evaluated.loss, "at_large_t": evaluated.loss_at_t[-1]})
-    # So small that ranks have unequally many micro-batches.
+    # Small enough that ranks have different numbers of micro-batches.
     cut = evaluation_loss(policy, documents, batch_size=4, micro_batch_tokens=30)
     assert cut.loss == pytest.approx(evaluated.loss, rel=1e-4)
     learner = Learner(policy, RL)
@@ -77,7 +77,7 @@ def _train(
     for round_index in range(2):
         metrics.append(learner.update(batch, round_index))
         learner.sync_reference(round_index)
-    # The last forward has no backward: what is gathered after it must be the parameters all the same.
+    # The last forward has no backward; gathered parameters must be correct nevertheless.
     with policy.without_gradients():
         policy.module(batch.prompt_ids)
     return {
@@ -109,9 +109,9 @@ def _from_meta(
     held_in: torch.dtype = torch.float32,
     rounded_to: torch.dtype = torch.float32,
 ) -> ShardedPolicy:
-    """The same on ranks, by their rows alone: no rank's policy is ever whole.
+    """Build the same policy on ranks from row shards only: no rank ever has the whole policy.
 
-    Its weights, what bfloat16 holds of them or all, are held in either.
+    The weights are rounded to `rounded_to` and stored as `held_in`.
     """
     with torch.device("meta"):
         model = Transformer(config).to(held_in)
@@ -197,22 +197,22 @@ def _rollouts() -> RolloutBatch:
 
 
 def _ragged(batch: RolloutBatch) -> RolloutBatch:
-    """The same with prompts of one to six tokens."""
+    """The same batch with prompts of one to six tokens."""
     return replace(batch, prompt_lengths=1 + torch.arange(11) * 5 % 6)
 
 
 @pytest.mark.parametrize("which", ["first", "again"])
 def test_two_ranks_are_one(config: TransformerConfig, lora: LoraConfig, sharded: Results, which: str) -> None:
-    """Eleven rows on two ranks: an odd shard, filled up, must not change the mean.
+    """Eleven rows on two ranks: the padded odd shard must not change the mean.
 
-    The second time both go on from the state that the two ranks left.
+    The second time both resume from the state that the two ranks left.
     """
     state = sharded["first"]["optimizer"] if which == "again" else None
     _assert_close(sharded[which], _train(_policy(config, lora), _rollouts(), state))
 
 
 def test_rows_back_to_back_are_padded_rows(config: TransformerConfig, on_two_ranks: dict[str, Results]) -> None:
-    """In SFT and in rounds, of an adapter, on two ranks that compute each block twice."""
+    """In SFT and in rounds, for an adapter on two ranks with activation checkpointing."""
     padded = _train(_policy(config, LORAS["adapter"]), _ragged(_rollouts()), None)
     _assert_close(on_two_ranks["back to back"], padded)
 
@@ -222,13 +222,13 @@ def _assert_close(sharded: dict[str, Any], single: dict[str, Any]) -> None:
         expected = single[part]
         assert sharded[part].keys() == expected.keys()
         for name, tensor in expected.items():
-            # Adam turns the last bit of a gradient near zero into a part of a step: the bound is a tenth of a step.
+            # On a gradient near zero, Adam amplifies the last bit to part of a step. The bound is a tenth of a step.
             torch.testing.assert_close(sharded[part][name], tensor, atol=1e-4, rtol=1e-3, msg=name)
     for ours, theirs in zip(sharded["metrics"], single["metrics"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
-# Several copies of the policy, each on several ranks.
+# Several copies of the policy, each sharded over several ranks.
 
 
 def _round(policy: ShardedPolicy, resume_from: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def _copies_rank(
 
 
 def test_two_copies_on_two_ranks_each_are_one(config: TransformerConfig, tmp_path: Path) -> None:
-    """They go on from the state that one process left, and are at its end the same to the bit."""
+    """They resume from the state of one process, and all ranks end bit-identical."""
     states = {name: _round(_policy(config, lora), {})["optimizer"] for name, lora in LORAS.items()}
     run_ranks(_copies_rank, str(tmp_path / "at"), config, states, tmp_path, num=4)
     first, *others = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(4))
@@ -307,7 +307,7 @@ def test_half_precision_is_close_and_keeps_its_weights_whole(sharded: Results) -
             continue  # The evaluation's.
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=0.05, abs=0.01)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.1)
-    # Not on the grid of bfloat16: what is kept and stepped is float32.
+    # Not representable in bfloat16: the stored and updated weights are float32.
     name = "blocks.0.attn.q_proj.weight"
     assert not torch.equal(half["weights"][name].bfloat16().float(), half["weights"][name])
 
@@ -334,20 +334,20 @@ def test_full_weights_are_not_the_live_ones(config: TransformerConfig) -> None:
     assert torch.equal(taken["head.weight"], before)
 
 
-# Every algorithm on 2 or on 4 ranks: the gradient of one process. On 4 those whose loss looks beyond a row.
+# Every algorithm on 2 or 4 ranks has the gradient of one process. Losses that look beyond a row run on 4.
 
 _WIDE = ("diffu-grpo-parity", "wd1", "tracerl", "stabledrl", "vrpo", "tba")
 ON_RANKS = {4: _WIDE, 2: tuple(name for name in ALGORITHMS if name not in _WIDE)}
-# Two of them, one on either number of ranks, with the denoising loss of the correct completions beside.
+# Two algorithms, one for each number of ranks, also with the denoising loss of correct completions.
 IMITATING = ("wd1", "coupled-grpo")
 
 
-# Some in minibatches too, of which not every rank has a row or a group.
+# Some also with minibatches, in which not every rank has a row or a group.
 MINIBATCHES = {"stabledrl": 2, "tracerl": 3, "espo": 5}
 
 
 class _Recorder:
-    """In the optimizer's place: keeps the whole gradients of every step."""
+    """A fake optimizer: records the full gradients of every step."""
 
     def __init__(self, policy: ShardedPolicy) -> None:
         self._policy = policy
@@ -396,7 +396,7 @@ def _gradient_rank(rank: int, world_size: int, port_file: str, config: Transform
 def test_every_algorithm_has_one_gradient_on_any_number_of_ranks(
     config: TransformerConfig, tmp_path: Path, world_size: int
 ) -> None:
-    """Three groups on four ranks: where groups stay whole, one rank has nothing and still keeps step."""
+    """Three groups on four ranks: where groups stay whole, one rank has no rows but joins every collective."""
     out = tmp_path / "out.pt"
     run_ranks(_gradient_rank, world_size, str(tmp_path / "at"), config, out, num=world_size)
     sharded = torch.load(out, weights_only=True)
@@ -414,8 +414,8 @@ def test_every_algorithm_has_one_gradient_on_any_number_of_ranks(
                 )
 
 
-# LoRA's step: a likelihood of single tokens, of whole completions with the adapter-off reference, bounds that compare a
-# group.
+# Steps with LoRA: likelihoods of single tokens, of whole completions with the adapter-off reference, and bounds
+# compared within a group.
 
 ADAPTED = ("stepmerge", "espo", "stabledrl")
 
@@ -499,7 +499,8 @@ def test_a_rank_that_lags_is_not_waited_for_and_named_but_the_first_time(
 
 
 def test_a_frozen_base_in_half_precision_changes_nothing(on_two_ranks: dict[str, Any]) -> None:
-    """Where ranks compute in it, and it holds the weights as they are: every weight, moment and loss, to the bit."""
+    """If ranks compute in half precision and it represents the weights exactly, every weight, moment and loss is
+    bit-identical."""
     in_float32, in_half = on_two_ranks["float32"], on_two_ranks["bfloat16"]
     assert in_half["metrics"] == in_float32["metrics"]
     for part in ("weights", "adapter", "optimizer"):

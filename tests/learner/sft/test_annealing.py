@@ -1,4 +1,4 @@
-"""Attention that opens while SFT trains: how much of it, and that nothing else changes."""
+"""Attention annealing in SFT, from causal to bidirectional: the schedule, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_draw_hangs_on_seed_step_and_places_alone() -> None:
 
 
 def test_what_is_not_opened_is_not_seen(config: TransformerConfig) -> None:
-    """With no later slot opened it is the causal policy of the same weights."""
+    """With no later slot opened it is the causal policy with the same weights."""
     opened, causal = _block_causal(config, 16), _block_causal(config, 1)
     ids = torch.randint(0, 38, (3, 12), generator=torch.Generator().manual_seed(2))
     lengths = torch.tensor([12, 7, 9])
@@ -81,7 +81,7 @@ def test_what_is_not_opened_is_not_seen(config: TransformerConfig) -> None:
 
 @pytest.mark.parametrize("form", ["alone", "packed", "in blocks"])
 def test_documents_are_scored_as_each_is_alone(config: TransformerConfig, policy: Transformer, form: str) -> None:
-    """Of a block-causal policy: each noisy block behind the clean ones before it."""
+    """For a block-causal policy, each noisy block follows the clean ones before it."""
     masked, opened = _masked(), _opened()
     model = _block_causal(config, BLOCK_LENGTH) if form == "in blocks" else policy
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_documents_are_scored_as_each_is_alone(config: TransformerConfig, policy
 
 
 def _trained(config: TransformerConfig, steps: range, state: object = None, **sft: int) -> tuple[dict, dict]:
-    """Weights and the state to go on with after some steps, from `state` on."""
+    """Return the weights, and the state to resume from, after some steps starting at `state`."""
     model = make_model(config)
     init_weights(model, seed=0)
     policy = ShardedPolicy(model, None)
@@ -130,7 +130,7 @@ def test_open_attention_is_the_update_without_annealing_to_the_bit(config: Trans
 def test_rows_back_to_back_are_padded_while_attention_opens(
     config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU; the kernel for them hides nothing within a row."""
+    """As on a GPU: the kernel for packed rows supports no mask within a row."""
     expected, _ = _trained(config, range(6), attention_annealing_steps=5)
     monkeypatch.setattr(ShardedPolicy, "concatenates_rows", True)
     found, _ = _trained(config, range(6), attention_annealing_steps=5)

@@ -18,7 +18,7 @@ MASK_ID, EOS_ID = 38, 39
 
 
 def _examples(num_examples: int = 12, num_slots: int = 8) -> list[TokenizedExample]:
-    """Prompts of 3 to 6 tokens, completions of 1 token to the whole canvas."""
+    """Return examples with prompts of 3 to 6 tokens, and completions of 1 token up to the whole canvas."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(low: int, high: int) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ def test_the_mask_ratios_of_a_batch_are_spread_evenly_from_another_start_at_each
     documents, found = _documents(num_examples=8), []
     for step in range(30):
         places = torch.arange(step * 8, step * 8 + 8)
-        # With many slots a document, each has a masked one that says what its t is.
+        # With many slots per document, each has a masked one whose weight shows its t.
         masked = _plan(replace(documents, sample_keys=places), step, batch_size=8)
         ratios = dict(zip(masked.rows.tolist(), (1 / masked.weights).tolist(), strict=True))
         eighths = sorted(int((ratio - 1e-3) / (1 - 1e-3) * 8) for ratio in ratios.values())
@@ -138,7 +138,7 @@ def test_loss_is_that_of_a_row_by_row_loop(
 
 
 def test_packing_changes_no_gradient(policy: Transformer) -> None:
-    """Into rows, nor into one row for all, whatever else the recipe says."""
+    """Holds for packing into rows and for concatenation into one row, alone and together."""
     masked, shapes = _plan(_documents(trains_padding=False)), []
     policy.register_forward_pre_hook(lambda _module, arguments: shapes.append(len(arguments[0])))
     gradients = []
@@ -169,7 +169,7 @@ def test_packing_takes_fewer_slots(policy: Transformer) -> None:
     examples = [
         TokenizedExample(prompt_ids=(1, 2), completion_ids=(3,) * count, num_slots=12) for count in (9, 2, 1, 4, 1, 1)
     ]
-    # A step that masks some of each.
+    # A step that masks some slots of each.
     masked, shapes = _plan(make_documents(examples, EOS_ID, trains_padding=False), step=16), []
     hook = policy.register_forward_pre_hook(lambda _module, arguments: shapes.append(arguments[0].shape))
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_packing_takes_fewer_slots(policy: Transformer) -> None:
 def test_rows_without_a_masked_slot_are_run_and_give_nothing(
     config: TransformerConfig, moe_config: TransformerConfig, family: str
 ) -> None:
-    """A rank with few documents may have none, and the others wait for its forward and backward passes."""
+    """A rank with few documents may have no masked slot, while others wait for its forward and backward passes."""
     blocks = TransformerConfig(**config.model_dump() | {"family": "sdar", "block_length": 4, "qk_norm": True})
     policy = make_model({"llada": config, "sdar": blocks, "llada2_moe": moe_config}[family])
     init_weights(policy, seed=0)
@@ -217,7 +217,7 @@ def test_evaluation_loss_is_the_same_every_time_and_leaves_no_gradient(policy: T
 
 @pytest.mark.parametrize("family", ["llada", "sdar"])
 def test_evaluation_loss_runs_no_more_tokens_at_once_than_a_micro_batch(config: TransformerConfig, family: str) -> None:
-    """Documents of 5 to 14 slots. A limit that cuts nothing leaves the bits alone."""
+    """Documents of 5 to 14 slots. A limit that splits nothing leaves the result bit-identical."""
     blocks = config.model_dump() | {"family": "sdar", "block_length": 4, "qk_norm": True}
     model = make_model(config if family == "llada" else TransformerConfig(**blocks))
     init_weights(model, seed=0)

@@ -1,4 +1,4 @@
-"""SFT in micro-batches has the gradient of the whole batch, from rows that fit."""
+"""SFT micro-batches: gradients add up to the whole batch's, and rows stay within the token limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from learner.sft.masking import mask_documents
 from learner.sft.micro_batches import micro_batches
 
 LENGTHS = (12, 5, 9, 6, 12, 7, 5)
-"""Tokens of each document, its end of text among them."""
+"""Tokens of each document, including its end of text."""
 MASK_ID, EOS_ID = 38, 39
 CASES: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -40,7 +40,7 @@ def _examples() -> list[TokenizedExample]:
 
 
 class _Recorder:
-    """In the optimizer's place: keeps the gradients of a step."""
+    """A fake optimizer: records the gradients of a step."""
 
     def __init__(self, policy: ShardedPolicy) -> None:
         self._policy = policy
@@ -55,7 +55,7 @@ class _Recorder:
 
 
 def _step(config: TransformerConfig, lora: LoraConfig | None = None, **sft: Any) -> tuple[_Recorder, list[torch.Size]]:
-    """What one step on all documents gives, and the shape of each forward."""
+    """Run one step on all documents; return its record and the shape of each forward."""
     model = make_model(config)
     init_weights(model, seed=0)
     shapes: list[torch.Size] = []
@@ -75,7 +75,7 @@ def _step(config: TransformerConfig, lora: LoraConfig | None = None, **sft: Any)
 
 
 def _check(config: TransformerConfig, max_tokens: int, lora: LoraConfig | None = None, **sft: Any) -> list[torch.Size]:
-    """Whether small micro-batches add up to the whole batch; the shape of each of their forwards."""
+    """Assert that small micro-batches add up to the whole batch; return the shapes of their forwards."""
     (whole, of_whole), (parts, shapes) = (
         _step(config, lora, micro_batch_tokens=tokens, **sft) for tokens in (None, max_tokens)
     )
@@ -104,7 +104,7 @@ def test_they_add_up_under_an_adapter(config: TransformerConfig) -> None:
 def test_they_add_up_where_documents_go_back_to_back(
     config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed or not: tokens are counted without padding then."""
+    """Packed or not: without padding, tokens are counted exactly."""
     monkeypatch.setattr(sharding, "has_kernel", lambda *_: True)
     for packing in (False, True):
         sizes = [shape.numel() for shape in _check(config, 24, packing=packing)]
@@ -120,7 +120,8 @@ def test_they_add_up_with_a_block_causal_policy(config: TransformerConfig) -> No
 
 
 def test_rows_of_blocks_are_counted_with_their_states(config: TransformerConfig) -> None:
-    """Without a masked slot a document takes none; with all masked, each block after the clean ones before the last."""
+    """A document without a masked slot has no states. With all masked, it has a state per block after the clean blocks
+    but the last."""
     documents = make_documents(
         [TokenizedExample(prompt_ids=(1,), completion_ids=(2,) * 10, num_slots=11)] * 3, EOS_ID, trains_padding=True
     )
@@ -132,7 +133,7 @@ def test_rows_of_blocks_are_counted_with_their_states(config: TransformerConfig)
 
 
 def test_a_weightless_micro_batch_has_no_gradient(config: TransformerConfig) -> None:
-    """What a rank runs while another has more to do."""
+    """A rank runs these while another still has work."""
     model = make_model(config)
     init_weights(model, seed=0)
     learner = SftLearner(

@@ -1,4 +1,4 @@
-"""What a slot may take, against every string there is."""
+"""Tokens that a grammar allows at each slot of a canvas, checked against all strings."""
 
 from itertools import product
 
@@ -32,7 +32,7 @@ def grammars(draw: st.DrawFn) -> Grammar:
 
 
 def is_text(grammar: Grammar, tokens: tuple[int, ...]) -> bool:
-    """Whether a whole canvas is a text of the grammar and ends of text."""
+    """Return whether a whole canvas is a text of the grammar, filled up with ends of text."""
     state, num_tokens = 0, 0
     while num_tokens < len(tokens) and tokens[num_tokens] not in (END, OTHER_END):
         if tokens[num_tokens] == FORBIDDEN:
@@ -78,7 +78,7 @@ def test_canvases_under_one_grammar_do_not_share_what_stands_on_them() -> None:
     see(first, [1, None, None])
     expect_all_that_texts_have(first, grammar, [1, None, None])
     expect_all_that_texts_have(second, grammar, [None] * 3)
-    # Equal, and another object; with another end, another canvas.
+    # An equal grammar in another object shares the table; other end tokens do not.
     again = masked_canvas(Grammar(next_state=moves.copy(), **facts), 3, [END, OTHER_END], [FORBIDDEN], 3)
     assert again.class_of_V is second.class_of_V
     assert masked_canvas(grammar, 3, [END], [FORBIDDEN], 3).class_of_V is not second.class_of_V
@@ -114,7 +114,7 @@ def test_slots_are_committed_in_any_order_and_some_text_is_always_left(
         assert min(drawn) in fit
         see(seen, canvas)
         expect_all_that_texts_have(seen, grammar, canvas)
-    # A canvas that stands as it stood before is seen as it was then.
+    # Returning to an earlier canvas must restore its allowed tokens.
     see(seen, [None] * length)
     expect_all_that_texts_have(seen, grammar, [None] * length)
 

@@ -1,4 +1,4 @@
-"""Rows in turns: each is what it is alone, step by step, whatever is beside it and whatever interrupted it."""
+"""Batched renoising: each row equals its completion alone, despite cancellation and resumption."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REQUESTS = [
 
 
 def _drained(batch: RenoisingBatch) -> tuple[dict[int, Completion], list[dict[int, Progress]]]:
-    """All that is done, and how all rows stood after each step."""
+    """Run a batch to its end; return its completions, and the progress of all rows after each step."""
     done, seen = dict[int, Completion](), list[dict[int, Progress]]()
     while batch.num_running or batch.num_waiting or not seen:
         done.update(batch.step())
@@ -33,7 +33,7 @@ def _drained(batch: RenoisingBatch) -> tuple[dict[int, Completion], list[dict[in
 
 
 def _frames(alone: RenoisedCompletion) -> list[tuple[list[bool], list[int]]]:
-    """What is masked, and the tokens of what is not, after each step but the last: from the record."""
+    """Derive from the record which slots are masked after each step but the last, and the tokens of the others."""
     frames = []
     for number, canvas in enumerate(alone.canvases):
         finished = [token for one in alone.canvases[:number] for token in one.token_ids.tolist()]
@@ -64,7 +64,7 @@ def test_rows_in_turns_are_each_what_it_is_alone_at_every_step(renoising_policy:
         assert found == _frames(one)
         assert [each.num_steps for each in shown] == list(range(1, one.num_forwards))
         assert all(each.num_committed % SLOTS == 0 for each in shown)
-    # All rows take a step in each: nobody waits until another is done.
+    # Rows take turns, so that all advance in each step.
     assert [sorted(progress) for progress in seen[:2]] == [[0, 1, 2]] * 2
 
 
@@ -88,7 +88,7 @@ def test_a_slot_that_is_renoised_goes_back_and_one_that_stays_keeps_its_step(ren
         before = now
     assert num_lost > 3, "or nothing is tested here"
     assert num_stayed > 3
-    # A canvas is committed as a whole, by its last step.
+    # A canvas is committed as a whole, in its last step.
     ends = np.cumsum([canvas.num_steps for canvas in sampler.complete(REQUESTS[0]).canvases]) - 1
     assert done[0].step_map.tolist() == np.repeat(ends, SLOTS).tolist()
 

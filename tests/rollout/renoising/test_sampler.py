@@ -1,4 +1,4 @@
-"""The renoising sampler and the likelihood of what it kept, against the original code and against plain forwards."""
+"""The renoising sampler and its likelihoods, against the original code and plain forwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARAMS = RenoisingParams(gen_length=20, max_denoise_steps=6, entropy_bound=2.0)
 
 @dataclass(frozen=True)
 class Recorded:
-    """The draws of a fixture."""
+    """The random draws recorded in a fixture."""
 
     blocks: list[dict[str, Any]]
 
@@ -53,7 +53,7 @@ def original(shared: Path) -> tuple[Path, RenoisingPolicy]:
 
 
 def test_logits_are_the_original_codes(original: tuple[Path, RenoisingPolicy]) -> None:
-    """Of prompts within the window and beyond it, at a first step and at one that is conditioned on it."""
+    """With prompts within and beyond the attention window, at a first step and at a self-conditioned one."""
     directory, policy = original
     expected = load_file(directory / "expected.safetensors")
     for which in ("short", "long"):
@@ -87,7 +87,7 @@ def test_with_the_recorded_draws_every_step_is_the_original_loops(original: tupl
     for setting, row, request in _settings(directory):
         completion = RenoisingSampler(policy, 0).complete(request, Recorded(setting["blocks"][row]))
         assert completion.token_ids.tolist() == setting["output"][row]
-        # Logits over a temperature of 1e-4 magnify rounding.
+        # At a temperature of 1e-4 the logits amplify rounding errors.
         is_greedy = setting["t_max"] < 1e-2
         for canvas, block in zip(completion.canvases, setting["blocks"][row], strict=True):
             seen = [block["initial"], *(step["next"] for step in block["steps"][:-1])]
@@ -131,7 +131,7 @@ def test_a_seed_is_a_completion_and_its_likelihood_comes_back(renoising_policy: 
 
 
 def test_what_was_finished_is_remembered_exactly(renoising_policy: RenoisingPolicy) -> None:
-    """The second canvas behind a cache is the second canvas behind a prompt that is encoded anew."""
+    """The logits of the second canvas are equal with the KV cache and with a newly encoded prompt."""
     (request, *_) = _requests()
     completion = RenoisingSampler(renoising_policy, 0).complete(request)
     second = completion.canvases[1]
@@ -145,7 +145,7 @@ def test_what_was_finished_is_remembered_exactly(renoising_policy: RenoisingPoli
 
 
 def test_the_likelihood_has_the_gradient_of_its_numbers(renoising_checkpoint: Path) -> None:
-    """Through the encoder, the decoder and the chain of conditioned steps."""
+    """Gradients pass through the encoder, the decoder and the chain of self-conditioned steps."""
     policy = load_renoising_policy(renoising_checkpoint)
     request = _requests()[0]
     canvases = RenoisingSampler(policy, 0).complete(request).canvases
@@ -197,7 +197,7 @@ def test_a_step_keeps_the_least_uncertain_slots_up_to_the_bound(bound: float, ke
 
 
 class _Scripted:
-    """In a policy's place: its most probable tokens are 1, 2, then 3 for ever; at the fifth step it becomes sure."""
+    """A fake policy: its most probable tokens are 1, 2, then always 3, and from the fifth step on it is confident."""
 
     device = torch.device("cpu")
     config = RenoisingConfig(vocab_size=4, canvas_length=2, stop_ids=(), pad_token_id=0, max_sequence_length=64)

@@ -1,4 +1,4 @@
-"""An autoregressive checkpoint as a diffusion policy: the same function where attention is causal."""
+"""Conversion of autoregressive checkpoints to diffusion policies: equal under causal attention."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WITHOUT_RESERVED = (END, TURN, END_OF_TURN)
 
 
 def causal_logits(directory: Path, ids_BL: torch.Tensor) -> torch.Tensor:
-    """What the policy says of each next token where it attends as its source does."""
+    """Return the policy's next-token logits under causal attention."""
     policy = load_policy(directory)
     policy.config = policy.config.model_copy(update={"block_length": 1, "predicts_next": False})
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_the_policy_is_the_source_where_attention_is_causal(
     assert (config.mask_token_id, config.block_length, config.predicts_next) == (mask.id, None, False)
     assert (config.max_sequence_length, config.vocab_size) == (512, 300 + changes.get("spare_rows", 0))
     assert StoredWeights(tmp_path / "policy").dtype == changes.get("dtype", torch.float32)
-    # No weight was copied.
+    # The weights are not copied.
     assert not (tmp_path / "policy" / "model.safetensors").exists()
 
 
@@ -136,7 +136,7 @@ def test_ends_of_turn_and_of_text_both_end_a_completion(tmp_path: Path) -> None:
     write_source(tmp_path / "source", eos_token_id=0)
     (tmp_path / "source" / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 3]}))
     convert_checkpoint(open_source(str(tmp_path / "source")), tmp_path / "policy", mask_token="<|hole|>")
-    # The tokenizer's own comes first: SFT fills canvases with it.
+    # The tokenizer's own end of text comes first: SFT fills canvases with it.
     assert load_config(tmp_path / "policy").stop_ids == (2, 0, 3)
     assert ChatTokenizer(tmp_path / "policy").eos_id == 2
 

@@ -1,4 +1,4 @@
-"""Which token becomes the mask."""
+"""Choice of the mask token for an autoregressive checkpoint."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def made(directory: Path, specials: Sequence[str]) -> Any:
 @pytest.mark.parametrize(
     ("specials", "spare_rows", "token", "index"),
     [
-        # The reserved one goes before rows without a token, and those before what stands for notebooks.
+        # Reserved tokens take precedence over unused embedding rows, and those over tokens for notebooks.
         ((*ENDS, RESERVED), 8, RESERVED, 3),
         ((*ENDS, *CODE), 8, "<|mask|>", 300),
         ((*ENDS, *CODE), 0, "<empty_output>", 6),
-        # A mask token goes before all.
+        # An existing mask token takes precedence over all.
         ((*ENDS, RESERVED, "<|MASK|>"), 8, "<|MASK|>", 4),
     ],
 )

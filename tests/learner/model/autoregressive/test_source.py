@@ -1,4 +1,4 @@
-"""Autoregressive checkpoints: which ones open, what they hold, and one sentence for each that cannot be adapted."""
+"""Autoregressive source checkpoints: supported ones, their content, and one error for each other one."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_quantisation_that_cannot_be_read_is_named(kind: int, sentence: str, l
     path, name = tmp_path / "tiny.gguf", b"token_embd.weight"
     write_gguf(path, llama)
     whole = bytearray(path.read_bytes())
-    # Behind the name are the number of axes and two lengths.
+    # The name is followed by the number of axes and two lengths.
     place = whole.index(name) + len(name) + 4 + 2 * 8
     assert whole[place : place + 4] == (8).to_bytes(4, "little")
     whole[place : place + 4] = kind.to_bytes(4, "little")

@@ -1,4 +1,4 @@
-"""Tiny autoregressive checkpoints, with a byte-level tokenizer of their own: directories and GGUF files."""
+"""Tiny autoregressive checkpoints with a byte-level tokenizer, as directories and GGUF files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEXTS = ["what is the capital of France?", "the sky is blue because of light", 
 
 
 def write_tokenizer(directory: Path, specials: Sequence[str] = (END, TURN, END_OF_TURN, RESERVED)) -> int:
-    """Train a tokenizer, with these special tokens first; how many tokens it has."""
+    """Train a tokenizer with these special tokens first; return its number of tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -47,7 +47,7 @@ def write_source(
     dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> Any:
-    """Write a random model of two layers with its tokenizer; the model."""
+    """Write a random model of two layers with its tokenizer; return the model."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     num_tokens = write_tokenizer(directory, specials)
@@ -72,7 +72,7 @@ def write_source(
 
 
 def write_gguf(path: Path, source: Path, kind: str = "Q8_0", **fields: Any) -> None:
-    """Write the tiny Llama of a directory, whose head is tied, as a GGUF file; with more fields, or other ones."""
+    """Write a directory's tiny Llama, whose head is tied, as a GGUF file; `fields` adds or overrides metadata."""
     import gguf
     from safetensors.torch import load_file
 
@@ -106,7 +106,7 @@ def write_gguf(path: Path, source: Path, kind: str = "Q8_0", **fields: Any) -> N
 
 
 def _interleaved(numbers: np.ndarray, num_heads: int) -> np.ndarray:
-    """The order of llama.cpp, where a pair of numbers that rotate together stand side by side."""
+    """Reorder to llama.cpp's layout, where the two elements of a rotary pair are adjacent."""
     rows = numbers.reshape(num_heads, 2, numbers.shape[0] // num_heads // 2, *numbers.shape[1:])
     return rows.swapaxes(1, 2).reshape(numbers.shape)
 

@@ -1,4 +1,4 @@
-"""A checkpoint of one family as another family's whose tensors have the same names."""
+"""A copy of a checkpoint as another family whose tensors have the same names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def adapted(original: Path, directory: Path, model_type: str, **keys: Any) -> Path:
-    """Copy a checkpoint; its config says another `model_type`, and these keys."""
+    """Copy a checkpoint, and set another `model_type` and these keys in its config."""
     shutil.copytree(original, directory, copy_function=shutil.copyfile)
     directory.chmod(0o755)
     path = directory / "config.json"

@@ -1,4 +1,4 @@
-"""A stand-in for a family's original model, and adapters of it, as peft writes them."""
+"""A fake of a family's original model, and adapters for it, written by peft."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Original(nn.Module):
-    """A model with the modules that a checkpoint's tensors are named after: all that peft looks at."""
+    """A model with the modules named by a checkpoint's tensors, which is all that peft needs."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Original(nn.Module):
 
 
 def make_adapter(base: Path, directory: Path, *, std: float = 0.1, **config: Any) -> None:
-    """Have peft write an adapter of random matrices; `config` is of its LoraConfig."""
+    """Write an adapter of random matrices with peft; `config` is passed to its LoraConfig."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(Original(base), LoraConfig(**config))
@@ -53,7 +53,7 @@ def change_config(directory: Path, **values: Any) -> None:
 
 
 def merged_by_peft(base: Path, directory: Path) -> dict[str, Tensor]:
-    """The original model's tensors with an adapter merged into them."""
+    """Return the original model's tensors with an adapter merged into them."""
     from peft import PeftModel
 
     merged = PeftModel.from_pretrained(Original(base), directory).merge_and_unload()

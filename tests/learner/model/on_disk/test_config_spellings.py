@@ -1,4 +1,4 @@
-"""One setting in the spellings that published configs have: rotary positions and ids, of every family."""
+"""Config spellings in published checkpoints: rotary positions and token ids of every family."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _shape(config: TransformerConfig, family: str) -> TransformerConfig:
 
 
 def _raw(config: TransformerConfig, family: str) -> dict[str, Any]:
-    """A config as d1 writes it, without its rotary settings but the part of a head."""
+    """Return a config as d1 writes it, without its `rope_` settings except the full-precision flag."""
     shape = _shape(config, family)
     raw = FAMILIES[shape.family].write_config(shape)
     return {key: value for key, value in raw.items() if not key.startswith("rope_") or key == "rope_full_precision"}
@@ -222,7 +222,7 @@ def test_the_part_of_a_head_is_read_in_every_spelling_and_refused_where_two_diff
 
 
 def test_what_transformers_writes_of_our_config_is_read_as_ours(config: TransformerConfig, tmp_path: Path) -> None:
-    """SDAR's config class is Qwen3's with another name."""
+    """SDAR's config class equals Qwen3's under another name."""
     from transformers import Qwen3Config
 
     shape = _shape(config, "sdar")

@@ -1,4 +1,4 @@
-"""Adapter directories of peft are policies: what peft computes from them, or a refusal that names what differs."""
+"""Adapter directories of peft: loaded with peft's outputs, or refused with an error that says why."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ SDAR_MOE = SDAR | {
     "family": "sdar_moe",
     "moe": {"num_experts": 4, "experts_per_token": 2, "expert_width": 16, "router": "softmax"},
 }
-# What of each family is adapted, by a way to say it.
+# Adapted layers of each family, specified in different ways.
 TARGETS: dict[str, dict[str, Any]] = {
-    # The head has the name of a layer of the blocks.
+    # The head and a layer of the blocks have the same name.
     "llada": {"target_modules": ["q_proj", "attn_out", "ff_out"], "use_rslora": True, "r": 3},
     "dream": {"target_modules": r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.up_proj)", "lora_alpha": 3},
     "sdar": {
@@ -49,7 +49,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "sdar_moe": {"target_modules": ["k_proj", "o_proj"], "layers_to_transform": [1]},
     "a2d-llama": {"target_modules": ["o_proj", "up_proj"], "r": 2},
     "a2d-qwen2": {"target_modules": ["q_proj", "gate_proj"], "layers_to_transform": [0]},
-    # Query, key and value are one layer.
+    # Query, key and value are a single layer.
     "llada2_moe": {"target_modules": ["query_key_value", "shared_experts.up_proj"], "lora_alpha": 16},
     "illada": {"target_modules": ["q_proj", "down_proj"]},
     "llada_moe": {"target_modules": ["v_proj", "o_proj"]},
@@ -58,7 +58,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 def _base(directory: Path, shape: TransformerConfig, seed: int = 0) -> Path:
-    """A checkpoint of random weights."""
+    """Write a checkpoint of random weights."""
     model = make_model(shape)
     init_weights(model, seed)
     save_checkpoint(directory, shape, model.state_dict(), directory)
@@ -84,7 +84,7 @@ def shapes(config: TransformerConfig, moe_config: TransformerConfig) -> dict[str
 
 @pytest.fixture
 def adapter(config: TransformerConfig, tmp_path: Path) -> Path:
-    """One of LLaDA's."""
+    """An adapter of a LLaDA checkpoint."""
     base = _base(tmp_path / "base", config)
     make_adapter(base, tmp_path / "adapter", r=4, target_modules=["q_proj", "ff_proj"])
     return tmp_path / "adapter"
@@ -154,7 +154,7 @@ def test_targets_ranks_and_scalings_are_pefts() -> None:
 def test_halves_are_read_as_they_are(adapter: Path, dtype: torch.dtype) -> None:
     halves = {name: tensor.to(dtype) for name, tensor in load_file(adapter / WEIGHTS).items()}
     save_file(halves, adapter / WEIGHTS)
-    # In float32, before anything is multiplied or added up.
+    # Converted to float32 before any arithmetic.
     assert {matrix.dtype for matrix in read_adapter(adapter).matrices.values()} == {torch.float32}
     layer = adapted_layers(load_policy(adapter))["blocks.0.attn.q_proj"]
     assert torch.equal(layer.lora_A, halves[A].float())
@@ -181,7 +181,7 @@ def test_names_may_have_the_adapters_and_wrappers_and_lack_a_prefix(
 
 def test_the_bases_embedding_and_head_may_be_beside_the_matrices(adapter: Path, tmp_path: Path) -> None:
     expected, base = _logits(load_policy(adapter)), load_file(tmp_path / "base" / "model.safetensors")
-    # In the precision that the adapter was trained in, and under the name that an adapted layer has.
+    # In the adapter's training precision, and under the name of an adapted layer.
     copies = {
         f"base_model.model.model.transformer.{stored}.weight": base[f"model.transformer.{name}.weight"].bfloat16()
         for stored, name in (("wte", "wte"), ("ff_out.base_layer", "ff_out"))
@@ -198,7 +198,8 @@ def test_the_bases_embedding_and_head_may_be_beside_the_matrices(adapter: Path, 
 
 
 def test_what_changes_nothing_is_read(adapter: Path) -> None:
-    """Settings of training and of the start, null and empty values, a byte order mark, and what a Trainer leaves."""
+    """Training and initialization settings, null and empty values, a byte order mark, and files that a Trainer
+    leaves."""
     expected = _logits(load_policy(adapter))
     neutral = {"lora_dropout": 0.1, "inference_mode": False, "task_type": "CAUSAL_LM", "init_lora_weights": "gaussian"}
     neutral |= {"eva_config": {"rho": 2.0}, "modules_to_save": [], "a_key_of_tomorrow": None, "rank_pattern": None}
@@ -406,7 +407,7 @@ def test_a_base_that_d1_does_not_compute_is_named(adapter: Path, tmp_path: Path)
 
 
 def test_an_adapter_on_an_adapter_is_the_sum_of_both(adapter: Path, tmp_path: Path) -> None:
-    """Also where they adapt different layers."""
+    """Also if they adapt different layers."""
     make_adapter(tmp_path / "base", tmp_path / "second", r=2, lora_alpha=3, target_modules=["v_proj", "q_proj"])
     change_config(tmp_path / "second", base_model_name_or_path=str(adapter))
     base, first, both = (load_merged(tmp_path / name).state_dict() for name in ("base", "adapter", "second"))

@@ -1,4 +1,4 @@
-"""Tensors under the names, and beside the duplicates and buffers, that training frameworks save."""
+"""Tensor names, duplicates and buffers as training frameworks save them."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _saved(config: TransformerConfig, directory: Path, family: str, *, is_tied: 
     model = make_model(shape)
     init_weights(model, seed=0)
     save_checkpoint(directory / "saved", shape, model.state_dict(), directory)
-    # d1's own files are not rewritten by others.
+    # Other frameworks do not rewrite d1's own checkpoints.
     (directory / "saved" / "manifest.json").unlink()
     return directory / "saved"
 
 
 def _change(directory: Path, change: Callable[[Tensors], Tensors]) -> Tensors:
-    """Store other tensors in a checkpoint; returns the policy's weights before."""
+    """Replace a checkpoint's tensors; return the policy's weights from before."""
     before, path = load_policy(directory).state_dict(), directory / "model.safetensors"
     save_file(change(load_file(path)), path)
     return before
@@ -72,7 +72,7 @@ def test_a_tied_head_may_be_stored_again_if_it_is_the_embedding(
     weights = _change(directory, lambda tensors: tensors | {head: tensors[embed].clone()})
     assert _same(directory, weights)
     assert stored_dtype(directory) is torch.float32
-    # In another type, and as the head alone.
+    # With another dtype, and as the head alone.
     _change(directory, lambda tensors: tensors | {head: tensors[embed].double()})
     assert _same(directory, weights)
     _change(directory, lambda tensors: tensors | {head: tensors[embed].clone()})
