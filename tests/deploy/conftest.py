@@ -1,4 +1,4 @@
-"""What the tests of the command line share: a small recipe, the command itself, and the events of a run."""
+"""Fixtures of the command-line tests: a small recipe, the command itself, and the events of a run."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def recipe_file(workdir: Path) -> Path:
 
 
 class Ended:
-    """How a command ended."""
+    """Status, stdout and stderr of a command."""
 
     def __init__(self, status: int, out: str, err: str) -> None:
         self.status, self.out, self.err = status, out, err
 
     def assert_refused(self, *parts: str) -> None:
-        """One sentence on stderr with all of `parts`, status 2, nothing on stdout, no traceback."""
+        """Assert one sentence on stderr with all of `parts`, status 2, nothing on stdout, no traceback."""
         assert self.status == 2, (self.out, self.err)
         assert self.err.startswith("d1: ")
         assert self.err.count("\n") == 1
@@ -73,13 +73,13 @@ class Ended:
 
 @pytest.fixture
 def d1(workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Runs `d1 ...` in this process, through its entry point."""
+    """Run `d1 ...` in this process, through its entry point."""
     from deploy import wait_display
     from deploy.cli import main
 
-    # On a busy machine an import takes seconds: what is said of that is no part of what a command prints.
+    # On a busy machine, slow imports are reported on stderr, which is not part of a command's output.
     monkeypatch.setattr(wait_display, "EVERY_S", 600.0)
-    # Commands are printed as this user calls them: as `d1`.
+    # So that commands are printed with `d1` as the program.
     monkeypatch.setenv("PATH", sysconfig.get_path("scripts"), prepend=os.pathsep)
 
     def run(*words: str) -> Ended:
@@ -96,7 +96,7 @@ Event = dict[str, Any]
 
 
 class Recorder:
-    """Makes events with a clock."""
+    """Builds events with a clock."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -166,7 +166,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def events(recorder: Recorder) -> list[Event]:
-    """A whole run: 12 rounds, an evaluation after each sixth, and the control for as long as the rounds took."""
+    """A whole run: 12 rounds, an evaluation after every sixth, and a control for the same seconds as the rounds."""
     recorder.add("run", name="tiny", seed=0, commit="abc", hardware="2 cores", versions={})
     recorder.evaluation("untrained", 0)
     recorder.sft_steps("sft", 100, planned=100)

@@ -1,4 +1,4 @@
-"""The command itself: quick help, exit statuses, and what it asks of a run."""
+"""The `d1` command: quick help, exit statuses, and how it starts a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _python(code: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[st
 
 
 class FakeJob:
-    """Takes what `deploy.job.job.run` is given, and plays events."""
+    """Fake of `deploy.job.job.run` that records its arguments and replays events."""
 
     def __init__(self, events: Events, interrupt: bool = False) -> None:
         self.events, self.interrupt, self.calls = events, interrupt, []
@@ -73,7 +73,7 @@ def test_help_needs_neither_torch_nor_ray(tmp_path: Path) -> None:
 
 
 def test_a_refusal_of_the_real_command_is_one_sentence(recipe_file: Path) -> None:
-    # Without what a busy machine has said of long imports.
+    # Silences the messages about slow imports on a busy machine.
     quiet = f"import deploy.wait_display; deploy.wait_display.EVERY_S = 600; {_MAIN}"
     ended = _python(quiet, "train", "tiny.yaml", "learner.lr=-1", cwd=recipe_file.parent)
     assert ended.returncode == 2

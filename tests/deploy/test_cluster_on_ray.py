@@ -1,6 +1,6 @@
-"""The cluster of docker-compose.yml as plain processes: a run on two nodes, and what the loss of the head does.
+"""The cluster of docker-compose.yml as plain processes: a run on two nodes, and loss of the head.
 
-The head keeps its state in Redis (RAY_REDIS_ADDRESS), so whoever restarts it gets the same cluster back.
+The head keeps its state in Redis (RAY_REDIS_ADDRESS), so a restarted head restores the same cluster.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if n
 actors = list_actors(limit=1000, timeout=90)
 print(json.dumps({"alive": alive, "actors": [[actor["class_name"], actor["node_id"]] for actor in actors]}))
 """
-# What exports a run's numbers, on the worker.
+# The actors on the worker that export a run's metrics.
 NUMBERS = """
 import ray
 ray.init(logging_level="ERROR", log_to_driver=False)
@@ -101,11 +101,11 @@ class _Service:
 
     @property
     def url(self) -> str:
-        """At the worker."""
+        """URL of the service on the worker."""
         return f"http://{self.processes.worker_ip}:{self.port}"
 
     def deploy(self, num_ingresses: int = 1, *, ingress_on: str = WORKER) -> None:
-        """Deploy it, or what differs from what runs."""
+        """Deploy the service, or the changes to a running one."""
         manifest = yaml.safe_load((DEPLOY / "k8s" / "serve.yaml").read_text(encoding="utf-8"))
         config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
         (application,) = config["applications"]
@@ -118,7 +118,7 @@ class _Service:
         self.processes.deploy(config)
 
     def ask_all_the_time(self) -> Asker:
-        """Two clients."""
+        """Start two clients."""
         return Asker(self.url, 2, ASK, pause_s=0.1)
 
 
@@ -134,7 +134,7 @@ def service(processes: RayProcesses, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_the_cluster_is_on_a_network_of_its_own(processes: RayProcesses) -> None:
-    # Interfaces that came and went beside a browser would call off its requests: net::ERR_NETWORK_CHANGED.
+    # Interfaces that appear and vanish abort a concurrent browser's requests: net::ERR_NETWORK_CHANGED.
     here, outside = _interfaces("thread-self"), _interfaces(str(os.getppid()))
     assert len(here) == 2
     assert here & outside == {"lo"}
@@ -156,7 +156,7 @@ def test_a_submitted_run_uses_both_nodes_and_the_registry_on_redis(processes: Ra
     registry = Registry(processes.registry_url, "pair")
     assert [policy.version for policy in registry.versions()] == [0, 1, 2, 3]
     assert registry.aliases() == {"newest": 3, "base": 1}
-    # Where the rounds' weights lie: a service on another cluster has no weight store.
+    # The checkpoint with the rounds' weights, since a service on another cluster has no weight store.
     newest = latest(registry)
     assert newest is not None
     assert newest.checkpoint == str(tmp_path / "pair" / "checkpoints" / "rl-000002")
@@ -170,7 +170,7 @@ def test_no_request_fails_while_the_gcs_is_away_and_the_cluster_is_whole_again(s
     with processes.without_gcs():
         _wait_out(asker)
     wait_until(lambda: _is_whole(processes), "tasks on both nodes", 90)
-    # The same processes answer, and Serve's controller can act: a new deployment rolls out.
+    # The same processes answer, and Serve's controller works: a new deployment rolls out.
     assert processes.replicas("d1") == replicas
     service.deploy(num_ingresses=2)
     wait_until(lambda: _are_new(processes.replicas("d1"), replicas, 3), "the new replicas alone", 120)
@@ -209,13 +209,13 @@ def test_an_ingress_reaches_engines_on_another_node(service: _Service) -> None:
 
 
 def _interfaces(process: str) -> set[str]:
-    """The network interfaces that a process sees."""
+    """Return the network interfaces that a process sees."""
     lines = Path("/proc", process, "net", "dev").read_text().splitlines()[2:]
     return {line.split(":")[0].strip() for line in lines}
 
 
 def _wait_out(asker: Asker) -> None:
-    """An outage of three seconds or more, in which each client asks again and gets answers."""
+    """Wait for at least three seconds of an outage, until both clients have new answers."""
     before = len(asker.answers)
     time.sleep(3)
     wait_until(lambda: len(asker.answers) > before + 4, "answers during the outage", 60)

@@ -1,4 +1,4 @@
-"""The files of a deployment, by the rules of the tools that will read them. No container engine is needed.
+"""Deployment files (Compose, Kubernetes, Prometheus, Grafana), validated by their tools' rules.
 
 docker-compose and promtool come from Debian (`make tools`); a test whose tool is absent skips. The manifests are held
 against Kubernetes's schemas, which a package has, and against KubeRay's, which lie in `kuberay/`.
@@ -27,7 +27,7 @@ from deploy.service.on_ray import ray_metrics
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "k8s").glob("*.yaml"))
-# As Prometheus names them.
+# Under Prometheus's names.
 OF_RUNS = {f"ray_d1_{name}" for name in (*_GAUGES, *_POOL_GAUGES)}
 OF_SERVICE = {
     *(f"ray_d1_{name}_total" for name in ray_metrics._COUNTERS),
@@ -58,7 +58,7 @@ def compose() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def clusters() -> dict[str, dict[str, Any]]:
-    """The Ray clusters of the manifests, by the kind that asks for them."""
+    """The Ray clusters of the manifests, by the kind of resource that contains them."""
     (job,), (service,) = _documents(DEPLOY / "k8s/train.yaml"), _documents(DEPLOY / "k8s/serve.yaml")
     return {"RayJob": job["spec"]["rayClusterSpec"], "RayService": service["spec"]["rayClusterConfig"]}
 
@@ -128,7 +128,7 @@ def test_promtool_accepts_configuration_and_rules() -> None:
 
 
 def _exported() -> set[str]:
-    """What d1 exports, and what Ray's own dashboards and Serve's sources name."""
+    """Return the metrics of d1, and those in Ray's own dashboards and in Serve's sources."""
     names = OF_RUNS | OF_SERVICE | {"up"}
     package = Path(ray.__file__).parent
     for path in (package / "dashboard/modules/metrics/dashboards").glob("*panels.py"):
@@ -172,7 +172,7 @@ def test_a_rule_asks_only_for_metrics_that_are_exported() -> None:
 
 
 def test_prometheus_parses_every_expression_of_the_dashboards(tmp_path: Path) -> None:
-    # As recording rules: promtool of Debian checks no single expression. Grafana's variables are put in first.
+    # As recording rules, since Debian's promtool cannot check a single expression. Grafana's variables are substituted.
     expressions = [
         re.sub(r"\$\w+", "x", target["expr"])
         for path in BOARDS
@@ -228,7 +228,7 @@ def test_gpus_are_there_for_who_asks_and_cost_nothing_else(clusters: dict[str, d
     ours, theirs = (group["template"]["spec"] for group in (gpu, cpu))
     assert ours["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert "nvidia.com/gpu" not in theirs["containers"][0]["resources"]["limits"]
-    # But for that, and for the taint that nodes with GPUs have, they are alike.
+    # Apart from that, and from the toleration of the GPU nodes' taint, they are alike.
     del ours["tolerations"]
     for spec in (ours, theirs):
         del spec["containers"][0]["resources"]
@@ -236,7 +236,7 @@ def test_gpus_are_there_for_who_asks_and_cost_nothing_else(clusters: dict[str, d
 
 
 def _secrets(value: Any, key: str = "") -> Iterator[str]:
-    """The names of the secrets that a manifest refers to."""
+    """Yield the names of the secrets to which a manifest refers."""
     if isinstance(value, dict):
         if key == "secretKeyRef":
             yield value["name"]
@@ -264,9 +264,9 @@ def test_every_pod_is_covered_by_a_rule_that_lets_nothing_in() -> None:
     assert deny["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
     for policy in policies:
         for rule in policy["spec"].get("ingress", []):
-            # A rule without `from` lets in everybody.
+            # A rule without `from` admits everyone.
             assert rule["from"], policy["metadata"]["name"]
-            # An empty selector of namespaces is all of them, and whoever makes pods there gives them their labels.
+            # An empty namespace selector matches all namespaces, and whoever creates pods there chooses their labels.
             assert {} not in [source.get("namespaceSelector") for source in rule["from"]], policy["metadata"]["name"]
 
 
@@ -310,7 +310,7 @@ def test_a_mistake_in_a_manifest_is_found(kind: str, path: str, value: object) -
 
 
 def _validate(document: dict[str, Any]) -> None:
-    """Raise where the API server, which knows KubeRay's definitions, would refuse it."""
+    """Raise if the API server, with KubeRay's definitions, would refuse it."""
     if document["kind"] in _PLAIN:
         kubernetes_validate.validate(document, _KUBERNETES, strict=True)
     elif document["kind"] in ("RayJob", "RayService"):
@@ -323,7 +323,7 @@ def _validate(document: dict[str, Any]) -> None:
 
 
 def _strict(schema: Any) -> Any:
-    """The schema as the API server's field validation takes it: fields that it does not name are refused."""
+    """Return the schema under the API server's strict field validation, which refuses unknown fields."""
     if isinstance(schema, list):
         return [_strict(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The doctor says what is wrong with a machine and what would help."""
+"""`d1 doctor`: what is wrong with a machine, and what would fix it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_is_said_of_torch_is_what_pyproject_says(monkeypatch: pytest.Monkey
 def test_versions_that_nothing_is_said_of_are_told_and_are_no_failure(
     said: str | None, d1: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where d1 is only on the PYTHONPATH, or packed by hand."""
+    """As when d1 is only on the PYTHONPATH, or was packaged by hand."""
 
     def metadata(name: str) -> Message:
         if said is None:

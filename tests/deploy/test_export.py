@@ -1,4 +1,4 @@
-"""What `d1 export` writes is the same policy to who knows nothing of d1: the original code, and peft."""
+"""`d1 export`: the same policy in code that knows nothing of d1, the original's and peft's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Run:
 
     directory: Path
     merged: dict[str, dict[str, Tensor]]
-    """What the weights of each checkpoint are with its adapters, by our names."""
+    """Weights of each checkpoint with its adapters merged, by our names."""
 
     def checkpoint(self, name: str) -> Path:
         return self.directory / "checkpoints" / name
@@ -46,7 +46,7 @@ def _state(phase: str, version: int) -> dict[str, object]:
 
 
 def _train(policy: ShardedPolicy, seed: int) -> None:
-    """Whatever training makes of an adapter."""
+    """Change the adapter at random, in place of training."""
     generator = torch.Generator().manual_seed(seed)
     matrices = policy.adapter_on_rank_0()
     policy.load_adapter(
@@ -101,7 +101,7 @@ def test_the_original_code_finds_its_files_and_none_of_ours(run: Run, d1: Callab
     names = {path.name for path in (workdir / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert names.isdisjoint({"manifest.json", "trainer_state.json", "learner.safetensors", ADAPTER})
-    # transformers would apply it to weights that have it already.
+    # transformers would apply an adapter to weights that already include it.
     assert not any("adapter" in name for name in names | {path.name for path in newest.iterdir()})
     for name in names - {"model.safetensors"}:
         assert (workdir / "out" / name).read_bytes() == (newest / name).read_bytes(), name
@@ -148,7 +148,7 @@ def test_peft_makes_the_merged_weights_of_the_original_model_and_the_adapter(
 
     model = PeftModel.from_pretrained(Original(run.checkpoint("initial")), workdir / "out")
     adapted = [module for module, part in model.named_modules() if hasattr(part, "lora_A")]
-    # The blocks' layers, and not LLaDA's head, whose name is one of theirs.
+    # Only the blocks' layers: LLaDA's head has the same name as one of them.
     assert len(adapted) == len(TARGETS) * load_policy(run.checkpoint(name)).config.num_layers
     merged = dict(model.merge_and_unload().named_parameters())
     expected = _in_original_names(run, name)
@@ -176,7 +176,7 @@ def test_an_adapter_in_half_precision_is_half_as_large_and_rounded(run: Run, d1:
 def test_an_adapter_of_a_policy_of_experts_is_exported_but_for_what_is_a_part(
     moe_config: TransformerConfig, workdir: Path, d1: Callable
 ) -> None:
-    """LLaDA2 has query, key and value in one matrix, which peft would adapt as a whole."""
+    """LLaDA2 has query, key and value in one matrix, which peft could only adapt as a whole."""
     make_tokenizer(["3 7 9 = 24"], workdir / "tokenizer", 300)
     for name, targets in (("whole", TARGETS), ("others", ("out_proj", "up_proj"))):
         run = Run(directory=workdir / "runs" / name, merged={})

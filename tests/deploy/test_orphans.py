@@ -1,4 +1,4 @@
-"""What a process has started ends with it, whoever started it."""
+"""Orphaned processes: all descendants of a process end with it."""
 
 from __future__ import annotations
 

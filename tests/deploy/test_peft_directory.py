@@ -1,4 +1,4 @@
-"""Every command takes an adapter directory of peft where it takes a checkpoint."""
+"""peft adapter directories: every command accepts one in place of a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.fixture
 def adapter(workdir: Path) -> Path:
-    """`adapter`, on LLaDA's `base`."""
+    """`adapter`, an adapter directory for LLaDA's `base`."""
     make_tokenizer(["What is 2 + 3? The answer is five."] * 5, workdir / "base", 320)
     shape = config_of(ChatTokenizer(workdir / "base"), max_sequence_length=128)
     model = Transformer(shape)
@@ -69,7 +69,7 @@ def test_sample_and_export_have_the_adapter_on_its_base(adapter: Path, d1: Calla
 
 
 def test_eval_tells_adapters_apart(adapter: Path, d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One worker in this process: another takes seconds to start.
+    # One worker in this process, since another takes seconds to start.
     monkeypatch.setattr(
         "deploy.evaluation.evaluate.answer_batches", lambda config, _, some: map(Worker(config).answer, some)
     )

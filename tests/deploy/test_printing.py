@@ -1,4 +1,4 @@
-"""Other people's text cannot steer a terminal; numbers are short."""
+"""Printing on a terminal: control characters in foreign text have no effect, and numbers are short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command that d1 prints runs as it is printed."""
+"""Commands that d1 prints can be run as they are printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deploy.program import command, program
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The script of an installation, as it was called."""
+    """The script of an installation, as the running program."""
     path = tmp_path / "project" / ".venv" / "bin" / "d1"
     path.parent.mkdir(parents=True)
     path.write_text('#!/bin/sh\necho "$0 $@"\n')

@@ -1,4 +1,4 @@
-"""Ray's token is its owner's alone, a Ray that does not start is one sentence, and its words stay in its logs."""
+"""Starting Ray: a token private to its owner, one sentence on failure, and output in log files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def home(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(workdir))
-    # What a session puts into the environment is undone.
+    # Undoes a session's changes to the environment.
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     return workdir
@@ -33,7 +33,7 @@ def home(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def inits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The umask at each start of Ray, which here fails."""
+    """The umask at each start of Ray, which fails here."""
     umasks: list[int] = []
 
     def init(**_: Any) -> None:
@@ -140,7 +140,7 @@ def test_a_start_that_failed_leaves_no_process_and_no_warning(monkeypatch: pytes
         process = subprocess.Popen(["sleep", "60"])
         started.append(process.pid)
         if len(started) == 1:
-            # Held in a circle, as by Ray's node.
+            # In a reference cycle, as by Ray's node.
             held: list[Any] = [process]
             held.append(held)
             raise Exception("RPC error: Deadline Exceeded")

@@ -1,4 +1,4 @@
-"""The doctor really starts the embedded registry."""
+"""`d1 doctor` really starts the embedded registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands with a real language model, SmolLM2, and the adapter that `make demo` serves."""
+"""The commands with a real language model, SmolLM2, and with the adapter that `make demo` serves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _d1(here: Path, *words: str) -> str:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`runs/smollm2`, its attention open, and `runs/causal`, the same weights as the autoregressive model itself."""
+    """`runs/smollm2` with bidirectional attention, and `runs/causal`: the same weights, autoregressive."""
     here = tmp_path_factory.mktemp("smollm2")
     _d1(here, "adapt", "smollm2", "runs/smollm2", "sft.num_steps=0")
     policy, causal = here / "runs" / "smollm2", here / "runs" / "causal"

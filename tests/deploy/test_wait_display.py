@@ -1,4 +1,4 @@
-"""Nobody is left without a word: what is waited for is said, and for how long already."""
+"""Wait display: long waits report what they wait for, and for how long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deploy.wait_display import WaitDisplay, wait_display
 
 
 class _File(io.StringIO):
-    """Knows when it has so many lines with a word in them."""
+    """A file that sets an event once enough lines with a word are written."""
 
     def __init__(self, num_lines: int, word: str = "") -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_it_can_become_something_else_meanwhile(monkeypatch: pytest.MonkeyPatch)
     wait.end()
     first, *later = file.getvalue().splitlines()
     assert first == "d1: starting the service"
-    # On a busy machine it may say once more what it waited for before.
+    # On a busy machine the first message may be repeated before the change.
     assert re.fullmatch(r"d1: waiting for port 8000: \d+ s", later[-1])
 
 

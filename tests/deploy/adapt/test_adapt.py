@@ -1,4 +1,4 @@
-"""`d1 adapt`: the run that it makes, what it refuses, and how it goes on."""
+"""`d1 adapt`: the run that it makes, its refusals, and how it is resumed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.learner.model.autoregressive.tiny_autoregressive import (
 )
 from tests.learner.model.on_disk.original import change_config, make_adapter
 
-# A byte or so for each token: the prompts of the task are long.
+# About one token per byte: the task's prompts are long.
 _SMALL = ("sft.max_tokens=64", "sft.num_steps=3")
 
 
@@ -59,7 +59,7 @@ def here(sources: Path, workdir: Path) -> Path:
 
 
 class Job:
-    """Makes the run directory as a run does, or looks whether it goes on, and trains nothing."""
+    """Fake job: makes the run directory, or checks that it is resumable, without training."""
 
     def __init__(self) -> None:
         self.recipe: Recipe | None = None

@@ -1,4 +1,4 @@
-"""A model's own responses: what is asked, what is kept of the answers, and that a stopped writer goes on."""
+"""Responses of the source model as training data: requests, which answers are kept, and resumption."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.learner.model.autoregressive.tiny_autoregressive import write_gguf, w
 
 PROMPTS = [user_turn(f"what is {number} + {number * number}?") for number in range(10)]
 SAMPLING = Sampling(max_new_tokens=12, temperature=1.0)
-# What a tokenizer that knows no merges makes of a prompt, and more.
+# Enough for prompts in a tokenizer without merges.
 CONTEXT = 512
 
 
@@ -38,7 +38,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> AutoregressiveCheckpoint
 
 
 class Says:
-    """A generator that says what it is told to, and dies before the batch that it is told to die at."""
+    """Fake generator of given texts that raises KeyboardInterrupt at batch `dies_at`."""
 
     batch_size = 4
 
@@ -47,7 +47,7 @@ class Says:
         self.seeds: list[int] = []
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[ModelResponse]:
-        """One text after another; one that ends in ... is cut there."""
+        """Return the texts in turn. A text that ends in ... counts as cut off."""
         if len(self.seeds) // self.batch_size == self._dies_at:
             raise KeyboardInterrupt
         self.seeds += seeds
@@ -62,7 +62,7 @@ class Says:
 
 @pytest.fixture
 def speaker(source: AutoregressiveCheckpoint, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the next writers use a generator that says such texts."""
+    """Make the next writers use a fake generator of the given texts."""
 
     def use(texts: Sequence[str], *, dies_at: int = -1) -> Says:
         says = Says(source.tokenizer(), texts, dies_at=dies_at)
@@ -110,7 +110,7 @@ def test_greedy_responses_are_those_of_transformers(source: AutoregressiveCheckp
 def test_vllm_is_taken_where_it_can_run_and_is_asked_by_seed_and_tokens(
     source: AutoregressiveCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for the library, which needs a GPU: what d1 asks of it, and how it reads the answers."""
+    """With a fake of the library, which needs a GPU: d1's calls, and how it reads the answers."""
 
     class LLM:
         def __init__(self, **options: Any) -> None:
@@ -172,7 +172,7 @@ def test_a_writer_that_is_killed_goes_on_where_it_was(
     with pytest.raises(KeyboardInterrupt):
         write_responses(source, PROMPTS, path, SAMPLING)
     assert len(kept(path)) == 8
-    # What a process leaves that is killed while it writes.
+    # Partial line of a process that was killed while writing.
     with path.open("a") as file:
         file.write('{"messages": [{"role": "us')
     second = speaker(["the sky is blue."])
@@ -215,7 +215,7 @@ def test_prompts_without_room_are_counted_and_all_of_them_refused(
     with pytest.raises(UserError, match="no prompt fits into the context"):
         write_responses(source, [long], tmp_path / "long.jsonl", SAMPLING)
     assert not (tmp_path / "long.jsonl").exists()
-    # The longest that fits leaves room for every token of an answer.
+    # The longest prompt that leaves room for every token of an answer.
     [one] = encode_prompts(source, source.tokenizer(), PROMPTS[:1], CONTEXT - len(source_ids(source, PROMPTS[0])))
     assert one.index == 0
     with pytest.raises(ValueError, match="no prompt fits"):

@@ -1,4 +1,4 @@
-"""What is planned of a round, and of memory, is what the learner, the sampler and PyTorch count of the real ones."""
+"""Planned FLOP and memory equal what the learner, the sampler and PyTorch count in real ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_arithmetic_of_learning_is_what_the_learner_counts(recipe_file: Path
 
 
 def test_the_states_of_each_completion_of_a_group_are_counted(recipe_file: Path) -> None:
-    """All completions begin with the same canvas, which is run once; their later states differ."""
+    """All completions share the first canvas, which runs once. Their later states differ."""
     two, four = (
         learning_flops(recipe, policy_shape(recipe))
         for size in (2, 4)
@@ -95,8 +95,8 @@ def test_the_states_of_each_completion_of_a_group_are_counted(recipe_file: Path)
     ids=" ".join,
 )
 def test_the_arithmetic_of_sampling_is_what_pytorch_counts(recipe_file: Path, sampling: tuple[str, ...]) -> None:
-    """For one completion that fills a canvas of 192, every slot of a block predicted, as on a GPU. Widths are multiples
-    of 64, as they are rounded up to there."""
+    """For one completion that fills a canvas of 192 slots, predicting every slot of a block, as on a GPU.
+    Widths are multiples of 64, because that is what they are rounded up to there."""
     one = ("learner.groups_per_round=1", "learner.group_size=2", "rollout.max_prompt_tokens=64")
     blocks = ("rollout.sampling.gen_length=128", "rollout.sampling.block_length=64", "rollout.sampling.stop_ids=[]")
     recipe = _recipe(recipe_file, *one, *blocks, *sampling)
@@ -116,7 +116,7 @@ def test_schedules_count_as_their_mean(recipe_file: Path) -> None:
         for schedules in ("", "[{num_denoise_steps: 4}]", "[{num_denoise_steps: 4}, {threshold: 0.9}]")
         for recipe in [_recipe(recipe_file, *([f"rollout.schedules={schedules}"] if schedules else []))]
     ]
-    # 16 steps; 4; and the mean of 4 and one for each of the 32 slots.
+    # 16 steps; 4 steps; and the mean of 4 and 32 (one for each slot).
     assert flops == pytest.approx([16 * flops[1] / 4, flops[1], 18 * flops[1] / 4])
 
 
@@ -130,21 +130,21 @@ FIRST_D1S = LoraConfig(rank=16, targets=("q_proj", "k_proj", "v_proj", "up_proj"
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made within its block, as long as anybody holds them."""
+    """Counts the bytes of tensors that are allocated in its block, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._given: set[int] = set()
         self.most = 0
-        """Bytes at the peak."""
+        """Peak bytes."""
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count what there was before."""
+        """Exclude tensors that existed before."""
         self._given |= {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def num_bytes(self) -> int:
-        """Bytes that are held now."""
+        """Return the live bytes."""
         self._storages = {key: held for key, held in self._storages.items() if not held[0].expired()}
         return sum(size for _, size in self._storages.values())
 
@@ -158,7 +158,7 @@ class Live(TorchDispatchMode):
 
 
 def _kept_and_most(shape: TransformerConfig, lora: LoraConfig, *, checkpointed: bool, tokens: int) -> tuple[int, int]:
-    """Bytes after a forward of so many tokens, and the most until its backward is done."""
+    """Return the bytes kept after a forward of `tokens` tokens, and the peak until its backward ends."""
     model = make_model(shape)
     init_weights(model, 0)
     policy = ShardedPolicy(model, None, ShardingConfig(activation_checkpointing=checkpointed), lora=lora)
@@ -179,7 +179,7 @@ def _kept_and_most(shape: TransformerConfig, lora: LoraConfig, *, checkpointed: 
 def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps(
     config: TransformerConfig, family: dict[str, object], lora: LoraConfig, checkpointed: bool
 ) -> None:
-    """Within a hundredth: of a norm it keeps a number for each token too, and attention its normaliser and mask."""
+    """Within 1 %: autograd also keeps one number per token for each norm, and attention's normaliser and mask."""
     changes = {"d_model": 128, "num_layers": 1, "num_kv_heads": 4, "mlp_hidden_size": 320}
     shape, tokens = config.model_copy(update=changes | family), 256
     wide = shape.model_copy(update={"num_layers": 3})
@@ -188,10 +188,10 @@ def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps(
     )
     counted = 4 * shape.d_model
     if not checkpointed:
-        # A CPU's norm also keeps what it divided, for the gradient of its weight.
+        # On a CPU, a norm also keeps the values that it divided, for its weight's gradient.
         normed = 2 * shape.d_model + shape.qk_norm * (shape.attention_width + 4 * shape.head_dim)
         counted = saved_bytes_of_token(shape, lora, 4) + 4 * normed * (not lora.rank) + 4 * 64 * shape.is_block_causal
-    # The last block keeps otherwise; the two before it are like all others.
+    # The last block saves different tensors. The two added before it are like all others.
     assert (wide_kept - thin_kept) / (2 * tokens) == pytest.approx(counted, rel=0.01)
 
 

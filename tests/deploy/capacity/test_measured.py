@@ -1,4 +1,4 @@
-"""What is planned is within a tenth of what was measured on one H200 (docs/benchmarks.md, one GPU)."""
+"""Capacity plans are within 10 % of measurements on one H200 (docs/benchmarks.md, one GPU)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from learner.model.lora_config import TARGETS
 RECIPE = Path(__file__).parents[3] / "recipes" / "llada-gsm8k.yaml"
 H200 = GPU_KINDS["H200"]
 ADAPTER, EVERY_WEIGHT = (32, 128), (8, 0)
-# What `benchmarks/gpu` samples: its blocks and steps cost what those of a shorter completion do.
+# What `benchmarks/gpu` samples: its blocks and steps cost as much as those of a shorter completion.
 SAMPLE = (
     "rollout.max_prompt_tokens=256",
     "rollout.sampling={gen_length: 256, block_length: 32, num_denoise_steps: 128, temperature: 0}",
@@ -73,7 +73,7 @@ def llada(tmp_path: Path) -> Callable[..., Recipe]:
 def test_tokens_a_second_of_a_sampler(
     llada: Callable[..., Recipe], slots: int, cache: str, is_compiled: bool, measured: float
 ) -> None:
-    """Without an adapter, whose cost on a GPU nobody has measured."""
+    """Without an adapter, whose cost on a GPU has not been measured."""
     engine = f"rollout.engine={{num_slots: {slots}, dtype: bfloat16, compile: {str(is_compiled).lower()}}}"
     recipe = llada(32, 0, engine, f"rollout.sampling.cache={cache}")
     params = recipe.rollout.sampling
@@ -82,7 +82,7 @@ def test_tokens_a_second_of_a_sampler(
 
 
 def test_tokens_a_second_where_the_host_is_waited_for(llada: Callable[..., Recipe]) -> None:
-    """Eager, with a cache, 8 rows: 437 to 700, by the minute and the machine."""
+    """Host-bound: eager, with a KV cache, 8 rows. Measured 437 to 700, depending on the time and the machine."""
     recipe = llada(32, 0, "rollout.sampling.cache=dual")
     assert 437 < 256 / completion_s(recipe, policy_shape(recipe), H200, recipe.rollout.sampling, 8) < 700
 
@@ -102,9 +102,11 @@ def test_seconds_of_updates(
     ("trained", "measured"), [(ADAPTER, 44.0), (ADAPTER, 41.5), (EVERY_WEIGHT, 35.1), (EVERY_WEIGHT, 34.3)]
 )
 def test_the_peak_of_updates(llada: Callable[..., Recipe], trained: tuple[int, int], measured: float) -> None:
-    """Eager, and compiled. It was measured without FSDP and as PyTorch counts: without what FSDP gathers, and what CUDA
-    takes for itself. Weights that are all trained were held in bfloat16 with all of their state, and the head's
-    gradient of a micro-batch is beside the sum of those before."""
+    """Eager, and compiled. Measured without FSDP and as PyTorch counts: no gathered blocks, no overhead of CUDA.
+
+    Where all weights are trained, they and their optimizer state were in bfloat16, and the head's gradient of a
+    micro-batch existed in addition to the accumulated one.
+    """
     recipe = llada(*trained, *UPDATE)
     shape = policy_shape(recipe)
     parts = {part.name: part.num_bytes for part in learner_memory(recipe, shape, 1).parts}

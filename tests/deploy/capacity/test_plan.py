@@ -1,4 +1,4 @@
-"""A plan says what a recipe takes of GPUs, which split is the fastest that fits, and what helps where none does."""
+"""Capacity plans: the GPUs that a recipe needs, the fastest split that fits, and advice if none does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 
 @pytest.fixture
 def llada(tmp_path: Path) -> Callable[..., Recipe]:
-    """The recipe for LLaDA-8B, with a checkpoint that has a config alone."""
+    """The recipe for LLaDA-8B, with a checkpoint that has only a config."""
     (tmp_path / "config.json").write_text(json.dumps(write_config(LLADA_8B)))
     return lambda *overrides: load_recipe(
         RECIPES / "llada-gsm8k.yaml", [f"model.checkpoint={tmp_path}", "device=cuda", *overrides]
@@ -38,7 +38,7 @@ def _plan(recipe: Recipe, num_gpus: int, kind: str = "H100") -> Plan:
 
 
 def test_eight_gpus_are_split_by_what_a_round_waits_for(llada: Callable[..., Recipe]) -> None:
-    """A round has 16 groups, of which a sampler is given four at once: five samplers take as long as four."""
+    """A round has 16 groups, and a sampler takes four at once: five samplers take as long as four."""
     plan = _plan(llada(), 8)
     assert plan.best is not None
     assert (plan.best.num_samplers, plan.best.num_workers) == (4, 4)
@@ -48,7 +48,7 @@ def test_eight_gpus_are_split_by_what_a_round_waits_for(llada: Callable[..., Rec
     assert busiest == pytest.approx({1: 16, 2: 8, 3: 8, 4: 4, 5: 4, 6: 3, 7: 3})
     assert not plan.is_short_of_groups
     assert _plan(llada(), 64).is_short_of_groups
-    # docs/scaling.md has these from the FLOP of one forward.
+    # docs/scaling.md derives these from the FLOP of one forward.
     assert plan.learning_flops == pytest.approx(30.9e15, rel=0.01)
     assert plan.best.sampling_s == pytest.approx(37.4, rel=0.01)
     assert plan.best.learning_s == pytest.approx(20.7, rel=0.01)
@@ -56,7 +56,7 @@ def test_eight_gpus_are_split_by_what_a_round_waits_for(llada: Callable[..., Rec
 
 
 def test_what_is_computed_twice_takes_its_time(llada: Callable[..., Recipe]) -> None:
-    """By activation checkpointing, in the rounds and in SFT: of every update with gradient the blocks' forward."""
+    """Activation checkpointing recomputes the blocks' forward for every gradient, in the rounds and in SFT."""
     seconds = [
         (plan.splits[0].learning_s, plan.sft_step_s)
         for way in ("true", "false")
@@ -65,7 +65,8 @@ def test_what_is_computed_twice_takes_its_time(llada: Callable[..., Recipe]) -> 
     (learning, sft), (learning_once, sft_once) = seconds
     assert sft is not None
     assert sft_once is not None
-    # Beside frozen weights a backward is a forward more: 12 more of 47, and one more of two, but for the head.
+    # With frozen weights a backward costs one forward. Recomputing adds 12 to 47 forwards in the rounds, and 1 to 2
+    # in SFT, without the head.
     assert learning / learning_once == pytest.approx(1.25, abs=0.02)
     assert sft / sft_once == pytest.approx(1.45, abs=0.03)
 
@@ -107,7 +108,7 @@ def test_one_gpu_is_shared_by_what_both_take(llada: Callable[..., Recipe]) -> No
 
 
 def test_who_takes_turns_on_the_same_gpus_needs_memory_for_one_of_them_at_a_time(llada: Callable[..., Recipe]) -> None:
-    """And nobody's GPU waits while the others' work."""
+    """And no GPU idles while others work."""
     shared = llada("rollout.batch_size=12", "rollout.num_samplers=4")
     turns = llada("rollout.batch_size=12", "rollout.num_samplers=4", "gpus.colocate=true")
     alone, together = _plan(shared, 8), _plan(turns, 8)
@@ -120,7 +121,7 @@ def test_who_takes_turns_on_the_same_gpus_needs_memory_for_one_of_them_at_a_time
     sampler, learner = together.processes
     assert sampler.num_bytes == alone.processes[0].num_bytes + 2e9, "what CUDA and NCCL keep of a learner asleep"
     assert "CUDA of a sampler asleep" in [part.name for part in learner.parts]
-    # Each fits the GPU and both together do not.
+    # Each fits the GPU alone, but not both together.
     small = GpuKind(name="small", memory_bytes=38 * 10**9, flop_per_s=1e15)
     one = ("rollout.num_samplers=1", "learner.num_workers=1")
     assert make_plan(llada(*one), 1, small).best is None
@@ -132,7 +133,7 @@ def test_a_learner_asleep_takes_main_memory(llada: Callable[..., Recipe]) -> Non
     recipe = llada("gpus.colocate=true")
     apart, turns = needs_of(llada()), needs_of(recipe)
     counts = ParameterCounts.of(LLADA_8B, recipe.model.lora)
-    # What the adapter stands on in bfloat16, and the adapter with AdamW's moments.
+    # The adapter's base in bfloat16, and the adapter with AdamW's moments.
     assert turns.memory_bytes - apart.memory_bytes == 2 * counts.policy + 12 * counts.adapter
     assert (apart.gpus, turns.gpus) == (8, 4)
 
@@ -188,7 +189,7 @@ def _parts(recipe: Recipe, num_workers: int = 4) -> dict[str, float]:
 
 
 def test_sft_counts_where_it_takes_more_than_the_rounds(llada: Callable[..., Recipe]) -> None:
-    """A worker has its share of a batch at once, or a micro-batch of that."""
+    """A worker holds its whole share of a batch, or a micro-batch of it."""
     rounds, sft = learner_memory(llada(), LLADA_8B, 4), learner_memory(llada(*S1K), LLADA_8B, 4)
     assert (rounds.label, sft.label) == ("a learner worker", "a learner worker in SFT")
     # 16 documents of 4,096 tokens, eight times the micro-batch of the rounds.
@@ -196,7 +197,7 @@ def test_sft_counts_where_it_takes_more_than_the_rounds(llada: Callable[..., Rec
     micro = llada(*S1K, "sft.micro_batch_tokens=8192")
     assert _parts(micro)["activations"] == _parts(llada())["activations"]
     assert learner_memory(micro, LLADA_8B, 4).label == "a learner worker", "which then has SFT's adapter too"
-    # No less than one document.
+    # At least one document.
     assert _parts(llada(*S1K, "sft.micro_batch_tokens=1", "learner.micro_batch_tokens=1"))["activations"] == (
         _parts(llada())["activations"] / 2
     )
@@ -208,7 +209,7 @@ def test_sft_counts_where_it_takes_more_than_the_rounds(llada: Callable[..., Rec
 
 
 def test_only_the_stages_of_a_run_count(llada: Callable[..., Recipe]) -> None:
-    """The control is SFT again, beside the adapter of the first SFT."""
+    """The control is SFT again, in addition to the adapter of the first SFT."""
     both = learner_memory(llada(*S1K, "control.enabled=true"), LLADA_8B, 4)
     assert both.label == "a learner worker in the control"
     assert "the adapter of SFT" in {part.name for part in both.parts}
@@ -256,7 +257,7 @@ def test_a_learner_holds_the_base_as_the_checkpoint_has_it_in_all_stages(
     alone, after_sft = (_parts(llada(lora, *more)) for more in ((), (*S1K, "sft.micro_batch_tokens=8192")))
     base = "weights in bfloat16" if base_weights == "full" else "weights, of blocks in 4 bits"
     assert alone[base] == after_sft[base]
-    # 4.5 bits of each weight of the blocks, whole on every worker.
+    # 4.5 bits per weight of the blocks, unsharded on every worker.
     in_4_bits = 4.5 / 8 * counts.blocks + counts.root
     assert alone[base] == pytest.approx(2 * counts.policy / 4 if base_weights == "full" else in_4_bits)
     gathered = alone["gathered blocks, embedding and head"] - 2 * (counts.root + 5 * counts.adapter_of_block)
@@ -282,7 +283,7 @@ def test_what_samplers_fetch_from_the_learners_gpus_counts_there(llada: Callable
     whole = ("model.lora={rank: 0, base_weights: full}",)
     apart, there = llada(*whole), llada(*whole, "weight_transport=nixl")
     counts = ParameterCounts.of(LLADA_8B, apart.model.lora)
-    # Two that the store keeps, and one that arrives, in bfloat16 as samplers compute.
+    # Two versions kept by the store and one arriving, in bfloat16 as samplers compute.
     assert _parts(there)["versions that samplers fetch"] == 3 * 2 * counts.policy / 4
     assert "versions that samplers fetch" not in _parts(apart)
     assert needs_of(apart).object_store_bytes == 3 * 2 * counts.policy
@@ -294,7 +295,7 @@ def test_the_state_of_a_policy_that_is_trained_whole_is_four_floats_a_parameter(
     parts = {part.name: part.num_bytes for part in learner_memory(recipe, LLADA_8B, 4).parts}
     weights = parts["weights in float32"]
     assert weights == pytest.approx(32.06e9 / 4, rel=1e-3)
-    # In bfloat16, as it computes.
+    # In bfloat16, the compute dtype.
     assert parts["the reference"] == weights / 2
     assert parts["gradient and AdamW's moments"] == 3 * weights
     offloaded = learner_memory(llada("model.lora={rank: 0}", "sharding.cpu_offload=true"), LLADA_8B, 4)

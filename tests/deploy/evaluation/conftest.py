@@ -1,4 +1,4 @@
-"""`d1 eval` in this process."""
+"""Fixtures to run `d1 eval` in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deploy.evaluation.worker import AnsweredBatch, Worker, WorkerConfig
 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> list[EvaluationBatch]:
-    """One worker in this process in place of a pool; the batches that it was asked, as they come."""
+    """One worker in this process instead of a pool. Returns the batches that it received, in order."""
     asked: list[EvaluationBatch] = []
 
     def answers(config: WorkerConfig, _: PoolSettings, batches: Sequence[EvaluationBatch]) -> Iterator[AnsweredBatch]:

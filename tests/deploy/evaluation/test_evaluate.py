@@ -1,4 +1,4 @@
-"""`d1 eval`: what is asked, how it goes on, and what it says of what it cannot do."""
+"""`d1 eval`: the requests to the workers, resumption, interruption and refusals."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_it_goes_on_where_it_was_stopped(evaluate: Callable, inline: list[Evalua
     path = workdir / "out" / "sums.8.4-steps.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     answers = [_without_seconds(row) for row in _lines(path)]
-    # Killed while it wrote the second of three batches.
+    # Killed while writing the second of three batches.
     path.write_text("".join(lines[:12]) + lines[12][:20])
     asked_before = len(inline)
     again = _cells(evaluate("--json"))
@@ -125,7 +125,7 @@ def test_a_worker_on_a_gpu_gives_the_answers_of_one_on_a_cpu(
 
 
 def _answer(row: dict[str, Any]) -> str:
-    """A line but for the seconds."""
+    """Return a row without its seconds, as JSON."""
     return json.dumps(_without_seconds(row))
 
 
@@ -205,7 +205,7 @@ def test_the_first_d1_is_followed_to_the_letter(
 
 
 def _of_lengths(workdir: Path, *lengths: int) -> list[str]:
-    """Words that ask problems with prompts of about so many tokens."""
+    """Return options that evaluate problems with prompts of about these lengths."""
     rows = [{"prompt": f"{index}{'x' * length}", "answer": "1"} for index, length in enumerate(lengths)]
     (workdir / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (workdir / "train.jsonl").write_text(json.dumps({"prompt": "z", "answer": "1"}))
@@ -251,7 +251,7 @@ def test_prompts_that_the_run_leaves_out_of_its_rounds_are_answered_apart(
 
 
 def _copy(checkpoint: Path, directory: Path, **changes: object) -> None:
-    """A checkpoint by itself, with other values in its config."""
+    """Copy a checkpoint without its manifest, with changed values in its config."""
     shutil.copytree(checkpoint, directory, ignore=shutil.ignore_patterns("manifest.json", "trainer_state.json"))
     config = json.loads((checkpoint / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | changes))
@@ -322,7 +322,7 @@ def test_a_signal_keeps_what_is_answered(
     monkeypatch: pytest.MonkeyPatch,
     workdir: Path,
 ) -> None:
-    # Whoever runs the tests in the background of a script has Ctrl-C ignored.
+    # Ctrl-C is ignored when the tests run in a script's background job.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     whole = Worker.answer
 

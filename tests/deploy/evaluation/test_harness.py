@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a checkpoint: the numbers of `d1 eval` where it asks the same, bounds for likelihoods."""
+"""lm-evaluation-harness on a checkpoint: the scores of `d1 eval`, and likelihood bounds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Ended = subprocess.CompletedProcess[str]
 
 
 def _rows(numbers: range) -> list[dict[str, str]]:
-    """Problems in GSM8K's form, of our own."""
+    """Return problems of our own in GSM8K's format."""
     return [
         {
             "question": f"Ann has {number} pens and finds {number % 3 + 1}.",
@@ -52,7 +52,7 @@ def _rows(numbers: range) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy that has learned some problems by heart, and a file with these and others."""
+    """A policy that memorised some problems, and a file with these and others."""
     directory = tmp_path_factory.mktemp("harness")
     for name, rows in (("train", _rows(range(2, 10))), ("test", _rows(range(2, 18)))):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -109,7 +109,7 @@ def _tasks(path: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def d1_with_harness(work: Path, tmp_path: Path) -> Callable[..., Ended]:
-    """Runs `d1` where the harness is installed, without a network."""
+    """Run `d1` where the harness is installed, without a network."""
     here = [str(ROOT)] if _IS_HERE else [str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))]
     environment = {
         "PATH": os.environ["PATH"],

@@ -1,4 +1,4 @@
-"""What `d1 lm-eval --model_args` takes, without the harness."""
+"""Parsing of `d1 lm-eval --model_args`, without the harness."""
 
 from __future__ import annotations
 

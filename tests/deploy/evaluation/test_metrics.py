@@ -1,4 +1,4 @@
-"""What answers come to: against counting by hand, and two evaluations against each other."""
+"""Evaluation metrics and intervals against counts by hand, and paired comparison of two evaluations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _answer(problem: int, correct: bool, sample: int = 0, items: tuple[int, int]
 
 
 def _cell(rows: Sequence[Sequence[bool]], **facts: object) -> CellRecord:
-    """A row for each problem, with its samples."""
+    """Build a cell from one row per problem, with the correctness of its samples."""
     answers = tuple(_answer(at, right, number) for at, row in enumerate(rows) for number, right in enumerate(row))
     given = {**FACTS, "num_samples": len(rows[0]), "num_answers": len(answers), **facts}
     return CellRecord(facts=given, batches={0: AnsweredBatch(index=0, answers=answers, seconds=3.0)})
@@ -67,7 +67,7 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples() -> None:
 
 
 def test_the_bootstrap_covers_what_it_should() -> None:
-    """Against the normal interval of a mean over problems, which holds where they are many."""
+    """Against the normal interval of a mean over problems, which is valid for many problems."""
     rows = [[at % 10 < 3, at % 10 < 5] for at in range(1000)]
     low, high = compute_metrics(_cell(rows))["accuracy_interval"]
     middle = 0.4
@@ -91,7 +91,7 @@ def test_items_count_by_item_and_hang_together_in_a_problem() -> None:
     found = compute_metrics(CellRecord(facts={}, batches={0: AnsweredBatch(index=0, answers=answers, seconds=1.0)}))
     assert found["items"] == 0.5
     low, high = found["items_interval"]
-    # A problem's share has a variance of 1/8 here: twice what independent cells would have.
+    # A problem's share has a variance of 1/8 here: twice that of independent cells.
     half = 1.96 * (0.125 / 500) ** 0.5
     assert (low, high) == (pytest.approx(0.5 - half, abs=0.005), pytest.approx(0.5 + half, abs=0.005))
 
@@ -105,7 +105,7 @@ def test_mcnemar_is_the_binomial_test() -> None:
 
 
 def test_a_comparison_is_paired() -> None:
-    # 40 and 48 of 100. Were the problems others, eight points could be chance.
+    # 40 and 48 of 100. With other problems in each evaluation, eight points could be chance.
     first = _cell([[at < 40] for at in range(100)])
     second = _cell([[at < 48] for at in range(100)])
     (found,) = compare({"sums.8": first}, {"sums.8": second}, ("a", "b"), None)
@@ -125,7 +125,7 @@ def test_a_comparison_is_paired() -> None:
 
 
 def test_who_is_better_at_more_problems_and_yet_behind_is_not_said_to_be_worse() -> None:
-    """Twelve problems that the second solves once in eight more often, two that only the first ever solves."""
+    """On twelve problems the second solves one sample in eight more. Only the first ever solves the other two."""
     some, more, none, every = ([True] * right + [False] * (8 - right) for right in (3, 4, 0, 8))
     first, second = _cell([some] * 12 + [every] * 2), _cell([more] * 12 + [none] * 2)
     (found,) = compare({"sums.8": first}, {"sums.8": second}, ("a", "b"), None)

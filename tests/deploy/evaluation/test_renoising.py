@@ -1,4 +1,4 @@
-"""`d1 eval` of a policy without a mask token (DiffusionGemma)."""
+"""`d1 eval` of a renoising policy, which has no mask token (DiffusionGemma)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_two_evaluations_are_compared(evaluate: Callable, d1: Callable, workdir:
         (("--temperature", "0.7"), ("--temperature 0.7 is not for diffusion_gemma policies",)),
         (("--protocol", "d1", "--tasks", "sudoku"), ("--protocol d1 fills masked slots",)),
         (("--block-length", "4"), ("--block-length 4 is not the 8 slots of this policy's canvases",)),
-        # In whole canvases of 8, behind 7 tokens.
+        # In whole canvases of 8, after a prompt of 7 tokens.
         (("--lengths", "57"), ("sums at 57 slots", "the policy takes 64 in all; take a length of at most 56")),
     ],
 )

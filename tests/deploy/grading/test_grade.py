@@ -1,4 +1,4 @@
-"""`d1 grade` and `d1 tasks`."""
+"""`d1 grade` (rewards of given completions) and `d1 tasks` (the list of tasks)."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_task_says_what_of_its_data_is_left_out_or_wrong(d1: Callable[..., Any
 def test_tasks_are_listed_with_sizes_and_an_example(d1: Callable[..., Any]) -> None:
     found = {task["name"]: task for task in json.loads(d1("tasks", "--json").out)}
     assert tuple(found) == task_names()
-    # Without the hub.
+    # Known without access to the hub.
     assert found["gsm8k"]["sizes"] == {"train": "7,473", "heldout": "1,319"}
     assert found["humaneval"]["sizes"] == {"train": "cut from the hub's", "heldout": "cut from the hub's"}
     assert found["sums"]["sizes"] == {"train": "825", "heldout": "175"}

@@ -1,4 +1,4 @@
-"""The driver hears of everything, says who waits, and replaces a coordinator that hangs, but none that starts."""
+"""RunFollower: events for the driver, wait reports, and the restart of a hung coordinator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deploy.job.following import RunFollower, checkpoint_on_stop, following
 
 
 class _Coordinator:
-    """Answers from its lists; what it is told to be is `silent` or `gone`."""
+    """Fake coordinator. Its `mood` may be `silent` (calls time out) or `gone` (the actor is dead)."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -70,7 +70,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class _Ended:
-    """An event that is set after so many looks at it, with something to do before each."""
+    """An event that is set after the last of its steps. Each wait runs one step."""
 
     def __init__(self, *steps: Any) -> None:
         self._steps = list(steps)

@@ -1,4 +1,4 @@
-"""How a run ends whose parts do not start."""
+"""Failed startup of a run or its service: the error, and the cleanup of actors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAID = "the service was not up after 190 s (DEPLOYING)"
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Actors that are up, of which none is dead; those that were stopped."""
+    """Fake a cluster with healthy actors. Returns the actors that were stopped."""
     record = SimpleNamespace(record=SimpleNamespace(remote=lambda *_: None))
     actors, ended = SimpleNamespace(coordinator=record), list[Any]()
     monkeypatch.setattr("actors.cluster.start_actors", lambda *_: actors)
@@ -59,7 +59,7 @@ def test_a_service_that_does_not_start_ends_the_run_as_any_failure_does(
 
 
 def test_a_run_begins_where_d1_has_no_package_metadata(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where it is only on the PYTHONPATH."""
+    """As when d1 is only on the PYTHONPATH."""
     found = metadata.version
 
     def version(name: str) -> str:

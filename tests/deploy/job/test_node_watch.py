@@ -1,4 +1,4 @@
-"""Who lives by a process learns of its death at once."""
+"""Node watch: the death of a node process (raylet, GCS) is reported at once."""
 
 from __future__ import annotations
 

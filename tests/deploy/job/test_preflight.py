@@ -1,4 +1,4 @@
-"""A recipe that cannot run here is refused before anything starts."""
+"""Preflight checks: a recipe that cannot run here is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def taken_port() -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked for here may be more than the disk of the machine that runs the tests has."""
+    """Pretend 10 TB of free disk: the recipes here may need more than this machine has."""
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("shutil.disk_usage", lambda _path: usage._replace(free=10**13))
 
@@ -108,7 +108,7 @@ def test_it_says_which_gpus_cpus_and_memory_are_missing(recipe_file: Path) -> No
 def test_gpus_that_would_wait_in_every_round_are_refused(
     recipe_file: Path, overrides: tuple[str, ...], found_s: tuple[int, int, int, str] | None
 ) -> None:
-    """Eight groups of six, of which four could be sampled at once: in portions of two for four samplers."""
+    """Eight groups of six, of which four fit into the samplers at once: as work units of two, for four samplers."""
     exact = "estimator: {name: trajectory, steps_per_segment: 1, law: sampler}"
     old = "objective: {name: clipped_ratio, old: sampler}"
     learner = f"{{num_rounds: 1, groups_per_round: 8, group_size: 6, {exact}, {old}}}"
@@ -134,7 +134,7 @@ def test_an_adapter_needs_less_memory_than_training_every_parameter(recipe_file:
 
 
 def test_each_version_that_samplers_are_ahead_takes_what_travels_of_it(recipe_file: Path) -> None:
-    """All weights, or the adapter alone."""
+    """All weights, or only the adapter."""
 
     def needed(max_staleness: int, *overrides: str) -> int:
         exact = "learner.estimator={name: trajectory, steps_per_segment: 1, law: sampler}"
@@ -329,7 +329,7 @@ def test_what_making_the_run_would_refuse_a_dry_run_refuses_in_the_same_sentence
 
 
 def test_a_dry_run_counts_the_gpus_of_engines_where_the_service_is_asked_for(recipe_file: Path, d1: Callable) -> None:
-    """In the table as in the sentence."""
+    """The table and the sentence agree."""
     given = ("device=cuda", "rollout.num_samplers=1", "learner.num_workers=1", "gpus.engine=0.5", "--dry-run")
     for serve, num_gpus in (((), 2), (("--serve",), 3)):
         out = d1("train", "tiny.yaml", *given, *serve).out
@@ -362,7 +362,7 @@ def test_a_checkpoint_that_is_none_is_refused(recipe_file: Path) -> None:
 def test_of_a_checkpoint_the_config_alone_says_what_a_run_needs(
     recipe_file: Path, config: TransformerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is all that is fetched of a hub id before the run starts."""
+    """The config is all that is fetched from the hub before the run starts."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (problem,) = _problems(recipe_file, "model.checkpoint=org/name")
@@ -424,7 +424,7 @@ def test_without_an_address_it_is_this_machine() -> None:
 def test_a_ray_of_our_own_has_the_store_that_it_gives_itself(
     monkeypatch: pytest.MonkeyPatch, shared: int | None, store: int
 ) -> None:
-    """Of 200 GB: 0.3 of them, but no more than may be shared, or 10 GB."""
+    """Of 200 GB: 30 %, at most what fits into shared memory, and at least 10 GB."""
     monkeypatch.setattr("deploy.machine.memory_bytes", lambda: 200 * 10**9)
     monkeypatch.setattr("deploy.machine.shared_memory_bytes", lambda: None if shared is None else shared * 10**9)
     assert cluster_resources(None).object_store_bytes == store * 10**9
@@ -556,7 +556,7 @@ def test_data_that_cannot_be_used_is_refused_before_anything_starts(recipe_file:
 
 
 def test_what_does_not_fit_its_share_of_a_gpu_is_refused(recipe_file: Path) -> None:
-    """Where the memory of the GPUs is known; on a CPU nobody has one."""
+    """Where the memory of the GPUs is known. On a CPU there is no such limit."""
     small = replace(PLENTY, gpu_memory_bytes=4 * 10**9)
     given = ("device=cuda", "rollout.num_samplers=1", "learner.num_workers=1", "model.d_model=256")
     assert _problems(recipe_file, *given, available=small) == []
@@ -577,7 +577,7 @@ def test_what_does_not_fit_its_share_of_a_gpu_is_refused(recipe_file: Path) -> N
 
 
 def test_an_engine_on_a_gpu_must_fit_its_share(recipe_file: Path) -> None:
-    """With all versions that it may hold, where the service is asked for."""
+    """With all versions that it may hold, if the service is requested."""
     small = replace(PLENTY, gpu_memory_bytes=8 * 10**9)
     one = ("device=cuda", "rollout.num_samplers=1", "learner.num_workers=1", "model.vocab_size=200000")
     given = (*one, "rollout.engine.num_slots=1", "gpus={sampler: 0.4, learner: 1, engine: 0.2}")
@@ -599,10 +599,10 @@ def test_under_lora_checkpoints_and_versions_are_adapters(recipe_file: Path, bas
     lora = f"model.lora={{rank: 2, base_weights: {base_weights}}}"
     needs = needs_of(load_recipe(recipe_file, ["learner.num_rounds=1", lora]))
     adapter = 4 * _adapter_numbers(rank=2)
-    # Three that are kept, the last round's, the best, one under way; ends of SFT and control; the first policy.
+    # Three kept, the last round's, the best, one in progress; ends of SFT and control; the first policy.
     assert needs.disk_bytes == 6 * 3 * adapter + 2 * adapter + 4 * WHOLE
     assert checkpoint_bytes(load_recipe(recipe_file, [lora])) == 3 * adapter
-    # Two that are kept, one that arrives, and what it is put from.
+    # Two kept, one arriving, and the copy from which it is put.
     assert needs.object_store_bytes == 4 * adapter
 
 
@@ -612,7 +612,7 @@ def test_a_checkpoint_that_a_run_starts_from_takes_no_disk(
     (tmp_path / "config.json").write_text(json.dumps(write_config(config)))
     given = [f"model.checkpoint={tmp_path}", "model.lora.rank=2", "control.enabled=false", "sft.num_steps=0"]
     recipe = load_recipe(recipe_file, given)
-    # Three that are kept, the best, one under way.
+    # Three kept, the best, one in progress.
     assert needs_of(recipe).disk_bytes == 5 * checkpoint_bytes(recipe)
 
 
@@ -630,7 +630,7 @@ def test_versions_must_fit_one_object_store_and_checkpoints_the_disk(
     )
     half = "rollout.engine.dtype=bfloat16"
     assert needs_of(load_recipe(recipe_file, [half])).object_store_bytes == 3 * 2 * WHOLE, "what travels is narrower"
-    # Each of two machines has one of two workers, and their rows; and a whole version where it is read.
+    # Each of two machines holds one of two workers and its rows, and a whole version where it is read.
     assert needs_of(load_recipe(recipe_file, []), num_machines=2).object_store_bytes == 3 * 4 * WHOLE / 2
     two = replace(few, num_machines=2, is_ours=False, where="the cluster at x:1")
     assert [each for each in _problems(recipe_file, available=two) if "object store" in each] == []
@@ -655,7 +655,7 @@ def test_main_memory_that_is_missing_says_what_takes_most_of_it(recipe_file: Pat
 
 
 def test_what_a_learner_on_gpus_keeps_in_main_memory_counts(recipe_file: Path) -> None:
-    """The whole of what is trained, with gradient, moments and reference, where it is offloaded."""
+    """All that is trained, with gradient, moments and reference, if it is offloaded."""
     given = ("device=cuda", "learner.num_workers=2", "model.vocab_size=1000000")
     apart, offloaded = (
         needs_of(load_recipe(recipe_file, [*given, f"sharding.cpu_offload={way}"])).memory_bytes

@@ -1,4 +1,4 @@
-"""What Ray says goes into a file, and what Python says to the screen."""
+"""Output routing: Ray's messages go to a file, Python's to the screen."""
 
 from __future__ import annotations
 

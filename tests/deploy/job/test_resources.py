@@ -1,4 +1,4 @@
-"""What actors ask for and what the preflight counts are the same numbers."""
+"""Resource requests: the actors and the preflight use the same numbers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_ranks_that_could_be_given_one_gpu_are_refused(recipe_file: Path) -> Non
 
 @pytest.mark.parametrize("whole", [1.0, 0.8])
 def test_who_takes_turns_is_one_of_each_kind_on_a_gpu(whole: float) -> None:
-    """As Ray counts, which places the samplers first."""
+    """In Ray's placement order, which is samplers first."""
     gpus = GpuSection(colocate=True, sampler=whole, learner=whole / 2)
     sampler, learner = gpus.sampler_request, gpus.learner_request
     assert sampler + learner == pytest.approx(whole)
@@ -117,7 +117,7 @@ def test_no_process_takes_more_of_a_gpu_than_its_share(monkeypatch: pytest.Monke
 def test_an_engine_takes_no_gpu_that_ray_has_not_given_it(
     given: dict[str, list[str]], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray does not hide the GPUs of others from who has asked for none."""
+    """Ray does not hide other actors' GPUs from an actor that requested none."""
     limits: list[tuple[torch.device, float]] = []
     context = SimpleNamespace(get_accelerator_ids=lambda: given, get_assigned_resources=lambda: {"GPU": 0.2})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)

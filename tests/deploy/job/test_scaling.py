@@ -1,4 +1,4 @@
-"""`d1 scale`, from the command line to what the coordinator and Ray are asked for; Ray itself is told from."""
+"""`d1 scale`: its calls of the coordinator and of Ray, with a fake of Ray."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOM = Resources(
 
 @dataclass
 class _Ray:
-    """What was asked of the coordinator and of Ray."""
+    """The calls of the coordinator and of Ray."""
 
     scaled: list[tuple[str, int, list[str]]] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
@@ -72,7 +72,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> _Ray:
 
 @pytest.fixture
 def under_way(recipe_file: Path, make_run: Callable, events: list[Event], ray: _Ray) -> Callable:
-    """A run that may be scaled in a block, with changes to its recipe."""
+    """A run that may be scaled inside a block, with overrides of its recipe."""
 
     @contextmanager
     def begin(*overrides: str, serves: bool = False) -> Iterator[Path]:
@@ -105,7 +105,7 @@ def test_pools_grow_and_shrink_and_a_name_is_never_used_again(under_way: Callabl
         ("sampler", 2, ["sampler 4"]),
     ]
     assert ray.engines == [3]
-    # What was started for it ends with the run.
+    # Actors that were added to the run end with it.
     assert ray.killed == ["sampler 2", "sampler 3", "grader 1", "sampler 4"]
 
 
@@ -149,7 +149,7 @@ def test_what_ray_says_to_it_is_an_answer_and_the_next_is_carried_out(
         d1("scale", "tiny", "samplers=3").assert_refused("the run could not be scaled: ActorDiedError: it is gone")
         ray.failure = ""
         assert d1("scale", "tiny", "samplers=3").out.startswith("samplers: 2 now, 3 to be")
-        # What is no request is none, and keeps nothing from working.
+        # An invalid request file is ignored, and does not block later requests.
         (run_dir / ".scale.json").write_text('{"id": "x", "sizes": {"samplers": 0}}')
         time.sleep(0.1)
         assert d1("scale", "tiny", "samplers=2").out.startswith("samplers: 3 now, 2 to be")

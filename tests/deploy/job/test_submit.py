@@ -1,4 +1,4 @@
-"""Submitting a run twice does not run it twice."""
+"""`d1 submit`: submitting a run twice does not run it twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
 
 @dataclass
 class FakeCluster:
-    """A job server that refuses what Ray's would refuse."""
+    """Fake job server that refuses what Ray's would refuse."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     log: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ def test_a_run_that_failed_is_resumed_under_the_next_id(
     job_id, _ = submit_tiny(serve=True)
     assert job_id == "tiny-r1"
     assert shlex.split(cluster.jobs["tiny-r1"].entrypoint)[-2:] == ["--serve", "--resume-or-start"]
-    # It runs now: asked again, nothing new is submitted; failed again, the next one is.
+    # While it runs, nothing new is submitted. Once it has failed again, the next job is.
     assert submit_tiny()[0] == "tiny-r1"
     cluster.jobs["tiny-r1"].status = "FAILED"
     assert submit_tiny()[0] == "tiny-r2"
@@ -196,7 +196,7 @@ def test_a_log_that_breaks_off_is_not_the_end_of_the_job(monkeypatch: pytest.Mon
 
 
 class Away(FakeCluster):
-    """A cluster whose dashboard is away for so many questions, and refuses to show a log."""
+    """A cluster whose dashboard is unreachable for `num_away` requests, and that refuses to show a log."""
 
     num_away = 0
 
@@ -255,7 +255,7 @@ def test_the_command_submits_and_follows(
 
 
 def test_no_cluster_at_the_address_is_refused(recipe_file: Path, d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Set, so that monkeypatch takes away what the command leaves in the environment.
+    # Set here, so that monkeypatch removes what the command leaves in the environment.
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:2")
     ended = d1("submit", "tiny.yaml", "--address", "http://127.0.0.1:1")

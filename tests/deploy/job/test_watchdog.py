@@ -1,4 +1,4 @@
-"""Who started a run reads how to go on, however its driver ends, and nothing of it is left."""
+"""Watchdog of a run: however its driver ends, how to resume is printed and no process is left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ with watchdog(run_dir, "steady"):
 
 
 def _drive(how: str, run_dir: Path) -> tuple[int, int, str]:
-    """Status, the process that it started, and its standard error, until nobody holds that any more."""
+    """Return exit status, pid of the process that it started, and stderr up to its last writer's end."""
     words = [sys.executable, "-c", _DRIVER, how, str(run_dir)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, int(done.stdout), done.stderr

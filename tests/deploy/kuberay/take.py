@@ -2,8 +2,8 @@
 
 python tests/deploy/kuberay/take.py DIRECTORY, a checkout of github.com/ray-project/kuberay: these are of v1.7.0.
 
-Descriptions are left out, and the templates of pods, which are most of the megabytes: those are Kubernetes's own, and
-held against its schema.
+Descriptions are left out, and so are pod templates, which are most of the size: those are Kubernetes's own, and are
+validated against its schema.
 """
 
 from __future__ import annotations

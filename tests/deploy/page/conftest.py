@@ -1,4 +1,4 @@
-"""A browser, a fake service and a page that talks to it. Where there is no browser, these tests are skipped."""
+"""Browser, fake service and page for the browser tests, which are skipped without a browser."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _FLAGS = (
 _PATIENCE_MS = 15_000
 
 
-# Not for the session: while Playwright runs, its event loop does, and no test of another file can start its own.
+# Not per session: Playwright's event loop runs as long as Playwright does, and tests of other files need their own.
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium, or Chrome."""
+    """Debian's Chromium, or Chrome. Skips without either."""
     path = next(
         filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))),
         None,
@@ -54,13 +54,13 @@ def url(service: FakeService) -> Iterator[str]:
 
 
 class Watched:
-    """A page, and everything it did that it should not do."""
+    """A page that records dialogs, errors, console messages and requests to foreign hosts as problems."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page, self.url = page, url
         self.problems: list[str] = []
         self.expected: list[str] = []
-        """Beginnings of console messages that a test provokes."""
+        """Beginnings of the console messages that a test provokes."""
         page.on("dialog", lambda dialog: (self.problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
         page.on("console", lambda message: self._hear(message.type, message.text))
@@ -75,14 +75,14 @@ class Watched:
             self.problems.append(f"request: {url}")
 
     def check(self) -> None:
-        """Fail for what a test has not said would happen."""
+        """Fail on a problem that the test did not expect."""
         left = [problem for problem in self.problems if not any(part in problem for part in self.expected)]
         assert left == []
 
 
 @pytest.fixture
 def open_page(browser: Browser, url: str) -> Iterator[Callable[..., Page]]:
-    """Opens the page in a context of its own, with the key entered unless told otherwise."""
+    """Open the page in a separate browser context, with the key entered by default."""
     with ExitStack() as stack:
         watched: list[Watched] = []
 

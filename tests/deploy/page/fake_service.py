@@ -1,4 +1,4 @@
-"""A service that says what it is told to: the API's contract, without a policy behind it."""
+"""Fake service for the page: the API's contract with scripted answers, without a policy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Json = dict[str, Any]
 
 
 def slots(texts: Sequence[str], steps: Sequence[int], done: int) -> list[Json]:
-    """A canvas after `done` steps; `steps` says when each slot is committed."""
+    """Return a canvas after `done` steps. `steps` is the step at which each slot is committed."""
     return [
         {"text": text, "masked": False, "step": step, "confidence": round(0.99 - 0.07 * (index % 9), 3)}
         if step < done
@@ -52,22 +52,22 @@ def slots(texts: Sequence[str], steps: Sequence[int], done: int) -> list[Json]:
 
 
 def frames(texts: Sequence[str], steps: Sequence[int]) -> list[Json]:
-    """The canvases of a completion from all masks to none."""
+    """Return the canvases of a completion, from all masks to none."""
     num_steps = max(steps) + 1
     return [{"step": done, "num_steps": num_steps, "slots": slots(texts, steps, done)} for done in range(num_steps + 1)]
 
 
 class FakeService:
-    """What the page talks to. A test changes it while it runs."""
+    """The service that the page talks to. A test changes it while it runs."""
 
     def __init__(self) -> None:
         self.models = ["policy", "last", "policy@v000011", "policy@v000012", "base"]
         self.answers: dict[str, list[Json]] = {}
-        """The canvases by model; without an entry, those of `policy`."""
+        """The canvases by model. A model without an entry gets those of `policy`."""
         self.text: str | None = None
-        """The whole text of an answer; None for that of the slots."""
+        """The whole text of an answer. None: the text of the slots."""
         self.allowed = OPEN
-        """How many canvases each stream may send so far."""
+        """How many canvases each stream may have sent so far."""
         self.delay_s = 0.0
         self.breaks_after: int | None = None
         self.breaks_with: Json | None = None
@@ -113,7 +113,7 @@ class FakeService:
         self.is_closing = False
 
     def app(self) -> FastAPI:
-        """The application."""
+        """Build the application."""
         app = FastAPI()
         app.include_router(page_router())
 
@@ -228,7 +228,7 @@ class FakeService:
 
         @app.get("/v1/run/samples")
         async def samples(limit: int) -> Any:
-            # ASCII: a lone surrogate is legal in JSON's escapes, and not in UTF-8.
+            # ASCII: a lone surrogate is legal in JSON's escapes, but not in UTF-8.
             return Response(json.dumps({"samples": self.samples[-limit:]})) if self.run else no_run()
 
         @app.get("/v1/run/pools")
@@ -264,7 +264,7 @@ def listening(service: FakeService) -> Iterator[str]:
 
 
 def round_event(index: int, **fields: float) -> Json:
-    """A `round` event as a run writes it."""
+    """Return a `round` event as a run writes it."""
     return {
         "event": "round",
         "time_s": 60.0 + index,
@@ -290,7 +290,7 @@ def round_event(index: int, **fields: float) -> Json:
 
 
 def evaluation_event(label: str, time_s: float, num_correct: int, num_rounds: int = 0) -> Json:
-    """An `evaluation` event as a run writes it."""
+    """Return an `evaluation` event as a run writes it."""
     return {
         "event": "evaluation",
         "time_s": time_s,

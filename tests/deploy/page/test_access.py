@@ -1,4 +1,4 @@
-"""What everyone can use: axe-core's rules, small screens, less motion."""
+"""Accessibility of the page: axe-core's rules, small screens, reduced motion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _violations(page: Page) -> list[str]:
     return [f"{each['id']}: {node['html']} {node['failureSummary']}" for each in found for node in each["nodes"]]
 
 
-# The other two pairs of what these two show.
+# The other two combinations repeat the sizes and schemes of these two.
 @pytest.mark.parametrize(
     ("size", "scheme"),
     [

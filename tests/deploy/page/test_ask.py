@@ -1,4 +1,4 @@
-"""The view that asks, in a browser."""
+"""The page's view for prompting a policy, in a browser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _canvas(page: Page, index: int = 0) -> Locator:
 
 def _expect_done(page: Page, index: int = 0) -> None:
     expect(page.locator(".column").nth(index).locator(".state")).to_contain_text("complete")
-    # What came faster than it can be seen is still being shown.
+    # Frames that arrived faster than they can be seen are still being played.
     expect(page.locator("#play")).to_have_accessible_name("Play")
 
 
@@ -140,7 +140,7 @@ def test_colours_follow_step_or_confidence(open_page: Open, service: FakeService
     for shade, name in zip(shades, ("shade-0", "shade-9", "shade-5"), strict=True):
         expect(shade).to_have_class(re.compile(rf"{name}\b"))
     page.check("[name=colour][value=confidence]")
-    # From the least to the greatest that there is: a policy's confidences may all be above 90 %.
+    # The scale spans the least to the greatest value: a policy's confidences may all be above 90 %.
     expect(page.locator(".scale")).to_have_text("5.0 %55.0 %")
     for shade, name in zip(shades, ("shade-0", "shade-9", "shade-5"), strict=True):
         expect(shade).to_have_class(re.compile(rf"{name}\b"))
@@ -604,7 +604,7 @@ def _wait_until(page: Page, condition: Callable[[], bool]) -> None:
 
 
 def _renoised() -> list[dict[str, object]]:
-    """A canvas of a policy that takes tokens back: each step keeps some slots, and says nothing of how many come."""
+    """Canvases of a renoising policy: each step keeps some slots, and the number of steps is not announced."""
     steps = (
         ("", "", "", ""),
         ("A", " b", "", ""),
@@ -652,7 +652,7 @@ def test_slots_that_lose_their_token_say_so_live_and_in_the_replay(open_page: Op
     _expect_done(page)
     expect(_canvas(page)).to_have_text("An end it.")
     expect(lost).to_have_count(0)
-    # Whatever was shown before: each frame says itself what was taken back.
+    # In any order: each frame itself says which tokens were taken back.
     for position, num_lost in ((3, 1), (1, 0), (2, 1), (0, 0)):
         page.locator("#position").fill(str(position))
         expect(page.locator("#where")).to_have_text(f"step {position}")

@@ -1,4 +1,4 @@
-"""The files of the page, as they are sent."""
+"""Static files of the page, as they are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of a model, of a problem or of an error is text, whatever it says."""
+"""Injection: text of a model, a problem or an error is only ever shown as text."""
 
 from __future__ import annotations
 

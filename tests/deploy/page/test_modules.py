@@ -1,4 +1,4 @@
-"""The page's modules against slow references in Python."""
+"""The page's JavaScript modules against slow reference implementations in Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def page(open_page: Open) -> Page:
 
 
 def _slow_events(text: str) -> list[dict[str, str]]:
-    """The whole text at once."""
+    """Parse the whole text at once."""
     events, data, name, last = [], [], "", ""
     lines = re.split(r"\r\n|\r|\n", text)
     for line in lines[:-1]:
@@ -108,7 +108,7 @@ def test_accuracies_are_drawn_from_left_to_right(page: Page) -> None:
 
 
 def test_hostile_text_is_made_visible_as_on_a_terminal(page: Page) -> None:
-    # The joiners stay, for emoji; a lone surrogate does not travel through JSON.
+    # The joiners stay, for emoji. A lone surrogate cannot travel through JSON.
     kept = "\u200c\u200d"
     text = "".join(map(chr, [*range(0x3000), *range(0xFDD0, 0x10000), 0x1F600, 0xE0001, 0xE007F]))
     found = page.evaluate("""async (text) => (await import("/assets/dom.js")).visible(text)""", text)
@@ -170,7 +170,7 @@ def test_slots_that_are_no_part_of_a_text_are_told_by_it(page: Page) -> None:
         (["😀", "", "<end>", "", "x"], "😀", ["", "", after, after, after]),
         (["<end>", "a"], "", [after, after]),
         (["a", "<user>", "", "b"], "ab", ["", other, "", ""]),
-        # A stop inside a slot, and the most tokens.
+        # A stop string inside a slot, and a limit of tokens.
         (["5 ", "abc", "d"], "5 a", ["", "", after]),
         (["a", "a", "a"], "aa", ["", "", after]),
         ([], "", []),
@@ -205,5 +205,5 @@ def test_a_recording_keeps_equal_slots_once_and_no_frame_twice(page: Page) -> No
         }""",
         chunks,
     )
-    # A slot is masked once and committed once.
+    # Frames share their slot objects: each slot has one while masked and one once committed.
     assert found == [len(chunks), 2 * len(TEXTS), "".join(TEXTS), max(STEPS) + 1, max(STEPS) + 1]

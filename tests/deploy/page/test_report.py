@@ -1,4 +1,4 @@
-"""`d1 report`'s file in a browser: for everyone, and on a phone."""
+"""`d1 report`'s file in a browser: accessibility, and small screens."""
 
 from __future__ import annotations
 

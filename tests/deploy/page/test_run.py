@@ -1,4 +1,4 @@
-"""The view of a run, in a browser."""
+"""The page's view of a run, in a browser."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_curves_grow_while_the_run_trains(open_page: Open, service: FakeService)
 
 
 def _ink(page: Page, name: str) -> str:
-    """What the curve's canvas shows."""
+    """Return the pixels of the curve's canvas, as a data URL."""
     return page.evaluate("name => document.querySelector(`#plot-${name} canvas`).toDataURL()", name)
 
 

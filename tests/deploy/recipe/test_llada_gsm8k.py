@@ -1,4 +1,4 @@
-"""`recipes/llada-gsm8k.yaml` is the first d1's run, but for what a table in docs/d1_defects.md says."""
+"""`recipes/llada-gsm8k.yaml` is the first d1's run, except where docs/d1_defects.md says otherwise."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[3]
 PATH = ROOT / "recipes" / "llada-gsm8k.yaml"
 
 NOT_OURS = object()
-"""What no value of a field of ours says."""
+"""Sentinel for what no value of our field expresses."""
 
-# dllm-reasoning/d1 at 837888f. Of the rounds: `diffu-grpo/slurm_scripts/train.yaml` and `gsm_base.sbatch`, and what
-# these leave to `diffu_grpo_config.py`, `diffu_grpo_train.py` and `diffu_grpo_trainer.py`.
+# dllm-reasoning/d1 at 837888f. The rounds: `diffu-grpo/slurm_scripts/train.yaml` and `gsm_base.sbatch`, and their
+# defaults in `diffu_grpo_config.py`, `diffu_grpo_train.py` and `diffu_grpo_trainer.py`.
 ROUNDS: dict[str, object] = {
     "seed": 42,
     "task.name": "gsm8k",
@@ -41,7 +41,7 @@ ROUNDS: dict[str, object] = {
     "model.checkpoint": "GSAI-ML/LLaDA-8B-Instruct",
     "model.lora.rank": 128,
     "model.lora.alpha": 64,
-    # Of the names that it lists, those that LLaDA's blocks have.
+    # The names in its list that LLaDA's blocks have.
     "model.lora.targets": ["q_proj", "k_proj", "v_proj", "up_proj"],
     "model.lora.base_weights": "nf4",
     "rollout.engine.dtype": "bfloat16",
@@ -54,11 +54,11 @@ ROUNDS: dict[str, object] = {
     "rollout.sampling.block_length": 32,
     "rollout.sampling.num_denoise_steps": 128,
     "rollout.sampling.temperature": 0.9,
-    # remasking: low_confidence, of tokens that are drawn before.
+    # remasking: low_confidence, among tokens that are sampled first.
     "rollout.sampling.schedule": "quota",
     "rollout.sampling.drawing": "sample_then_select",
     "rollout.sampling.cfg_scale": 0.0,
-    # It has top_p and top_k, which its sampler does not look at.
+    # It sets top_p and top_k, but its sampler ignores them.
     "rollout.sampling.top_p": 1.0,
     "rollout.sampling.top_k": 0,
     "rollout.sampling.cache": "none",
@@ -123,7 +123,7 @@ FIRST_D1 = ROUNDS | SFT
 
 
 def _line(begin: str) -> list[str]:
-    """The overrides that a line of the recipe's head names."""
+    """Return the overrides in the recipe's header line that starts with `begin`."""
     (line,) = [line for line in PATH.read_text(encoding="utf-8").splitlines() if line.startswith(begin)]
     return shlex.split(line.partition(": ")[2].rstrip("."))
 
@@ -139,7 +139,7 @@ def _at(values: Mapping[str, Any], field: str) -> Any:
 
 
 def _table() -> dict[str, str]:
-    """What the page says of the recipe, by the field of a row; rows of no field are for people."""
+    """Return what the page says of the recipe, by field. Rows without a field are for human readers."""
     page = (ROOT / "docs" / "d1_defects.md").read_text(encoding="utf-8")
     rows = page.partition("## The recipe of its GSM8K run")[2].splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows if row.startswith("| ")][1:]
@@ -162,7 +162,7 @@ def test_the_table_says_what_the_recipe_has() -> None:
 
 
 def test_its_line_for_sft_keeps_examples_as_long_as_those_of_s1k(config: TransformerConfig, tmp_path: Path) -> None:
-    """Some longer than the rollout's canvas of 456 tokens, some longer than 4,096."""
+    """Some are longer than the rollout's canvas of 456 tokens, some longer than 4,096."""
     long = config.model_copy(update={"max_sequence_length": 4096})
     (tmp_path / CONFIG).write_text(json.dumps(write_config(long)))
     make_tokenizer(["1 2 3"], tmp_path, 300)

@@ -1,4 +1,4 @@
-"""Recipes are read as they were meant, or refused with a sentence that helps."""
+"""Recipe parsing and overrides: values are read as meant, or refused with a helpful sentence."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_resolved_yaml_loads_to_the_same_recipe(recipe_file: Path, workdir: 
     resolved.write_text(text)
     assert load_recipe(resolved, []) == recipe
     assert resolved_yaml(load_recipe(resolved, [])) == text
-    # Others read it with PyYAML as it comes.
+    # Other programs read it with plain PyYAML.
     assert yaml.safe_load(text)["name"] == "2024-01-01"
 
 

@@ -1,4 +1,4 @@
-"""The schema says of a recipe what the code says of it."""
+"""The recipe's JSON schema agrees with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain scalars mean what YAML 1.2 says."""
+"""YAML 1.2 parsing: the types of plain scalars, duplicate keys, and tags."""
 
 from __future__ import annotations
 

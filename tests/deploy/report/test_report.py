@@ -1,4 +1,4 @@
-"""`d1 report`: one file with everything, whatever the runs' texts say."""
+"""`d1 report`: one self-contained HTML file, in which hostile text is only text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOSTILE = '<script>alert(1)</script><img src="http://example.com/x"> $\\frac$ {{
 
 
 class Page(HTMLParser):
-    """The elements of a page with their attributes, and its text."""
+    """Parser of a page: its elements with their attributes, and its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Page(HTMLParser):
 
 
 def _assert_is_self_contained(page: Page) -> None:
-    """No script, and nothing that a browser would fetch."""
+    """Assert that there is no script, and nothing that a browser would fetch."""
     assert not {"script", "link", "img", "iframe", "object", "image"} & {tag for tag, _ in page.elements}
     for _, attributes in page.elements:
         assert not [name for name in attributes if name.startswith("on") or name in ("src", "href", "srcset")]
@@ -128,7 +128,7 @@ def test_what_cannot_be_reported_is_a_sentence(
 
 def test_examples_are_the_first_problems_before_and_after(runs: Path) -> None:
     run = runs / "tiny"
-    # More than a batch of eight.
+    # More than one batch of eight.
     found = make_examples(run, read_recipe(run), 11)
     assert len(found) == len({example.prompt for example in found}) == 11
     for example in found:
@@ -196,7 +196,7 @@ def _answer(number: int, *, correct: bool, num_forwards: int) -> Answer:
 
 
 def _evaluate(run: Path, checkpoint: str, slots: int, steps: int, num_correct: int, task: str = "sums") -> Path:
-    """Leave what `d1 eval` leaves of twenty problems."""
+    """Write the files that `d1 eval` leaves for twenty problems."""
     directory = run / "checkpoints" / checkpoint
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""The picture is drawn from whatever there is."""
+"""Training curves: the plot is drawn from whatever data a run has."""
 
 from __future__ import annotations
 

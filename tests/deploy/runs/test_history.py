@@ -1,4 +1,4 @@
-"""What a resumed run repeated counts once."""
+"""Run history: rounds that a resumed run repeated count once."""
 
 from __future__ import annotations
 
@@ -115,6 +115,6 @@ def test_the_control_is_drawn_where_its_training_ended_had_it_begun_with_rl(reco
     of_rl, of_control = read_history(recorder.events).evaluations
     assert of_rl.drawn_s == of_rl.time_s
     assert of_control.drawn_s == 20 + 30 / 5 < of_control.time_s
-    # A run that has no RL of its own.
+    # A run without an RL stage.
     alone = [event for event in recorder.events if event.get("phase") != "rl"]
     assert read_history(alone).evaluations[1].drawn_s == of_control.time_s

@@ -1,4 +1,4 @@
-"""Runs are listed and shown as they are, whatever the model wrote."""
+"""`d1 ls` and `d1 show`: every run is listed and shown, even with hostile text from the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _age(directory: Path, seconds: float) -> None:
 
 
 def _rows(table: str) -> list[list[str]]:
-    """The words of a table's rows, below its headings."""
+    """Return the words of a table's rows, below its headings."""
     return [line.split() for line in table.splitlines()[1:]]
 
 
@@ -167,7 +167,7 @@ def test_a_run_that_is_not_there_is_refused_with_the_nearest(make_run: Callable,
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
-    """The runs that a service was started for."""
+    """The runs for which a service was started."""
     names: list[tuple[str, int | None]] = []
     monkeypatch.setattr(
         "deploy.service.on_ray.launch.serve_run",

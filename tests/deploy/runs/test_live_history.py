@@ -1,4 +1,4 @@
-"""Who follows a run part by part has what its whole history is."""
+"""Incremental run history: a client that fetches it in parts ends up with the whole history."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Event = dict[str, Any]
 
 @dataclass
 class Follower:
-    """Takes parts as a client does, its place as a text."""
+    """Fetches parts as a client does, with its cursor as a string."""
 
     lists: dict[str, list[Any]] = field(default_factory=lambda: {"rounds": [], "steps": [], "evaluations": []})
     place: str = str(BEGINNING)
 
     def follow(self, live: LiveHistory) -> int:
-        """The parts until nothing is new; how many."""
+        """Fetch parts until nothing is new. Returns their number."""
         for count in range(1, 1000):
             part = live.since(Cursor.parse(self.place))
             for name, had in self.lists.items():
@@ -35,7 +35,7 @@ class Follower:
 
 
 def _events(draw: random.Random) -> list[Event]:
-    """A run that is resumed again and again, and does over what it did."""
+    """Return the events of a run that is resumed often and repeats rounds."""
     events: list[Event] = [{"event": "run", "name": "tiny", "began_at": 1.7e9}]
     at = 0
     kinds = ["round", "round", "round", "back", "evaluation", "sft", "phase", "phase_end"]

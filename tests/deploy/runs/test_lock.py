@@ -1,4 +1,4 @@
-"""One process writes a run directory, and who it is can be known."""
+"""Run lock: one process writes a run directory, and its holder can be identified."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def hold() -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
-    """Starts a process that has the lock of a directory; returns once it has."""
+    """Start a process that holds the lock of a directory. Returns once it does."""
     started: list[subprocess.Popen[str]] = []
 
     def start(directory: Path) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""A run's copy elsewhere is what the run's directory is, and a directory again: through one code on any file system."""
+"""Mirror of a run: the same as the run's directory, and restorable to one, on any file system."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HAS_S3 = find_spec("s3fs") is not None and find_spec("moto") is not None
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """An object server on this machine."""
+    """An S3 server on this machine."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(port=0, verbose=False)
@@ -67,7 +67,7 @@ def _position(done: int) -> Position:
 
 @pytest.fixture
 def run_dir(recipe: Recipe, policy: Transformer, tmp_path: Path) -> Path:
-    """A run with its first policy and an adapter on it."""
+    """A run with its initial policy and an adapter on it."""
     run_dir = recipe.run_dir
     state = asdict(_position(0))
     save_checkpoint(

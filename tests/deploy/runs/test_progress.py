@@ -1,4 +1,4 @@
-"""A run can be followed on a terminal and in a log."""
+"""Progress display of a run, on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_the_driver_waits_for_is_said_at_once() -> None:
 
 
 def _waited_for(events: Events, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is said of a silence after the events."""
+    """Return what is displayed during a silence after the events."""
     monkeypatch.setattr(wait_display, "EVERY_S", 0.01)
     said, file = threading.Event(), io.StringIO()
     display = ProgressDisplay(Console(file=file, width=140))

@@ -1,4 +1,4 @@
-"""Runs and checkpoints are named in one way, whichever command asks; a miss names the nearest."""
+"""Names of runs and checkpoints: one syntax in all commands, and the nearest name for a miss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RUNS = Path("runs")
 
 @pytest.fixture
 def tiny(make_run: Callable[..., Path], events: list[dict[str, Any]]) -> Path:
-    """A run with two checkpoints, and a checkpoint without a run beside it."""
+    """A run with two checkpoints, and a checkpoint outside of any run."""
     run = make_run("tiny-20261122", events)
     for name in ("sft", "rl-000012"):
         _checkpoint(run / "checkpoints" / name)
@@ -54,7 +54,7 @@ def test_a_checkpoint_is_named_by_its_path_or_after_its_run(tiny: Path, name: st
 
 
 def _trained(run: Path, *others: tuple[str, Position]) -> None:
-    """Write the checkpoints of a run with two versions of its rounds, or these others."""
+    """Write the checkpoints of a run with two versions of its rounds, or `others`."""
     config = TransformerConfig(
         vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, mlp_hidden_size=8, max_sequence_length=4,
         mask_token_id=0, eos_token_id=1, pad_token_id=1,

@@ -1,4 +1,4 @@
-"""The result says what was measured, and leaves out what was not."""
+"""Result tables: what was measured is shown, and what was not is left out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _printed(events: Events, width: int = 120) -> str:
 
 
 def _cells(events: Events) -> str:
-    """What stands in the table of the stages, as Markdown."""
+    """Return the table of the stages as Markdown."""
     table = next(result_tables(events))
     rows = zip(*([str(column.header), *map(str, column.cells)] for column in table.columns), strict=True)
     lines = [f"| {' | '.join(row)} |\n" for row in rows]

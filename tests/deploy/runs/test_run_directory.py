@@ -1,4 +1,4 @@
-"""What a run starts from: policy version 0, as it is and where it is."""
+"""Initial checkpoint of a run (policy version 0): its contents and its location."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_run_s_recipe_says_in_every_directory_where_its_data_are(
     recipe = load_recipe(recipe_file, [*changes, "evaluation.num_problems=2", "rollout.max_prompt_tokens=64"])
     spec = make_spec(recipe, Stages.ALL)
     create_run_dir(recipe, spec, start_from=None).close()
-    # The same words, and the same files, go on.
+    # The same options with the same files are resumable.
     check_resumable(recipe, spec)
     run_dir = spec.run_dir.absolute()
     monkeypatch.chdir(tmp_path.parent)
@@ -91,7 +91,7 @@ def test_a_run_refers_to_the_checkpoint_that_it_starts_from(recipe_file: Path, d
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_what_its_run_may_delete_is_copied_and_the_copy_says_the_same(recipe_file: Path, dtype: torch.dtype) -> None:
-    """In bfloat16 where that is all of it; anything else needs float32 to be what it is."""
+    """bfloat16 is kept. Any other dtype needs float32 to be exact."""
     given = _given(recipe_file, dtype, "rl-000001")
     initial = _initial(recipe_file, "name=copied", f"model.checkpoint={given}")
     assert not (initial / REFERENCES).exists()
@@ -117,7 +117,7 @@ def test_what_one_machine_of_a_cluster_has_of_the_hub_is_copied(
 
 
 def test_a_link_of_the_hub_s_cache_keeps_its_name(recipe_file: Path) -> None:
-    """What it points to has the name of its content there."""
+    """The link's target is named by a hash of its content."""
     given = _given(recipe_file, torch.float32)
     blob, snapshot = given.parent / "blob", given.parent / "snapshot"
     (given / "model.safetensors").rename(blob)
@@ -155,7 +155,7 @@ def test_how_fast_a_run_is_made_is_said(recipe_file: Path, monkeypatch: pytest.M
 def test_examples_that_are_all_too_long_are_refused_before_weights_are_fetched_or_copied(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model of the hub by its tokenizer, which is small."""
+    """For a model of the hub, its tokenizer is enough, which is small."""
     cached = recipe_file.parent / "cache" / "models--org--name"
     snapshot = cached / "snapshots" / ("0" * 40)
     (cached / "refs").mkdir(parents=True)

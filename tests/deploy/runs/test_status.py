@@ -1,4 +1,4 @@
-"""`d1 status` says how a run stands from its directory alone, and says plainly when that is old."""
+"""`d1 status`: the state of a run from its directory alone, with a plain warning if that is old."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STATUS = RunStatus(
 
 @pytest.fixture
 def run_dir(make_run: Callable[..., Path], events: Events, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run in its rounds that said something just now, whose process is another machine's."""
+    """A run in its rounds that reported just now, from a process on another machine."""
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     directory = make_run("tiny", [event for event in events[:20] if event["event"] != "checkpoint"])
     elsewhere = {"host": "another", "pid": 1, "began_at": 0.0}
@@ -61,7 +61,7 @@ def run_dir(make_run: Callable[..., Path], events: Events, monkeypatch: pytest.M
 
 
 def _just_now() -> float:
-    """However slow this machine is: what lies ahead counts as said this moment."""
+    """Return a time in the future, which counts as now, so that a slow machine does not make it old."""
     return time.time() + 60
 
 

@@ -1,4 +1,4 @@
-"""What a run asks of the teacher that it learns from, before anything starts."""
+"""Teacher of a run (distillation): what is required of it before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of `d1 sample` ask, and a terminal to ask it on."""
+"""Requests of the tests of `d1 sample`, and a fake terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, and `d1 sample` of a file of requests."""
+"""Fixtures: tiny checkpoints, and `d1 sample` of a file of requests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Answers:
-    """What a command with `--json` printed, and how it ended."""
+    """Printed lines, stderr and status of a command with `--json`."""
 
     lines: list[dict[str, Any]]
     err: str
@@ -63,7 +63,7 @@ class Answers:
 
 @pytest.fixture
 def ask(d1: Callable, checkpoints: Path, workdir: Path) -> Callable[..., Answers]:
-    """`d1 sample CHECKPOINT --requests FILE --json`; a request that is a string is a line as it stands."""
+    """`d1 sample CHECKPOINT --requests FILE --json`. A request that is a string is written as a raw line."""
 
     def run(requests: list[Any], *words: str, checkpoint: str = "with") -> Answers:
         lines = [request if isinstance(request, str) else json.dumps(request) for request in requests]
@@ -76,7 +76,7 @@ def ask(d1: Callable, checkpoints: Path, workdir: Path) -> Callable[..., Answers
 
 @pytest.fixture
 def stop_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Makes a token of the tiny policy's own texts its end of text, so that texts end early. Returns its id."""
+    """Make one of the tiny policy's own tokens its end of text, so that texts end early. Returns its id."""
 
     def stop(token: int) -> None:
         def load(directory: Path, dtype: torch.dtype, *place: Any) -> Transformer:

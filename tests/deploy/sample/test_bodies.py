@@ -1,4 +1,4 @@
-"""`d1 sample` of the bodies that the HTTP API reads: what they mean is what they mean there."""
+"""`d1 sample` of request bodies of the HTTP API: they mean the same as over HTTP."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_command_plans_a_body_as_the_service_does(body: dict, checkpoint: st
     assert [request.params for request in here.requests] == [request.params for request in there.requests]
     assert [request.fixed_tokens for request in here.requests] == [request.fixed_tokens for request in there.requests]
     assert (here.most_tokens, here.num_gap_slots) == (there.most_tokens, there.num_gap_slots)
-    # A single completion is keyed by its seed itself, as lines have always been.
+    # A single completion uses its seed itself as key, as plain lines always have.
     keys = [request.seed for request in here.requests]
     assert keys == ([1] if len(keys) == 1 else [request.seed for request in there.requests])
 

@@ -1,4 +1,4 @@
-"""`d1 sample` of a file of requests: what it answers, in which order, and when it is interrupted."""
+"""`d1 sample` of a file of requests: its answers, their order, and interruption."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_ctrl_c_prints_what_was_done(
     d1: Callable, checkpoints: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(Sampler):
-        """Is interrupted when a second request is done."""
+        """Sampler that is interrupted when a second request is done."""
 
         def generate(self, requests: Any, on_completion: Any = None) -> Any:
             done = super().generate(requests)
@@ -131,7 +131,7 @@ def test_ctrl_c_prints_what_was_done(
 
 def test_a_reader_that_goes_is_no_traceback(checkpoints: Path, workdir: Path) -> None:
     (workdir / "r").write_text(f"{json.dumps({'prompt_ids': [5], **SHORT})}\n" * 200)
-    # Without what a busy machine has said of long imports.
+    # Silences the messages about slow imports on a busy machine.
     quiet = "import deploy.wait_display; deploy.wait_display.EVERY_S = 600; from deploy.cli import main; main()"
     command = [sys.executable, "-c", quiet, "sample", str(checkpoints / "with")]
     root = Path(__file__).parents[3]
@@ -189,7 +189,7 @@ def test_the_progress_of_a_file_never_gets_into_what_is_piped(
 
 @pytest.mark.parametrize("family", ["llada", "dream", "a2d-qwen2"])
 def test_tokens_are_those_of_the_original_samplers(family: str, d1: Callable, shared: Path, workdir: Path) -> None:
-    """Dream's are also those of a Qwen2 that sees both sides and predicts the next slot."""
+    """Dream's also equal those of a bidirectional Qwen2 that predicts the next slot."""
     directory = shared / "fixtures" / ("llada-tiny" if family == "llada" else "dream-tiny")
     if family == "a2d-qwen2":
         directory = adapted(directory, workdir / "a2d", family, eos_token_id=509, right_shift_logits=True)
@@ -208,7 +208,7 @@ def test_tokens_are_those_of_the_original_samplers(family: str, d1: Callable, sh
 def test_tokens_and_steps_are_those_of_the_original_block_sampler(
     family: str, d1: Callable, shared: Path, workdir: Path
 ) -> None:
-    """All settings in one file, whose rows have blocks from 4 to 16: SDAR's, cached."""
+    """All settings in one file, with block lengths from 4 to 16: SDAR's, with a KV cache."""
     directory = shared / "fixtures" / "sdar-tiny"
     if family == "a2d-qwen3":
         directory = adapted(directory, workdir / "a2d", family)

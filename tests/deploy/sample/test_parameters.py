@@ -1,4 +1,4 @@
-"""`d1 sample`: where its parameters come from, and that each reaches the sampler."""
+"""`d1 sample`: the sources of its parameters, and that each reaches the sampler."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_conversations_go_through_the_chat_template_and_a_text_is_raw(
     text, turn, of_turn, of_text = (ask([a | SHORT]).lines[0] for a in asked)
     assert text["commit_logp_raw"] == of_text["commit_logp_raw"] != turn["commit_logp_raw"]
     assert turn["commit_logp_raw"] == of_turn["commit_logp_raw"]
-    # What is typed is a turn, and not with --raw.
+    # A typed prompt is a chat turn, unless --raw is given.
     typed = ("sample", str(checkpoints / "with"), "What is 2?", "--gen-length", "16", "--block-length", "8", "--json")
     for words, expected in (((), turn), (("--raw",), text)):
         (line,) = map(json.loads, d1(*typed, *words).out.splitlines())
@@ -96,7 +96,7 @@ def test_what_a_line_leaves_out_comes_from_the_options_then_from_the_run_at_temp
     assert set(first["commit_logp"]) != {0.0}
     by_option, by_line = ask(asked[2:], "--seed", "4").lines, ask([asked[2] | {"seed": 4}]).lines
     assert by_option == by_line != ask(asked[2:]).lines
-    # Without a run: 256 tokens, but the policy has 96 columns.
+    # Outside of a run the default is 256 tokens, but the policy has only 96 columns.
     (own,) = ask(asked[:1]).lines
     assert (own["num_tokens"], own["num_forwards"]) == (64, 32)
 

@@ -1,4 +1,4 @@
-"""`d1 sample` and `d1 export` of checkpoints as they are published, with the mask id in the tokenizer alone."""
+"""`d1 sample` and `d1 export` of published checkpoints, whose mask id is only in the tokenizer."""
 
 from __future__ import annotations
 

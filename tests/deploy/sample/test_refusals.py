@@ -1,4 +1,4 @@
-"""`d1 sample`: what it says of requests, options and checkpoints that it cannot serve."""
+"""`d1 sample`: error messages for requests, options and checkpoints that it cannot serve."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_bad_checkpoint_is_one_sentence(d1: Callable, checkpoints: Path, workd
     (workdir / "plain" / "chat_template.jinja").unlink()
     d1("sample", "plain", "hi").assert_refused("the prompt does not fit the chat template")
     assert d1("sample", "plain", "hi", "--raw", "--gen-length", "16").status == 0
-    # Of transformers' Trainer, whose state has that name too.
+    # transformers' Trainer writes a state file of the same name.
     (workdir / "plain" / "manifest.json").unlink()
     d1("sample", "plain", "hi", "--raw").assert_refused("has no manifest.json")
     (workdir / "plain" / "trainer_state.json").write_text('{"global_step": 500, "log_history": []}')

@@ -1,4 +1,4 @@
-"""`d1 sample` of a policy without a mask token (DiffusionGemma)."""
+"""`d1 sample` of a renoising policy, which has no mask token (DiffusionGemma)."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_prompt_is_answered_with_text_and_other_options_are_refused(
     d1: Callable, tmp_path: Path, workdir: Path
 ) -> None:
     checkpoint = make_renoising_checkpoint(tmp_path / "spoken")
-    # Of more tokens than the policy has; its prompt has small ids.
+    # The tokenizer has more tokens than the policy, but this prompt has small ids.
     make_tokenizer(["a b"], checkpoint, 280)
     ended = d1("sample", str(checkpoint), "!", "--gen-length", "8", "--steps", "3", "--raw")
     assert (ended.status, ended.err.endswith("3 forwards, 2.7 tokens a forward, length\n")) == (0, True), ended.err

@@ -1,4 +1,4 @@
-"""`d1 sample` of one prompt: the canvas on a terminal, and the text where there is none."""
+"""`d1 sample` of one prompt: the canvas on a terminal, and only the text elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_prompt_that_is_piped_prints_the_text_alone(d1: Callable, checkpoints:
 
 @pytest.fixture
 def hostile(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the tokenizer decodes every completion to."""
+    """The text to which the tokenizer decodes every completion."""
     text = "[bold red]x[/] \x1b]0;owned\x07 \u202eright"
     monkeypatch.setattr(ChatTokenizer, "decode", lambda self, ids: text)
     return text

@@ -1,4 +1,4 @@
-"""Asking a service over HTTP, from threads if need be."""
+"""HTTP requests to a service, also from threads."""
 
 import json
 import threading
@@ -13,7 +13,7 @@ ASK = {"prompt": "2 + 3", "seed": 1, "temperature": 1.0}
 
 
 def call(url, body=None, token=TOKEN):
-    """Status and JSON of one request."""
+    """Return status and JSON of one request."""
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode())
     request.add_header("Authorization", f"Bearer {token}")
     request.add_header("Content-Type", "application/json")
@@ -26,7 +26,7 @@ def call(url, body=None, token=TOKEN):
 
 
 def is_up(url):
-    """Whether a service there is ready to answer."""
+    """Whether the service there is ready."""
     try:
         return call(f"{url}/health/ready")[0] == 200
     except OSError:
@@ -41,7 +41,7 @@ def wait_until(condition, what, timeout_s=60):
 
 
 class Asker:
-    """Threads that ask again and again, with pauses that leave a small machine time for what they wait for."""
+    """Threads that send requests continuously, with pauses that leave CPU time on a small machine."""
 
     def __init__(self, url, num_threads, ask=ASK, pause_s=0.1):
         self._pause_s = pause_s

@@ -1,4 +1,4 @@
-"""A run directory with one tiny random checkpoint, and further versions of its policy."""
+"""Fixtures of the service: a run directory with a tiny random checkpoint, and further versions."""
 
 import secrets
 import shutil
@@ -69,7 +69,7 @@ def tiny_config(tokenizer_dir):
 
 @pytest.fixture(scope="session")
 def make_model(tiny_config):
-    """The weights of a version: random, and different for each."""
+    """Create the weights of a version: random, and different for each."""
 
     def make(version):
         model = Transformer(tiny_config)
@@ -112,7 +112,7 @@ def run_dir(tmp_path, run_to_copy):
 
 @pytest.fixture
 def versions(run_dir, make_sampler):
-    """The versions of an engine that serves version 1 of `run_dir`; others can be made."""
+    """The versions of an engine that serves version 1 of `run_dir`. Any other version loads as random weights."""
     policy = latest_checkpoint(run_dir)
     checkpoint = run_dir / "checkpoints" / "sft-1"
     return Versions(
@@ -142,7 +142,7 @@ def codec(run_to_copy):
 
 @pytest.fixture
 def service(run_dir, host, codec):
-    """What an application is made of, with an engine in this process."""
+    """The dependencies of an application, with an engine in this process."""
     planner = ServicePlanner(codec, Defaults.of_run(read_recipe(run_dir).rollout.sampling), "tiny")
     return Service(
         backend=host,
@@ -180,7 +180,7 @@ def registry_server():
 
 @pytest.fixture
 def registry(registry_server):
-    """An empty one."""
+    """An empty registry."""
     registry = Registry(registry_server.url, secrets.token_hex(4))
     yield registry
     registry.close()
@@ -188,7 +188,7 @@ def registry(registry_server):
 
 @pytest.fixture
 def unused_port():
-    """Finds a free port."""
+    """Function that finds a free port."""
     return find_free_port
 
 
@@ -204,7 +204,7 @@ def app(service):
 
 @pytest.fixture
 def full_until(engine, monkeypatch):
-    """Makes the engine refuse what comes before the given try; the tries so far."""
+    """Make the engine refuse submissions before the given try. Returns the list of tries so far."""
 
     def start(num):
         engine._max_pending = 0
@@ -224,7 +224,7 @@ def full_until(engine, monkeypatch):
 
 @pytest.fixture
 def open_client():
-    """Opens clients of an application in this process; closed at the end."""
+    """Open clients of an application in this process, and close them at the end."""
     opened = []
 
     def open_one(inside, headers):
@@ -238,7 +238,7 @@ def open_client():
 
 @pytest.fixture
 def listen(free_port):
-    """Puts an application behind its gate onto a socket: its URL."""
+    """Serve an application behind authentication and rate limits on a socket. Returns its URL."""
     stops = []
 
     def serve(app, token):
@@ -274,7 +274,7 @@ def mortal_service(service, monkeypatch):
                 raise EngineLostError("gone")
             async with aclosing(self.host.stream(job)) as stream:
                 async for events in stream:
-                    # More than one may come at once.
+                    # Several events may come at once.
                     num = next((index for index, one in enumerate(events, 1) if isinstance(one, BlocksDone)), None)
                     yield events[:num]
                     if num is not None:
@@ -293,7 +293,7 @@ def mortal_service(service, monkeypatch):
 
 @pytest.fixture
 def serve_cluster(monkeypatch):
-    """A Ray of this process's own, on which a service may be deployed; its address."""
+    """Start a Ray owned by this process on which a service can be deployed. Returns its address."""
     for name in ("D1_REDIS_URL", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("D1_API_TOKEN", TOKEN)

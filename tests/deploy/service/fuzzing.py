@@ -1,4 +1,4 @@
-"""Many requests that a schema allows or forbids: a few hundred, always the same; `make fuzz` asks 10,000 others."""
+"""Fuzzing by the OpenAPI schema: some hundred fixed cases, or 10,000 others with `make fuzz`."""
 
 import os
 
@@ -14,9 +14,9 @@ def settings(num_cases):
 
 
 def each_case(operation, mode, num_cases, seed, ask):
-    """Ask so many cases of an operation."""
+    """Run `ask` on `num_cases` generated cases of an operation."""
 
-    # Most names of models, and most ids, are of none: half of the cases are of what is here.
+    # Random model names and token ids rarely exist, so half of the cases use ones that do.
     @hypothesis.seed(seed)
     @settings(num_cases)
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode), is_known=strategies.booleans())

@@ -1,4 +1,4 @@
-"""Clients that no one here wrote, against the application on a socket."""
+"""Third-party clients against the application on a socket."""
 
 import asyncio
 import http.client
@@ -98,7 +98,7 @@ def test_openai_python_goes_on_with_a_response(client):
 
 
 class Sum(pydantic.BaseModel):
-    """What openai-python parses answers into; its schema refers to another."""
+    """Type into which openai-python parses answers. Its schema refers to another."""
 
     class Operand(pydantic.BaseModel):
         value: int
@@ -226,7 +226,7 @@ def test_a_client_that_hangs_up_frees_its_slots(url, engine, monkeypatch, stream
 
     def slow(self, live):
         taken.append(live)
-        # However late the service hears that its client hung up.
+        # Wait, however late the service notices that its client hung up.
         if len(taken) > 3:
             hung_up.wait(60)
         step(self, live)

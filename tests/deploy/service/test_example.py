@@ -1,4 +1,4 @@
-"""The curl line asks what the policy was trained for."""
+"""The example curl command: it prompts the policy with a held-out problem of its task."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Nothing of a request stays in the application or in the engine when it is over."""
+"""Memory leaks: no object of a finished request stays in the application or in the engine."""
 
 import asyncio
 import gc
@@ -18,7 +18,7 @@ from deploy.service.gateway.rate_limits import RateLimits
 from deploy.service.source import Source
 
 NUM_REQUESTS = 96
-# Less than one for each request: threads of a pool and entries of caches come now and then.
+# Less than one per request: pool threads and cache entries appear now and then.
 MOST_OBJECTS = NUM_REQUESTS // 2
 BAD = ({"prompt": "2", "no_such": 1}, {"prompt": "9 " * 900}, {"prompt": "2", "model": "policy@v999"})
 
@@ -46,7 +46,7 @@ def application(policies):
 
 
 async def load(client, asks):
-    """Answers, hang-ups and bad requests."""
+    """Send completions, hang-ups and bad requests."""
     answers = await asyncio.gather(*(client.ask(ask) for ask in asks))
     assert [answer.failure for answer in answers if answer.failure] == []
     for ask in asks[:8]:
@@ -55,7 +55,7 @@ async def load(client, asks):
                 await client.http.post(ask.path, json=ask.sent)
     for body in BAD:
         assert (await client.http.post("/v1/completions", json=body)).status_code in {400, 404}
-    # What was left behind by those who hung up has ended when one more is answered.
+    # When one more is answered, the abandoned requests have ended.
     assert not (await client.ask(asks[0])).failure
 
 

@@ -1,4 +1,4 @@
-"""litellm, langchain-openai and lm-evaluation-harness, from an environment of theirs, against the application."""
+"""litellm, langchain-openai and lm-evaluation-harness, from a separate environment."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def url(app, listen):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a command of the clients' environment, which finds no network but this machine."""
+    """Run a command in the clients' environment, without network beyond this machine."""
     environment = {
         "PATH": f"{PYTHON.parent}:{os.environ['PATH']}",
         "HOME": str(tmp_path),
@@ -49,7 +49,7 @@ def run(tmp_path):
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
-        # Whatever asks anyone else fails, and at once.
+        # Requests to any other host fail, and at once.
         "HTTPS_PROXY": "http://127.0.0.1:9",
         "NO_PROXY": "127.0.0.1",
     }
@@ -77,7 +77,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def ask(url):
-    """What the service itself says, without anybody's client."""
+    """The service's own answer, without a client library."""
 
     return partial(ask_at, url)
 
@@ -90,7 +90,7 @@ def ask_at(url, path, **body):
 
 @pytest.fixture
 def text(ask):
-    """The reply to the question that the scripts ask."""
+    """The reply to the prompt that the scripts send."""
     body = {"messages": [{"role": "user", "content": "2 + 3"}], "seed": 1, "temperature": 1}
     return ask("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
 
@@ -166,8 +166,10 @@ HUMANEVAL = [("add", "a, b"), ("twice", "a"), ("negative", "a")]
 
 @pytest.fixture
 def data_sets(tmp_path):
-    """Rows of our own in the layout of openai/gsm8k and openai/openai_humaneval, where `datasets` looks first, and a
-    metric by the name of code_eval: a program passes that is written in its test. Nothing is executed."""
+    """Our rows in the layout of openai/gsm8k and openai/openai_humaneval, where `datasets` looks first.
+
+    Also a metric named code_eval, which executes nothing: a program passes if its test contains it.
+    """
     gsm8k = tmp_path / "openai" / "gsm8k"
     rows = [{"question": f"{text} How many?", "answer": f"It is {count}.\n#### {count}"} for text, count in GSM8K]
     for split, part in (("train", rows * 2), ("test", rows)):
@@ -203,7 +205,7 @@ def write_card(directory, configs):
 
 @pytest.fixture
 def long_url(tmp_path, tokenizer_dir, listen):
-    """A service whose policy reads prompts of five examples."""
+    """A service whose policy has room for prompts of five examples."""
     tokenizer, checkpoint = ChatTokenizer(tokenizer_dir), tmp_path / "long"
     config = config_of(tokenizer, max_sequence_length=640, mlp_hidden_size=32)
     model = Transformer(config)
@@ -228,7 +230,7 @@ def long_url(tmp_path, tokenizer_dir, listen):
     ],
 )
 def test_lm_evals_own_gsm8k_and_humaneval_run_as_they_are(long_url, run, data_sets, tmp_path, model, path, options):
-    """A policy of random weights solves nothing, but what it is asked and what it says arrives."""
+    """A policy of random weights solves nothing, but its prompts and answers arrive."""
     arguments = f"model=policy,base_url={long_url}{path},tokenizer_backend=None,num_concurrent=2,max_retries=1"
     run.command(
         *("-m", "lm_eval", "run", "--model", model, "--tasks", "gsm8k,humaneval", "--model_args", arguments),
@@ -241,7 +243,7 @@ def test_lm_evals_own_gsm8k_and_humaneval_run_as_they_are(long_url, run, data_se
     for task, count in (("gsm8k", 2 * len(GSM8K)), ("humaneval", len(HUMANEVAL))):
         (log,) = (tmp_path / "out").rglob(f"samples_{task}_*.jsonl")
         samples = [json.loads(line) for line in log.read_text().splitlines()]
-        # gsm8k has two filters of each answer.
+        # gsm8k applies two filters to each answer.
         assert len(samples) == count
         for sample in samples:
             asked = sample["arguments"]["gen_args_0"]

@@ -1,4 +1,4 @@
-"""The OpenAPI schema is true: whatever it allows, and what it does not, is answered as it says. schemathesis asks."""
+"""OpenAPI schema: responses to valid and invalid requests conform to it (schemathesis)."""
 
 import math
 import sys
@@ -14,10 +14,10 @@ from tests.deploy.service.fuzzing import NUM_CASES, SEED, each_case
 
 TOKEN = "a-token-of-this-test"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
-# It never ends; test_policy_events.py reads what it is made of.
+# An endless stream; test_policy_events.py tests it.
 ENDLESS = "/v1/policy/events"
 OPEN = {"/health", "/health/ready", "/ping"}
-# Of a hundred cases; what takes nothing from its client is asked once besides.
+# Percent of the cases. Operations without inputs are requested once in addition.
 SHARES = {
     "/v1/completions": 27,
     "/v1/chat/completions": 28,
@@ -41,7 +41,7 @@ CHECKS = [
 
 @pytest.fixture
 def operations(app, listen):
-    """The operations of the schema by their paths."""
+    """The operations of the schema by path."""
     schema = schemathesis.openapi.from_url(listen(app, TOKEN) + "/openapi.json", headers=BEARER)
     return {operation.path: operation for operation in (found.ok() for found in schema.get_all_operations())}
 
@@ -52,7 +52,7 @@ def test_every_answer_is_as_the_schema_says(operations, seed):
     statuses = Counter()
 
     def ask(case):
-        # Cases that forbid something may bring a header of their own, and two keys are none.
+        # Invalid cases may add their own authorization header, and a request with two keys has none.
         case.headers = dict(BEARER)
         response = case.call(timeout=60)
         statuses[case.operation.path, response.status_code] += 1
@@ -71,7 +71,7 @@ def test_every_answer_is_as_the_schema_says(operations, seed):
     sys.stdout.write(f"\nseed {seed}: {statuses.total()} cases\n")
     sys.stdout.writelines(f"  {status} {path}: {count}\n" for (path, status), count in sorted(statuses.items()))
     assert statuses.total() >= NUM_CASES
-    # It is no test if everything is refused.
+    # The test would prove nothing if everything were refused.
     for path, share in SHARES.items():
         assert path == "/v1/policy/{version}" or statuses[path, 200] >= NUM_CASES * share / 1000, statuses
     assert sum(count for (_, status), count in statuses.items() if status == 400) >= NUM_CASES / 10

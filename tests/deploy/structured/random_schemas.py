@@ -1,4 +1,4 @@
-"""Random JSON schemas, of all that is served."""
+"""Random JSON schemas from all that is supported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAVES = ["string", "integer", "number", "boolean", "null", "values"]
 
 
 def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
-    """One of them."""
+    """Return a random schema."""
     kind = draw.choice(_LEAVES + (["object", "array", "anyOf"] * 2 if depth < 3 else []))
     if kind == "object":
         return _object(draw, depth)

@@ -1,4 +1,4 @@
-"""Whatever a policy predicts, in whatever order it is committed: the text is JSON that its schema allows."""
+"""Structured outputs: for any predictions in any order of commits, the text matches its schema."""
 
 import json
 import random

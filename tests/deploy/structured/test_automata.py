@@ -1,4 +1,4 @@
-"""Automata of schemas and expressions: over bytes as Python has expressions, and over tokens as over bytes."""
+"""Automata of schemas and regexes: over bytes as Python's `re`, and over tokens as over bytes."""
 
 import json
 import random
@@ -43,7 +43,7 @@ def test_an_expression_is_what_python_says_it_is(expression: str) -> None:
 
 
 def test_classes_of_characters_are_of_ascii() -> None:
-    """As of most libraries; of this one they are of all of Unicode."""
+    """As in most libraries. In the library used here they cover all of Unicode."""
     automaton = byte_automaton("regex", r"\d[\w-]\s\\d")
     assert accepts(*automaton, rb"1_ \d")
     assert accepts(*automaton, b"9-\n\\d")
@@ -51,7 +51,7 @@ def test_classes_of_characters_are_of_ascii() -> None:
 
 
 def test_counted_characters_of_any_kind_do_not_multiply_states() -> None:
-    """The library by itself makes an automaton that may begin anywhere: of these, one with 2 ** 30 states."""
+    """By default the library makes an unanchored automaton. For one of these it has 2 ** 30 states."""
     for kind, text in (
         ("regex", ".{0,30}"),
         ("regex", "[^,]{1,40}"),
@@ -104,7 +104,7 @@ def test_what_is_too_large_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> N
         byte_automaton("regex", "a{2000}{3}")
     with pytest.raises(AutomatonError, match="has 65537 characters; 65536 are the most"):
         byte_automaton("regex", "a" * 65537)
-    # Twenty characters, a million states: the process has limits of its own.
+    # Twenty characters, a million states: the compiling process has resource limits.
     began = time.monotonic()
     with pytest.raises(AutomatonError, match="it takes more than 5 s or 1 GiB to see what it allows"):
         byte_automaton("regex", "(a{1000}){1000}{9}")
@@ -125,7 +125,7 @@ def test_tokens_lead_where_their_bytes_lead(expression: str) -> None:
     draw = random.Random(expression)
     spelled: list[bytes | None] = [None, *(bytes([byte]) for byte in range(256))]
     spelled += ["".join(draw.choices(draw.choice(("abcd", "é")), k=draw.randint(1, 3))).encode() for _ in range(100)]
-    # Half of a character, ends and beginnings of others.
+    # A part of a character, and the ends and beginnings of others.
     spelled += ["é".encode()[1:] + b"a", "😀".encode()[:3], "😀".encode()[3:], None]
     automaton = byte_automaton("regex", expression)
     grammar = TokenTrie(spelled, len(spelled) + 2).grammar(*automaton)
@@ -142,7 +142,7 @@ def test_tokens_lead_where_their_bytes_lead(expression: str) -> None:
         assert accepts(grammar.next_state, grammar.accepting, classes) == is_text
         found.add(is_text)
     assert found == {True, False}
-    # Ids that spell nothing, and those without a token.
+    # Ids whose tokens have no text, and ids without a token.
     nothing = grammar.class_of[[0, len(spelled) - 1, len(spelled), len(spelled) + 1]]
     assert (grammar.next_state[:, nothing] == NOWHERE).all()
 

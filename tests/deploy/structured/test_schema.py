@@ -1,4 +1,4 @@
-"""Which schemas are served: what is read otherwise than it is meant, or not at all, is refused by its name."""
+"""Supported JSON schemas: what is unsupported or would be misread is refused by its name."""
 
 from itertools import pairwise
 from typing import Any

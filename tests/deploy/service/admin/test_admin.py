@@ -1,4 +1,4 @@
-"""The admin listener's application, with an engine and a registry: what an operator can do, and who is no operator."""
+"""Admin listener with an engine and a registry: operator actions, admin keys, and fuzzing."""
 
 import stat
 from collections import Counter
@@ -33,7 +33,7 @@ BEARER = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
 class OneEngine:
-    """An engine in this process. It looks at the registry whenever it is asked how it stands."""
+    """One engine in this process. It polls the registry whenever its state is requested."""
 
     def __init__(self, host, follower):
         self.host, self.follower = host, follower
@@ -58,7 +58,7 @@ class OneEngine:
 
 @pytest.fixture
 def engine_of_run(host, registry, run_dir, make_policy):
-    """An engine that has served the versions 1, 2 and 3, one after another."""
+    """An engine that has served versions 1, 2 and 3 in turn."""
     follower = VersionFollower(registry, host.versions, run_dir)
     host._follower_status = lambda: follower.status
     for version in (1, 2, 3):
@@ -102,7 +102,7 @@ def assert_error(response, status, code, words):
     assert response.headers["x-request-id"]
 
 
-# What an operator can do.
+# Operator actions.
 
 
 def test_a_pin_holds_until_it_is_taken_away(client, registry, run_dir, host, make_policy):
@@ -173,7 +173,7 @@ def test_the_versions_are_shown_with_what_can_be_loaded(
     assert [one["policy_version"] for one in client.get("/admin/policy?limit=1").json()["versions"]] == [8]
 
 
-# What cannot be done changes nothing.
+# Refused actions change nothing.
 
 
 def test_a_version_that_nobody_knows_is_not_pinned(client, registry):
@@ -270,7 +270,7 @@ def test_a_reason_that_is_too_long_is_refused(client, registry):
     assert registry.admin() == AdminState(pinned=2, is_paused=False)
 
 
-# Who is no operator.
+# Admin keys.
 
 
 def test_every_admin_route_wants_an_admin_key(app, make_client):
@@ -302,7 +302,7 @@ def test_an_admin_key_does_not_open_the_service(service):
 
 @pytest.fixture
 def bare(monkeypatch):
-    """An environment without keys."""
+    """An environment without API keys."""
     for name in ("D1_API_TOKEN", "D1_API_KEYS_FILE", "D1_ADMIN_TOKEN", "D1_ADMIN_KEYS_FILE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -351,13 +351,13 @@ def test_the_listener_is_deployed_where_the_recipe_says_and_never_in_public_with
         ServiceSection(port=8001, admin_port=8001)
 
 
-# What nobody thought of.
+# Fuzzing.
 
 
 @pytest.mark.timeout(120 + NUM_CASES // 2)
 def test_whatever_is_sent_is_answered(app):
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
-    # The stream of events never ends; test_policy_events.py reads what it is made of.
+    # The stream of events never ends; test_policy_events.py tests it.
     operations = [one for found in schema.get_all_operations() if (one := found.ok()).path != "/admin/events"]
     statuses = Counter()
 

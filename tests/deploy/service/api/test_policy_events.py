@@ -1,4 +1,4 @@
-"""The registry's events as an ingress tells them: in order, resumed anywhere, and patient while it is away."""
+"""Registry events as an ingress streams them: ordered, resumable, and robust to outages."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from deploy.service.api.policy_events import RegistryReader, one_event
 
 @pytest.fixture
 def make_reader():
-    """Readers, each as of an ingress of its own."""
+    """Create readers, one per ingress."""
     made = []
 
     def make(registry):
@@ -34,13 +34,13 @@ def never():
 
 
 def events_in(frames):
-    """Id, kind and body of each event; comments are none."""
+    """Return id, kind and body of each event. Comments are left out."""
     lines = [frame.decode().split("\n") for frame in frames if frame.startswith(b"id: ")]
     return [(id_[4:], kind[7:], json.loads(data[6:])) for id_, kind, data, *_ in lines]
 
 
 def hear(stream, count, timeout_s=10.0):
-    """The first `count` frames of a stream, or those that came in time."""
+    """Return the first `count` frames of a stream, or those that arrived in time."""
 
     async def listen():
         heard = []

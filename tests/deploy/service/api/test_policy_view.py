@@ -1,4 +1,4 @@
-"""How the engines stand, for all who ask."""
+"""Engine states for clients: concurrent requests share one poll of the engines."""
 
 import asyncio
 from typing import Any, cast
@@ -9,7 +9,7 @@ from deploy.service.api.policy_view import EngineWatch
 
 
 class NoEngines:
-    """A backend none of whose engines answers."""
+    """A backend whose engines do not answer."""
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -23,7 +23,7 @@ class NoEngines:
 def test_who_waits_while_another_asks_does_not_ask_engines_that_do_not_answer_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # However slow this machine is.
+    # So that the result stays fresh on a slow machine.
     monkeypatch.setattr("deploy.service.api.policy_view._FRESH_S", 5.0)
     backend = NoEngines()
     watch = EngineWatch(cast(Any, backend))

@@ -1,4 +1,4 @@
-"""What the page reads of a run directory while the run writes it."""
+"""Run view: what the page reads of a run directory while the run writes it."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def test_lines_that_were_seen_are_not_read_again(tmp_path, metrics, monkeypatch)
     with metrics.open("a") as file:
         file.write(_line(50))
     assert _rounds(view.events(50)) == [50]
-    # Once to see that it is an event, and once to answer.
+    # Once to recognise it as an event, and once to answer.
     assert len(parsed) == 2
 
 
@@ -95,6 +95,6 @@ def test_problems_are_held_out_ones_of_the_runs_task(run_dir, monkeypatch):
     assert task == recipe.task.name
     assert prompts == [problem.messages[-1].content for problem in heldout if len(problem.messages) == 1]
     assert len(prompts) == 8
-    # Its data may be on another machine.
+    # The task's data may be on another machine.
     monkeypatch.setattr("deploy.service.example.make_task", lambda _: (_ for _ in ()).throw(ValueError("no data")))
     assert Examples(run_dir).single_turns() == (recipe.task.name, [])

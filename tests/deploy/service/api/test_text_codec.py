@@ -1,4 +1,4 @@
-"""Tokens as text, slot by slot."""
+"""Text codec: the text of each token, slot by slot."""
 
 import random
 from itertools import pairwise
@@ -30,17 +30,17 @@ def test_the_texts_of_all_slots_are_the_text(codec):
 
 
 def _slow_texts(codec, ids):
-    """Each token has the characters that begin in it: as many as the text is longer with it."""
+    """Return, for each token, the characters by which the decoded text grows with it."""
     whole = codec.decode(ids)
     ends = [len(codec.decode(ids[:count])) for count in range(len(ids) + 1)]
     return [whole[begin:end] for begin, end in pairwise(ends)]
 
 
 class ByteTokens:
-    """Of Gemma's and Llama's kind: a token is a byte, and no byte of an unfinished character joins another."""
+    """Byte-level tokenizer like Gemma's and Llama's: no byte of an incomplete character joins another."""
 
     STAR = 257
-    """A token that is none."""
+    """A token that is no byte."""
 
     def __init__(self):
         vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256, "*": self.STAR}

@@ -1,4 +1,4 @@
-"""What the tests of the application ask it, and how they read what comes."""
+"""Requests of the application tests, and parsing of the responses."""
 
 import json
 
@@ -10,14 +10,14 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 def events_of(response):
-    """The objects of a stream, and whether it ended with [DONE]."""
+    """Return the objects of an event stream, and whether it ended with [DONE]."""
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     return [json.loads(line) for line in lines if line != "[DONE]"], lines[-1] == "[DONE]"
 
 
 def assert_error(response, status, code=None):
-    """An OpenAI error object, and nothing of the server's inside."""
+    """Assert an OpenAI error object that reveals nothing of the server."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}

@@ -1,4 +1,4 @@
-"""The HTTP application around a plain engine, behind its gate."""
+"""Fixtures: the HTTP application with a plain engine, behind authentication and rate limits."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def app(service, host):
 
 @pytest.fixture
 def make_client(app, open_client):
-    """Clients of the application behind its gate."""
+    """Create clients of the application behind authentication and rate limits."""
 
     def make(rate="1000000/second", headers=BEARER):
         return open_client(guarded(app, ApiKeys.of(f"me:{TOKEN}\nyou:{OTHER}", "test"), RateLimits(rate)), headers)
@@ -39,7 +39,7 @@ def client(make_client):
 
 @pytest.fixture
 def serve(open_client):
-    """Serves a checkpoint by itself as `d1 serve` does, but for Ray: the service and a client of it."""
+    """Serve a single checkpoint as `d1 serve` does, but without Ray. Returns the service and a client."""
     engines = []
 
     def serve_one(directory):

@@ -1,4 +1,4 @@
-"""What the application answers is what the sampler says, in OpenAI's format."""
+"""Responses in OpenAI's format hold exactly the sampler's completions."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def test_several_prompts_give_a_choice_each(client):
 
 
 def expected_ids(service, make_sampler, ids=None, choice=0, version=1, **params):
-    """What the sampler by itself says to ASK."""
+    """Return the sampler's own tokens for ASK."""
     ids = ids if ids is not None else service.codec.encode_text("2 + 3", "prompt")
     plan = service.planner._defaults
     values = plan.complete([params], len(ids))
@@ -90,7 +90,7 @@ def test_text_is_cut_after_max_tokens_and_costs_no_more_blocks(client):
     assert cut["choices"][0]["finish_reason"] == "length"
     assert whole["choices"][0]["text"].startswith(cut["choices"][0]["text"].rstrip("\ufffd"))
     assert cut["usage"]["diffusion"]["num_blocks"] == 1 < whole["usage"]["diffusion"]["num_blocks"]
-    # A client that says "at most 1000" is not asking for 1000.
+    # `max_tokens` is an upper bound, not a request for that many.
     assert client.post("/v1/completions", json=ASK | {"max_tokens": 1000}).json()["choices"] == whole["choices"]
 
 
@@ -124,7 +124,7 @@ def test_a_stream_of_blocks_adds_up_to_the_whole_answer(client):
         assert all(one["finish_reason"] is None for one in mine[:-1])
         assert len(mine) >= 4, "a role, two blocks, an end"
     assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
-    # As OpenAI's: https://platform.openai.com/docs/api-reference/chat/create, `stream_options`.
+    # As in OpenAI's API: https://platform.openai.com/docs/api-reference/chat/create, `stream_options`.
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     plain, _ = events_of(client.post("/v1/chat/completions", json=CHAT | ask | {"stream": True}))
     assert not any("usage" in chunk for chunk in plain)
@@ -173,7 +173,7 @@ def test_the_slots_of_the_last_canvas_begin_with_the_text_of_the_answer(client, 
 
 
 def test_a_text_is_raw_and_a_conversation_has_the_template(client):
-    """The page sends the ids of a plain text."""
+    """The page sends the token ids of a plain text."""
     tokens = client.post("/tokenize", json={"prompt": "2 + 3"}).json()["tokens"]
     turn = client.post("/tokenize", json={"messages": [{"role": "user", "content": "2 + 3"}]}).json()["tokens"]
     drawn = {"temperature": 1.0, "seed": 5}
@@ -182,7 +182,7 @@ def test_a_text_is_raw_and_a_conversation_has_the_template(client):
         for path, prompt in (
             ("completions", {"prompt": tokens}),
             ("completions", {"prompt": "2 + 3"}),
-            # Who writes its turns gets what the template makes of them.
+            # Turn markers in a plain prompt give the same ids as the template.
             ("completions", {"prompt": "<|user|>2 + 3<|assistant|>"}),
             ("chat/completions", {"messages": [{"role": "user", "content": "2 + 3"}]}),
         )
@@ -195,7 +195,7 @@ def test_a_text_is_raw_and_a_conversation_has_the_template(client):
 
 
 def test_ends_of_text_may_end_nothing_and_other_ids_may_end_one(client, service, make_sampler):
-    """Tokens of the canvas, whatever ends a text."""
+    """`ignore_eos` and `stop_token_ids`, for sampled and for fixed tokens."""
     ids = service.codec.encode_text("2 + 3", "prompt")
     whole = expected_ids(service, make_sampler, ids, stop_ids=(), temperature=1.0)
     tokens = whole.token_ids.tolist()
@@ -222,7 +222,7 @@ def test_a_template_has_variables_of_its_own(serve, run_dir):
     checkpoint = run_dir / "checkpoints" / "sft-1"
     template = "{% for message in messages %}<|user|>{{ message.content }}{% endfor %}{{ '?' if loud else '' }}"
     (checkpoint / "chat_template.jinja").write_text(template + "{{ tone }}{{ 7 // divisor if divisor is defined }}")
-    # Else it is damaged.
+    # Otherwise it would be reported as damaged.
     for name in ("manifest.json", "trainer_state.json"):
         (checkpoint / name).unlink()
     service, client = serve(checkpoint)
@@ -315,7 +315,7 @@ def test_a_gap_is_filled_before_its_suffix(client, service):
     assert body["choices"][0]["finish_reason"] == "stop"
     found = body["choices"][0]["diffusion"]
     assert len(found["token_ids"]) == 5
-    # The suffix is seen: another one gives another gap.
+    # The policy reads the suffix: another one gives another gap.
     texts = {
         client.post("/v1/completions", json=ask | {"suffix": suffix}).json()["choices"][0]["text"]
         for suffix in (" = 5", "!!!!", "What", "sum is 3.")

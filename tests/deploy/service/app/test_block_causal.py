@@ -1,4 +1,4 @@
-"""Block-causal checkpoints served as they are: the tokens that the sampler by itself gives, streamed and live."""
+"""Block-causal checkpoints over HTTP: the sampler's tokens, whole, streamed and live."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def asked(service, body):
-    """What the service asks of its sampler, and what that says."""
+    """Return the service's request to its sampler, the sampler's result, and the policy's config."""
     (request,) = service.planner.plan(CompletionRequest(**body)).masked_requests
     sampler = service.backend.versions.acquire_live("policy").sampler
     return request, sampler.generate([request])[0], sampler.model.config
@@ -25,7 +25,7 @@ def asked(service, body):
 
 @pytest.mark.parametrize(("name", "gen_length"), [("sdar-tiny", 10), ("llada2-tiny", 70), ("shifted", 10)])
 def test_a_block_causal_checkpoint_is_served_streamed_and_live(serve, shared, tmp_path, name, gen_length):
-    """Five tokens of a prompt: its tail is in the first block, and the last block passes the completion's end."""
+    """The tail of a prompt of five tokens is in the first block. The last block extends past the completion."""
     directory = shared / "fixtures" / name
     if name == "shifted":
         original = shared / "fixtures" / "sdar-tiny"
@@ -96,7 +96,7 @@ def test_the_steps_of_a_canvas_are_known_where_no_block_begins_in_the_prompt(ser
         for prompt in ([7] * 4, [7] * 5)
     ]
     assert [plan.num_steps(0) for plan in plans] == [4, None]
-    # By hand: two slots a step; behind the tail of one token there are blocks of 3, 4 and 4 masks.
+    # By hand: two slots a step. After the tail of one token there are blocks of 3, 4 and 4 masks.
     for plan, num_steps in zip(plans, (4, 6), strict=True):
         sampler = service.backend.versions.acquire_live("policy").sampler
         forever = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Bodies that clients of OpenAI, vLLM and SGLang send, and fields of theirs that must mean the same here.
+"""Request bodies of clients of OpenAI, vLLM and SGLang, whose fields must mean the same here.
 
 The bodies of openai 2.54, litellm 1.106, langchain-openai 1.7, llama-index, dspy, instructor and openai-agents were
 recorded, and their texts cut. The others are written by hand: the request classes of vLLM and SGLang, every field with
@@ -31,7 +31,7 @@ def ask_of(path):
 
 
 def text_of(answer):
-    """What an answer of any of the three says."""
+    """Return the text of a completion, a chat completion or a response."""
     if "output" in answer:
         return answer["output"][0]["content"][0]["text"]
     choice = answer["choices"][0]
@@ -40,7 +40,7 @@ def text_of(answer):
 
 @pytest.fixture
 def said(client):
-    """The text that is answered to a body."""
+    """Return the text that answers a body."""
 
     def say(path, **changes):
         response = client.post(path, json=ask_of(path) | changes)
@@ -212,7 +212,7 @@ SAYS_ALL = (
 
 @pytest.fixture
 def prompt(serve, run_dir):
-    """The prompt of some turns, by a template that shows all that it is given."""
+    """The rendered prompt of some turns, by a template that prints all of its inputs."""
     checkpoint = run_dir / "checkpoints" / "sft-1"
     (checkpoint / "chat_template.jinja").write_text(SAYS_ALL)
     for name in ("manifest.json", "trainer_state.json"):

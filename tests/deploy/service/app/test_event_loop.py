@@ -1,4 +1,4 @@
-"""No request holds up the others: what the loop's thread computes at a time, whatever a body has in it."""
+"""Event loop latency: no request body makes the loop's thread compute for long at a time."""
 
 import asyncio
 import json
@@ -13,16 +13,17 @@ from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.rate_limits import RateLimits
 from tests.deploy.service.app.asking import BEARER, TOKEN
 
-# 25 ms on a quiet machine; each of these took 300 and more before it was looked at, and a busy machine computes more
-# slowly.
+# 25 ms on a quiet machine. Each of these took 300 ms or more before it was fixed, and a busy machine is slower.
 MOST_S = 0.15
 TEXT = "1 2 3 " * 43_000
 NUM = 60_000
 
 
 def _longest(app, path, content):
-    """The status, the message if it is an error, and the longest time between two turns of the loop, in CPU seconds of
-    its thread: what other processes do meanwhile is no part of it."""
+    """Return the status, the message if it is an error, and the longest time between two turns of the loop.
+
+    The time is CPU seconds of the loop's thread, to which other processes do not add.
+    """
 
     async def ask():
         gaps = []

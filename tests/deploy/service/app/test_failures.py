@@ -1,4 +1,4 @@
-"""What clients see when something fails, and what is counted."""
+"""Failures: what clients see, and what the metrics count."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def test_whoever_listens_beyond_the_limit_is_refused(client, app, service):
     assert_error(refused, 429, "overloaded")
     assert refused.headers["retry-after"] == "5"
     app.state.listeners._num = 0
-    # Else its stream has no end.
+    # Otherwise its stream would not end.
     app.state.inference.is_leaving = True
     assert client.get("/v1/policy/events").status_code == 200
     assert app.state.listeners.num == 0
@@ -124,7 +124,7 @@ def test_a_job_that_takes_too_long_is_given_up(client, service, monkeypatch):
 def test_metrics_are_in_prometheus_format(client):
     client.post("/v1/completions", json=ASK)
     client.get("/v1/nothing/at/all")
-    # What engines say of themselves is asked a few times a second.
+    # The engines are polled for their metrics a few times a second.
     idle = 'd1_choices_running{replica="local"} 0.0'
     wait_until(lambda: idle in client.get("/metrics").text, "the engine to be idle")
     text = client.get("/metrics").text

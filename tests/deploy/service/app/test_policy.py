@@ -1,4 +1,4 @@
-"""The policy, its versions and its run, as the application shows them."""
+"""Routes of the policy, its versions and its run."""
 
 import json
 import time
@@ -173,7 +173,7 @@ def test_a_run_is_read_as_it_stands(client, run_dir):
     assert client.get("/v1/run/events?after=5").json() == {"events": [], "next": 5}
     assert client.get("/v1/run").json()["phase"] == "done"
     history = client.get("/v1/run/history").json()
-    # A round without its number, and an event without its time.
+    # Unreadable: a round without its number, and an event without its time.
     assert (history["phase"], history["is_finished"], history["num_unreadable"]) == ("rl", True, 2)
     assert client.get(f"/v1/run/history?after={history['next']}").json() == history
     samples = client.get("/v1/run/samples?limit=2").json()["samples"]

@@ -1,4 +1,4 @@
-"""Who and what the application refuses, and in which words."""
+"""Refused requests: authentication, limits and validation, with their messages."""
 
 import pytest
 from openai.types.chat import ChatCompletionMessage
@@ -173,13 +173,13 @@ def test_other_models_paths_and_methods_are_not_there(client):
 
 
 def routes_of(app):
-    """All routes, those of included routers too."""
+    """Yield all routes, including those of included routers."""
     for route in app.routes:
         yield from route.original_router.routes if hasattr(route, "original_router") else [route]
 
 
 def test_every_route_is_closed_but_those_that_are_meant_to_be_open(app, make_client):
-    """Deny by default: a route that is added is closed until somebody opens it."""
+    """Deny by default: a new route is closed until it is opened explicitly."""
     client = make_client(headers={})
     walked = set()
     for route in routes_of(app):

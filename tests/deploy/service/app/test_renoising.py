@@ -1,4 +1,4 @@
-"""DiffusionGemma served: the answer is the renoising sampler's, and the canvases are those that it records."""
+"""DiffusionGemma over HTTP: the renoising sampler's text, and the canvases that it records."""
 
 import asyncio
 import threading
@@ -102,7 +102,7 @@ def test_chat_and_text_prompts_are_tokenized_as_of_others(served, sampler):
     by_itself = request(ids=service.codec.encode_text("2", "prompt"))
     assert text["choices"][0]["text"] == spoken(service, sampler.complete(by_itself)) != expected
     assert client.post("/v1/completions", json=ASK | {"prompt": "2", "seed": 2}).json()["choices"] != text["choices"]
-    # What is left out is as of the original code, in canvases that fit.
+    # Omitted parameters are the original code's defaults, in as many canvases as fit.
     short = client.post("/v1/completions", json={"prompt": [5], "seed": 1, "diffusion": {"steps": 1}}).json()
     assert short["usage"]["completion_tokens"] == 56
 
@@ -116,7 +116,7 @@ def test_a_stream_of_canvases_is_what_the_sampler_records(served, sampler):
     kept = [(number, canvas, step) for number, canvas in enumerate(one.canvases) for step in range(canvas.num_steps)]
     frames = [choice for chunk in chunks for choice in chunk["choices"] if "diffusion" in choice]
     shown = {frame["diffusion"]["step"]: frame["diffusion"]["slots"] for frame in frames}
-    # A reader that is slow sees fewer of them; each that it sees is right.
+    # A slow reader gets fewer frames, and each of them is right.
     assert {0, len(kept)} <= set(shown) <= set(range(len(kept) + 1))
     assert all(slot["masked"] for slot in shown[0])
     for at, (number, canvas, step) in enumerate(kept, start=1):
@@ -130,7 +130,7 @@ def test_a_stream_of_canvases_is_what_the_sampler_records(served, sampler):
         tokens = canvas.token_ids if is_last else canvas.drawn[step]
         for slot, token in zip(slots, tokens.tolist(), strict=False):
             if not slot["masked"]:
-                # One token alone is not always a whole character.
+                # A single token is not always a whole character.
                 assert slot["text"] in (service.codec.token_text(token), "") or "\ufffd" in slot["text"]
                 assert slot["step"] < at
                 assert 0 < slot["confidence"] <= 1
@@ -220,13 +220,13 @@ def test_what_asks_for_nothing_of_other_families_is_taken(client):
 
 
 class DyingOnce:
-    """An engine that dies after the first canvas of each choice, and another that does not."""
+    """Backend whose engine dies after the first canvas of each choice. The next one does not."""
 
     def __init__(self, host):
         self.host, self.jobs = host, []
 
     async def stream(self, job):
-        # As they travel: both ways through their bytes.
+        # Serialised as in transit, in both directions.
         self.jobs.append(unpack(pack(job)))
         num_left = len(job.requests)
         async with aclosing(self.host.stream(self.jobs[-1])) as stream:

@@ -1,4 +1,4 @@
-"""Request ids: one of the client's, or of its trace, is in the answer and in what is logged on the way to it."""
+"""Request ids: the client's own or its trace's, in the response and in the logs."""
 
 import pytest
 import structlog

@@ -1,4 +1,4 @@
-"""Texts that a schema, an expression or a list of choices allows, over HTTP and through an engine."""
+"""Structured outputs (schema, regex or choices), over HTTP and through an engine."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def test_all_choices_are_texts_of_it(client):
 
 
 def test_a_text_that_fills_its_canvas_is_complete(client):
-    """No end of text fits behind it, and it is none that was cut off."""
+    """No end of text fits after it, but it was not cut off."""
     outputs = {"structured_outputs": {"regex": "[0-9]{8}"}}
     choice = client.post("/v1/completions", json=ASK | outputs | {"max_tokens": 8}).json()["choices"][0]
     assert re.fullmatch("[0-9]{8}", choice["text"])
@@ -152,7 +152,7 @@ def test_a_grammar_that_waits_too_long_for_those_of_others_is_refused(app, servi
     for answer in answers:
         assert "was not made in 0 s" in assert_error(answer, 503)["message"]
         assert answer.headers["retry-after"] == "10"
-    # The third was still waiting, and is not made for nobody.
+    # The third request was still queued when it timed out, so it is never planned.
     free.set()
     monkeypatch.setattr("deploy.service.api.app.GRAMMAR_TIMEOUT_S", 30.0)
     assert ask(4).status_code == 200

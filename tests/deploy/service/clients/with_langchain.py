@@ -1,4 +1,4 @@
-"""What langchain-openai makes of the service: `python with_langchain.py URL`, with the key in OPENAI_API_KEY.
+"""langchain-openai against the service: `python with_langchain.py URL`, key in OPENAI_API_KEY.
 
 Prints JSON.
 """

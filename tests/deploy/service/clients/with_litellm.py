@@ -1,5 +1,7 @@
-"""What litellm makes of the service: `python with_litellm.py URL [tries_again]`, with the key in
-OPENAI_API_KEY. Prints JSON."""
+"""litellm against the service: `python with_litellm.py URL [tries_again]`, key in OPENAI_API_KEY.
+
+Prints JSON.
+"""
 
 import asyncio
 import json
@@ -72,6 +74,6 @@ def everything():
 
 
 if __name__ == "__main__":
-    # It writes advice of its own to stdout: ours is the last line.
+    # litellm prints advice to stdout: our output is the last line.
     said = tries_again() if sys.argv[2:] == ["tries_again"] else everything()
     sys.stdout.write(json.dumps(said) + "\n")

@@ -1,7 +1,7 @@
-"""lm-evaluation-harness on the service: `python with_lm_eval.py URL DOCS TOKENIZER`, with the key in
-OPENAI_API_KEY.
+"""lm-evaluation-harness against the service: `python with_lm_eval.py URL DOCS TOKENIZER`.
 
-DOCS is a JSONL file of `question` and `target`, TOKENIZER the policy's directory. Prints JSON.
+The key is in OPENAI_API_KEY. DOCS is a JSONL file of `question` and `target`, TOKENIZER the policy's directory.
+Prints JSON.
 """
 
 import json
@@ -37,7 +37,7 @@ def evaluate(model, path, task, **more):
         model=model,
         model_args={"model": "policy", "base_url": URL + path, "max_retries": 1} | more,
         tasks=[ConfigurableTask(config=task)],
-        # Reading all of the harness's own tasks takes long.
+        # Loading all of the harness's own tasks takes long.
         task_manager=TaskManager(include_defaults=False),
         apply_chat_template=model == "local-chat-completions",
         bootstrap_iters=0,

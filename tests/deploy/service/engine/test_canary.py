@@ -1,4 +1,4 @@
-"""The canary: what an announced version has to solve before it serves, and who is not asked."""
+"""Canary evaluation: held-out problems that an announced version must solve before it serves."""
 
 import threading
 from dataclasses import replace
@@ -30,7 +30,7 @@ ASKED = 12
 
 @pytest.fixture
 def recipe(run_dir):
-    """The run's, with a canary that its held-out problems and its policy allow."""
+    """The run's recipe, with a canary that fits its held-out problems and its policy."""
     values = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     values["evaluation"] = {"num_problems": 20}
     values["rollout"] |= {"max_prompt_tokens": 40, "overlong_prompts": "truncate_left"}
@@ -50,7 +50,7 @@ def make_canary(recipe, run_dir):
 
 @pytest.fixture
 def solving(recipe, run_dir, monkeypatch):
-    """A policy version solves as many of the held-out problems as this says, the first of them."""
+    """Make each policy version solve as many of the held-out problems as this dict says, the first of them."""
     tokenizer = ChatTokenizer(run_dir / "checkpoints" / "sft-1")
     plan = RunPlan(make_spec(recipe, Stages.ALL), tokenizer)
     answers = {plan.prompt_ids(problem): problem.answer for problem in plan.heldout}
@@ -137,7 +137,7 @@ def test_a_canary_larger_than_the_heldout_set_is_refused(recipe):
     assert CanarySection(num_problems=1).max_drop == 0.1
 
 
-# What it decides.
+# Decisions.
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_a_worse_version_stays_out_unless_somebody_chose_it(make_versions, make_
     with pytest.raises(RefusedVersionError, match=r"version 3 is not served: it solves 2 of the 12 .* serves 6;"):
         versions.adopt(make_policy(3))
     assert (versions.policy.version, [refused.version for refused in versions.refused]) == (2, [3])
-    # It is compared with what serves, and what was asked is not asked again.
+    # It is compared with the serving version, and no version is scored twice.
     versions.adopt(make_policy(4))
     assert versions.policy.version == 4
     assert sorted({version for version, _, _ in solving["asked"]}) == [1, 2, 3, 4]
@@ -246,7 +246,7 @@ def test_a_pin_does_not_wait_for_the_canary(make_versions, make_policy, registry
     registry.announce(make_policy(2))
     follower._read(0)
     registry.pin(1)
-    # What it has heard is out of date; it hears of the pin from within.
+    # The follower's snapshot is older than the pin. The canary notices the pin while it runs.
     assert not follower._obey()
     assert (versions.policy.version, versions.refused, versions._current.canary) == (1, (), None)
     registry.pin(None)
@@ -285,7 +285,7 @@ def test_one_engine_asks_for_all_and_a_pin_is_not_asked(make_versions, make_poli
     assert followers[0].follow_once(0)
     assert first.policy.version == 3
     registry.pin(None)
-    # Refused once, and what was announced last has not changed: it goes on with it.
+    # Version 3 was refused, but it is the newest announcement still, so the engine keeps it.
     followers[0].follow_once(0)
     assert first.policy.version == 3
 

@@ -1,4 +1,4 @@
-"""The engine: jobs that join, leave, and end on the version they began with; and jobs that outlive their engine."""
+"""Engine: jobs that join, leave and keep their policy version, and failover from a dead engine."""
 
 import asyncio
 import re
@@ -59,7 +59,7 @@ def wait_until(condition, what, timeout_s=20):
 
 @pytest.fixture
 def held(versions, monkeypatch):
-    """An engine that takes a step only when it is let."""
+    """An engine whose steps the test releases one by one."""
     steps = threading.Semaphore(0)
     step = Engine._step
 
@@ -210,7 +210,7 @@ def test_the_log_of_a_failure_says_where_and_shows_no_prompt(engine, versions, c
     assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[error *\] engine_step_failed", log)
     assert "Traceback (most recent call last)" in log
     assert "FloatingPointError: no number" in log
-    # A traceback has lines of these numbers too.
+    # Line numbers in the traceback can be the same numbers.
     assert not re.search(r"(?<!line )\b21[137]\b,", log)
 
 
@@ -300,7 +300,7 @@ def test_a_version_without_room_for_rows_fails_its_job_and_no_other(host, engine
     assert engine.is_alive
 
 
-# Versions.
+# Policy versions.
 
 
 def test_a_bad_version_stays_out_and_says_so(versions, make_policy, make_sampler):
@@ -481,11 +481,11 @@ def test_a_score_changes_what_is_known_and_not_the_weights(versions, make_policy
     assert (versions.policy.version, versions.announced.version) == (2, 7), "what is served need not be the newest"
 
 
-# Engines that die.
+# Failover.
 
 
 class DyingBackend:
-    """An engine that dies after so many events of an attempt, and another that does not."""
+    """Backend whose engines each die after the given number of events. The one after them does not."""
 
     def __init__(self, host, *lives):
         self.host, self.lives, self.jobs = host, list(lives), []
@@ -530,7 +530,7 @@ def test_a_stream_whose_version_is_gone_ends_with_an_error_and_a_whole_answer_be
     host, versions, make_policy, make_sampler
 ):
     class Forgetful(DyingBackend):
-        """The second engine has other weights under the number that the first began with."""
+        """The second engine has other weights under the same version number."""
 
         async def stream(self, job):
             if len(self.jobs) == 1:

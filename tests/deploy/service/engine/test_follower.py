@@ -1,4 +1,4 @@
-"""The follower against a registry, one that fails, and others that follow the same."""
+"""Version follower: with a registry, with a failing one, and with followers of other engines."""
 
 import time
 
@@ -18,7 +18,7 @@ from tests.announced import latest
 
 
 class FlakyRegistry(Registry):
-    """Away while it is told to be."""
+    """Registry that is unreachable while `is_away`."""
 
     is_away = False
 
@@ -42,7 +42,7 @@ def loaded():
 
 @pytest.fixture
 def engine_of(run_dir, make_sampler, loaded):
-    """The versions of one more engine of the run."""
+    """Create the versions of another engine of the run."""
 
     def make():
         def load(policy):
@@ -62,7 +62,7 @@ def versions(engine_of):
 
 @pytest.fixture
 def follow(versions, registry, run_dir):
-    """A follower of a registry that has announced some versions."""
+    """Create a follower of a registry to which some versions are announced."""
 
     def make(*policies):
         for policy in policies:
@@ -119,7 +119,7 @@ def test_weights_that_are_gone_are_counted_and_not_asked_for_again(versions, fol
 
 
 def loads_checkpoints_alone(versions, otherwise):
-    """Make `versions` fail with `otherwise` where a version has no checkpoint."""
+    """Make loading raise `otherwise` for a version without a checkpoint."""
     load = versions._load
 
     def from_checkpoint(policy):
@@ -204,7 +204,7 @@ def test_a_version_that_is_refused_is_counted_and_not_asked_for_again(versions, 
 
 
 def make_sampler_of(versions):
-    """The served weights, under any number."""
+    """Return the served weights under any version number."""
     return lambda policy: Sampler(versions._current.sampler.model, policy.version)
 
 
@@ -267,7 +267,7 @@ def test_the_thread_follows_and_a_dead_one_is_replaced(versions, follow, make_po
     assert not follower._thread.is_alive()
 
 
-# What the registry hears.
+# Reports to the registry.
 
 
 def test_an_empty_registry_is_filled_and_told_what_serves(versions, follow, registry):
@@ -344,7 +344,7 @@ def test_an_engine_that_lags_does_not_move_the_alias_back(engine_of, registry, r
     assert [one for one in kinds(registry) if one[0] == "serving"] == [("serving", 3)]
 
 
-# What an operator wants.
+# Pins by an operator.
 
 
 def test_a_pinned_version_serves_whatever_is_announced(versions, follow, registry, make_policy):
@@ -433,7 +433,7 @@ def test_a_pinned_version_that_is_gone_leaves_what_the_others_serve(
     assert not follower.follow_once(0)
     assert new.policy.version == 3
     assert follower.follow_once(0)
-    # It was mended, and loaded by whoever mended it.
+    # The version can be loaded again, and another caller has loaded it.
     lost.clear()
     new.prepare(make_policy(2))
     assert follower.follow_once(0)
