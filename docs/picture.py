@@ -12,9 +12,9 @@ from playwright.sync_api import Page, sync_playwright
 
 _CHROMIUM = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 _PATIENCE_MS = 300_000
-_STEP_REACHED = """share => {
-  const [, step, of] = /step ([0-9]+) of ([0-9]+)/.exec(document.getElementById("where").textContent) ?? [];
-  return step / of >= share;
+_SHARE_COMMITTED = """share => {
+  const slots = document.querySelectorAll(".canvas .slot").length;
+  return slots > 0 && document.querySelectorAll(".canvas .slot:not(.masked)").length / slots >= share;
 }"""
 
 
@@ -25,7 +25,7 @@ def _take(page: Page, link: str, out: str, prompt: str | None, share: float) -> 
     else:
         page.fill("#prompt", prompt)
         page.click("#ask")
-    page.wait_for_function(_STEP_REACHED, arg=share, timeout=_PATIENCE_MS)
+    page.wait_for_function(_SHARE_COMMITTED, arg=share, timeout=_PATIENCE_MS)
     # The buttons and the cells that have just changed.
     page.mouse.move(0, 0)
     page.screenshot(path=out, animations="disabled", full_page=True)
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("link")
     parser.add_argument("out")
     parser.add_argument("--prompt", help="left out: the first that the page offers")
-    parser.add_argument("--share", type=float, default=0.5, help="of the denoise steps; 1 is the whole answer")
+    parser.add_argument("--share", type=float, default=0.5, help="share of committed slots; 1: the whole answer")
     given = parser.parse_args()
     path = next(filter(None, map(shutil.which, _CHROMIUM)))
     with sync_playwright() as playwright:
