@@ -36,7 +36,7 @@ class UpdateSettings:
     weight_decay: float = 0.1
     max_grad_norm: float = 0.2
     is_stacked: bool = False
-    """Whether one forward of U * G rows computes a group's frozen log-probabilities under all masks, as in the original.
+    """Whether one forward of U * G rows computes a group's frozen log-probabilities for all masks, as in the original.
     Otherwise there is one forward per mask, which needs less memory."""
 
 

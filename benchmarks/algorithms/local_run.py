@@ -133,7 +133,7 @@ class LocalRun:
         return copy.deepcopy(self.policy) if self._is_stale else self.policy
 
     def _round(self, round_index: int) -> list[ScoredWorkUnit]:
-        """Sample and grade a round's work units in sequence, with replacement groups if the recipe has dynamic sampling."""
+        """Sample and grade a round's work units in sequence, with extra groups if the recipe uses dynamic sampling."""
         selection, scored, informative = GroupSelection.of(self._spec), list[ScoredWorkUnit](), dict[int, int]()
         while len(scored) < selection.work_units_needed(self._plan.work_unit_sizes(round_index), informative):
             newest = self._scored(round_index, len(scored))

@@ -63,7 +63,7 @@ def begin() -> None:
 
 
 def start(trial: Trial) -> str:
-    """Make and evaluate the common checkpoint of the trial's task and seed. Returns a summary of its score."""
+    """Make and evaluate the common checkpoint of the trial's task and seed. Returns its scores as JSON."""
     base = base_recipe(trial)
     checkpoint, path = make_sft_checkpoint(base), _before(base)
     if not path.is_file():
