@@ -96,7 +96,7 @@ class InstantGrader:
 
 @contextmanager
 def simulated_run(spec: RunSpec, sampling_s: float) -> Iterator[RunClient]:
-    """Open the learner's client of a run whose samplers sleep `sampling_s` in total for a round's work units."""
+    """Open the learner's client of a simulated run, whose samplers together take `sampling_s` for a round."""
     of_portion = sampling_s * _NUM_SAMPLERS / spec.work_units_per_round
     sampler, grader = watched(SleepingSampler).options(num_cpus=0), watched(InstantGrader).options(num_cpus=0)
     samplers: list[Any] = [sampler.remote(of_portion) for _ in range(_NUM_SAMPLERS)]

@@ -70,7 +70,7 @@ def _seconds(run: Callable[[], object], times: int) -> float:
 def _step(grammar: Grammar, num_slots: int, block: int) -> tuple[float, float]:
     """Time the first step of a canvas and one in its middle, in CPU seconds.
 
-    A step computes the allowed tokens of each slot of a block and samples the tokens of half a token per slot's schedule.
+    A step computes the allowed tokens of each masked slot of a block, and chooses tokens for about an eighth of them.
     """
     seen = CanvasGrammar(grammar, num_slots, [_END], [_MASK], num_slots)
     tokens, masked = np.zeros(num_slots, dtype=np.int64), np.ones(num_slots, dtype=bool)
