@@ -42,7 +42,7 @@ def main() -> None:
     path = next(filter(None, map(shutil.which, _CHROMIUM)))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        # `wait_for_function` evaluates strings, which the page's content security policy forbids: it would wait forever.
+        # `wait_for_function` evaluates a string. The content security policy forbids that, and it would wait forever.
         page = browser.new_page(viewport={"width": 1000, "height": 600}, device_scale_factor=1.5, bypass_csp=True)
         _take(page, given.link, given.out, given.prompt, given.share)
         browser.close()
