@@ -19,7 +19,7 @@ _TOKENS = 1000
 
 
 def main() -> None:
-    """Make it where it computes, and say what that took."""
+    """Make the policy directly on its device, and print how long it took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--device", default="cuda")

@@ -1,4 +1,4 @@
-"""The first d1's prompts and its choice of problems, against its code's own (dllm-reasoning/d1 837888f, `eval/`)."""
+"""Tests of the first d1's prompts and evaluation problems against its code (dllm-reasoning/d1 837888f, `eval/`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rewards import Countdown, CountdownConfig, Gsm8k, Gsm8kConfig, Math500, Mat
 from rewards.data.dataset import file_order
 from rewards.first_d1.evaluation import TASKS, d1_prompt, evaluated_problems
 
-# sha256 of its `CTD_SYSTEM_PROMPT`, `GSM_SYSTEM_PROMPT`, `MATH500_SYSTEM_PROMPT`, `SUDOKU_SYSTEM_PROMPT`.
+# sha256 of the first d1's `CTD_SYSTEM_PROMPT`, `GSM_SYSTEM_PROMPT`, `MATH500_SYSTEM_PROMPT`, `SUDOKU_SYSTEM_PROMPT`.
 PROMPTS = {
     "countdown": "a303f737bca286cb",
     "gsm8k": "f11d75a706090b95",

@@ -1,4 +1,4 @@
-"""A server of our own for the judge: a program in vLLM's place that answers, or does not."""
+"""Tests of the managed judge server, with a fake program in place of vLLM."""
 
 from __future__ import annotations
 
