@@ -38,7 +38,7 @@ class Started:
         return "\n".join(line.text for line in self._driver.lines)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> float:
-        """Wait for a condition and return the seconds. Raises StageError if the command ends first, or at the deadline."""
+        """Wait for a condition and return the seconds. Raises StageError if the command or the time ends first."""
 
         def is_there() -> bool:
             if is_so():

@@ -386,7 +386,7 @@ def test_a_judge_that_cannot_be_reached_is_no_bad_grade(server: Server) -> None:
     grader = Grader(SumsConfig(), reward)
     with pytest.raises(RewardUnavailableError, match=f"{server.url}/v1/chat/completions does not answer: status 503"):
         grader.grade([make_sample(str(n)) for n in range(100)])
-    # Waiting questions are not sent once the first has failed to connect.
+    # Waiting questions are not sent once the first ones have failed.
     assert len(server.asked) <= 2 * 8 * 3
     server.answer = _says("yes")
     assert [grade.parts["polite"] for grade in grader.grade([make_sample("0")])] == [1.0]
