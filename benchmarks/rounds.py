@@ -1,4 +1,4 @@
-"""Synthetic rounds of random completions, and the learners (ours and the reference) that train on them.
+"""Synthetic rounds of random completions, and the learners (ours, the reference) that train on them.
 
 Shape letters: U inner updates, B rows, P prompt, L completion slots.
 """

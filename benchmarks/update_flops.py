@@ -1,4 +1,4 @@
-"""FLOP counts of a round's update, for the first d1's method and for ours, and the speed-up that they allow.
+"""FLOP counts of a round's update, for the first d1's method and ours, and the possible speed-up.
 
 Counts use `learner/flops.py`. A backward pass is twice its forward. A ratio of counts is the speed-up between two
 programs that run every matmul at the same rate. Norms, softmaxes and the optimizer step are not counted.

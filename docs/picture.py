@@ -1,4 +1,4 @@
-"""Take a screenshot of the page while a served policy denoises: `python docs/picture.py LINK docs/img/demo.png`.
+"""Take a screenshot of the page during denoising: `python docs/picture.py LINK docs/img/demo.png`.
 
 LINK is the link with the key that `d1 serve` prints on a terminal. Needs Chromium, as the page's tests do.
 """

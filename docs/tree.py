@@ -1,4 +1,4 @@
-"""Generator of docs/tree.md: every file of the project with the first line of its docstring or comment."""
+"""Generator of docs/tree.md: all files of the project with the first line of docstring or comment."""
 
 from __future__ import annotations
 

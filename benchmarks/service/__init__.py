@@ -1,1 +1,1 @@
-"""Benchmarks of the service on loopback: overhead over the bare sampler, fault tolerance, memory growth."""
+"""Benchmarks of the service on loopback: overhead over the sampler, fault tolerance, memory growth."""

@@ -1,4 +1,4 @@
-"""Local deployment for benchmarks: a run of random policies, its service on a local Ray, and its processes."""
+"""Local deployment for benchmarks: a run of random policies, and its service on a local Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experimental gRPC transport between ingress and engine: generic handlers, token in the metadata, TLS.
+"""Experimental gRPC transport between ingress and engine: generic handlers, metadata token, TLS.
 
 | method | request | answers |
 |---|---|---|

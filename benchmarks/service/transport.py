@@ -1,4 +1,4 @@
-"""Transport benchmark: latency and CPU cost of a job between ingress and engine, ours against grpc.aio.
+"""Transport benchmark: latency and CPU time of a job from ingress to engine, ours against grpc.aio.
 
     python -m benchmarks.service.transport
 

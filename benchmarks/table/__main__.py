@@ -1,4 +1,4 @@
-"""Reproduce the first d1's results table: base, + SFT, + RL and + SFT + RL, at three completion lengths.
+"""Reproduce the first d1's results table: base, + SFT, + RL and + SFT + RL, at three lengths.
 
     python -m benchmarks.table --scale smollm2 --out DIR [--tasks countdown] [--minutes 8] [--docs docs/results.md]
 

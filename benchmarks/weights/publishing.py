@@ -1,4 +1,4 @@
-"""Weight sync: time from the learner's ranks to the samplers on Ray, for all weights and for an adapter.
+"""Weight sync: time from the learner's ranks to the samplers on Ray, for all weights or an adapter.
 
     python -m benchmarks.weights.publishing [--gigabytes 1 4] [--samplers 1 2 4] [--rank 16] [--rounds 3] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""Tests of the autoregressive baseline, which is saved batch by batch, and of the demo's story prompts."""
+"""Tests of the autoregressive baseline, saved batch by batch, and of the demo's story prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the GPU benchmark on a tiny setting: every stage measures, and a failing stage does not stop the others."""
+"""Tests of the GPU benchmark on a tiny setting: all stages measure, and fail independently."""
 
 from __future__ import annotations
 

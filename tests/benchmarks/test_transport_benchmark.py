@@ -1,4 +1,4 @@
-"""Tests of the transport benchmark: all transports are measured, and gRPC rejects unauthenticated clients."""
+"""Tests of the transport benchmark: measurements, and gRPC's rejection of unauthenticated clients."""
 
 from __future__ import annotations
 

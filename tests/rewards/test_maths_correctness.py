@@ -1,4 +1,4 @@
-"""Tests of answers that a computer algebra system confuses: dropped primes, sorted lists, multiplied letters."""
+"""Tests of answers that a CAS confuses: dropped primes, sorted lists, multiplied letters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a checkpoint of LLaDA-8B's shape with random weights: `python -m benchmarks.gpu.end_to_end.made_policy DIR`."""
+"""Write a random checkpoint of LLaDA-8B's shape: `python -m benchmarks.gpu.end_to_end.made_policy DIR`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the first d1's prompts and evaluation problems against its code (dllm-reasoning/d1 837888f, `eval/`)."""
+"""Tests of the first d1's prompts and evaluation problems (dllm-reasoning/d1 837888f, `eval/`)."""
 
 from __future__ import annotations
 

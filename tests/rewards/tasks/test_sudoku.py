@@ -1,4 +1,4 @@
-"""Tests of the Sudoku task: d1's rewards and prompt, unique solutions, splits without a common solved grid."""
+"""Tests of the Sudoku task: d1's rewards and prompt, unique solutions, disjoint splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the LLM judge against a real vLLM server on the CPU; `make test-vllm` installs it and runs them."""
+"""Tests of the LLM judge against a real vLLM server on the CPU; `make test-vllm` runs them."""
 
 from __future__ import annotations
 
