@@ -49,7 +49,7 @@ class Row:
     at_work: float
     """Utilisation of the samplers."""
     dispatch_s: tuple[float, float]
-    """Median and 99th percentile."""
+    """Median and 99th percentile of the dispatch latency."""
     cpu_of_portion_s: float
     groups_per_s: float
     longest_turn_s: float
@@ -58,7 +58,7 @@ class Row:
 
 
 class Answers:
-    """Remote method of a simulated actor, with Ray's interface."""
+    """Simulated actor, or one of its remote methods, with Ray's interface."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer

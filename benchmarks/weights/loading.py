@@ -123,11 +123,11 @@ class Row:
     way: str
     num_ranks: int
     shard_bytes: int
-    """Bytes of a rank's shard of the weights."""
+    """Bytes of the shards of the weights that a rank holds afterwards."""
     peak_bytes: int
     """Growth of the rank's peak resident memory."""
     of_shard: float
-    """Peak growth divided by the shard."""
+    """`peak_bytes` divided by `shard_bytes`."""
     seconds: float
     """Seconds of the slowest rank."""
 
