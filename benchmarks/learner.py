@@ -155,7 +155,7 @@ def memory(setting: Setting, name: str) -> Row:
         **{f"peak_bytes_{which}": peak for which, peak in peaks.items()},
         "share_of_stacked": peaks["d1"] / peaks["stacked"],
         "share_of_reference": peaks["d1"] / peaks["reference"],
-        # Policy, gradient, two moments, reference.
+        # Five float32 copies: policy, gradient, two Adam moments, reference.
         "state_bytes": 5 * 4 * weights,
     }
 

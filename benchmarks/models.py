@@ -75,7 +75,7 @@ def make_policy(shape: Shape, max_tokens: int, device: str) -> Transformer:
 
 
 def make_prompts(count: int, length: int, vocab_size: int, device: str) -> Tensor:
-    """Random prompts [count, length]."""
+    """Make random prompts [count, length]."""
     return torch.randint(2, vocab_size, (count, length), generator=torch.Generator().manual_seed(0)).to(device)
 
 

@@ -25,13 +25,13 @@ class Counts:
     num_canvases: int
     """B, or fewer if completions share canvases."""
     canvas_tokens: int
-    """S."""
+    """Slots of a canvas, S."""
     asked_tokens: int
-    """L."""
+    """Completion slots of a canvas, L."""
     text_tokens: int
     """N: slots whose token is scored, over all canvases."""
     num_updates: int
-    """U."""
+    """Inner updates, U."""
 
 
 def forward(config: TransformerConfig, counts: Counts, *, spares_head: bool, spares_block: bool) -> tuple[float, float]:
@@ -40,8 +40,8 @@ def forward(config: TransformerConfig, counts: Counts, *, spares_head: bool, spa
     Args:
         config: the network.
         counts: the round.
-        spares_head: whether the head runs on the text alone.
-        spares_block: whether the last block predicts the completion, and its feed-forward the text, alone.
+        spares_head: whether the head runs on the text only.
+        spares_block: whether the last block runs its queries on the completion only, and its feed-forward on the text only.
     """
     slots = counts.num_canvases * counts.canvas_tokens
     asked = counts.num_canvases * counts.asked_tokens if spares_block else slots

@@ -82,7 +82,7 @@ TINY = Setting(
 
 @pytest.mark.parametrize("p_mask_prompt", [0.15, 0.0])
 def test_our_update_is_the_first_d1s(p_mask_prompt: float) -> None:
-    """With its normalisation and our prompt masks, over several inner updates with a KL penalty."""
+    """Both use d1's normalisation and our prompt masks, over several inner updates with a KL penalty."""
     row = learner_benchmark.same(replace(TINY, p_mask_prompt=p_mask_prompt))
     assert row["updates"] == 3
     assert row["first_gradient"] < 1e-5

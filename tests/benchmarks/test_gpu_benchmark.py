@@ -53,7 +53,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 @pytest.mark.parametrize("name", [name for name in STAGES if name != "gpu_tests"])
 def test_every_stage_measures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilation is tested elsewhere, and takes half a minute."""
+    """Compilation is skipped: it takes half a minute and is tested elsewhere."""
     monkeypatch.setattr(rollout_sampler, "_compiled", lambda model: model)
     monkeypatch.setattr(sharding, "compile_blocks", lambda model: None)
     rows = list(STAGES[name].rows(tiny("cpu")))

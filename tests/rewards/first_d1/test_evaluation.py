@@ -50,7 +50,7 @@ def test_it_asks_256_puzzles_of_its_file_as_published(shared: Path) -> None:
     lines = (shared / "data" / "d1-eval" / "4x4_test_sudoku.csv").read_text().splitlines()
     assert [problem.metadata["puzzle"] for problem in in_order] == [line[:16] for line in lines[1:]]
     puzzles = [problem.metadata["puzzle"] for problem in evaluated_problems("sudoku", in_order)]
-    # The first two that its published generations could begin with, and how many: `np.random.choice` after seed 42.
+    # Number and first two problems as in its published generations: `np.random.choice` after seed 42.
     assert len(puzzles) == len(set(puzzles)) == 256
     assert puzzles[:2] == ["4320004330100004", "0002403020033024"]
 

@@ -80,7 +80,7 @@ def test_the_math_answer_is_the_one_that_d1_reads(text: str) -> None:
 
 
 def _published_spelling(text: str) -> str:  # noqa: C901
-    """`strip_string`, as it goes."""
+    """Reimplement `strip_string` step by step."""
     for old, new in [("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac")]:
         text = text.replace(old, new)
     for old in ["\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"]:

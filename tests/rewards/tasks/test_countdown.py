@@ -362,7 +362,7 @@ def test_ids_are_unique_up_to_the_order_of_the_numbers() -> None:
 
 
 def test_an_exhausted_split_says_how_many_problems_it_has() -> None:
-    # 1+1, 1*1, 2*1, 2-1, 2/2: of each set of numbers and target once.
+    # 1+1, 1*1, 2*1, 2-1, 2/2: each combination of numbers and target occurs once.
     countdown = Countdown(CountdownConfig(num_numbers=2, max_number=2, max_target=2, heldout_fraction=0.05))
     with pytest.raises(ValueError, match=r"^the train split of countdown has 5 problems .* but 1000 were asked for$"):
         countdown.problems(Split.TRAIN, 1000, seed=0)
