@@ -41,7 +41,7 @@ def forward(config: TransformerConfig, counts: Counts, *, spares_head: bool, spa
         config: the network.
         counts: the round.
         spares_head: whether the head runs on the text only.
-        spares_block: whether the last block runs its queries on the completion only, and its feed-forward on the text only.
+        spares_block: whether the last block runs only the queries of the completion, and the feed-forward of the text.
     """
     slots = counts.num_canvases * counts.canvas_tokens
     asked = counts.num_canvases * counts.asked_tokens if spares_block else slots
