@@ -1,13 +1,16 @@
-"""How fast block-causal policies are sampled and replayed, for what is exact in them.
+"""Throughput of exact block-causal sampling and likelihoods (KV cache of finished blocks).
 
     python -m benchmarks.blocks [--only sampling] [--rounds 1] [--lengths 64 256 1024] [--out FILE]
 
-`sampling`: half as many denoise steps as slots, of the same weights four ways: as a bidirectional policy in d1's
-schedule (blocks of 32, every step a forward of the canvas); as a block-causal one (blocks of 4) whose every step is a
-forward of the whole canvas, as loops without a cache have it; whose steps run the canvas up to their block; and with
-its finished blocks remembered. The last two must commit the same tokens with the same log-probabilities. `replay`:
-forward and backward of the likelihood of every token at its own denoise step, by a forward of each step's canvas, and
-by one row of each completion. On one thread, in CPU time, each case in a process of its own.
+`sampling` runs half as many denoise steps as slots, with the same weights in four ways:
+- bidirectional policy in d1's schedule: blocks of 32, each step runs the whole canvas;
+- block-causal policy (blocks of 4), each step runs the whole canvas, as in a loop without a cache;
+- block-causal policy, each step runs the canvas up to its block;
+- block-causal policy with a KV cache of the finished blocks.
+The last two must commit the same tokens with the same log-probabilities.
+
+`replay` times forward and backward of each token's likelihood at its own denoise step. It compares one forward for each
+step's canvas with one row for each completion. Each case runs in a fresh process on one thread; times are CPU time.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ Row = dict[str, Any]
 
 
 def policies(num_slots: int) -> dict[str, Transformer]:
-    """The same weights as a bidirectional and as a block-causal policy."""
+    """Make a bidirectional and a block-causal policy with the same weights."""
     config = SHAPE.config(PROMPT_TOKENS + num_slots)
     found = {}
     for name, changes in {"bidirectional": {}, "block-causal": {"family": "sdar", "block_length": BLOCK}}.items():
@@ -48,14 +51,14 @@ def policies(num_slots: int) -> dict[str, Transformer]:
         init_weights(model, seed=0)
         assert model.head is not None, "the shape does not tie it"
         with torch.no_grad():
-            # Sharper than random: one that is nearly uniform has no order to find.
+            # Sharpen the random head: near-uniform predictions would give no meaningful commit order.
             model.head.weight.mul_(8.0)
         found[name] = model
     return found
 
 
 def sampling(num_slots: int, num_rows: int, rounds: int) -> list[Row]:
-    """Seconds of one length and batch, and by how much what is sampled differs."""
+    """Time one length and batch, and compare the samples of the two block-causal samplers."""
     of_model = policies(num_slots)
     warm: dict[str, Any] = {"gen_length": num_slots, "temperature": 1.0, "stop_ids": ()}
     whole = SamplingParams(**warm, block_length=32, num_denoise_steps=num_slots // 2)
@@ -92,8 +95,10 @@ def sampling(num_slots: int, num_rows: int, rounds: int) -> list[Row]:
 
 @torch.inference_mode()
 def full_forwards(model: Transformer, prompts_BP: torch.Tensor, num_slots: int) -> torch.Tensor:
-    """The most probable tokens, [B, num_slots], half of a block's in each step, from a forward of the whole canvas: as
-    loops without a cache sample, but for a head that runs on the block alone."""
+    """Sample greedily without a cache: each step runs the whole canvas and commits half of a block.
+
+    Unlike most such loops, the head runs on the block only. Returns tokens [B, num_slots].
+    """
     mask_id, num_prompt = model.config.mask_token_id, prompts_BP.shape[1]
     slots_BK = prompts_BP.new_full((len(prompts_BP), num_slots), mask_id)
     canvas_BL = torch.cat((prompts_BP, slots_BK), dim=1)
@@ -114,7 +119,7 @@ def _sample(answers: dict[str, list[Completion]], name: str, sampler: Sampler, r
 
 
 def replay(num_slots: int, num_rows: int, rounds: int, steps_per_block: int) -> list[Row]:
-    """Seconds of a gradient of exact likelihoods, and by how much they differ."""
+    """Time the gradient of exact likelihoods both ways, and report the largest difference between them."""
     model = policies(num_slots)["block-causal"]
     params = SamplingParams(
         gen_length=num_slots, block_length=BLOCK, steps_per_block=steps_per_block, temperature=1.0, stop_ids=()
@@ -128,7 +133,7 @@ def replay(num_slots: int, num_rows: int, rounds: int, steps_per_block: int) -> 
     def work(name: str) -> None:
         model.zero_grad()
         parts = []
-        # Canvases in micro-batches, as the learner runs them.
+        # One micro-batch at a time, as in the learner.
         for some in views[name]:
             logps = token_logps(model, some)
             logps.sum().backward()
@@ -151,7 +156,7 @@ def replay(num_slots: int, num_rows: int, rounds: int, steps_per_block: int) -> 
 
 
 def _views(model: Transformer, prompts: torch.Tensor, completions: list[Completion]) -> Mapping[str, list[Views]]:
-    """Every step's canvas of every completion, both ways, a completion at a time."""
+    """Build the views of every denoise step both ways, one entry per completion."""
     plain, rows = [], []
     for prompt, completion in zip(prompts, completions, strict=True):
         tokens = torch.from_numpy(completion.token_ids.astype(np.int64))
@@ -179,7 +184,7 @@ COLUMNS = {
 
 
 def table(title: str, rows: list[Row]) -> Table:
-    """Rows, with the columns that some of them have."""
+    """Build a table, with the columns that occur in any row."""
     shown = Table(title=title)
     columns = {key: heading for key, heading in COLUMNS.items() if any(key in row for row in rows)}
     for key, heading in columns.items():
@@ -194,7 +199,7 @@ def _cell(value: Any) -> str:
 
 
 def main() -> None:
-    """Run what is asked for; print tables, and write the rows with `--out`."""
+    """Run the selected benchmarks, print tables, and write the rows to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["sampling", "replay"])
     parser.add_argument("--rounds", type=int, default=1)

@@ -1,4 +1,4 @@
-"""The pictures of benchmarks/sampler.py."""
+"""Plots of the sampler benchmark (`benchmarks/sampler.py`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ COLUMNS = {
     "peak_bytes_d1": "peak bytes of a step, d1",
 }
 _AXES = {"batch": "rows of the batch", "gen_length": "completion slots", "vocab_size": "vocabulary"}
-# Paul Tol's bright scheme: told apart by colour-blind readers and in print.
+# Paul Tol's bright scheme: distinguishable for colour-blind readers and in print.
 _BLUE, _RED, _GREY = "#4477AA", "#EE6677", "#888888"
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw what `results` has: ratios and memory over each axis, and what the caches win and cost."""
+    """Plot the available `results`: ratios and memory over each axis, speed and accuracy of the caches."""
     import matplotlib as mpl
 
     mpl.use("Agg")

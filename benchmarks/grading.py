@@ -1,9 +1,9 @@
-"""How fast real maths generations are graded, on so many workers at a time.
+"""Throughput of the maths grader on real generations, with several workers.
 
     python -m benchmarks.grading math500 ../shared/data/llada-generations/math500_256.jsonl --workers 2
 
-A first pass sees every problem for the first time, as an evaluation does; a second one knows the right answers, as a
-group of completions does after its first.
+In the first pass every problem is new, as in an evaluation. In the second pass the reference answers are already
+parsed, as for all completions of a group after the first.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _PASSES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """How fast one pass was."""
+    """Throughput and latency of one pass."""
 
     grades_per_s: float
-    """Of all workers together."""
+    """Over all workers."""
     p50_ms: float
-    """What half of the grades took at most, in milliseconds."""
+    """Median latency of a grade, milliseconds."""
     p99_ms: float
-    """What 99 of 100 grades took at most."""
+    """99th percentile of the latency, milliseconds."""
 
 
 def grading(task: str, path: Path, workers: int) -> list[Speed]:
-    """The speed of each pass over a file, whose lines the workers share evenly."""
+    """Measure each pass over a file whose lines are split evenly among the workers."""
     context = multiprocessing.get_context("spawn")
     barrier, queue = context.Barrier(workers), context.Queue()
     processes = [
@@ -56,7 +56,7 @@ def _work(task: str, path: Path, share: slice, barrier: Any, queue: Any) -> None
     chosen = make_task(TypeAdapter(TaskConfig).validate_python({"name": task}))
     rows = [row.fields for row in rows_of(path)]
     lines = [(chosen.from_ground_truth(row["question"], row["ground_truth"]), row["generation"]) for row in rows[share]]
-    # It starts what it needs.
+    # Warm up the grader before the clock starts.
     chosen.grade(chosen.example(), "<answer>\\sqrt{9}</answer>")
     taken = []
     for _ in range(_PASSES):

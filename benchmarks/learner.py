@@ -1,13 +1,16 @@
-"""How fast the learner's update is, against the first d1's, and how much memory it takes.
+"""Speed and peak memory of the learner's update, compared with the first d1's (arXiv 2504.12216).
 
     python -m benchmarks.learner [same speed memory methods curves limit] [--rounds 3] [--device cpu] [--out DIR]
 
-`same` first checks that both make the same update: same weights, same completions, same prompt masks. `speed` times
-whole rounds of 12 inner updates with a KL penalty in turn; `memory` is the peak of a process of its own for each;
-`curves` has both over vocabulary and completion length. `methods` times rounds of other algorithms and counts their
-forwards. `limit` counts the arithmetic of both ways and says what ratio it allows. `gpu`, on a GPU alone, is the share
-of its arithmetic that a network of LLaDA's shape with 1.4 billion parameters reaches. Both sides take one group as a
-micro-batch, as the first d1 does. Times are process CPU time on a CPU, clock time on a GPU.
+- `same` checks that both make the same update for the same weights, completions and prompt masks.
+- `speed` times whole rounds of 12 inner updates with a KL penalty, alternating between the two.
+- `memory` measures the peak memory of each in a fresh process.
+- `methods` times rounds of other algorithms and counts their forwards.
+- `curves` plots speed and memory over vocabulary size and completion length.
+- `limit` counts the FLOP of both and reports the ratio that they allow.
+- `gpu` (on a GPU only) reports the model FLOP utilisation of a 1.4-billion-parameter network of LLaDA's shape.
+
+Both use one group as a micro-batch, as the first d1 does. Times are process CPU time on a CPU, wall time on a GPU.
 """
 
 from __future__ import annotations
@@ -54,9 +57,9 @@ LLADA_1B = Shape(d_model=2048, num_layers=16, num_heads=16, vocab_size=126464)
 
 
 def same(setting: Setting) -> Row:
-    """How far our update is from the reference's: gradients of the first and the last inner update, and weights.
+    """Compare our update with the reference's: gradients of the first and last inner update, and final weights.
 
-    Distances are Euclidean, relative to the reference's gradient and to the way that its weights went.
+    Distances are Euclidean, relative to the norm of the reference's gradient and of its weight change.
     """
     batch = make_round(setting)
     ours, theirs = make_learner(setting), make_reference(setting)
@@ -75,7 +78,7 @@ def same(setting: Setting) -> Row:
 
 
 def _gradients(update: Callable[[], object]) -> list[Tensor]:
-    """The clipped gradient of each optimizer step of an update."""
+    """Record the clipped gradient of each optimizer step of an update."""
     gradients: list[Tensor] = []
 
     def keep(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
@@ -98,7 +101,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def speed(setting: Setting, name: str, rounds: int) -> Row:
-    """A round of each, in turn, after one of two updates that is not counted."""
+    """Time a round of each in turn, after an untimed round of two updates."""
     batch = make_round(setting)
     masks, ours, theirs = prompt_masks(setting, batch), make_learner(setting), make_reference(setting)
     short = make_learner(replace(setting, num_updates=2))
@@ -121,7 +124,7 @@ def speed(setting: Setting, name: str, rounds: int) -> Row:
 
 
 def allowed(setting: Setting) -> float:
-    """The ratio that the counts of both ways' arithmetic allow."""
+    """Compute the speed-up that the FLOP counts allow."""
     config = setting.shape.config(setting.canvas_tokens)
     counts, shared = _counts(setting)
     first, *_, least, _ = update_flops.round_flops(config, counts).values()
@@ -129,7 +132,7 @@ def allowed(setting: Setting) -> float:
 
 
 def _counts(setting: Setting) -> tuple[update_flops.Counts, update_flops.Counts]:
-    """Of all canvases, and of those that differ without prompt masks."""
+    """Count all canvases, and the distinct ones if prompts are not masked."""
     small = replace(setting, device="cpu", shape=setting.shape.with_vocabulary(8))
     lengths = make_round(small).completion_lengths.view(setting.num_groups, setting.group_size)
     counts = update_flops.Counts(
@@ -143,7 +146,7 @@ def _counts(setting: Setting) -> tuple[update_flops.Counts, update_flops.Counts]
 
 
 def memory(setting: Setting, name: str) -> Row:
-    """Peak bytes of a round of each, weights and optimizer included, in fresh processes."""
+    """Measure the peak bytes of a round of each in fresh processes, weights and optimizer included."""
     peaks = {which: peak_bytes(_one_round, which, setting) for which in ("stacked", "reference", "d1")}
     weights = sum(p.numel() for p in make_policy(setting.shape, setting.canvas_tokens, "cpu").parameters())
     return {
@@ -152,7 +155,7 @@ def memory(setting: Setting, name: str) -> Row:
         **{f"peak_bytes_{which}": peak for which, peak in peaks.items()},
         "share_of_stacked": peaks["d1"] / peaks["stacked"],
         "share_of_reference": peaks["d1"] / peaks["reference"],
-        # Policy, gradient, two moments, reference.
+        # Five float32 copies: policy, gradient, two Adam moments, reference.
         "state_bytes": 5 * 4 * weights,
     }
 
@@ -161,7 +164,7 @@ def _one_round(is_warm_up: bool, which: str, setting: Setting) -> None:
     if is_warm_up:
         setting = replace(setting, shape=setting.shape.with_vocabulary(64), gen_length=32, group_size=2, num_updates=2)
     elif which != "stacked":
-        # Every update is like the second.
+        # Peak memory does not grow after the second update.
         setting = replace(setting, num_updates=2)
     batch = make_round(setting)
     if which == "d1":
@@ -171,7 +174,7 @@ def _one_round(is_warm_up: bool, which: str, setting: Setting) -> None:
 
 
 def methods(setting: Setting, rounds: int) -> list[Row]:
-    """A round of several algorithms with their own numbers of updates, and the canvases that each runs."""
+    """Time a round of several algorithms, each with its own number of updates, and count its canvases."""
     batch = make_round(setting)
     num_tokens, rows, learners = int(batch.completion_lengths.sum()), [], {}
     for name in METHODS:
@@ -199,7 +202,7 @@ def methods(setting: Setting, rounds: int) -> list[Row]:
 
 
 def _canvases(learner: Learner, batch: RolloutBatch) -> tuple[int, int]:
-    """Canvases that policy and reference ran forwards in a round, and those of them with a backward."""
+    """Count the canvases of a round: forwards of policy and reference, and those with a backward."""
     forwards, trained = 0, 0
 
     def count(_module: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -216,7 +219,7 @@ def _canvases(learner: Learner, batch: RolloutBatch) -> tuple[int, int]:
 
 
 def sweep(rounds: int, device: str, base: Setting | None = None) -> list[Row]:
-    """Ratio and peak memory over vocabulary and completion length, in rounds of four updates."""
+    """Measure speed ratio and peak memory over vocabulary and completion length, in rounds of four updates."""
     base, rows = base or Setting(shape=WIDE, num_updates=4, device=device), []
     axes: dict[str, tuple[int, ...]] = {"vocab_size": (1536, 8192, 32768), "gen_length": (64, 128, 256)}
     for axis, values in axes.items():
@@ -239,7 +242,7 @@ def sweep(rounds: int, device: str, base: Setting | None = None) -> list[Row]:
 
 
 def limit(settings: dict[str, Setting]) -> list[Row]:
-    """The arithmetic of both ways on each network."""
+    """Tabulate the FLOP of both updates for each network."""
     return [
         row
         for name, setting in settings.items()
@@ -248,12 +251,12 @@ def limit(settings: dict[str, Setting]) -> list[Row]:
 
 
 def utilisation(setting: Setting, dtype: torch.dtype, product_size: int) -> Row:
-    """The share of the device's arithmetic that our rounds reach; what the backward computes again does not count.
+    """Measure model FLOP utilisation of our rounds, recomputation in the backward excluded.
 
     Args:
         setting: the network and the round, with prompt masks.
         dtype: of weights and activations.
-        product_size: rows and columns of the square product whose rate is measured beside it.
+        product_size: rows and columns of the square matmul that measures the device's rate.
     """
     batch, learner = make_round(setting), make_learner(setting, dtype)
     learner.update(batch, 0)
@@ -314,7 +317,7 @@ GPU = {
 
 
 def main() -> None:
-    """Run the parts that are asked for; print tables, and write JSON and a picture with `--out`."""
+    """Run the selected parts, print tables, and write JSON and a plot to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("same", "speed", "memory", "methods", "curves", "limit", "gpu")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The picture of benchmarks/learner.py."""
+"""Plots of the learner benchmark (`benchmarks/learner.py`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ COLUMNS = {
     "peak_bytes_d1_p0": "d1, p 0",
 }
 _AXES = {"vocab_size": "vocabulary", "gen_length": "completion slots"}
-# Paul Tol's bright scheme: told apart by colour-blind readers and in print.
+# Paul Tol's bright scheme: distinguishable for colour-blind readers and in print.
 _BLUE, _RED, _GREY, _GRID = "#4477AA", "#EE6677", "#888888", "#DDDDDD"
 _MASKS = (("p0.15", _BLUE, "d1, prompt masks 0.15"), ("p0", _RED, "d1, no prompt masks"))
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw ratios and peak memory over each axis, where `results` has them."""
+    """Plot ratios and peak memory over each axis, if `results` contains them."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -50,7 +50,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     _plain_ticks(grid[0, 0], "times as fast as the reference")
     if has_memory:
         _plain_ticks(grid[1, 0], "peak memory of a round, MB")
-    # One legend for all: inside of the axes it would lie on the curves.
+    # One legend for all plots: inside the axes it would cover the curves.
     handles, labels = grid[-1, 0].get_legend_handles_labels()
     more = [pair for pair in zip(*grid[0, 0].get_legend_handles_labels(), strict=True) if pair[1] not in labels]
     handles, labels = handles + [handle for handle, _ in more], labels + [name for _, name in more]
@@ -81,7 +81,7 @@ def _memory(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _plain_ticks(axes: Any, label: str) -> None:
-    """1, 2, 5, 10, 20, ... on a logarithmic axis: less than a decade would have one tick or none."""
+    """Place ticks at 1, 2, 5, 10, 20, ...: by default, less than a decade gets at most one tick."""
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
     axes.set_ylabel(label)

@@ -1,4 +1,4 @@
-"""Timing in turn, and peak memory in a process of its own."""
+"""Benchmark timing in interleaved rounds, and peak memory in fresh processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times faster than the baseline: the median of paired ratios, and the least and the greatest."""
+    """Speed-up over the baseline: median, minimum and maximum of the paired ratios."""
 
     median: float
     low: float
@@ -27,7 +27,7 @@ class Ratio:
 
 
 def seconds(work: Callable[[], object], device: str) -> float:
-    """Time of one call: of this process on a CPU, by the clock on a GPU."""
+    """Time one call: CPU time of this process on a CPU, wall time on a GPU."""
     if device == "cpu":
         began = time.process_time()
         work()
@@ -40,7 +40,7 @@ def seconds(work: Callable[[], object], device: str) -> float:
 
 
 def in_turn(works: Mapping[str, Callable[[], object]], rounds: int, device: str) -> dict[str, list[float]]:
-    """Seconds of each work in each round; all works take their turn in every round."""
+    """Time each work once per round. Interleaving exposes all of them to the same machine load."""
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
@@ -49,13 +49,13 @@ def in_turn(works: Mapping[str, Callable[[], object]], rounds: int, device: str)
 
 
 def ratio(taken: Mapping[str, list[float]], baseline: str, name: str) -> Ratio:
-    """How many times faster `name` was than `baseline`."""
+    """Compute the speed-up of `name` over `baseline`, paired by round."""
     pairs = [one / other for one, other in zip(taken[baseline], taken[name], strict=True)]
     return Ratio(statistics.median(pairs), min(pairs), max(pairs))
 
 
 def in_fresh_process(work: Callable[..., Any], *args: Any) -> Any:
-    """What `work(*args)` returns in a process of its own, on one thread, whose heap nothing else has shaped."""
+    """Run `work(*args)` in a fresh process on one thread, so that earlier allocations do not affect its heap."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=_answer, args=(queue, work, args))
@@ -77,16 +77,16 @@ def _answer(queue: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None
 
 
 def peak_bytes(work: Callable[..., object], *args: Any) -> int:
-    """By how much `work(*args)` raises the largest size of a fresh process that has imported and called it once.
+    """Measure the growth of peak resident memory that `work(*args)` causes in a fresh, warmed-up process.
 
-    `work` is called twice with a first argument that says whether it is the warm-up, which should be small.
+    `work` is called twice. Its first argument says whether the call is the warm-up, which should be small.
     """
     return int(in_fresh_process(_peak, work, args))
 
 
 def _peak(work: Callable[..., object], args: tuple[Any, ...]) -> int:
     work(True, *args)
-    # A new process begins with its parent's peak (getrusage's too): Linux forgets it when asked.
+    # A new process inherits its parent's peak (getrusage's too). Writing 5 here resets it.
     Path("/proc/self/clear_refs").write_text("5")
     before = _high_water_bytes()
     work(False, *args)

@@ -1,4 +1,4 @@
-"""The networks and prompts that the sampler is timed on."""
+"""Random networks and prompts for the benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout.sampler import Sampler
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A random network."""
+    """Shape of a random network."""
 
     d_model: int
     num_layers: int
@@ -26,11 +26,11 @@ class Shape:
     vocab_size: int
 
     def with_vocabulary(self, vocab_size: int) -> Shape:
-        """The same with another vocabulary."""
+        """Copy the shape with another vocabulary size."""
         return replace(self, vocab_size=vocab_size)
 
     def config(self, max_tokens: int) -> TransformerConfig:
-        """Its config, for canvases of `max_tokens`."""
+        """Make the network's config for canvases of `max_tokens`."""
         return TransformerConfig(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
@@ -46,7 +46,7 @@ class Shape:
 
 
 LLADA_8B = Shape(d_model=4096, num_layers=32, num_heads=32, vocab_size=126464)
-"""But for its ids of mask and end, which cost nothing."""
+"""LLaDA-8B's shape. Mask and end-of-text ids differ, which does not affect the cost."""
 CASES = {
     "d 256, 6 layers, V 1,536": Shape(d_model=256, num_layers=6, num_heads=8, vocab_size=1536),
     "d 128, 4 layers, V 16,384": Shape(d_model=128, num_layers=4, num_heads=4, vocab_size=16384),
@@ -54,16 +54,16 @@ CASES = {
 
 
 def empty_policy(shape: Shape, max_tokens: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Transformer:
-    """A policy whose weights are still to be written, made where it computes."""
+    """Allocate a policy with uninitialised weights directly on the device."""
     with torch.device("meta"):
         model = Transformer(shape.config(max_tokens)).to(dtype)
     return model.to_empty(device=device)
 
 
 def make_policy(shape: Shape, max_tokens: int, device: str) -> Transformer:
-    """A random policy, sharper than random: one that is nearly uniform has no order to find.
+    """Make a random policy with a sharpened head: near-uniform predictions would give no meaningful commit order.
 
-    It has no use for the mask id, which the reference does not forbid.
+    Row 0 of the head, the mask id's, is zero: the reference does not forbid sampling the mask.
     """
     model = Transformer(shape.config(max_tokens))
     init_weights(model, seed=0)
@@ -75,12 +75,12 @@ def make_policy(shape: Shape, max_tokens: int, device: str) -> Transformer:
 
 
 def make_prompts(count: int, length: int, vocab_size: int, device: str) -> Tensor:
-    """Random prompts [count, length]."""
+    """Make random prompts [count, length]."""
     return torch.randint(2, vocab_size, (count, length), generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def peak_of_step(which: str, shape: Shape, batch: int, gen_length: int) -> int:
-    """Bytes by which one denoise step of `which` ("reference" or "d1") at T=0.9 raises the size of its process."""
+    """Measure the peak memory, in bytes, that one denoise step of `which` ("reference" or "d1") adds at T=0.9."""
     return peak_bytes(_one_step, which, shape, batch, gen_length)
 
 
@@ -101,7 +101,7 @@ def _one_step(is_warm_up: bool, which: str, shape: Shape, batch: int, gen_length
 
 
 def random_adapter(model: Transformer, rank: int) -> Adapter:
-    """An adapter of every linear layer of the blocks, on the CPU."""
+    """Make a random LoRA adapter for every linear layer of the blocks, on the CPU."""
     matrices = {}
     for name, layer in model.blocks.named_modules():
         if isinstance(layer, torch.nn.Linear):

@@ -1,9 +1,9 @@
-"""The field's sampler, restated: what d1's is compared with.
+"""Reference implementation of the LLaDA network and sampler, the baseline of the benchmarks.
 
-`ReferenceNet` is LLaDA's published network as its authors wrote it (float32 RMSNorm and rotary steps one by one, logits
-of every slot of every row), on the weights of ours. `generate` is d1's published sampler: static batches, blocks from
-left to right, a fixed quota, Gumbel noise over the whole vocabulary, a top-k for each row, no early end. Two things are
-not restated, which would only make it slower: d1 keeps autograd on and empties the GPU's cache at every step.
+`ReferenceNet` is LLaDA's published network on our weights: unfused float32 RMSNorm and rotary embedding, and logits of
+every slot of every row. `generate` is the first d1's published sampler: static batches, blocks from left to right, a
+fixed quota, Gumbel noise over the whole vocabulary, a top-k for each row, no early end. The published d1 also keeps
+autograd on and empties the GPU's cache at every step. Both are omitted here, as they would only make it slower.
 
 Shape letters: B rows, L slots, D width, H heads, E head width, V vocabulary.
 """
@@ -23,7 +23,7 @@ from rollout.request import SamplingParams
 
 
 class Net(Protocol):
-    """Logits [B, L, V] of canvases [B, L]."""
+    """A network that maps canvases [B, L] to logits [B, L, V]."""
 
     config: TransformerConfig
 
@@ -31,7 +31,7 @@ class Net(Protocol):
 
 
 class ReferenceNet(nn.Module):
-    """LLaDA's forward over weights that it shares with one of our networks."""
+    """LLaDA's published forward, sharing weights with one of our networks."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ReferenceNet(nn.Module):
         self.model, self.config, self._head = model, model.config, model.head
 
     def forward(self, ids_BL: Tensor) -> Tensor:
-        """Logits [B, L, V] of every slot."""
+        """Compute logits [B, L, V] of every slot."""
         x = F.embedding(ids_BL, self.model.embed.weight)
         for block in self.model.blocks:
             assert isinstance(block, Block)
@@ -85,14 +85,14 @@ class ReferenceNet(nn.Module):
 
 @dataclass(slots=True)
 class Work:
-    """What a sampler did."""
+    """Counts of a sampler's forwards and tokens."""
 
     num_forwards: int = 0
     num_tokens: int = 0
 
 
 def add_gumbel_noise(logits: Tensor, temperature: float) -> Tensor:
-    """Logits whose argmax is a draw at this temperature (in float32; d1's trainer does it in bfloat16)."""
+    """Perturb logits so that their argmax is a sample at this temperature (float32; d1's trainer uses bfloat16)."""
     if temperature == 0:
         return logits
     noise = torch.rand_like(logits)
@@ -100,7 +100,7 @@ def add_gumbel_noise(logits: Tensor, temperature: float) -> Tensor:
 
 
 def num_transfer_tokens(mask_BK: Tensor, steps: int) -> Tensor:
-    """How many slots each row commits at each step [B, steps]."""
+    """Compute the number of slots that each row commits at each step, [B, steps]."""
     count_B = mask_BK.sum(dim=1, keepdim=True)
     base, remainder = count_B // steps, count_B % steps
     numbers = torch.zeros(mask_BK.size(0), steps, device=mask_BK.device, dtype=torch.int64) + base
@@ -111,7 +111,7 @@ def num_transfer_tokens(mask_BK: Tensor, steps: int) -> Tensor:
 
 @torch.inference_mode()
 def generate(net: Net, prompts_BP: Tensor, params: SamplingParams, work: Work | None = None) -> Tensor:
-    """Completions [B, gen_length] of prompts of equal length."""
+    """Sample completions [B, gen_length] of prompts of equal length."""
     mask_id, start, work = net.config.mask_token_id, prompts_BP.shape[1], work or Work()
     x = torch.full((len(prompts_BP), start + params.gen_length), mask_id, device=prompts_BP.device)
     x[:, :start] = prompts_BP
@@ -140,9 +140,9 @@ def generate(net: Net, prompts_BP: Tensor, params: SamplingParams, work: Work | 
 def generate_lockstep(
     model: Transformer, prompts_BP: Tensor, params: SamplingParams, work: Work | None = None
 ) -> Tensor:
-    """Threshold decoding in a static batch with a barrier at each block, as Fast-dLLM does, at temperature 0.
+    """Decode by threshold in a static batch with a barrier at each block, as Fast-dLLM does, at temperature 0.
 
-    On our network, with the head on the block only: what is left to compare is who waits for whom.
+    It uses our network with the head on the block only, so that the comparison isolates the cost of the barriers.
     """
     assert params.threshold is not None
     mask_id, start, work = model.config.mask_token_id, prompts_BP.shape[1], work or Work()

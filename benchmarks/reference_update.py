@@ -1,10 +1,12 @@
-"""The first d1's update, restated: what the learner's is compared with.
+"""Reference implementation of the first d1's update (diffu-GRPO), the learner benchmark's baseline.
 
-One round as its trainer does it (arXiv 2504.12216, section 3.2, and its published code): the log-probabilities of the
-old policy and of a frozen reference under every prompt mask of the round come first; then each inner update runs every
-group as a micro-batch of its own, forwards and backwards, and steps. Every forward is of whole canvases with the logits
-of every slot, prompt included; a group's loss is the mean over its tokens. Not restated: the GPU's cache, which is
-emptied after each forward, and LoRA with its dropout, in whose place all parameters are trained, as ours are.
+It runs one round as the published trainer does (arXiv 2504.12216, section 3.2, and its code):
+1. Compute log-probabilities of the old policy and of a frozen reference under every prompt mask of the round.
+2. In each inner update, run forward and backward with one micro-batch per group, then step the optimizer.
+
+Every forward runs whole canvases and computes the logits of every slot, prompt included. A group's loss is the mean
+over its tokens. Two differences: the GPU's cache is not emptied after each forward, and all parameters are trained
+instead of LoRA with dropout, to match our learner.
 
 Shape letters: U inner updates, B rows, P prompt, L completion slots, S = P + L, V vocabulary.
 """
@@ -25,7 +27,7 @@ from learner.model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateSettings:
-    """What d1's configuration says of an update; the defaults are its values."""
+    """Hyperparameters of an update. The defaults are d1's."""
 
     kl_coef: float = 0.04
     clip: float = 0.5
@@ -34,12 +36,12 @@ class UpdateSettings:
     weight_decay: float = 0.1
     max_grad_norm: float = 0.2
     is_stacked: bool = False
-    """Whether old and reference log-probabilities of a group under all masks are one forward of U * G rows, as in the
-    original, or one for each mask, which needs less memory."""
+    """Whether one forward of U * G rows computes a group's frozen log-probabilities for all masks, as in the original.
+    Otherwise there is one forward per mask, which needs less memory."""
 
 
 class ReferenceUpdate:
-    """d1's trainer for one process: a policy, its frozen reference and AdamW."""
+    """d1's trainer in one process: a policy, its frozen reference and AdamW."""
 
     def __init__(self, model: Transformer, settings: UpdateSettings | None = None) -> None:
         self.settings = settings or UpdateSettings()
@@ -53,11 +55,11 @@ class ReferenceUpdate:
         )
 
     def update(self, batch: RolloutBatch, prompt_masked_UBP: Tensor) -> None:
-        """Train on one round, whose prompts are of one length.
+        """Train on one round whose prompts have equal length.
 
         Args:
             batch: the round.
-            prompt_masked_UBP: [U, B, P] bool: the prompt tokens that each inner update masks.
+            prompt_masked_UBP: [U, B, P] bool, the prompt tokens that each inner update masks.
         """
         device = next(self.model.parameters()).device
         batch, prompt_masked_UBP = batch.to(device), prompt_masked_UBP.to(device)
@@ -98,20 +100,20 @@ class ReferenceUpdate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Buffer:
-    """What one group keeps for the inner updates of a round."""
+    """Data of one group, reused by the inner updates of a round."""
 
     group: RolloutBatch
     masked: Tensor
     """[U, B, P] bool."""
     advantages: Tensor
-    """[B] float32, rewards less their mean."""
+    """[B] float32, rewards minus their mean."""
     old: Tensor
     """[U, B, L] float32, nats. Likewise `reference`."""
     reference: Tensor
 
 
 def _token_logps(net: ReferenceNet, group: RolloutBatch, masked_UBP: Tensor) -> Tensor:
-    """[U, B, L] float32 log-probabilities of all completion slots, those after the text too; one forward."""
+    """Compute log-probabilities [U, B, L] float32 of all completion slots, those after the text too, in one forward."""
     U, B, _ = masked_UBP.shape
     mask_id = net.config.mask_token_id
     prompt_UBP = torch.where(masked_UBP, mask_id, group.prompt_ids)

@@ -1,7 +1,7 @@
-"""Replay: the log-probabilities of a completion from full forwards over the canvases that it went through.
+"""Replay of a completion: its log-probabilities recomputed by full forwards over its canvases.
 
 The canvas of denoise step t is the completion with the slots of step t and later masked again. For an exact sampler
-the result is what the completion records; for one that remembers keys and values the difference is its mismatch.
+the result equals the recorded log-probabilities. For a sampler with a KV cache the difference is its mismatch.
 
 Shape letters: T denoise steps, L columns of the canvas, C slots of the record, N committed slots, V vocabulary.
 """
@@ -25,7 +25,7 @@ _CANVASES_AT_A_TIME = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """[C] each, as in `Completion`; 0 where the token was given."""
+    """Recomputed records of a completion: [C] each, as in `Completion`; 0 for tokens fixed by the request."""
 
     logp: NDArray[np.float32]
     logp_raw: NDArray[np.float32]
@@ -35,12 +35,12 @@ class Replayed:
 
 @torch.inference_mode()
 def replay(model: Transformer, request: Request, completion: Completion) -> Replayed:
-    """Log-probabilities and entropies of a completion's tokens at the steps that committed them.
+    """Compute log-probabilities and entropies of a completion's tokens at the steps that committed them.
 
     Args:
-        model: the policy that sampled it, or another one: then these are the other one's.
-        request: what was asked.
-        completion: what came, with its whole terminal block: tokens after an end of text count as context.
+        model: the policy to evaluate, usually the one that sampled the completion.
+        request: the request of the completion.
+        completion: the completion with its whole terminal block, since tokens after the end of text are context too.
     """
     device = next(model.parameters()).device
     step_C = torch.from_numpy(completion.step_map.astype(np.int64)).to(device)
@@ -59,14 +59,14 @@ def replay(model: Transformer, request: Request, completion: Completion) -> Repl
 
 
 def _in_order(step_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps and slots of the committed slots, sorted by step, then slot."""
+    """Return the steps and indices of the committed slots, sorted by step, then slot."""
     slots_N = (step_C >= 0).nonzero()[:, 0]
     order = step_C[slots_N].argsort(stable=True)
     return step_C[slots_N][order], slots_N[order]
 
 
 def _canvases(model: Transformer, request: Request, completion: Completion, steps_T: Tensor) -> Tensor:
-    """The canvases [T, L] before some steps."""
+    """Rebuild the canvases [T, L] before the given steps."""
     device, start, num_denoised = steps_T.device, len(request.prompt_ids), len(completion.token_ids)
     final_L = torch.full((start + request.params.gen_length,), model.config.mask_token_id, device=device)
     final_L[:start] = torch.tensor(request.prompt_ids, device=device)

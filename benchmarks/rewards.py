@@ -1,11 +1,11 @@
-"""How fast completions are graded, by one worker.
+"""Throughput of the graders: grades per second of one worker, and the sandbox's overhead.
 
     python -m benchmarks.rewards [PART ...] [--seconds 5]
 
-Each part grades the same completions over and over, one after the other, for so many seconds by the clock. `humaneval`
-runs the reference solutions in the sandbox and `humaneval, no sandbox` runs the same programs and tests by `exec` in
-this process: the difference is what the sandbox and the judge cost. It needs shared/data beside the repository. CPU is
-that of all processes of a grade: it says more than the clock where others use the machine.
+Each part grades the same completions repeatedly, one at a time, for `--seconds` of wall time. `humaneval` runs the
+reference solutions in the sandbox. `humaneval, no sandbox` runs the same programs and tests by `exec` in this process;
+the difference is the cost of the sandbox and the judge. Both need shared/data next to the repository. CPU time includes
+all processes of a grade, and is more reliable than wall time on a shared machine.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def _each(task: Task, problems: list[Problem]) -> Iterator[Callable[[], object]]
 
 
 def countdown() -> Iterator[Callable[[], object]]:
-    """Right answers of three numbers."""
+    """Grade correct Countdown answers with three numbers."""
     task = Countdown(CountdownConfig())
     return _each(task, task.problems(Split.TRAIN, 200, seed=0))
 
 
 def sudoku() -> Iterator[Callable[[], object]]:
-    """Right answers."""
+    """Grade correct Sudoku answers."""
     task = Sudoku(SudokuConfig())
     return _each(task, task.problems(Split.TRAIN, 200, seed=0))
 
@@ -53,12 +53,12 @@ def _humaneval() -> tuple[HumanEval, list[Problem]]:
 
 
 def humaneval() -> Iterator[Callable[[], object]]:
-    """Reference solutions with their tests."""
+    """Grade HumanEval's reference solutions in the sandbox."""
     return _each(*_humaneval())
 
 
 def humaneval_without() -> Iterator[Callable[[], object]]:
-    """The same in this process."""
+    """Run the same solutions and tests in this process."""
     _, problems = _humaneval()
     for problem in cycle(problems):
         given = problem.metadata
@@ -72,7 +72,7 @@ def _run(source: str) -> None:
 
 
 def program() -> Iterator[Callable[[], object]]:
-    """A program that does nothing, in a sandbox."""
+    """Run an empty program in a sandbox."""
     sandbox = Sandbox(SandboxConfig())
     while True:
         yield lambda: sandbox.run("pass")
@@ -88,12 +88,12 @@ PARTS = {
 
 
 def _cpu_s() -> float:
-    """CPU seconds of this process and of all that it waited for: sandboxes too."""
+    """Return the CPU seconds of this process and of the children that it has reaped, sandboxes included."""
     return sum(os.times()[:4])
 
 
 def measured(works: Iterator[Callable[[], object]], seconds: float) -> tuple[list[float], float]:
-    """Seconds by the clock of each call, for so many seconds after a first that does not count; CPU seconds of one."""
+    """Call works for `seconds`, after one untimed call. Returns each call's wall seconds, and mean CPU seconds."""
     next(works)()
     taken = []
     used = _cpu_s()

@@ -1,4 +1,4 @@
-"""The limit that the sampler is compared with: LLaDA-8B's arithmetic on one H200."""
+"""Roofline of the sampler: tokens per second that LLaDA-8B's FLOP allow on one H200."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from rollout.sampler import Sampler
 COLUMNS = {"method": "method", "network": "network", "limit": "limit", "measured": "measured", "share": "share"}
 _LAYERS, _WIDTH, _VOCAB = LLADA_8B.num_layers, LLADA_8B.d_model, LLADA_8B.vocab_size
 _HIDDEN = 3 * _WIDTH
-# A dense bfloat16 product of an H200 in practice, and the reference's schedule: 2 tokens for each forward.
+# Achievable rate of a dense bfloat16 matmul on an H200.
 _FLOP_PER_S = 790e12
+# The reference's schedule: 2 tokens per forward.
 _PROMPT, _GEN, _BLOCK, _STEPS = 256, 256, 32, 128
 
 
 def limit(*, num_layers: int = _LAYERS, masked_head: bool, restricted: bool) -> float:
-    """Generated tokens a second if every FLOP of the reference's schedule ran at full rate, at any batch size.
+    """Compute tokens per second if every FLOP of the reference's schedule ran at full rate, at any batch size.
 
     Args:
         num_layers: blocks.
@@ -41,7 +42,7 @@ def limit(*, num_layers: int = _LAYERS, masked_head: bool, restricted: bool) -> 
 
 
 def rows(device: str) -> list[dict[str, Any]]:
-    """The limits of LLaDA-8B, and on a GPU what a network of its shape reaches of them."""
+    """Tabulate the limits of LLaDA-8B, and on a GPU the measured rate of a network of its shape."""
     limits = {
         "the reference: head everywhere": limit(masked_head=False, restricted=False),
         "head on the masked slots": limit(masked_head=True, restricted=False),
@@ -54,7 +55,7 @@ def rows(device: str) -> list[dict[str, Any]]:
 
 
 def _measured(batch: int) -> dict[str, Any]:
-    """Tokens a second of d1's exact sampler on a random network of LLaDA-8B's shape in bfloat16."""
+    """Measure d1's exact sampler on a random bfloat16 network of LLaDA-8B's shape."""
     setting = full("cuda")
     model = random_policy(setting, torch.bfloat16)
     requests = setting.requests(batch, temperature=0.9)

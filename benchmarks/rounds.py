@@ -1,4 +1,4 @@
-"""Rounds of random completions, and the two learners that train on them.
+"""Synthetic rounds of random completions, and the learners (ours, the reference) that train on them.
 
 Shape letters: U inner updates, B rows, P prompt, L completion slots.
 """
@@ -23,15 +23,16 @@ from learner.model.config import TransformerConfig
 from learner.parallel.sharding import ShardedPolicy
 
 BLOCK_LENGTH, TOKENS_PER_STEP = 32, 2
-# Of the questions of GSM8K's training set, in words, digits and signs: 5, 50 and 95 of 100 have at most 29, 51 and 93.
+# Log-normal fit to the question lengths of GSM8K's training set, counted in words, digits and signs:
+# percentiles 5, 50 and 95 are 29, 51 and 93.
 _QUESTION = NormalDist(mu=3.93, sigma=0.365)
-# What every prompt has beside its question: the task, and the marks of a chat's turns.
+# Tokens of a prompt besides its question: the task's instruction and the chat template.
 _INSTRUCTION_TOKENS = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """A network and a round for it."""
+    """Shape of a network and of a round for it."""
 
     shape: Shape
     prompt_tokens: int = 64
@@ -44,18 +45,17 @@ class Setting:
 
     @property
     def canvas_tokens(self) -> int:
-        """Of one completion."""
+        """Slots of one canvas, S."""
         return self.prompt_tokens + self.gen_length
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """Completions of a round, B."""
         return self.num_groups * self.group_size
 
 
 def make_round(setting: Setting) -> RolloutBatch:
-    """Random prompts and completions, on the CPU, as a learner gets them; a text fills between a quarter and all of its
-    canvas, evenly spread."""
+    """Make random prompts and completions on the CPU. Texts fill a quarter to all of the slots, evenly spread."""
     generator, B, L = torch.Generator().manual_seed(1), setting.num_rows, setting.gen_length
     prompts = torch.randint(
         2, setting.shape.vocab_size, (setting.num_groups, setting.prompt_tokens), generator=generator
@@ -89,7 +89,7 @@ def make_round(setting: Setting) -> RolloutBatch:
 
 
 def ragged_round(setting: Setting) -> RolloutBatch:
-    """A round whose prompts are as long as GSM8K's, those of a group as long as one another."""
+    """Make a round with GSM8K's distribution of prompt lengths. Prompts of a group have equal length."""
     places = torch.randperm(setting.num_groups, generator=torch.Generator().manual_seed(2))
     spread = [exp(_QUESTION.inv_cdf((place + 0.5) / setting.num_groups)) for place in places.tolist()]
     lengths = torch.tensor([_INSTRUCTION_TOKENS + round(question) for question in spread])
@@ -98,7 +98,7 @@ def ragged_round(setting: Setting) -> RolloutBatch:
 
 
 def learner_config(setting: Setting) -> LearnerConfig:
-    """d1's settings, its normalisation and its micro-batch: one group."""
+    """Make a config with the first d1's settings, its loss normalisation, and one group as micro-batch."""
     return LearnerConfig.model_validate(
         {
             **_of_round(setting),
@@ -110,7 +110,7 @@ def learner_config(setting: Setting) -> LearnerConfig:
 
 
 def method_config(setting: Setting, algorithm: str) -> LearnerConfig:
-    """A row of the table of algorithms, with its own number of updates."""
+    """Make a config for a row of the table of algorithms, with its own number of updates."""
     return LearnerConfig.model_validate({**_of_round(setting), "algorithm": algorithm})
 
 
@@ -124,27 +124,27 @@ def _of_round(setting: Setting) -> dict[str, Any]:
 
 
 def ragged_terms(setting: Setting, config: TransformerConfig) -> Terms:
-    """What the first inner update of such a round scores, with masks in the prompts."""
+    """Make the terms of the first inner update of a ragged round, with prompt masks."""
     batch = GroupedBatch.of(ragged_round(setting))
     corruption = learner_config(setting).estimator.corrupt(batch, InnerUpdate(0, 1), SamplerFacts())
     return make_terms(batch, config, corruption)
 
 
 def make_learner(setting: Setting, dtype: torch.dtype = torch.float32) -> Learner:
-    """Ours, on the setting's random policy."""
+    """Make our learner for the setting's random policy."""
     model = make_policy(setting.shape, setting.canvas_tokens, setting.device).to(dtype)
-    # These completions are random: there is no sampler to measure a gap to.
+    # The completions are random, so there is no sampler whose log-probabilities could be compared.
     return Learner(ShardedPolicy(model, None), learner_config(setting), SamplerFacts(has_reproducible_logps=False))
 
 
 def make_reference(setting: Setting, *, is_stacked: bool = False) -> ReferenceUpdate:
-    """The restatement of d1's, on the same policy."""
+    """Make the reference implementation of d1's update for the same policy."""
     model = make_policy(setting.shape, setting.canvas_tokens, setting.device)
     return ReferenceUpdate(model, UpdateSettings(is_stacked=is_stacked))
 
 
 def prompt_masks(setting: Setting, batch: RolloutBatch) -> Tensor:
-    """[U, B, P] bool: the masks that our estimator draws, for the reference to use."""
+    """Return our estimator's prompt masks, [U, B, P] bool, for use by the reference."""
     grouped, estimator = GroupedBatch.of(batch), learner_config(setting).estimator
     masks = []
     for index in range(setting.num_updates):

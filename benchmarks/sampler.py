@@ -1,17 +1,19 @@
-"""How fast the sampler is, against the field's, and what its approximations cost.
+"""Speed of the sampler against the reference sampler, and the accuracy cost of its approximations.
 
     python -m benchmarks.sampler [exact adapters queue caches curves roofline] [--rounds 3] [--device cpu]
         [--out DIR]
 
-`exact` and `queue` compare with the reference sampler (benchmarks/reference.py) in one interleaved run: same weights,
-same prompts, one thread. `adapters` measures what LoRA's adapters beside the weights cost a denoise step, at a rank of
-1/32 of the width, as LLaDA-8B has it at rank 128. `caches` measures the approximate speed-ups on a trained toy
-(benchmarks/toy.py) against d1's own exact sampler. `curves` draws the ratio and the peak memory over batch, length and
-vocabulary. `roofline` states the limit of LLaDA-8B on an H200, and on a GPU the share of it that a network of LLaDA's
-shape reaches. Times are process CPU time on a CPU, clock time on a GPU; a ratio is the median of the paired ratios,
-with the least and the greatest.
-Each case has a process of its own, as each sampler has in use: in one that has run others the allocator keeps memory
-that a fresh one gives back, and page faults are up to a third of the reference's time.
+- `exact` and `queue` compare with the reference sampler (benchmarks/reference.py) in one interleaved run: same weights,
+  same prompts, one thread.
+- `adapters` measures the cost of unmerged LoRA adapters per denoise step. The rank is 1/32 of the width, which for
+  LLaDA-8B is rank 128.
+- `caches` compares the approximate speed-ups with d1's exact sampler on a trained toy (benchmarks/toy.py).
+- `curves` plots the ratio and the peak memory over batch, length and vocabulary.
+- `roofline` prints the limit of LLaDA-8B on an H200, and on a GPU the share that a network of its shape reaches.
+
+Times are process CPU time on a CPU, wall time on a GPU. A ratio is the median of the paired ratios, with minimum and
+maximum. Each case runs in a fresh process, as in real use: after other cases the allocator retains memory that a fresh
+process returns to the system, and page faults take up to a third of the reference's time.
 """
 
 from __future__ import annotations
@@ -49,12 +51,12 @@ Row = dict[str, Any]
 
 
 def requests_of(prompts: torch.Tensor, params: SamplingParams) -> list[Request]:
-    """One request for each prompt, each with a seed of its own."""
+    """Make one request for each prompt, each with a different seed."""
     return [Request(prompt_ids=tuple(p), params=params, seed=seed) for seed, p in enumerate(prompts.tolist())]
 
 
 def agreement(completions: list[Completion], expected: list[list[int]]) -> float:
-    """Share of tokens, up to each completion's end, that are those of another sampler."""
+    """Compute the share of tokens, up to each completion's end, that equal another sampler's."""
     same = [
         one == other
         for completion, row in zip(completions, expected, strict=True)
@@ -64,7 +66,7 @@ def agreement(completions: list[Completion], expected: list[list[int]]) -> float
 
 
 def exact(rounds: int, device: str) -> list[Row]:
-    """d1's exact sampler against the reference, on two random networks, cold and warm."""
+    """Compare d1's exact sampler with the reference on random networks, at temperatures 0 and 0.9."""
     return [
         row
         for name in CASES
@@ -114,7 +116,7 @@ def _against_reference(
 
 
 def adapters(rounds: int, device: str) -> list[Row]:
-    """A denoise step without an adapter, with that of the first stage, and with that of a stage after SFT."""
+    """Time a denoise step with no adapter, with one, and with two (a frozen SFT adapter and the trained one)."""
     return [row for name in CASES for row in in_fresh_process(_adapters_case, name, rounds, device)]
 
 
@@ -143,7 +145,7 @@ def _adapters_case(name: str, rounds: int, device: str) -> list[Row]:
 
 
 def _plain_net(model: Transformer) -> Net:
-    """Our network asked for every logit of every slot: what of a gain is the network's and what the sampler's."""
+    """Wrap our network to compute all logits of all slots, to separate the network's gain from the sampler's."""
 
     class Plain(torch.nn.Module):
         config = model.config
@@ -155,7 +157,7 @@ def _plain_net(model: Transformer) -> Net:
 
 
 def queue(weights: Path, rounds: int, device: str) -> list[Row]:
-    """32 requests of unequal lengths on 8 slots: refilled slots against static batches."""
+    """Compare continuous batching (refilled slots) with static batches: 32 requests of unequal lengths on 8 slots."""
     model = toy.load(weights, device)
     prompts, _, _ = (tensor.to(device) for tensor in toy.problems(32, seed=7))
     batches, reference = prompts.split(BATCH), ReferenceNet(model)
@@ -207,7 +209,7 @@ CACHE_CASES: dict[str, dict[str, Any]] = {
 
 
 def caches(weights: Path, rounds: int, device: str) -> list[Row]:
-    """What caches and thresholds win and cost on a trained toy, in a static batch of 8 over the whole canvas."""
+    """Measure speed and accuracy of caches and thresholds on a trained toy: a static batch of 8, no early end."""
     model = toy.load(weights, device)
     prompts, answers, lengths = toy.problems(BATCH, seed=9)
     prompts = prompts.to(device)
@@ -239,7 +241,7 @@ def caches(weights: Path, rounds: int, device: str) -> list[Row]:
 
 
 def _mismatch(model: Transformer, name: str) -> Row:
-    """Recorded minus replayed log-probabilities at temperature 1, and the accuracy there: 32 requests."""
+    """Compare recorded with replayed log-probabilities at temperature 1, and measure accuracy there: 32 requests."""
     prompts, answers, lengths = toy.problems(32, seed=11)
     params = SamplingParams(**SCHEDULE, temperature=1.0, **CACHE_CASES[name])
     requests = requests_of(prompts, params)
@@ -262,7 +264,7 @@ def _mismatch(model: Transformer, name: str) -> Row:
 
 
 def sweep(rounds: int, device: str) -> list[Row]:
-    """Ratio to the reference and peak memory of a step, over batch, completion length and vocabulary."""
+    """Measure speed ratio to the reference and peak memory of a step over batch, completion length and vocabulary."""
     rows = []
     for axis, values in {"batch": (1, 4, 16), "gen_length": (64, 128, 256), "vocab_size": (1536, 8192, 32768)}.items():
         for value in values:
@@ -294,7 +296,7 @@ def sweep(rounds: int, device: str) -> list[Row]:
 
 
 def table(title: str, rows: list[Row], columns: dict[str, str]) -> Table:
-    """Rows as a table; a value that a row lacks is left blank."""
+    """Build a table. Missing values are left blank."""
     shown = Table(title=title)
     for index, heading in enumerate(columns.values()):
         shown.add_column(heading, justify="left" if index < 2 else "right")
@@ -337,7 +339,7 @@ COST = {
 
 
 def main() -> None:
-    """Run the parts that are asked for; print tables, and write JSON and pictures with `--out`."""
+    """Run the selected parts, print tables, and write JSON and plots to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("exact", "adapters", "queue", "caches", "curves", "roofline")
     parser.add_argument("parts", nargs="*", default=list(parts), help=f"some of {', '.join(parts)}")

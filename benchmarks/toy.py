@@ -1,8 +1,8 @@
-"""A toy with lengths of its own: every slot follows from the one 64 columns before it.
+"""Toy policy and task for the cache benchmarks: each slot depends on the slot 64 columns before it.
 
-Trained in five minutes on one thread. A number becomes the next one; a quarter of them also depend on the token to
-their left. So most slots of a block are certain at once and the others wait for a neighbour: schedules and caches have
-something to win and to lose, as with a real policy.
+It trains in five minutes on one thread. Each number is the successor of the one 64 columns before. A quarter of them
+also depend on the token to their left. So most slots of a block are certain at once and the others depend on a
+neighbour. As with a real policy, schedules and caches can therefore gain speed and lose accuracy. Lengths vary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BATCH, _LR = 16, 3e-3
 
 
 def config() -> TransformerConfig:
-    """The toy's network: 128 wide, 4 blocks."""
+    """Return the toy network's config: width 128, 4 blocks."""
     return TransformerConfig(
         vocab_size=BASE + 4,
         d_model=128,
@@ -46,11 +46,11 @@ def config() -> TransformerConfig:
 
 
 def problems(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Prompts [count, 64], answers [count, 128] filled with end of text, and their lengths [count] before it.
+    """Make prompts [count, 64], answers [count, 128] padded with end of text, and answer lengths [count].
 
-    A prompt is numbers, then END where the answer is to end in its first half, or LATER_END where in its second.
+    A prompt is numbers, then END if the answer ends in its first half, or LATER_END if in its second.
     """
-    # Hashed: seeds one apart would share most of their problems, in another order.
+    # Hash the seed: otherwise adjacent seeds would share most of their problems, in another order.
     rows, key = torch.arange(count), torch.tensor(fold(seed, 1))
     numbers = (uniform(key, rows[:, None], 1, torch.arange(PERIOD)) * BASE).long()
     length = (8 + uniform(key, rows, 2) * (GEN_LENGTH - 8)).long()
@@ -69,12 +69,12 @@ def _next(before: Tensor, left: Tensor) -> Tensor:
     carried = (before % 4 == 0) & (left % 2 == 1)
     number = (before + 1 + carried.long()) % BASE
     special = torch.where(before == LATER_END, END, EOS)
-    # The end of a text fills its canvas.
+    # End of text fills the rest of the canvas.
     return torch.where(left == EOS, EOS, torch.where(before < BASE, number, special))
 
 
 def train(num_steps: int, seed: int = 0) -> Transformer:
-    """A policy after so many steps of masked SFT."""
+    """Train a policy by `num_steps` steps of masked SFT."""
     model = Transformer(config())
     init_weights(model, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, betas=(0.9, 0.99), weight_decay=0.01)
@@ -105,14 +105,14 @@ def save(model: Transformer, path: Path) -> None:
 
 
 def load(path: Path, device: str) -> Transformer:
-    """The policy with the weights that were written."""
+    """Load a policy from saved weights."""
     model = Transformer(config())
     model.load_state_dict(load_file(path))
     return model.to(device)
 
 
 def accuracy(tokens: list[list[int]], answers: Tensor, lengths: Tensor) -> float:
-    """Share of the answers' numbers that are right: what a reward would see."""
+    """Compute the share of correct tokens in the answers."""
     right = total = 0
     for row, (answer, length) in enumerate(zip(answers.tolist(), lengths.tolist(), strict=True)):
         text = tokens[row][:length]

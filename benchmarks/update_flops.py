@@ -1,7 +1,7 @@
-"""The arithmetic of a round's update, for the field's way and for ours: what speed the counts allow.
+"""FLOP counts of a round's update, for the first d1's method and ours, and the possible speed-up.
 
-Counted as the learner counts its own (`learner/flops.py`); a backward pass is twice its forward. A ratio of counts is
-what two programs that ran every product at one rate would show. Norms, softmaxes and the optimizer's step are on top.
+Counts use `learner/flops.py`. A backward pass is twice its forward. A ratio of counts is the speed-up between two
+programs that run every matmul at the same rate. Norms, softmaxes and the optimizer step are not counted.
 
 Shape letters: B completions, S slots of a canvas, L completion slots, N tokens of text, U inner updates.
 """
@@ -20,28 +20,28 @@ COLUMNS = {"network": "network", "way": "way", "tflop": "TFLOP a round", "ratio"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """How large a round is."""
+    """Size of a round."""
 
     num_canvases: int
-    """B, or fewer where completions share theirs."""
+    """B, or fewer if completions share canvases."""
     canvas_tokens: int
-    """S."""
+    """Slots of a canvas, S."""
     asked_tokens: int
-    """L."""
+    """Completion slots of a canvas, L."""
     text_tokens: int
-    """N, over all canvases: slots whose token is scored."""
+    """N: slots whose token is scored, over all canvases."""
     num_updates: int
-    """U."""
+    """Inner updates, U."""
 
 
 def forward(config: TransformerConfig, counts: Counts, *, spares_head: bool, spares_block: bool) -> tuple[float, float]:
-    """FLOP of one forward of all canvases: of the body, attention included, and of the head.
+    """Count the FLOP of one forward of all canvases. Returns those of the body, attention included, and of the head.
 
     Args:
         config: the network.
         counts: the round.
-        spares_head: whether the head runs on the text alone.
-        spares_block: whether the last block predicts the completion, and its feed-forward the text, alone.
+        spares_head: whether the head runs on the text only.
+        spares_block: whether the last block runs only the queries of the completion, and the feed-forward of the text.
     """
     slots = counts.num_canvases * counts.canvas_tokens
     asked = counts.num_canvases * counts.asked_tokens if spares_block else slots
@@ -57,13 +57,13 @@ def forward(config: TransformerConfig, counts: Counts, *, spares_head: bool, spa
 
 
 def round_flops(config: TransformerConfig, counts: Counts) -> dict[str, float]:
-    """FLOP of a round with prompt masks that differ from update to update, as savings are added one by one."""
+    """Count the FLOP of a round whose prompt masks change with each update, adding savings one by one."""
     U = counts.num_updates
     all_body, all_head = forward(config, counts, spares_head=False, spares_block=False)
     _, text_head = forward(config, counts, spares_head=True, spares_block=False)
     body, head = forward(config, counts, spares_head=True, spares_block=True)
     return {
-        # Old, reference and new forwards, and a backward.
+        # Old, reference and new forward count once each, the backward twice.
         "the first d1: five forwards' worth an update, all slots": 5 * U * (all_body + all_head),
         "head on the text": 5 * U * (all_body + text_head),
         "last block on the completion": 5 * U * (body + head),
@@ -73,16 +73,16 @@ def round_flops(config: TransformerConfig, counts: Counts) -> dict[str, float]:
 
 
 def shared_flops(config: TransformerConfig, counts: Counts) -> float:
-    """FLOP of ours without prompt masks: one reference forward a round, no old one.
+    """Count our FLOP without prompt masks: one reference forward per round, no old forward.
 
-    `counts` are those of the canvases that differ: one a group, with the text of its longest completion.
+    `counts` covers the distinct canvases: one per group, with the text of its longest completion.
     """
     body, head = forward(config, counts, spares_head=True, spares_block=True)
     return (3 * counts.num_updates + 1) * (body + head)
 
 
 def rows(network: str, config: TransformerConfig, counts: Counts, shared: Counts) -> list[dict[str, Any]]:
-    """The table of one network; `shared` counts the canvases that differ without prompt masks."""
+    """Tabulate one network. `shared` counts the distinct canvases if prompts are not masked."""
     flops = round_flops(config, counts) | {"no prompt masks: ours": shared_flops(config, shared)}
     first = next(iter(flops.values()))
     return [

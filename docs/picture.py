@@ -1,6 +1,6 @@
-"""Take a picture of the page while a served policy denoises: `python docs/picture.py LINK docs/img/demo.png`.
+"""Take a screenshot of the page during denoising: `python docs/picture.py LINK docs/img/demo.png`.
 
-LINK is the one with the key that `d1 serve` prints on a terminal. Needs Chromium, as the page's tests do.
+LINK is the link with the key that `d1 serve` prints on a terminal. Needs Chromium, as the page's tests do.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def _take(page: Page, link: str, out: str, prompt: str | None, share: float) -> 
         page.fill("#prompt", prompt)
         page.click("#ask")
     page.wait_for_function(_SHARE_COMMITTED, arg=share, timeout=_PATIENCE_MS)
-    # The buttons and the cells that have just changed.
+    # Avoid the hover effects of buttons and of cells that have just changed.
     page.mouse.move(0, 0)
     page.screenshot(path=out, animations="disabled", full_page=True)
 
 
 def main() -> None:
-    """Ask, wait, and write the picture."""
+    """Send a request, wait, and write the screenshot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("link")
     parser.add_argument("out")
@@ -42,7 +42,7 @@ def main() -> None:
     path = next(filter(None, map(shutil.which, _CHROMIUM)))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        # The page lets nobody evaluate a string; that would wait without end.
+        # `wait_for_function` evaluates a string. The content security policy forbids that, and it would wait forever.
         page = browser.new_page(viewport={"width": 1000, "height": 600}, device_scale_factor=1.5, bypass_csp=True)
         _take(page, given.link, given.out, given.prompt, given.share)
         browser.close()

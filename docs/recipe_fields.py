@@ -1,4 +1,4 @@
-"""Writes the table of every recipe field into docs/recipes.md, below the line that says so."""
+"""Generator of the reference of recipe fields in docs/recipes.md, below its marker line."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def page(text: str) -> str:
-    """The page `text` with the tables as they are now."""
+    """Replace the generated tables in the page `text`."""
     head, mark, _ = text.partition(MARK)
     schema = recipe_schema()
     return head + mark + "".join(_section(schema, schema, "", "The run"))
 
 
 def _section(schema: dict[str, Any], node: dict[str, Any], prefix: str, title: str) -> Iterator[str]:
-    """The table of one section's own fields, then the tables of its sections."""
+    """Generate the table of a section's fields, then those of its subsections."""
     rows, sections = [], []
     for name, field in node["properties"].items():
         target = _resolve(schema, field)
@@ -43,7 +43,7 @@ def _section(schema: dict[str, Any], node: dict[str, Any], prefix: str, title: s
             (of_any_name,) = target["patternProperties"].values()
             sections += [(f"{prefix}{name}.NAME", _resolve(schema, choice)) for choice in of_any_name["oneOf"]]
         else:
-            # An enumeration is described as a type; its field says what it is here.
+            # An enumeration's schema describes the type. The field's description overrides it.
             rows.append(_row(f"{prefix}{name}", target | field, is_required=name in node.get("required", [])))
     if rows:
         description = f"{_one_line(node['description'])}\n\n" if prefix else ""
@@ -55,7 +55,7 @@ def _section(schema: dict[str, Any], node: dict[str, Any], prefix: str, title: s
 
 
 def _resolve(schema: dict[str, Any], field: dict[str, Any]) -> dict[str, Any]:
-    # A section that may be left out is one of two things, the other of which is nothing.
+    # An optional section is a choice between its schema and null.
     field = next((choice for choice in field.get("anyOf", ()) if "$ref" in choice), field)
     target: dict[str, Any] = schema["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else field
     return target

@@ -1,4 +1,4 @@
-"""Writes docs/tree.md: every file of the project beside the first line of what it says of itself."""
+"""Generator of docs/tree.md: all files of the project with the first line of docstring or comment."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _WIDTH = 30
 
 
 def page() -> str:
-    """The page as the files are now."""
+    """Generate the page from the current files."""
     return _HEAD + "\n".join(f"```\n{chr(10).join(_lines(ROOT / folder, 0))}\n```\n" for folder in FOLDERS)
 
 
 def _lines(path: Path, depth: int) -> Iterator[str]:
-    """A folder, then its files, then its folders."""
+    """Generate the lines of a folder, its files, then its subfolders."""
     inside = sorted(one for one in path.iterdir() if _is_ours(one))
     yield _line(depth, f"{path.name}/", _first_line(path / "__init__.py"))
     for file in inside:
@@ -37,7 +37,7 @@ def _lines(path: Path, depth: int) -> Iterator[str]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it is a file of the project, or a folder that has one: where files were moved, their bytecode stays."""
+    """Whether a path is a project file, or a folder with one. Folders of moved files may still hold bytecode."""
     if path.name.startswith((".", "__pycache__")):
         return False
     return path.is_file() or any(map(_is_ours, path.iterdir()))

@@ -1,1 +1,1 @@
-"""Adapting an autoregressive model: its own scores, and the prompts of the demo's training."""
+"""Adaptation of an autoregressive model to diffusion: baseline scores and the demo's training prompts."""

@@ -1,9 +1,9 @@
-"""How many of a task's held-out problems an autoregressive model solves by itself, with d1's prompts and graders.
+"""Held-out accuracy of an unadapted autoregressive model, with d1's prompts and graders.
 
     python -m benchmarks.adapted.autoregressive smollm2 gsm8k --count 40 --out runs/autoregressive
     python -m benchmarks.adapted.autoregressive smollm2 gsm8k heldout_data=test.jsonl train_data=train.jsonl
 
-Decoding is greedy. Each batch is kept as it is done, in the format of `d1 eval`: called again, it goes on from there.
+Decoding is greedy. Each finished batch is saved in the format of `d1 eval`, and a second call resumes after it.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def scored(
     max_new_tokens: int,
     batch_size: int,
 ) -> dict[str, Any]:
-    """The numbers of a model on the held-out problems of a task, as `d1 eval` has them.
+    """Evaluate a model on a task's held-out problems, with the metrics of `d1 eval`.
 
     Args:
         source: the model.
-        task: what it is asked.
-        out: where its answers are kept.
-        count: problems; None: all, or 500 of a task that generates them.
-        max_new_tokens: most tokens of an answer.
-        batch_size: problems that are answered at a time.
+        task: the task of the problems.
+        out: folder of the answers.
+        count: number of problems. None: all, or 500 of a task that generates them.
+        max_new_tokens: maximum tokens of an answer.
+        batch_size: problems per batch.
 
-    Raises UserError as `RecordWriter` and ValueError as `encode_prompts`.
+        Raises the UserError of `RecordWriter` and the ValueError of `encode_prompts`.
     """
     tokenizer, made = source.tokenizer(), open_task(task)
     problems = heldout(made, count or None)

@@ -1,9 +1,9 @@
-"""Prompts for very short stories, one a line: what the demo's adapter is trained on.
+"""Prompts for very short stories, one per line: training data of the demo's adapter.
 
     python -m benchmarks.adapted.stories > stories.txt
     d1 adapt smollm2 stories --prompts stories.txt
 
-They are the same ones each time.
+The output is deterministic.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _WHAT = (
 
 
 def stories(count: int) -> list[str]:
-    """The first `count` prompts of a fixed order, all different.
+    """Return the first `count` prompts of a fixed order, all different.
 
-    Every form, hero and deed occurs about as often as any other, whatever the count. Raises ValueError for more than
-    there are.
+    Forms, heroes and deeds are about equally frequent for any count. Raises ValueError if `count` exceeds the number of
+    different prompts.
     """
     pairs = list(product(_WHO.split("|"), _WHAT.split("|")))
     if not 1 <= count <= len(pairs):

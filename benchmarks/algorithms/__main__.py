@@ -1,14 +1,16 @@
-"""Every algorithm on the tiny tasks, from the same SFT checkpoint, at equal rollouts and at equal seconds.
+"""Comparison of all algorithms on the tiny tasks, at equal completions and at equal CPU seconds.
 
     python -m benchmarks.algorithms [--rows NAME ...] [--tasks sudoku countdown] [--seeds 0 1 2] [--docs docs]
 
-Each row of `learner/algorithms.py` trains with its own estimator, objective, advantage, group size and inner updates,
-on as many completions a round as all others. Its learning rate is the recipe's divided by the square root of its
-optimizer steps a round; a row that ends no better than SFT is tried again at each further one of `--rates`, which are
-multiples of that, and the best rate counts. `recipe` is the recipe's own method. A run is evaluated when its
-completions, and when its CPU seconds, are those that all get. What is done is kept in `--results`, and a second call
-goes on from there; the default has what the tables of docs/results.md were made of. With `--set task.shaping=0` the
-recipes are changed ones, and have results of their own.
+Each row of `learner/algorithms.py` trains from the same SFT checkpoint with its own estimator, objective, advantage,
+group size and inner updates. All rows use equally many completions per round. `recipe` is the recipe's own method.
+
+A row's learning rate is the recipe's divided by the square root of its optimizer steps per round. `--rates` are
+multiples of that: a row that ends no better than SFT is retried at each further rate, and the best rate counts.
+
+A run is evaluated when it reaches the common budget of completions, and again at that of CPU seconds. Results are saved
+in `--results`, and a second call resumes from them. The default folder has the data of docs/results.md. Runs with
+changed recipes (`--set task.shaping=0`) have separate results.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ TASKS = {"sudoku": Path("recipes/tiny.yaml"), "countdown": Path("recipes/countdo
 
 
 def main() -> None:
-    """Train what is not trained yet, then print the tables, and write them where `--docs` says."""
+    """Run the missing trials, print the tables, and write them to `--docs`."""
     args = _arguments()
     console = Console(width=180)
     trials = [
@@ -56,7 +58,7 @@ def main() -> None:
         for rate in args.rates:
             tried = [replace(trial, rate=rate) for trial in trials]
             missing = [trial for trial in tried if records.find(trial) is None]
-            # Trials of one task and seed share a checkpoint: made first, and once.
+            # Trials of one task and seed share a checkpoint: make it once, before them.
             bases = {(trial.task, trial.seed): trial for trial in missing}
             for future in [pool.submit(start, trial) for trial in bases.values()]:
                 future.result()
@@ -98,7 +100,7 @@ def _arguments() -> argparse.Namespace:
 def _carry_out(
     pool: Executor, trials: Sequence[Trial], budget: Budget, records: Records, console: Console
 ) -> list[str]:
-    """Try, and keep what comes of it; a sentence for each trial that fails."""
+    """Run trials and save their results. Returns a message for each failed trial."""
     failed: list[str] = []
     waiting = {pool.submit(try_row, trial, budget): trial for trial in trials}
     for number, done in enumerate(as_completed(waiting), 1):

@@ -1,6 +1,6 @@
-"""The stages of a run in one process and on one thread, without Ray: what its actors do, one after the other.
+"""Single-process run without Ray: sampling, grading and updating in sequence on one thread.
 
-Synchronous: every round trains on completions of the policy that it updates, or of one so many versions older.
+Each round trains on completions of the current policy, or of one that is `staleness` versions older.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rollout.score import Score
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """A round, as it ended."""
+    """State of a run after a round."""
 
     num_rounds: int
     """Rounds so far."""
@@ -49,11 +49,11 @@ class Trained:
     cpu_s: float
     """CPU seconds of sampling, grading and updating so far."""
     metrics: Metrics
-    """The learner's."""
+    """The learner's metrics."""
 
 
 def make_sft_checkpoint(recipe: Recipe) -> Path:
-    """The checkpoint that the recipe's SFT ends with; made where it is not there yet."""
+    """Return the checkpoint of the recipe's SFT, and train it if it does not exist."""
     spec = make_spec(recipe, Stages.ALL)
     directory = spec.checkpoints_dir / "sft"
     if directory.is_dir():
@@ -73,12 +73,12 @@ def make_sft_checkpoint(recipe: Recipe) -> Path:
 
 
 class LocalRun:
-    """The rounds of a recipe from a checkpoint."""
+    """Training rounds of a recipe, from a checkpoint."""
 
     def __init__(self, recipe: Recipe, checkpoint: Path, staleness: int = 0) -> None:
-        """Every round is sampled by the policy as it was `staleness` rounds before, where there were so many.
+        """Set up a run whose rounds are sampled by the policy of `staleness` rounds before, or by the first one.
 
-        Raises ValueError where the recipe's algorithm cannot learn from completions that are sampled like that.
+        Raises ValueError if the recipe's algorithm cannot learn from such completions.
         """
         self._spec = make_spec(recipe, Stages.RL)
         self._plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
@@ -91,9 +91,9 @@ class LocalRun:
         self._versions = deque([self._version()], maxlen=staleness + 1)
 
     def rounds(self) -> Iterator[Trained]:
-        """Round after round, as long as more are asked for.
+        """Train and yield round after round, without end.
 
-        Raises FloatingPointError when a loss or gradient is not finite.
+        Raises FloatingPointError if a loss or gradient is not finite.
         """
         num_rounds = num_completions = 0
         spent_s = 0.0
@@ -120,20 +120,20 @@ class LocalRun:
             )
 
     def likelihood_gap(self) -> float | None:
-        """Nats a token, of the newest round's completions under the policy that has learned from them."""
+        """Return the likelihood gap, in nats per token, of the newest round under the policy that trained on it."""
         assert self._newest is not None, "a round comes first"
         return likelihood_gap(self._learner.policy, self._spec.learner, self._facts, self._newest)
 
     def evaluate(self, schedules: Sequence[SamplingParams]) -> dict[str, tuple[Score, float]]:
-        """Held-out accuracy at temperature 0, and the mean number of denoise steps, by schedule."""
+        """Measure held-out accuracy at temperature 0, and the mean number of denoise steps, by schedule."""
         return {params.schedule_name: score(self.policy, self._plan, self._grader, params) for params in schedules}
 
     def _version(self) -> Transformer:
-        """The policy as it is now, whatever it learns later; itself where nothing older samples."""
+        """Return a snapshot of the current policy, or the policy itself if staleness is 0."""
         return copy.deepcopy(self.policy) if self._is_stale else self.policy
 
     def _round(self, round_index: int) -> list[ScoredWorkUnit]:
-        """A round's work units, one after another; with those that replace groups, where the recipe says so."""
+        """Sample and grade a round's work units in sequence, with extra groups if the recipe uses dynamic sampling."""
         selection, scored, informative = GroupSelection.of(self._spec), list[ScoredWorkUnit](), dict[int, int]()
         while len(scored) < selection.work_units_needed(self._plan.work_unit_sizes(round_index), informative):
             newest = self._scored(round_index, len(scored))
@@ -149,7 +149,7 @@ class LocalRun:
 
 @torch.no_grad()
 def score(policy: Transformer, plan: RunPlan, grader: GraderWorker, params: SamplingParams) -> tuple[Score, float]:
-    """Held-out accuracy at temperature 0 under `params`, and the mean number of denoise steps that it took."""
+    """Measure held-out accuracy at temperature 0 under `params`, and the mean number of denoise steps."""
     num_correct = num_problems = num_steps = 0
     for work_unit in plan.evaluation_work_units(params, policy.config):
         completions = Sampler(policy, 0).generate(work_unit.requests)

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md, and the column of docs/algorithms.md, from what the trials left."""
+"""Markdown tables of trial results, for docs/results.md and docs/algorithms.md."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ _ALGORITHMS, _OURS = "| algorithm |", "ours, % of "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a trial found. Scores are by schedule; the first schedule counts."""
+    """Result of a trial. Scores are by schedule; the first schedule is the one reported."""
 
     task: str
     row: str
     seed: int
     rate: float
-    """What the recipe's learning rate was multiplied by, beside what the row's optimizer steps do to it."""
+    """Factor of the learning rate, in addition to the scaling by the row's optimizer steps."""
     lr: float
     num_updates: int
     group_size: int
     num_rounds: int
-    """Rounds in all."""
+    """Total rounds."""
     cpu_s: float
-    """CPU seconds in all."""
+    """Total CPU seconds."""
     before: Mapping[str, Any]
-    """Of the SFT checkpoint."""
+    """Scores of the SFT checkpoint."""
     at_completions: Mapping[str, Any] | None
-    """When its completions were those that all get; None when it ended before."""
+    """Scores at the common budget of completions. None if the run ended earlier."""
     at_seconds: Mapping[str, Any] | None
-    """When its seconds were."""
+    """Scores at the common budget of CPU seconds. None if the run ended earlier."""
     metrics: Mapping[str, float]
-    """The learner's, mean of the last rounds."""
+    """The learner's metrics, averaged over the last rounds."""
     gap: float | None
-    """The estimate's log-probability of a token less the recorded one, nats, at the end."""
+    """Estimated minus recorded log-probability of a token at the end of the run, nats."""
     failure: str | None
-    """What ended it early."""
+    """Why the run ended early, if it did."""
 
     @property
     def has_learned(self) -> bool:
-        """Whether it ended better than it began."""
+        """Whether the final accuracy exceeds that of the SFT checkpoint."""
         return _accuracy([self.at_seconds]) > _accuracy([self.before])
 
     @property
     def summary(self) -> str:
-        """In a line."""
+        """Summarise the result in one line."""
         cells = (_cell([self.before]), _cell([self.at_completions]), _cell([self.at_seconds]))
         gained = f"{cells[0]} -> {cells[1]} (completions), {cells[2]} (seconds)"
         took = f"{self.num_rounds} rounds, {self.cpu_s:.0f} CPU-s"
@@ -61,7 +61,7 @@ class Result:
 
 
 def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:
-    """Two tables for each task: the schedule that counts, and all schedules."""
+    """Format two tables for each task: one of the reported schedule, one of all schedules."""
     lines: list[str] = []
     for task, of_task in groupby(sorted(results, key=lambda result: result.task), key=lambda result: result.task):
         found = list(of_task)
@@ -83,7 +83,7 @@ def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:
 
 
 def write_between_marks(path: Path, text: str) -> None:
-    """Replace what lies between the marks of a file. Raises ValueError where it has none."""
+    """Replace the text between a file's marks. Raises ValueError if it has none."""
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -92,9 +92,9 @@ def write_between_marks(path: Path, text: str) -> None:
 
 
 def write_columns(path: Path, results: Sequence[Result]) -> None:
-    """Say in the table of algorithms what each came to here: a column a task, in percent at the schedule that counts.
+    """Write accuracies into the table of algorithms: one column per task, in percent at the reported schedule.
 
-    Raises ValueError where the file has no such table.
+    Raises ValueError if the file has no such table.
     """
     lines = path.read_text(encoding="utf-8").split("\n")
     start = next((index for index, line in enumerate(lines) if line.startswith(_ALGORITHMS)), None)
@@ -128,9 +128,9 @@ def _percent(trials: Sequence[Result] | None) -> str:
 
 
 def _by_row(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
-    """The trials of each row at its best learning rate, the best row first.
+    """Return the trials of each row at its best learning rate, best row first.
 
-    Which rate is best is said by the seeds that were tried at all of the row's rates: others may be harder.
+    Rates are compared on the seeds that were tried at all of the row's rates, as other seeds may be harder.
     """
     by_rate: dict[str, dict[float, list[Result]]] = {}
     for result in results:
@@ -179,7 +179,7 @@ def _schedules(row: str, scores: Sequence[Mapping[str, Any] | None]) -> str:
 
 
 def in_words(score: Score) -> str:
-    """The accuracy with its interval."""
+    """Format an accuracy with its interval."""
     low, high = score.interval
     return f"{100 * score.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
@@ -195,12 +195,12 @@ def _accuracy(scores: Sequence[Mapping[str, Any] | None]) -> float:
 
 
 def _that_counts(scores: Sequence[Mapping[str, Any] | None]) -> Score | None:
-    """At the first schedule, over the problems of all seeds."""
+    """Pool the scores of all seeds at the first schedule."""
     return next((_pooled(scores, next(iter(some))) for some in scores if some), None)
 
 
 def _pooled(scores: Sequence[Mapping[str, Any] | None], name: str) -> Score | None:
-    """Over seeds; None where one of them ended before."""
+    """Pool scores over seeds. Returns None if one of them ended early."""
     if not all(scores):
         return None
     found = [some[name] for some in scores if some]

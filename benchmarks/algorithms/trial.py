@@ -1,4 +1,4 @@
-"""One row of the table of algorithms on one task and seed."""
+"""Trial of one algorithm (a row of the table) on one task and seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rollout.request import SamplingParams, Schedule
 from rollout.schedule_config import ScheduleConfig
 
 RECIPE_ROW = "recipe"
-"""The method of the recipe itself."""
+"""Name of the row that uses the recipe's own method."""
 _FORK = ScheduleConfig(schedule=Schedule.LEFT_TO_RIGHT, threshold=0.8)
 _NOT_OF_A_METHOD = ("micro_batch_tokens", "betas", "weight_decay", "max_grad_norm")
 _WARMUP_ROUNDS, _LAST = 10, 10
@@ -30,40 +30,40 @@ _WARMUP_ROUNDS, _LAST = 10, 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What is tried."""
+    """Specification of a trial."""
 
     task: str
     recipe: str
-    """The recipe's file."""
+    """Path of the recipe."""
     row: str
     seed: int
     out: str
-    """Where checkpoints lie."""
+    """Folder of the checkpoints."""
     rate: float = 1.0
-    """What the learning rate is multiplied by."""
+    """Factor of the learning rate."""
     overrides: tuple[str, ...] = ()
-    """Changes to the recipe."""
+    """Overrides of the recipe's fields."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """What every row gets: as many completions, and as many seconds."""
+    """Budget that is equal for all rows: completions and CPU seconds."""
 
     num_completions: int
     cpu_s: float
-    """CPU seconds of sampling, grading and updating on one thread; evaluation is not counted."""
+    """CPU seconds of sampling, grading and updating on one thread, evaluation excluded."""
     of_round: int
-    """Completions of a round."""
+    """Completions per round."""
 
 
 def begin() -> None:
-    """A process of the pool; not in the command's own module, which a spawned process does not find."""
+    """Initialise a pool process. It is not in `__main__`, which a spawned process cannot import."""
     end_with_parent()
     torch.set_num_threads(1)
 
 
 def start(trial: Trial) -> str:
-    """Make the checkpoint that all rows of the trial's task and seed start from, and evaluate it; what it scores."""
+    """Make and evaluate the common checkpoint of the trial's task and seed. Returns its scores as JSON."""
     base = base_recipe(trial)
     checkpoint, path = make_sft_checkpoint(base), _before(base)
     if not path.is_file():
@@ -72,7 +72,7 @@ def start(trial: Trial) -> str:
 
 
 def try_row(trial: Trial, budget: Budget) -> Result:
-    """Train until both budgets are spent, evaluating when each of them is."""
+    """Train until both budgets are spent, evaluating as each one is reached."""
     base = base_recipe(trial)
     schedules = _schedules(base)
     recipe = recipe_of(trial, base, budget)
@@ -111,7 +111,7 @@ def try_row(trial: Trial, budget: Budget) -> Result:
 
 
 def base_recipe(trial: Trial) -> Recipe:
-    """The recipe of the trial's task, with its seed."""
+    """Return the recipe of the trial's task, with its seed."""
     name = f"{trial.task}-{trial.seed}"
     words = [f"runs_dir={trial.out}", f"name={name}", f"seed={trial.seed}", *trial.overrides]
     return load_recipe(Path(trial.recipe), words)
@@ -122,12 +122,12 @@ def _before(base: Recipe) -> Path:
 
 
 def _schedules(base: Recipe) -> tuple[SamplingParams, ...]:
-    """Those of the recipe, however a row samples."""
+    """Return the recipe's evaluation schedules, which apply to all rows however they sample."""
     return base.evaluation.params(base.rollout.sampling)
 
 
 def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
-    """The recipe with the row's method, at the budget's size of a round."""
+    """Return the recipe with the row's method and the budget's round size."""
     settings = base.learner.model_dump(exclude={"num_workers", "max_staleness"})
     if trial.row != RECIPE_ROW:
         settings = {name: settings[name] for name in _NOT_OF_A_METHOD} | {"algorithm": trial.row}
@@ -139,7 +139,7 @@ def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
     }
     learner = LearnerConfig.model_validate(settings | sizes)
     changes: dict[str, Any] = {"learner": learner, "rollout": _rollout_of(trial.row, base.rollout)}
-    # Whoever evaluates says at which schedules; a row that samples otherwise could not have the recipe's.
+    # The caller passes the schedules: the recipe's may be invalid for a row that samples differently.
     changes["evaluation"] = base.evaluation.model_copy(update={"schedules": None})
     if trial.row == "lightningrl":
         changes["reward"] = RewardConfig.model_validate({"terms": {"speed": {"kind": "speed", "weight": 0.02}}})
@@ -151,7 +151,7 @@ def _steps_per_round(learner: LearnerConfig) -> int:
 
 
 def _rollout_of(row: str, rollout: RolloutConfig) -> RolloutConfig:
-    """Rows that cannot learn from the recipe's schedule sample as their papers do."""
+    """Choose the sampling of a row: its paper's, if it cannot learn from the recipe's schedule."""
     sampling = rollout.sampling
     if row == "justgrpo":
         sampling = sampling.model_copy(update={"block_length": 1, "num_denoise_steps": sampling.gen_length})
@@ -172,7 +172,7 @@ def _scores(run: LocalRun, schedules: Sequence[SamplingParams]) -> dict[str, Any
 
 
 def _means(rounds: Sequence[Trained]) -> dict[str, float]:
-    """The learner's metrics, averaged over some rounds."""
+    """Average the learner's metrics over some rounds."""
     names = sorted({name for trained in rounds for name in trained.metrics})
     values = {name: [trained.metrics[name] for trained in rounds if name in trained.metrics] for name in names}
     return {name: sum(some) / len(some) for name, some in values.items()}

@@ -1,1 +1,1 @@
-"""What one GPU makes of a policy of LLaDA-8B's shape, without Ray: ceilings, then what d1 reaches of them."""
+"""Single-GPU benchmarks of LLaDA-8B's shape without Ray: hardware ceilings and d1's share of them."""

@@ -1,10 +1,10 @@
-"""What one GPU makes of a policy of LLaDA-8B's shape: no Ray, no download, ten minutes.
+"""Single-GPU benchmark of a policy of LLaDA-8B's shape: no Ray, no download, ten minutes.
 
     python -m benchmarks.gpu [--device cuda] [--tiny] [--stages ceilings ...] [--seconds 600] [--out FILE]
 
-Each stage is a process of its own with a limit: one that runs out of memory or of time costs that stage alone, and its
-rows until then are kept. `--out` gets each row, a line of JSON, when it is measured. `--device cpu --tiny` runs all of
-it in a minute or two, and says nothing of any speed.
+Each stage runs in a separate process with a time limit. If it runs out of memory or time, only that stage fails, and
+its rows so far are kept. Each row is appended to `--out` as a line of JSON when it is measured. `--device cpu --tiny`
+runs everything in a minute or two as a smoke test; its numbers are meaningless.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TAIL = 2000
 
 
 def main() -> None:
-    """Run the stages, print their rows, and end with 1 where one failed."""
+    """Run the stages and print their rows. Exits with 1 if a stage failed."""
     args, has_failed = _arguments(), False
     deadline = time.monotonic() + args.seconds
     for name in args.stages:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _carried_out(name: str, args: argparse.Namespace, deadline: float) -> Iterator[Row]:
-    """The rows of a stage as they come, and at its end why it failed, if it did."""
+    """Yield the rows of a stage as they are measured, and finally the reason if it failed."""
     limit_s = min(STAGES[name].limit_s, deadline - time.monotonic())
     if limit_s <= 0:
         yield {"failure": f"the {args.seconds:g} s of all stages were over"}

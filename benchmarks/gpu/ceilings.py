@@ -1,4 +1,4 @@
-"""What the device can do: the limits that the rest is compared with."""
+"""Hardware ceilings of the device: matmul, copy and attention rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from learner.hardware import peak_flop_per_s
 
 
 def ceilings(setting: Setting) -> Iterator[Row]:
-    """Products, copies, and attention with and without a mask."""
+    """Measure matmuls, copies, and attention with and without a mask."""
     yield from _products(setting)
     yield from _copies(setting)
     yield from _attention(setting)

@@ -1,4 +1,4 @@
-"""What a GPU would be asked for, counted on any device: launches, times that the host waits, and bytes."""
+"""Counter of GPU operations on any device: kernel launches, host synchronisations and memory traffic."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 _COPIES = {_aten._to_copy, _aten.copy_}
-# Neither a kernel nor bytes: memory is taken, or looked at in another way.
+# No kernel and no traffic: these only allocate memory or make a view.
 _FREE = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten._unsafe_view, _aten.lift_fresh}
-# The host must know what the device found: a number, or how large the result is.
+# These synchronise: the host needs a value from the device, or the size of the result.
 _WAITS = {
     _aten._local_scalar_dense,
     _aten.bincount,
@@ -26,9 +26,9 @@ _WAITS = {
     _aten._unique2,
 }
 _INDEXED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
-# Their traffic is that of what they find, not of where they look.
+# Their traffic is that of the result, not of the table.
 _LOOKUPS = {_aten.index, _aten.gather, _aten.index_select, _aten.embedding}
-# Bound by arithmetic, or by a few numbers written here and there.
+# Bound by arithmetic, or by a few scattered writes.
 _NOT_ELEMENTWISE = {
     *(_aten.linear, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm),
     *_INDEXED,
@@ -37,29 +37,29 @@ _NOT_ELEMENTWISE = {
 
 
 class OpCounter(TorchDispatchMode):
-    """Counts the operations within its block that touch a tensor of another device than the CPU."""
+    """Counts the operations in its block that involve a tensor outside the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.reset()
 
     def reset(self) -> None:
-        """Count from zero again."""
+        """Reset all counts to zero."""
         self.num_launches = 0
-        """Operations that are not views, copies between host and device included."""
+        """Operations other than views, copies between host and device included."""
         self.num_waits = 0
-        """Times that the host waits for what the device has been asked for."""
+        """Times that the host waits for the device."""
         self.num_blocking_uploads = 0
         """Copies to the device that the host waits for."""
         self.num_bytes = 0
-        """Read and written by operations that are not bound by their arithmetic: all but products and attention."""
+        """Bytes read and written by memory-bound operations: all but matmuls and attention."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # What Python's functions are told to do is done with: these are the operations that it came to.
+        # Function modes have already run: only the resulting operations arrive here.
         with torch._C.DisableTorchFunction():
             if func.is_view:
-                # Some of these copy where they must (`to`, `reshape`): what they are made of says whether.
+                # Composite operations (`to`, `reshape`) may copy or not: decompose them to find out.
                 with self:
                     made_of = func.decompose(*args, **kwargs)
                 if made_of is not NotImplemented:
@@ -83,7 +83,7 @@ class OpCounter(TorchDispatchMode):
                 self.num_waits += _is_there(source)
                 self.num_blocking_uploads += _is_there(target)
         elif kind in _INDEXED:
-            # A mask as an index is a `nonzero`.
+            # Indexing with a bool mask runs `nonzero`, which synchronises.
             self.num_waits += any(index is not None and index.dtype is torch.bool for index in args[1])
         else:
             self.num_waits += kind in _WAITS
@@ -102,7 +102,7 @@ def _traffic(kind: Any, given: list[Tensor], made: list[Tensor]) -> int:
 
 
 def _bytes(value: Tensor) -> int:
-    """Of the different numbers in it: what is expanded is read once."""
+    """Count the bytes of distinct elements: expanded dimensions are read once."""
     numbers = 1
     for size, stride in zip(value.shape, value.stride(), strict=True):
         numbers *= size if stride else min(size, 1)

@@ -1,4 +1,4 @@
-"""The learner's update, and what a version takes to publish."""
+"""GPU stages of the learner: update throughput, and the time to publish a version."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
 
 _NUM_GROUPS, _GROUP = 4, 8
-"""A group is a micro-batch: 4,096 slots of LLaDA's canvases."""
+"""Groups and completions per group. A group is a micro-batch: 4,096 slots of LLaDA's canvases."""
 
 
 def learner(setting: Setting) -> Iterator[Row]:
-    """Updates of an adapter of the whole network, and of every weight of one with fewer layers; rows of unequal length,
-    padded and back to back; and both updates again, compiled."""
+    """Time updates of a LoRA adapter on the whole network, and of all weights of a network with fewer layers.
+
+    Also times rows of unequal length, padded and concatenated, and both updates compiled.
+    """
     adapter = LoraConfig(rank=setting.rank, alpha=64)
     yield _update(setting, adapter, is_compiled=False)
     yield _update(setting.with_layers(setting.few_layers), FULL_FINE_TUNING, is_compiled=False)
-    # No prompt of GSM8K is longer.
+    # An upper bound for GSM8K's prompts.
     yield from _ragged(replace(setting.with_layers(setting.few_layers), prompt_tokens=256))
-    # The last: nobody knows how long compiling takes there.
+    # Last, because its compile time is unknown.
     yield _update(setting.with_layers(setting.few_layers), FULL_FINE_TUNING, is_compiled=True)
     yield _update(setting, adapter, is_compiled=True)
 
 
 def _ragged(setting: Setting) -> Iterator[Row]:
-    """Forward and backward of canvases with prompts as long as GSM8K's, every weight trained."""
+    """Time forward and backward of canvases with GSM8K's distribution of prompt lengths, all weights trained."""
     model = random_policy(setting, torch.bfloat16)
     of_round = rounds.Setting(shape=setting.shape, gen_length=setting.gen_length, num_groups=2, group_size=_GROUP)
     terms = rounds.ragged_terms(of_round, model.config)
@@ -59,7 +61,7 @@ def _forward_and_backward(model: Transformer, views: Views) -> None:
 
 
 def publishing(setting: Setting) -> Iterator[Row]:
-    """A version of an adapter: gathered and checked on the host, and put beside a sampler's weights on the device."""
+    """Time a version of an adapter: gathered and checksummed on the host, then attached to a sampler's weights."""
     policy = ShardedPolicy(
         random_policy(setting, torch.bfloat16), None, lora=LoraConfig(rank=setting.rank, alpha=setting.rank)
     )
@@ -95,7 +97,7 @@ def _update(setting: Setting, lora: LoraConfig, *, is_compiled: bool) -> Row:
     policy = ShardedPolicy(model, None, ShardingConfig(compile=is_compiled), lora=lora)
     trained = Learner(policy, rounds.learner_config(of_round), SamplerFacts(has_reproducible_logps=False))
     batch = rounds.make_round(of_round)
-    # The row before may have left a policy in a cycle, which would count.
+    # The previous row may have left a policy in a reference cycle, which would count as used memory.
     free_unused_memory(device)
     reset_peak_memory(device)
     seconds = taken_s(setting, lambda: trained.update(batch, 0), rounds=1)

@@ -1,4 +1,4 @@
-"""The sampler: how exact it is in bfloat16 and compiled, and how fast."""
+"""GPU stages of the sampler: numerical accuracy (bfloat16, compiled) and throughput."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from rollout.sampler import Sampler
 
 _COUNT = 4
 _STEPS_OF_BLOCK = 2
-"""Where it is not speed that is measured: float32 takes ten times as long."""
+"""Denoise steps per block where accuracy is measured. Few, because float32 takes ten times as long."""
 
 
 @torch.no_grad()
 def precision(setting: Setting) -> Iterator[Row]:
-    """bfloat16 against float32, compiled against eager, and what was recorded against what is computed again."""
+    """Compare bfloat16 with float32, compiled with eager, and recorded with replayed log-probabilities."""
     exact = random_policy(setting, torch.float32)
     half = random_policy(setting, torch.bfloat16)
     half.load_state_dict(exact.state_dict())
@@ -58,10 +58,10 @@ def precision(setting: Setting) -> Iterator[Row]:
 
 
 def sampler(setting: Setting) -> Iterator[Row]:
-    """Tokens a second by rows, eager, compiled, and with a cache; a step's milliseconds."""
+    """Measure tokens per second and milliseconds per step by batch size: eager, compiled, and with a KV cache."""
     model, short = random_policy(setting, torch.bfloat16), setting.of_two_blocks()
     whole = limit(masked_head=True, restricted=True)
-    # Compiling takes longest, and may be cut short.
+    # Compiled last: it takes longest and may hit the time limit.
     cached = {"cache": "dual"}
     ways: dict[str, tuple[bool, dict[str, Any]]] = {
         "eager": (False, {}),
@@ -79,7 +79,7 @@ def sampler(setting: Setting) -> Iterator[Row]:
         for slots in setting.slots:
             sampled = adapted if "an adapter" in name else model
             policy = Sampler(sampled, 0, EngineConfig(num_slots=slots, dtype="bfloat16", compile=is_compiled))
-            # Of the same shapes, all of which a compiler meets.
+            # Warm up with the same tensor shapes, so that all of them are compiled.
             policy.generate(short.requests(slots, num_denoise_steps=4, **changes))
             spent = seconds(partial(policy.generate, short.requests(slots, **changes)), setting.device)
             rate = slots * short.gen_length / spent
@@ -87,13 +87,13 @@ def sampler(setting: Setting) -> Iterator[Row]:
                 "what": f"sampler, {slots} slots, {name}",
                 "tokens_per_s": rate,
                 "ms_per_step": 1e3 * spent / short.num_steps,
-                # That of the exact schedule: a cache may go beyond it.
+                # The limit of the exact sampler. A cache may exceed it.
                 "of_limit": rate / whole if setting.shape == LLADA_8B else None,
             }
 
 
 def _replay_gaps(model: Transformer, requests: Sequence[Request], completions: Sequence[Completion]) -> Tensor:
-    """What the sampler recorded of each token, less its log-probability in the canvas that it was committed in."""
+    """Return each token's recorded log-probability minus its replayed one."""
     pairs = zip(requests, completions, strict=True)
     gaps = [completion.commit_logp - replay(model, request, completion).logp for request, completion in pairs]
     return torch.from_numpy(np.concatenate(gaps))

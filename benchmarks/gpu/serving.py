@@ -1,4 +1,4 @@
-"""The engine of the service: requests together, and a version that takes over meanwhile."""
+"""GPU stage of the service's engine: throughput and latency by concurrency, and during a weight swap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TIMEOUT_S = 240.0
 
 
 def engine(setting: Setting) -> Iterator[Row]:
-    """Tokens a second and the time of an answer by requests at a time; then the same while a version takes over."""
+    """Measure tokens per second and latency by concurrency, then the same during a weight swap."""
     served = _Served(setting)
     try:
         served.answer(0)
@@ -39,13 +39,13 @@ def engine(setting: Setting) -> Iterator[Row]:
 
 
 class _Served:
-    """An engine with a random policy, and its clients."""
+    """Engine with a random policy, and its clients."""
 
     def __init__(self, setting: Setting) -> None:
         nothing: dict[str, None] = dict.fromkeys(
             ("num_correct", "num_problems", "checkpoint", "weight_store", "manifest_digest")
         )
-        # A prompt for each client: rows with equal canvases share one forward.
+        # Each client has its own prompt, because rows with equal canvases share one forward.
         self._setting = setting.of_two_blocks()
         self._requests = self._setting.requests(max(setting.concurrency))
         self._policy = PolicyVersion(version=0, round=0, phase="rl", **nothing)
@@ -54,15 +54,15 @@ class _Served:
         self._engine = Engine(self._versions)
 
     def swap(self) -> None:
-        """Another version takes over."""
+        """Load another policy version."""
         self._versions.adopt(replace(self._policy, version=1))
 
     def close(self) -> None:
-        """End the engine."""
+        """Stop the engine."""
         self._engine.close()
 
     def answer(self, client: int) -> float:
-        """Seconds of a request of this client. Raises RuntimeError where it is not answered."""
+        """Send a request of this client and return its seconds. Raises RuntimeError if it fails."""
         ended, failures = threading.Event(), list[str]()
 
         def tell(event: Event) -> None:
@@ -79,7 +79,7 @@ class _Served:
         return time.perf_counter() - began
 
     def row(self, what: str, concurrency: int) -> Row:
-        """Of clients that ask again when they are answered."""
+        """Measure closed-loop clients, each of which sends its next request after an answer."""
         times: list[float] = []
 
         def ask(place: int) -> None:

@@ -1,4 +1,4 @@
-"""What is measured: LLaDA-8B's shape on a GPU, or a toy that shows on a CPU that all of it runs."""
+"""Settings of the GPU benchmark: LLaDA-8B's shape, or a tiny one for smoke tests on a CPU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from learner.model.transformer import Transformer
 from rollout.request import Request, SamplingParams
 
 Row = dict[str, Any]
-"""What was measured, under `what`; numbers with their unit in their name."""
+"""A measurement: its name under `what`, and numbers with the unit in their key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """Sizes of everything."""
+    """Sizes of all stages."""
 
     device: str
     shape: Shape
@@ -30,24 +30,24 @@ class Setting:
     block_length: int
     num_steps: int
     slots: tuple[int, ...]
-    """Rows that are denoised at a time."""
+    """Batch sizes of the sampler."""
     concurrency: tuple[int, ...]
-    """Requests that the engine has at a time."""
+    """Numbers of concurrent requests to the engine."""
     rank: int
-    """Of the adapter."""
+    """Rank of the LoRA adapter."""
     few_layers: int
-    """Blocks of the network whose every weight is trained."""
+    """Layers of the network for full fine-tuning."""
     product: int
-    """Rows and columns of the square product."""
+    """Rows and columns of the square matmul."""
     copied_bytes: int
 
     @property
     def canvas_tokens(self) -> int:
-        """Of one completion."""
+        """Slots of one canvas."""
         return self.prompt_tokens + self.gen_length
 
     def params(self, **changes: Any) -> SamplingParams:
-        """The schedule: the same number of tokens in every step."""
+        """Return the schedule, which commits equally many tokens in every step."""
         values: dict[str, Any] = {
             "gen_length": self.gen_length,
             "block_length": self.block_length,
@@ -58,14 +58,13 @@ class Setting:
         return SamplingParams(**values | changes)
 
     def requests(self, count: int, **changes: Any) -> list[Request]:
-        """So many, with random prompts."""
+        """Make `count` requests with random prompts."""
         prompts = make_prompts(count, self.prompt_tokens, self.shape.vocab_size, "cpu").tolist()
         params = self.params(**changes)
         return [Request(prompt_ids=tuple(ids), params=params, seed=seed) for seed, ids in enumerate(prompts)]
 
     def of_two_blocks(self) -> Setting:
-        """The same canvas and the same tokens in each step, of which a completion has two blocks: a step costs as much,
-        and there are fewer."""
+        """Shorten completions to two blocks with the same canvas length: fewer steps, each of equal cost."""
         gen_length = 2 * self.block_length
         return replace(
             self,
@@ -75,12 +74,12 @@ class Setting:
         )
 
     def with_layers(self, num_layers: int) -> Setting:
-        """The same with so many blocks."""
+        """Copy the setting with another number of layers."""
         return replace(self, shape=replace(self.shape, num_layers=num_layers))
 
 
 def full(device: str) -> Setting:
-    """LLaDA-8B and the first d1's schedule."""
+    """Make the setting of LLaDA-8B with the first d1's schedule."""
     return Setting(
         device=device,
         shape=LLADA_8B,
@@ -98,7 +97,7 @@ def full(device: str) -> Setting:
 
 
 def tiny(device: str) -> Setting:
-    """The same program in seconds."""
+    """Make a setting that runs in seconds."""
     return Setting(
         device=device,
         shape=Shape(d_model=64, num_layers=2, num_heads=4, vocab_size=512),
@@ -116,7 +115,7 @@ def tiny(device: str) -> Setting:
 
 
 def random_policy(setting: Setting, dtype: torch.dtype) -> Transformer:
-    """Made where it computes, never elsewhere: normal weights, and a head that is sharper than random."""
+    """Make a random policy directly on its device, with normal weights and a sharpened head."""
     model = empty_policy(setting.shape, setting.canvas_tokens, setting.device, dtype)
     generator = torch.Generator(setting.device).manual_seed(0)
     with torch.no_grad():
@@ -129,11 +128,11 @@ def random_policy(setting: Setting, dtype: torch.dtype) -> Transformer:
 
 
 def taken_s(setting: Setting, work: Callable[[], object], rounds: int = 3) -> float:
-    """Seconds of one call as `benchmarks.measure` takes them, the median of some, after one that is not counted."""
+    """Time one call by `benchmarks.measure`: the median of `rounds`, after one warm-up call."""
     work()
     return median(seconds(work, setting.device) for _ in range(rounds))
 
 
 def normal(setting: Setting, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Random numbers on the device."""
+    """Make normal random numbers on the device."""
     return torch.randn(*shape, device=setting.device).to(dtype)

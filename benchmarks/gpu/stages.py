@@ -1,4 +1,4 @@
-"""One stage, in a process of its own: `python -m benchmarks.gpu.stages NAME` prints a line of JSON for each row."""
+"""Entry point of one GPU stage: `python -m benchmarks.gpu.stages NAME` prints each row as JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from benchmarks.gpu.setting import Row, Setting, full, tiny
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is measured, and for how long at most."""
+    """A measurement and its time limit."""
 
     rows: Callable[[Setting], Iterator[Row]]
     limit_s: float
 
 
 def gpu_tests(_: Setting) -> Iterator[Row]:
-    """What `tests/test_gpu.py` says here."""
+    """Run `tests/test_gpu.py` and report its outcome."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     last = (done.stdout.strip() or done.stderr.strip() or "it said nothing").splitlines()[-1]
@@ -47,11 +47,11 @@ STAGES: Mapping[str, Stage] = {
     "publishing": Stage(publishing, 25),
     "engine": Stage(engine, 45),
 }
-"""In the order of their turn; none may take longer than its seconds."""
+"""Stages in order of execution, each with its time limit in seconds."""
 
 
 def main() -> None:
-    """Measure one stage, and print its rows."""
+    """Run one stage and print its rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("stage", choices=list(STAGES))
     parser.add_argument("--device", default="cuda")

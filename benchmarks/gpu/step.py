@@ -1,9 +1,9 @@
-"""One denoise step of LLaDA-8B's shape, counted on a CPU: no weights, no numbers, only which operations there would be.
+"""GPU operation counts of one denoise step of LLaDA-8B's shape, on a CPU with meta tensors.
 
     python -m benchmarks.gpu.step [--slots 48] [--temperature 0.9]
 
-The sampler takes the paths of a GPU, in bfloat16, on tensors without values (torch's meta device). Row by row: all
-prompts as long as one another, then prompts of unequal length; eager, as PyTorch would launch it.
+The sampler follows its eager GPU code paths in bfloat16, on torch's meta device (tensors without values). The table has
+a row for prompts of equal length, one for unequal lengths, and one for a dual cache.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _COLUMNS = {
     "masked": "attention with a mask, of",
     "attention": "all",
 }
-# By how many tokens prompts differ that are not alike.
+# Prompts of unequal length are up to this many tokens, less one, shorter.
 _RAGGED = 40
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Answers for tensors without values, where the host asks for them, and counts what is one kernel on a GPU."""
+    """Supplies values where the host reads a meta tensor, and counts fused attention as one kernel."""
 
     def __init__(self, counter: OpCounter, requests: list[Request]) -> None:
         super().__init__()
         self._counter = counter
-        # What the sampler would find of rows that have just begun: done, steps, block, first equal canvas, broken.
+        # The values that the sampler reads for new rows: done, steps, block, first equal canvas, broken.
         self._looked = [[0, 1, len(request.prompt_ids), slot, 0] for slot, request in enumerate(requests)]
         self.num_masked = self.num_attention = 0
 
@@ -67,16 +67,16 @@ class _WithoutValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def attend(self, queries: Tensor) -> Tensor:
-        """What they gather, whatever the rows are."""
+        """Return an attention output of the right shape, and count the kernel."""
         self.num_attention += 1
         self._counter.num_launches += 1
         return torch.empty_like(queries)
 
 
 def count_step(setting: Setting, requests: list[Request], dtype: torch.dtype = torch.bfloat16) -> Row:
-    """What one denoise step of these requests asks for, after the one that admitted them."""
+    """Count the operations of one denoise step, after the step that admits the requests."""
     model = empty_policy(setting.shape, setting.canvas_tokens, "meta", dtype)
-    # Without values there is no GPU to ask: the kernel for rows of unequal length is there.
+    # There is no GPU to query, so assume that the kernel for rows of unequal length is available.
     with patch.object(sampler, "has_kernel", lambda *_: True):
         batch = Sampler(model, 0, EngineConfig(num_slots=len(requests), static_shapes=True)).open(requests)
     counter = OpCounter()
@@ -100,7 +100,7 @@ def count_step(setting: Setting, requests: list[Request], dtype: torch.dtype = t
 
 
 def rows(setting: Setting, slots: int, **changes: Any) -> list[Row]:
-    """The table: `slots` rows of equal length, then of unequal length."""
+    """Build the table: `slots` rows of equal length, of unequal length, and with a dual cache."""
     equal = setting.requests(slots, **changes)
     ragged = [replace(one, prompt_ids=one.prompt_ids[row % _RAGGED :]) for row, one in enumerate(equal)]
     cached = setting.requests(slots, cache="dual", **changes)

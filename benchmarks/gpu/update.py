@@ -1,10 +1,10 @@
-"""One sweep of an update of LLaDA-8B's shape, counted on a CPU: no weights, no numbers, only which operations there
-would be.
+"""GPU operation counts of one learner sweep of LLaDA-8B's shape, on a CPU with meta tensors.
 
     python -m benchmarks.gpu.update [--tokens 16384 65536] [--groups 32] [--group 8]
 
-Rows of unequal length once padded, with a mask, and once back to back, on tensors without values (torch's meta device):
-forward and backward in bfloat16 of every micro-batch, every weight trained, eager. Prompts are as long as GSM8K's.
+It compares rows of unequal length padded (with a mask) and concatenated. It counts forward and backward of every
+micro-batch on torch's meta device (tensors without values): eager, bfloat16, all weights trained. Prompt lengths have
+GSM8K's distribution.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COLUMNS = {
 
 
 class _Attention(torch.autograd.Function):
-    """What is one kernel on a GPU, forwards and backwards."""
+    """Stand-in for fused attention: one kernel in the forward, one in the backward."""
 
     @staticmethod
     def forward(ctx: Any, counter: OpCounter, *tensors: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Counts what is one kernel on a GPU, and how often it has a mask."""
+    """Counts fused attention as one kernel, and how often it has a mask."""
 
     def __init__(self, counter: OpCounter) -> None:
         super().__init__()
@@ -77,17 +77,17 @@ class _WithoutValues(TorchFunctionMode):
         return args[0] if func is Tensor.pin_memory else func(*args, **kwargs)
 
     def attend(self, *tensors: Tensor) -> Tensor:
-        """What is gathered, whatever the rows are."""
+        """Return an attention output of the right shape, and count the kernel."""
         self.num_attention += 1
         attended: Tensor = _Attention.apply(self._counter, *tensors)
         return attended
 
 
 def count_sweep(model: Transformer, terms: Terms, max_tokens: int, *, concatenates_rows: bool) -> Row:
-    """What the micro-batches of these terms ask for, forwards and backwards."""
+    """Count the operations of forward and backward over the micro-batches of these terms."""
     micros = make_micro_batches(terms, terms.rows, max_tokens, concatenates_rows=concatenates_rows).terms
     counter = OpCounter()
-    # Without values there is no GPU to ask: the kernel is there.
+    # There is no GPU to query, so assume that the kernel is available.
     with (
         _WithoutValues(counter) as answers,
         patch.object(varlen, "has_kernel", lambda *_: True),
@@ -112,14 +112,14 @@ def count_sweep(model: Transformer, terms: Terms, max_tokens: int, *, concatenat
 
 
 def rows(setting: rounds.Setting, budgets: list[int]) -> list[Row]:
-    """The table: the same canvases padded, and back to back, in micro-batches of so many tokens."""
+    """Build the table: the same canvases padded and concatenated, by micro-batch size in tokens."""
     model = empty_policy(setting.shape, setting.canvas_tokens, "meta", torch.bfloat16)
     terms = rounds.ragged_terms(setting, model.config)
     return [count_sweep(model, terms, most, concatenates_rows=spares) for most in budgets for spares in (False, True)]
 
 
 def setting_of(shape: Shape, num_groups: int, group_size: int) -> rounds.Setting:
-    """Canvases of at most 512 columns, of which the last 256 are denoised."""
+    """Make a setting with canvases of at most 512 columns, of which the last 256 are denoised."""
     return rounds.Setting(
         shape=shape, prompt_tokens=256, gen_length=256, num_groups=num_groups, group_size=group_size, num_updates=1
     )

@@ -1,1 +1,1 @@
-"""What the pipeline of samplers, graders and learner brings, and what it costs."""
+"""Benchmarks of the pipeline of samplers, graders and learner: overlap, overhead, staleness."""

@@ -1,15 +1,15 @@
-"""How many samplers one coordinator can serve.
+"""Scalability of the coordinator: how many samplers it can keep busy.
 
     python -m benchmarks.pipeline.coordinator [--samplers 10 100 1000 4000] [--portion-s 1] [--rounds 3] [--out FILE]
 
-The run's own coordinator in this process, with its ledger, pools, run log and files; samplers, graders and learner are
-simulated: a sampler answers after `--portion-s`, a grader and the learner at once. A round has four work units for each
-sampler, of two groups of eight. What Ray adds to a call is not in it (`benchmarks.pipeline.overlap` has that).
+A real coordinator runs in this process with its ledger, pools, run log and files. Samplers, graders and learner are
+simulated: a sampler answers after `--portion-s`, graders and the learner at once. A round has four work units per
+sampler, each of two groups of eight. Ray's overhead is not included (see `benchmarks.pipeline.overlap`).
 
-- dispatch: from where a sampler is free and a work unit waits for one to where it is asked, 50th and 99th percentile.
-- at work: share of the samplers' time; 1 less this is what the coordinator costs them.
-- CPU a work unit: of this process, simulation and all; one divided by it bounds the work units per second.
-- memory: what the process grew by over the rounds, for 100,000 groups.
+- dispatch: latency from a free sampler and a pending work unit to the call, 50th and 99th percentile.
+- at work: utilisation of the samplers. The rest is the coordinator's overhead.
+- CPU a work unit: CPU time of this process, simulation included. Its reciprocal bounds the work units per second.
+- memory: growth of the process over the rounds, per 100,000 groups.
 """
 
 from __future__ import annotations
@@ -41,39 +41,39 @@ _SECONDS = {"sampling_s": 0.1, "training_s": 0.1, "publish_s": 0.1}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One number of samplers."""
+    """Measurements for one number of samplers."""
 
     num_samplers: int
     round_s: float
-    """Median."""
+    """Median duration of a round."""
     at_work: float
-    """Share of the samplers' time."""
+    """Utilisation of the samplers."""
     dispatch_s: tuple[float, float]
-    """Median and 99th percentile."""
+    """Median and 99th percentile of the dispatch latency."""
     cpu_of_portion_s: float
     groups_per_s: float
     longest_turn_s: float
-    """The longest that the event loop was held up, in CPU seconds of its thread."""
+    """Longest blocking of the event loop, in CPU seconds of its thread."""
     bytes_of_100_000_groups: float
 
 
 class Answers:
-    """A method of a simulated actor, or the actor itself."""
+    """Simulated actor, or one of its remote methods, with Ray's interface."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer
 
     def options(self, **_: Any) -> Answers:
-        """As Ray's."""
+        """Mimic Ray's method."""
         return self
 
     def remote(self, *arguments: Any) -> Any:
-        """As Ray's."""
+        """Mimic Ray's method."""
         return self._answer(*arguments)
 
 
 class Sampler:
-    """Takes its time for a work unit, and notes when it was free and when asked."""
+    """Simulated sampler with a fixed time per work unit. Records the dispatch latency."""
 
     def __init__(self, portion_s: float, waits: list[float]) -> None:
         self._portion_s, self._waits = portion_s, waits
@@ -82,7 +82,7 @@ class Sampler:
         self.ready, self.generate = Answers(_yes), Answers(self._generate)
 
     def begin_round(self) -> None:
-        """What was waited for before is the learner's."""
+        """Reset the idle clock: idle time before the round is due to the learner."""
         self._free_since = None
 
     def _generate(self, _: WeightsId, __: WorkUnit) -> tuple[str, asyncio.Future[int]]:
@@ -100,7 +100,7 @@ class Sampler:
 
 
 class Grader:
-    """Answers at once."""
+    """Simulated grader that answers at once."""
 
     def __init__(self) -> None:
         self.ready, self.grade = Answers(_yes), Answers(_grade)
@@ -117,17 +117,17 @@ def _grade(work_unit: WorkUnit, _: str) -> tuple[str, asyncio.Future[WorkUnitSum
 
 
 class NoGauges:
-    """There is no Ray to show them."""
+    """No-op replacement of the gauges, which need Ray."""
 
     def __init__(self, run: str) -> None:
-        """Begin."""
+        """Accept the run's name, as the real gauges do."""
 
     def show(self, event: Any) -> None:
-        """Nothing."""
+        """Ignore the event."""
 
 
 async def measured(num_samplers: int, portion_s: float, num_rounds: int) -> Row:
-    """Rounds with so many samplers. The first is not counted."""
+    """Run rounds with `num_samplers` samplers. The first round is not counted."""
     with tempfile.TemporaryDirectory() as directory:
         spec = _spec(Path(directory), num_samplers, num_rounds + 1)
         waits: list[float] = []
@@ -180,7 +180,7 @@ async def measured(num_samplers: int, portion_s: float, num_rounds: int) -> Row:
 
 
 async def _watch_turns(turns: list[float]) -> None:
-    """CPU seconds of the loop's thread between two looks a millisecond apart: what other processes do is not in it."""
+    """Record the CPU seconds of the loop's thread between polls 1 ms apart. CPU time excludes other processes."""
     last = time.thread_time()
     while True:
         await asyncio.sleep(0.001)
@@ -209,7 +209,7 @@ def _spec(directory: Path, num_samplers: int, num_rounds: int) -> RunSpec:
 
 
 def main() -> None:
-    """Measure, print, and write where `--out` says."""
+    """Run the benchmark, print a table, and write it to `--out`."""
     args = _arguments()
     with patch("actors.coordination.coordinator.RunGauges", NoGauges):
         rows = [asyncio.run(measured(number, args.portion_s, args.rounds)) for number in args.samplers]

@@ -1,10 +1,10 @@
-"""What an evaluation between the rounds costs the learner: waited for, and beside the next round.
+"""Cost of evaluations during training: blocking, and in the background of the next round.
 
     python -m benchmarks.pipeline.evaluation [--sampling 0.3] [--learning 0.3 0.6] [--rounds 12] [--out FILE]
 
-The run of `benchmarks.pipeline.overlap`, simulated on Ray, with an evaluation after every round, as long on all
-samplers as a round's sampling. Beside the next round it can cost nothing where the samplers are free while the learner
-trains: the limit is the longer of what the learner and what the samplers have to do.
+It runs the simulation of `benchmarks.pipeline.overlap` on Ray, with an evaluation after every round that takes as long
+as the round's sampling. In the background an evaluation is free while samplers would otherwise be idle during training.
+The lower limit of a round is the larger of the learner's work and the samplers' work.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _LABEL = "round"
 
 
 class Way(StrEnum):
-    """When the learner hears of an evaluation."""
+    """When the learner collects the result of an evaluation."""
 
     NONE = "none"
-    """There is none."""
+    """There are no evaluations."""
     WAITED = "waited for"
-    """Before it asks for the next round."""
+    """Before it requests the next round."""
     BESIDE = "beside"
-    """When it has trained on the next round."""
+    """After it has trained on the next round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Rounds with an evaluation each."""
+    """Measurements of rounds with one evaluation each."""
 
     sampling_s: float
-    """Of a round's work units on all samplers, and of an evaluation's."""
+    """Time to sample a round on all samplers, and equally an evaluation."""
     learning_s: float
     staleness: int
     way: Way
     round_s: float
-    """Median."""
+    """Median duration of a round."""
 
     @property
     def limit_s(self) -> float:
-        """The least that a round can take."""
+        """Lower limit of a round's duration."""
         evaluation_s = 0.0 if self.way is Way.NONE else self.sampling_s
         if self.way is Way.WAITED:
             return evaluation_s + self._alone_s
@@ -69,7 +69,7 @@ class Row:
 
 
 def rounds_of(spec: RunSpec, sampling_s: float, learning_s: float, way: Way) -> list[float]:
-    """Seconds of each round that counts, with its evaluation."""
+    """Return the seconds of each counted round, evaluation included."""
     taken = []
     with simulated_run(spec, sampling_s) as client:
         for index in range(spec.learner.num_rounds):
@@ -82,14 +82,14 @@ def rounds_of(spec: RunSpec, sampling_s: float, learning_s: float, way: Way) -> 
 def _round(client: RunClient, index: int, learning_s: float, way: Way) -> None:
     weights_id = take_round(client, index, learning_s, _LABEL if way is Way.BESIDE else "")
     if way is not Way.NONE:
-        # Of the version that the round was sampled from: where it is waited for, as long as that of the next.
+        # Evaluate the version that sampled the round. If blocking, it takes as long as evaluating the next version.
         client.evaluate(weights_id, _LABEL, index, is_new=True)
 
 
 def measured(sampling_s: float, learning_s: tuple[float, ...], num_rounds: int) -> Iterator[Row]:
-    """Each way at staleness 0 and 1."""
+    """Measure each way at staleness 0 and 1."""
     for staleness, learning, way in product((0, 1), learning_s, Way):
-        # A run of its own: one that goes on does not evaluate again what its log has.
+        # Use a new run each time: a resumed run skips evaluations that its log already has.
         with tempfile.TemporaryDirectory() as directory:
             rounds = rounds_of(spec_of(Path(directory), num_rounds, staleness), sampling_s, learning, way)
         yield Row(
@@ -102,7 +102,7 @@ def measured(sampling_s: float, learning_s: tuple[float, ...], num_rounds: int) 
 
 
 def main() -> None:
-    """Measure, print, and write where `--out` says."""
+    """Run the benchmark, print a table, and write it to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sampling", type=float, default=0.3, help="seconds of a round's sampling, and an evaluation's"

@@ -1,15 +1,16 @@
-"""What samplers that run ahead of the learner bring, and what a round costs beside its work.
+"""Benefit of asynchronous sampling (overlap with training), and the overhead of a round.
 
     python -m benchmarks.pipeline.overlap [--seconds 0 0.3] [--rounds 15] [--repeats 2] [--recipe FILE] [--out FILE]
 
-Simulated: the run's own coordinator, pools and client on Ray, with samplers and a learner that sleep instead of
-computing, so that two cores are enough for both: a round of both phases at staleness 0 and 1, compared with the sum of
-the phases and the longer of them. What is above the sum at staleness 0 is what a round costs beside its work: with
-phases of 0 s there is nothing else. `taken` is the share of the possible overlap, (sum - round) / (sum - longer). CPU a
-work unit is what the coordinator's process takes for one, Ray's share of it too.
+The simulation uses the real coordinator, pools and client on Ray. Samplers and learner sleep instead of computing, so
+two cores are enough. A round at staleness 0 and 1 is compared with the sum of both phases and with the longer phase.
 
-With `--recipe` also a run of it by `d1 train`, at staleness 0 and 1 in turn: seconds of a round by the run log. There
-both compute, and share the cores.
+- overhead: duration at staleness 0 minus the sum. Phases of 0 s measure it alone.
+- `taken`: share of the possible overlap, (sum - round) / (sum - longer).
+- CPU a work unit: CPU time of the coordinator's process per work unit, Ray included.
+
+`--recipe` also runs that recipe by `d1 train`, alternating staleness 0 and 1, and reports seconds per round from the
+run log. There, samplers and learner compute and share the cores.
 """
 
 from __future__ import annotations
@@ -45,57 +46,57 @@ from deploy.ray_session import ray_session
 _D1 = str(Path(sys.executable).with_name("d1"))
 _NUM_SAMPLERS, _PORTIONS = 2, 4
 FIRST = 2
-"""Rounds that are not counted: the pipeline fills."""
+"""Rounds that are not counted, while the pipeline fills."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Rounds of one setting."""
+    """Measurements of one setting."""
 
     sampling_s: float
-    """Of a round's work units on all samplers."""
+    """Time to sample a round on all samplers."""
     learning_s: float
     staleness: int
     round_s: float
-    """Median."""
+    """Median duration of a round."""
     taken: float | None
     """Share of the possible overlap."""
     cpu_of_portion_s: float
-    """Of the coordinator's process."""
+    """CPU seconds of the coordinator's process per work unit."""
 
 
 class SleepingSampler:
-    """Takes its time for a work unit."""
+    """Simulated sampler that sleeps for each work unit."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
     def ready(self) -> int:
-        """As a sampler's."""
+        """Mimic a sampler's method."""
         return 0
 
     def generate(self, weights_id: WeightsId, work_unit: WorkUnit) -> tuple[int, int]:
-        """The version instead of completions."""
+        """Sleep, then return the version instead of completions."""
         time.sleep(self._seconds)
         return weights_id.version, len(work_unit.requests)
 
 
 class InstantGrader:
-    """Grades what a `SleepingSampler` gives."""
+    """Simulated grader for the results of `SleepingSampler`."""
 
     def ready(self) -> int:
-        """As a grader's."""
+        """Mimic a grader's method."""
         return 0
 
     def grade(self, work_unit: WorkUnit, version: int) -> tuple[ScoredWorkUnit, WorkUnitSummary]:
-        """Every second completion is right."""
+        """Grade every second completion as correct."""
         summary = graded(work_unit, version)
         return ScoredWorkUnit(work_unit=work_unit, completions=(), summary=summary), summary
 
 
 @contextmanager
 def simulated_run(spec: RunSpec, sampling_s: float) -> Iterator[RunClient]:
-    """What a learner asks of a run whose samplers sleep: so long for all work units of a round."""
+    """Open the learner's client of a simulated run, whose samplers together take `sampling_s` for a round."""
     of_portion = sampling_s * _NUM_SAMPLERS / spec.work_units_per_round
     sampler, grader = watched(SleepingSampler).options(num_cpus=0), watched(InstantGrader).options(num_cpus=0)
     samplers: list[Any] = [sampler.remote(of_portion) for _ in range(_NUM_SAMPLERS)]
@@ -123,7 +124,7 @@ def simulated_run(spec: RunSpec, sampling_s: float) -> Iterator[RunClient]:
 
 
 def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tuple[list[float], float]:
-    """Seconds of each round that counts, and CPU seconds of the coordinator for a work unit of theirs."""
+    """Return the seconds of each counted round, and the coordinator's CPU seconds per work unit."""
     taken, cpu_s = [], 0.0
     with simulated_run(spec, sampling_s) as client:
         for index in range(spec.learner.num_rounds):
@@ -137,8 +138,10 @@ def simulated_rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tup
 
 
 def take_round(client: RunClient, index: int, learning_s: float, label: str = "") -> WeightsId:
-    """What a learner does with a round, sleeping. Returns what it was sampled from, which is evaluated beside it where
-    there is a label."""
+    """Simulate the learner's part of a round by sleeping. Returns the version that sampled it.
+
+    If there is a `label`, that version is evaluated in the background.
+    """
     began, weights_id = time.perf_counter(), _weights_id(index + 1)
     _, work_units = client.next_batch(index, weights_id, label)
     sampled = time.perf_counter()
@@ -153,7 +156,7 @@ def _weights_id(version: int) -> WeightsId:
 
 
 def _cpu_s_of(title: str) -> float:
-    """CPU seconds of the processes of this machine whose title begins so."""
+    """Sum the CPU seconds of this machine's processes whose title starts with `title`."""
     ticks = 0
     for directory in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -166,7 +169,7 @@ def _cpu_s_of(title: str) -> float:
 def simulated(
     phases: Sequence[tuple[float, float]], num_rounds: int, repeats: int, tell: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Every pair of phases at both bounds, in turn; `tell` hears of each."""
+    """Measure every pair of phases at staleness 0 and 1 in turn. `tell` receives a line for each."""
     taken: dict[tuple[float, float, int], list[float]] = {}
     cpu_s: dict[tuple[float, float, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -193,7 +196,7 @@ def simulated(
 
 
 def spec_of(directory: Path, num_rounds: int, staleness: int) -> RunSpec:
-    """A run of so many rounds that count, with four work units each and four of an evaluation."""
+    """Make a run of `num_rounds` counted rounds, with four work units per round and four per evaluation."""
     return make_run(
         directory,
         f"name=staleness-{staleness}",
@@ -208,7 +211,7 @@ def spec_of(directory: Path, num_rounds: int, staleness: int) -> RunSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealRow:
-    """Rounds of a recipe by its run log, medians."""
+    """Medians over a recipe's rounds, from its run log."""
 
     staleness: int
     round_s: float
@@ -216,11 +219,11 @@ class RealRow:
     training_s: float
     publish_s: float
     beside_s: float
-    """What is none of the three: the log, and the calls between."""
+    """Remainder of a round: the log, and the calls between."""
 
 
 def real(recipe: Path, num_rounds: int, repeats: int) -> Iterator[RealRow]:
-    """Runs of a recipe at both bounds, in turn."""
+    """Run a recipe at staleness 0 and 1 in turn."""
     events: dict[int, list[tuple[float, dict[str, Any]]]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as directory:
         for repeat in range(repeats):
@@ -250,7 +253,7 @@ def real(recipe: Path, num_rounds: int, repeats: int) -> Iterator[RealRow]:
 
 
 def main() -> None:
-    """Measure, print, and write where `--out` says."""
+    """Run the benchmark, print tables, and write them to `--out`."""
     args = _arguments()
     console = Console(width=120)
     phases = [(sampling_s, learning_s) for sampling_s in args.seconds for learning_s in args.seconds]

@@ -1,4 +1,4 @@
-"""A run that is simulated: its directory, and the grades of completions that nobody sampled."""
+"""Helpers for simulated runs: a run directory, and grades of fictitious completions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from deploy.runs.run_directory import create_run_dir, make_spec
 from rewards import Grade
 
 NO_REGISTRY = "redis://127.0.0.1:1/0"
-"""Where none answers."""
+"""Address without a listening registry."""
 _RECIPE = Path(__file__).parents[2] / "recipes" / "chaos.yaml"
 
 
 def make_run(directory: Path, *overrides: str) -> RunSpec:
-    """A run of the smallest recipe, with its directory below `directory`."""
+    """Make a run of the smallest recipe, with its folder below `directory`."""
     recipe = load_recipe(_RECIPE, [f"runs_dir={directory}", "learner.num_workers=1", *overrides])
     spec = make_spec(recipe, Stages.RL)
     create_run_dir(recipe, spec, start_from=None).close()
@@ -25,7 +25,7 @@ def make_run(directory: Path, *overrides: str) -> RunSpec:
 
 
 def graded(work_unit: WorkUnit, version: int) -> WorkUnitSummary:
-    """Every second completion is right."""
+    """Summarise a work unit with every second completion correct."""
     size = len(work_unit.requests)
     return WorkUnitSummary(
         grades=tuple(Grade(reward=float(row % 2), parts={}, correct=row % 2 == 1) for row in range(size)),

@@ -1,12 +1,12 @@
-"""What a policy learns from completions that are some versions old: held-out accuracy by round, staleness and seed.
+"""Effect of policy lag (staleness) on learning: held-out accuracy by round, staleness and seed.
 
     python -m benchmarks.pipeline.staleness [--staleness 0 1 2] [--seeds 0 1 2] [--recipe FILE] [--out FILE] [KEY=VALUE]
 
-The rounds of the recipe in one process and on one thread, from its own SFT checkpoint, by its own learning rates: each
-round is sampled by the policy as it was S rounds before, which is the most that `learner.max_staleness` S allows. What
-samplers that run ahead save in seconds is another matter, which `benchmarks.pipeline.overlap` measures. The gap is the
-mean difference between a token's recorded log-probability and the learner's, in nats, over the last half of the rounds.
-What is measured is kept in `--out`, a line a run, and a second call goes on from there.
+It trains the recipe's rounds in one process on one thread, from the recipe's SFT checkpoint with its learning rates.
+Each round is sampled by the policy of S rounds before, the maximum that `learner.max_staleness` S allows. The time that
+asynchronous sampling saves is measured by `benchmarks.pipeline.overlap`. The gap is the mean difference between a
+token's recorded log-probability and the learner's, in nats, over the last half of the rounds. Results are saved in
+`--out`, one line per run, and a second call resumes from them.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _GAP = "sampling/sampling_logp_difference/mean"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """One run."""
+    """Learning curve of one run."""
 
     staleness: int
     seed: int
     accuracy: dict[int, float]
-    """By rounds trained, 0 first: percent of the held-out problems, at the recipe's first schedule."""
+    """Percent of the held-out problems at the recipe's first schedule, by rounds trained, 0 first."""
     gap: float
-    """Nats a token."""
+    """Likelihood gap, nats per token."""
     cpu_s: float
-    """Of sampling, grading and updating."""
+    """CPU seconds of sampling, grading and updating."""
 
 
 def learned(recipe_path: Path, overrides: Iterable[str], staleness: int, seed: int, every: int) -> Curve:
-    """Train all rounds of a recipe on completions that are so many versions old, evaluating after every so many."""
+    """Train all rounds of a recipe on completions that are `staleness` versions old, evaluating each `every` rounds."""
     name = f"staleness-{seed}"
     recipe = load_recipe(recipe_path, [f"seed={seed}", f"name={name}", "learner.num_workers=1", *overrides])
     schedule = recipe.evaluation.params(recipe.rollout.sampling)[0]
@@ -67,7 +67,7 @@ def learned(recipe_path: Path, overrides: Iterable[str], staleness: int, seed: i
 
 
 def table(curves: Iterable[Curve]) -> Table:
-    """A row for each run, and each staleness' mean where it has several seeds."""
+    """Build a table with a row for each run, and the mean of each staleness that has several seeds."""
     rows = sorted(curves, key=lambda curve: (curve.staleness, curve.seed))
     rounds = sorted({index for curve in rows for index in curve.accuracy})
     shown = Table(*("staleness", "seed", *(f"round {index}" for index in rounds), "gap, nats", "CPU-s"))
@@ -92,7 +92,7 @@ def _mean(values: list[float]) -> float:
 
 
 def read(path: Path) -> list[Curve]:
-    """The runs that a file has."""
+    """Read the runs in a file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     found = [json.loads(line) for line in lines]
     return [
@@ -101,7 +101,7 @@ def read(path: Path) -> list[Curve]:
 
 
 def main() -> None:
-    """Train what is not in the file yet, and print the table."""
+    """Train the missing runs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the recipe")
     parser.add_argument("--recipe", type=Path, default=_TINY)

@@ -1,1 +1,1 @@
-"""What the service costs, what it withstands, and what it keeps: on loopback, against the same sampler by itself."""
+"""Benchmarks of the service on loopback: overhead over the sampler, fault tolerance, memory growth."""

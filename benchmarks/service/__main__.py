@@ -1,10 +1,10 @@
-"""The command line:
+"""Command line of the service benchmarks:
 
-    python -m benchmarks.service speed              what HTTP, Ray Serve and batching cost and bring
+    python -m benchmarks.service speed              overhead of HTTP and Ray Serve, gain of batching
     python -m benchmarks.service faults             100 swaps and 20 kills under load
     python -m benchmarks.service soak --minutes 60  memory under mixed load
 
-`--out FILE` writes JSON. The exit status is 1 where an answer was lost or memory grew.
+`--out FILE` writes JSON. The exit status is 1 if an answer was lost or memory grew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.service.table import machine, save
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the selected benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     for name, (_, kind, num_replicas) in _PARTS.items():

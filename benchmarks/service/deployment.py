@@ -1,4 +1,4 @@
-"""A run of random policies on a Ray of this machine, its service, and the processes of it."""
+"""Local deployment for benchmarks: a run of random policies, and its service on a local Ray."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from rollout.sampler import Sampler
 
 KEY = "benchmark-" + "0" * 16
 NUM_WEIGHTS = 4
-"""Weights that differ; versions take them in turn, so that neighbours never have the same."""
+"""Number of different weights. Versions cycle through them, so that consecutive versions always differ."""
 _NUM_KEPT = 3
 ENGINE = "EngineReplica"
 ROLES = {"ingress": ":Ingress", "engine": ENGINE}
-"""What Ray's processes are named after."""
+"""Substrings that identify Ray's processes by role."""
 _TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """How large the policy is, and how it denoises."""
+    """Size of the policy, and its denoising schedule."""
 
     d_model: int = 128
     num_layers: int = 4
@@ -48,10 +48,10 @@ class Shape:
 
 
 class Policies:
-    """The versions of a run: random weights under rising numbers."""
+    """Policy versions of a run, with random weights."""
 
     def __init__(self, directory: Path, shape: Shape, num_replicas: int) -> None:
-        """Make the run, with a checkpoint of version 1."""
+        """Create the run, with a checkpoint of version 1."""
         self.directory, self.shape, self.num_replicas = directory, shape, num_replicas
         self.newest = 1
         self._weights: dict[int, dict[str, Tensor]] = {}
@@ -76,31 +76,31 @@ class Policies:
         self.save(1, "sft")
 
     def model(self, version: int) -> Transformer:
-        """The network of a version."""
+        """Make the network of a version."""
         model = Transformer(self._config)
         init_weights(model, seed=version % NUM_WEIGHTS)
         return model
 
     def weights(self, version: int) -> dict[str, Tensor]:
-        """Its weights, made once: making them is not the service's work."""
+        """Return the weights of a version, cached so that their creation is not measured."""
         index = version % NUM_WEIGHTS
         if index not in self._weights:
             self._weights[index] = self.model(version).state_dict()
         return self._weights[index]
 
     def sampler(self, version: int) -> Sampler:
-        """The same sampler as the service has, in this process."""
+        """Make a sampler in this process that is equal to the service's."""
         return Sampler(self.model(version), version)
 
     def save(self, version: int, phase: str = "rl") -> Path:
-        """A checkpoint of a version."""
+        """Write a checkpoint of a version."""
         path = self.directory / "checkpoints" / f"{phase}-{version}"
         state = {"phase": phase, "round": version - 1, "policy_version": version, "rl_seconds": 0.0}
         save_checkpoint(path, self._config, self.weights(version), self._tokenizer_dir, trainer_state=state)
         return path
 
     def facts(self, version: int, **known: Any) -> PolicyVersion:
-        """What is announced of a version."""
+        """Return the metadata that is published for a version."""
         nothing = dict.fromkeys(("num_correct", "num_problems", "checkpoint", "weight_store", "manifest_digest"))
         return PolicyVersion(version=version, round=version - 1, phase="rl", **nothing | known)
 
@@ -119,7 +119,7 @@ def _recipe(name: str, shape: Shape, num_replicas: int) -> dict[str, Any]:
 
 
 class Publisher:
-    """Announces versions, as a run does: the next from its weight store, the one after from a checkpoint."""
+    """Publishes versions as a run does, alternately from its weight store and from a checkpoint."""
 
     def __init__(self, policies: Policies, registry: Registry) -> None:
         import ray
@@ -133,7 +133,7 @@ class Publisher:
         self._store: Any = ray.remote(WeightStore).options(**options).remote(_NUM_KEPT)
 
     def publish(self) -> int:
-        """Announce one more version. Returns its number."""
+        """Publish the next version. Returns its number."""
         import ray
 
         from actors.weights.tensors import make_manifest, put
@@ -154,7 +154,7 @@ class Publisher:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deployed:
-    """A service that answers."""
+    """A running service."""
 
     url: str
     policies: Policies
@@ -163,7 +163,7 @@ class Deployed:
 
 @contextmanager
 def deployed(directory: Path, shape: Shape, num_replicas: int) -> Iterator[Deployed]:
-    """A run, its registry and its service, on a Ray of its own that ends with the block."""
+    """Start a run, its registry and its service on a separate Ray, and stop them at the end of the block."""
     from actors.registry.server import registry_url
     from deploy.ray_session import ray_session
     from deploy.service.on_ray.launch import deploy_source
@@ -181,7 +181,7 @@ def deployed(directory: Path, shape: Shape, num_replicas: int) -> Iterator[Deplo
 
 
 def forget_serve() -> None:
-    """Let this process forget the Serve that ended with its Ray."""
+    """Clear this process's cached handle to a Serve instance that has stopped."""
     from ray.serve.context import _set_global_client
 
     _set_global_client(None)
@@ -189,12 +189,12 @@ def forget_serve() -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """What Ray's processes begin with; as it was afterwards."""
+    """Set the environment of Ray's processes, and restore it afterwards."""
     before = dict(os.environ)
     for name in ("RAY_ADDRESS", "D1_REDIS_URL", KEYS_FILE_VARIABLE):
         os.environ.pop(name, None)
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", TOKEN_VARIABLE: KEY}
-    # As important as the sampler in this process, which the service is compared with. Ray's own choice is 15.
+    # The same niceness as the in-process sampler, which the service is compared with. Ray's default is 15.
     os.environ["RAY_worker_niceness"] = str(os.nice(0))  # noqa: SIM112 - Ray's name
     try:
         yield
@@ -204,18 +204,18 @@ def _environment() -> Iterator[None]:
 
 
 def processes(role: str) -> set[int]:
-    """Ray's processes below this one that are named after `role`."""
+    """Find Ray's descendant processes of this one whose name contains `role`."""
     found = set()
     for pid in descendants(os.getpid()):
         with suppress(OSError):
-            # Ray names its workers after what they do.
+            # Ray sets a worker's process title to its task or actor.
             if role.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(pid)
     return found
 
 
 def cpu_s() -> dict[str, float]:
-    """CPU seconds of each role's processes so far."""
+    """Return the CPU seconds so far of each role's processes."""
     return {role: sum(map(_cpu_s, processes(name))) for role, name in ROLES.items()}
 
 
@@ -225,5 +225,5 @@ def _cpu_s(pid: int) -> float:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL."""
+    """Send SIGKILL to a process."""
     os.kill(pid, signal.SIGKILL)

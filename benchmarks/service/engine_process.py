@@ -1,4 +1,4 @@
-"""The transports between ingress and engine, and the process of the engine at their other end."""
+"""Engine process of the transport benchmark, and the ingress's transports to it."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ _ANSWER_TIMEOUT_S = 120.0
 
 
 class Transport(Protocol):
-    """The ingress's end of a transport."""
+    """Client side of a transport, used by the ingress."""
 
     def stream(self, job: Job) -> AsyncGenerator[Any]:
-        """As `Backend.stream`."""
+        """Stream the events of a job, as `Backend.stream`."""
 
     async def aclose(self) -> None:
-        """Close what is open."""
+        """Close all connections."""
 
 
 class EngineProcess:
-    """The other process, and the transports to it."""
+    """The engine's process and the transports to it."""
 
     def __init__(self, pipe: Pipe) -> None:
-        """Wait until it takes jobs."""
+        """Wait until the process accepts jobs."""
         self._pipe = pipe
         self.contacts: Contacts = self._received()
 
     def read(self) -> Reading:
-        """How it stands."""
+        """Read the state of the process."""
         self._pipe.send(None)
         reading: Reading = self._received()
         return reading
 
     @asynccontextmanager
     async def transports(self) -> AsyncIterator[dict[str, Transport]]:
-        """All of them, by name."""
+        """Open all transports, by name."""
         token, ports = self.contacts.token, self.contacts.ports
         made: dict[str, Transport] = {
             OURS: Fleet(_OneEngine(self.contacts.ours)),
@@ -73,7 +73,7 @@ class EngineProcess:
 
 
 class _OneEngine:
-    """A directory of one engine."""
+    """Engine directory with a single engine."""
 
     def __init__(self, contact: Contact) -> None:
         self._contact = contact
@@ -87,7 +87,7 @@ class _OneEngine:
 
 @contextmanager
 def engine_process() -> Iterator[EngineProcess]:
-    """Start it; it ends with its pipe."""
+    """Start the engine's process. It stops when its pipe closes."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     process = context.Process(target=serve, args=(far,), daemon=True)

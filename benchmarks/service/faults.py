@@ -1,8 +1,8 @@
-"""Swaps and kills under load: what is lost (nothing may be), and what they cost.
+"""Fault injection: version swaps and engine kills under load. No answer may be lost.
 
-Clients ask without a pause while versions are announced and engines are killed, one at a time. Parts with and without
-that take turns on the same deployment, as long as each other, so that both see the same machine. Afterwards every
-answer is compared with what the sampler of the version that it names says in this process.
+Closed-loop clients send requests while versions are published and engines are killed, one at a time. Parts with and
+without disturbance alternate on the same deployment and are equally long, so that both see the same machine load.
+Afterwards every answer is compared with the output of its version's sampler in this process.
 """
 
 from __future__ import annotations
@@ -28,48 +28,48 @@ _WARM_UP_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is done to the service."""
+    """Load and disturbances of the service."""
 
     num_swaps: int = 100
     num_kills: int = 20
     num_parts: int = 5
-    """Parts with disturbance; after each comes one without, as long."""
+    """Parts with disturbance. Each is followed by an equally long part without."""
     num_clients: int = 4
-    """Each asks again when it is answered."""
+    """Closed-loop clients: each sends its next request after an answer."""
     rate: float = 0.0
-    """Requests a second, whatever the answers do; 0 for those of the clients."""
+    """Requests per second of an open loop. 0: use the closed-loop clients."""
     swap_every_s: float = 9.0
-    """Between two swaps, on average."""
+    """Mean interval between swaps."""
     kill_after_s: float = 45.0
-    """From when all engines are back to the next kill, on average."""
+    """Mean time from the recovery of all engines to the next kill."""
     seed: int = 0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it."""
+    """Results of the disturbed and undisturbed parts."""
 
     calm: list[Answer] = field(default_factory=list)
     disturbed: list[Answer] = field(default_factory=list)
     kills_s: list[tuple[float, float]] = field(default_factory=list)
-    """When engines were killed and all were there again, by `time.perf_counter`."""
+    """Times of each kill and of the following recovery of all engines, by `time.perf_counter`."""
     num_swaps: int = 0
     seconds: float = 0.0
-    """Length of the disturbed parts, and of the others."""
+    """Total length of the disturbed parts, equal to that of the others."""
 
     @property
     def summary(self) -> str:
-        """What was done so far."""
+        """Summarise the disturbances so far."""
         return f"{self.num_swaps} swaps, {len(self.kills_s)} kills, {len(self.disturbed)} answers"
 
 
 async def run(service: Deployed, plan: Plan) -> tuple[dict[str, Any], bool]:
-    """Disturb, judge and print. Returns it for JSON, and whether nothing was lost."""
+    """Run the benchmark and print it. Returns the results for JSON, and whether no answer was lost."""
     return report(service, plan, await disturb(service, plan))
 
 
 async def disturb(service: Deployed, plan: Plan, *, compares: bool = True) -> Outcome:
-    """Run all parts; those without disturbance only if it `compares`."""
+    """Run all parts, those without disturbance only if `compares`."""
     asks = mixed_asks(service.policies, _NUM_ASKS, plan.seed)
     async with aclosing(Client(service.url)) as client:
         trouble = _Trouble(service, client, plan)
@@ -98,7 +98,7 @@ def _until(task: asyncio.Task[None]) -> Callable[[], bool]:
 
 
 class _Trouble:
-    """Swaps and kills, at the same time and each at moments of its own."""
+    """Concurrent swaps and kills at independent random times."""
 
     def __init__(self, service: Deployed, client: Client, plan: Plan) -> None:
         self._service, self._client, self._plan = service, client, plan
@@ -106,7 +106,7 @@ class _Trouble:
         self.outcome = Outcome()
 
     async def make(self, part: int) -> None:
-        """Those of a part."""
+        """Run the swaps and kills of a part."""
         plan = self._plan
         num_swaps, num_kills = (
             total * (part + 1) // plan.num_parts - total * part // plan.num_parts
@@ -121,7 +121,7 @@ class _Trouble:
             self.outcome.num_swaps += 1
 
     async def _kill(self, num_kills: int) -> None:
-        """End engines, the next once all are back."""
+        """Kill engines, each after all have recovered from the previous kill."""
         for _ in range(num_kills):
             await asyncio.sleep(self._kill_draw.uniform(0.0, 2 * self._plan.kill_after_s))
             killed_s, victim = time.perf_counter(), self._kill_draw.choice(sorted(processes(ENGINE)))
@@ -131,7 +131,7 @@ class _Trouble:
 
 
 async def all_back(client: Client, service: Deployed, without: int | None = None) -> None:
-    """Wait until every engine answers, one that was killed not counted."""
+    """Wait until every engine answers, excluding the process that was killed."""
     deadline, num_all = time.monotonic() + _BACK_TIMEOUT_S, service.policies.num_replicas
     while True:
         pids = await asyncio.to_thread(processes, ENGINE)
@@ -143,7 +143,7 @@ async def all_back(client: Client, service: Deployed, without: int | None = None
 
 
 def report(service: Deployed, plan: Plan, outcome: Outcome) -> tuple[dict[str, Any], bool]:
-    """Print what came of it. Returns it for JSON, and whether nothing was lost."""
+    """Print the results. Returns them for JSON, and whether no answer was lost."""
     judge = Judge(service.policies)
     found = {"undisturbed": judge.judge(outcome.calm), "disturbed": judge.judge(outcome.disturbed)}
     rows = [
@@ -179,7 +179,7 @@ def _row(name: str, answers: list[Answer], found: Verdict | None) -> dict[str, A
 
 
 def _by_trouble(outcome: Outcome) -> dict[str, list[Answer]]:
-    """Those under way when an engine was killed, those while one was away, and those of other times."""
+    """Group answers: in flight at a kill, during a recovery, and at other times."""
     parts: dict[str, list[Answer]] = {"at a kill": [], "with an engine away": [], "otherwise": []}
     for answer in outcome.disturbed:
         if any(answer.began_s <= killed <= answer.ended_s for killed, _ in outcome.kills_s):

@@ -1,4 +1,4 @@
-"""What structured output costs: making a grammar, and a step of a canvas under it, on a core.
+"""CPU cost of structured output: compiling a grammar, and one constrained denoise step.
 
 python -m benchmarks.service.grammars [--tokens 126464] [--slots 128] [--block 32]
 """
@@ -44,8 +44,8 @@ _MASK, _END = 0, 1
 
 
 def _vocabulary(num_tokens: int) -> list[bytes | None]:
-    """As a byte-level BPE has: every byte, then words, half of them after a space, numbers, signs and characters of
-    several bytes."""
+    """Make a vocabulary like a byte-level BPE's: all bytes, then words (half with a leading space), numbers,
+    punctuation and multi-byte characters."""
     draw, spelled = random.Random(0), [bytes([byte]) for byte in range(256)]
     known = set(spelled)
     while len(spelled) < num_tokens - 2:
@@ -68,8 +68,10 @@ def _seconds(run: Callable[[], object], times: int) -> float:
 
 
 def _step(grammar: Grammar, num_slots: int, block: int) -> tuple[float, float]:
-    """CPU seconds of the first step of a canvas, and of one in its middle: what each slot of a block may take, and as
-    many draws as half of the slots' share."""
+    """Time the first step of a canvas and one in its middle, in CPU seconds.
+
+    A step computes the allowed tokens of each masked slot of a block, and chooses tokens for about an eighth of them.
+    """
     seen = CanvasGrammar(grammar, num_slots, [_END], [_MASK], num_slots)
     tokens, masked = np.zeros(num_slots, dtype=np.int64), np.ones(num_slots, dtype=bool)
 
@@ -86,7 +88,7 @@ def _step(grammar: Grammar, num_slots: int, block: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print a table."""
+    """Run the benchmark and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=126_464, help="of the vocabulary; LLaDA's by default")
     parser.add_argument("--slots", type=int, default=128)
@@ -98,7 +100,7 @@ def main() -> None:
     print("| structure | states | kinds of tokens | automaton, s | over tokens, s | first step, ms | other steps, ms |")
     print("|---|---|---|---|---|---|---|")
     for name, structure in _STRUCTURES.items():
-        # The automaton is made by a child: its time is that of the clock.
+        # Wall time, because a child process builds the automaton.
         began = time.monotonic()
         automaton = byte_automaton(*library_arguments(structure))
         automaton_s = time.monotonic() - began

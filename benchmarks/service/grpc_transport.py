@@ -1,10 +1,10 @@
-"""gRPC as the transport between ingress and engine, on trial: generic handlers, a token in the metadata, TLS.
+"""Experimental gRPC transport between ingress and engine: generic handlers, metadata token, TLS.
 
 | method | request | answers |
 |---|---|---|
-| `/d1.Engine/Stream` | a `Job` | lists of events, those that came together in one; the stream ends with the job |
+| `/d1.Engine/Stream` | a `Job` | lists of events, batched if they arrive together; the stream ends with the job |
 
-Messages are those of `deploy/service/link/serialization.py`, so no code is generated.
+It uses the messages of `deploy/service/link/serialization.py`, so no generated code is needed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _LIMITS = [
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
-# The pings of a process that stood still come all at once: they are no attack.
+# A process that was suspended sends its pings in a burst, which must not count as an attack.
 _SERVER_OPTIONS = [*_LIMITS, ("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)]
 _CHANNEL_OPTIONS = [*_LIMITS, ("grpc.ssl_target_name_override", _NAME)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Codec:
-    """How messages become bytes, and back."""
+    """Serialisation of messages."""
 
     to_bytes: Callable[[Any], bytes]
     from_bytes: Callable[[bytes], Any]
@@ -53,16 +53,16 @@ class Codec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """What an engine proves itself with: a certificate of its own making, which its callers trust and no other."""
+    """Self-signed certificate of an engine, the only one that its callers trust."""
 
     certificate: bytes
-    """In PEM."""
+    """PEM."""
     private_key: bytes = field(repr=False)
-    """In PEM."""
+    """PEM."""
 
 
 def make_certificate() -> Certificate:
-    """A certificate for a day."""
+    """Make a certificate that is valid for one day."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _NAME)])
     now = datetime.now(UTC)
@@ -83,10 +83,10 @@ def make_certificate() -> Certificate:
 
 
 class GrpcServer:
-    """The engine's side. For one event loop."""
+    """gRPC server of the engine, for one event loop."""
 
     def __init__(self, stream: Callable[[Any], AsyncGenerator[Any]], codec: Codec, token: str) -> None:
-        """Answer jobs with what `stream` makes of them, where the caller knows the token."""
+        """Serve jobs by `stream` to callers that present the token."""
         self._stream, self._token = stream, token.encode()
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         method = grpc.unary_stream_rpc_method_handler(
@@ -95,7 +95,7 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_STREAM: method}),))
 
     async def start(self, certificate: Certificate | None) -> int:
-        """Listen on loopback, in clear where there is no certificate. The port."""
+        """Listen on loopback, without TLS if there is no certificate. Returns the port."""
         if certificate is None:
             port = self._server.add_insecure_port(f"{LOOPBACK}:0")
         else:
@@ -105,11 +105,11 @@ class GrpcServer:
         return port
 
     async def stop(self) -> None:
-        """Take no more calls, and end those that are under way."""
+        """Refuse new calls and cancel those in flight."""
         await self._server.stop(None)
 
     async def _answer(self, job: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        """Cancelled where the caller goes or its time is over, as gRPC does it."""
+        """Stream the events of a job. gRPC cancels it if the caller disconnects or its deadline passes."""
         told = str(dict(context.invocation_metadata() or ()).get(_TOKEN, ""))
         if not hmac.compare_digest(told.encode(), self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "The token is wrong.")
@@ -119,10 +119,10 @@ class GrpcServer:
 
 
 class GrpcClient:
-    """The ingress's side: one channel for all jobs. For one event loop."""
+    """gRPC client of the ingress: one channel for all jobs, for one event loop."""
 
     def __init__(self, port: int, codec: Codec, token: str, trusted: bytes | None) -> None:
-        """Of the engine that listens at a port of loopback, with the certificate that it must have; None: in clear."""
+        """Connect to an engine on loopback that has the `trusted` certificate. None: without TLS."""
         target = f"{LOOPBACK}:{port}"
         if trusted is None:
             self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
@@ -135,7 +135,7 @@ class GrpcClient:
         self._metadata = ((_TOKEN, token),)
 
     async def stream(self, job: Job) -> AsyncGenerator[Any]:
-        """As `Backend.stream`."""
+        """Stream the events of a job, as `Backend.stream`."""
         call = self._call(job, timeout=job.timeout_s + _GRACE_S, metadata=self._metadata)
         try:
             while (events := await call.read()) is not grpc.aio.EOF:
@@ -143,7 +143,7 @@ class GrpcClient:
         except grpc.aio.AioRpcError as error:
             raise EngineLostError(f"{error.code().name}: {error.details()}") from error
         finally:
-            # That frees the slots.
+            # Cancelling frees the engine's slots.
             call.cancel()
 
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""Clients of the service, and what they hold their answers to."""
+"""Load generators of the service (closed and open loop), and verification of the answers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rollout.request import Request
 
 _TIMEOUT_S = 120.0
 _MOST_UNDER_WAY = 200
-"""Requests of an open loop at a time: the service refuses what is more than 256, which a slow machine comes to."""
+"""Maximum concurrent requests of an open loop. The service refuses more than 256, which a slow machine can reach."""
 _PROMPTS = ("What is 2 + 3?", "What is 1 + 2?", "The sum is", "3 + 4 + 5")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """A request."""
+    """A request to the service."""
 
     body: dict[str, Any]
     is_chat: bool = False
@@ -33,51 +33,51 @@ class Ask:
 
     @property
     def path(self) -> str:
-        """Where it goes."""
+        """Path of the endpoint."""
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     @property
     def sent(self) -> dict[str, Any]:
-        """The body as it goes over the wire."""
+        """JSON body of the request."""
         streamed = {"stream": True, "stream_options": {"include_usage": True}}
         return self.body | (streamed if self.is_streamed else {})
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came of it."""
+    """Outcome of a request."""
 
     ask: Ask
     began_s: float
-    """When it was sent, or was due; of `time.perf_counter`, as the next two."""
+    """When it was sent, or was due. By `time.perf_counter`, as the next two."""
     first_s: float = 0.0
-    """When the first committed block came; of a stream."""
+    """When the first committed block of a stream arrived."""
     ended_s: float = 0.0
     status: int = 0
     versions: set[int] = field(default_factory=set)
-    """Every policy version that it names."""
+    """Policy versions that the answer names."""
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     num_tokens: int = 0
-    """As its usage says."""
+    """Completion tokens from the answer's usage field."""
     failure: str | None = None
-    """Why it is no answer."""
+    """Reason of a failure."""
     truncation: str | None = None
-    """What it lacks."""
+    """Missing part of a truncated answer."""
 
     @property
     def total_s(self) -> float:
-        """To its end."""
+        """Seconds to the end of the answer."""
         return self.ended_s - self.began_s
 
     @property
     def to_first_s(self) -> float:
-        """To its first committed block."""
+        """Seconds to the first committed block."""
         return self.first_s - self.began_s
 
 
 def mixed_asks(policies: Policies, num: int, seed: int) -> list[Ask]:
-    """Chats and completions, streamed and not, at temperatures 0 and 0.9; half of them end where the policy likes."""
+    """Make a mix of chats and completions, streamed or not, at temperatures 0 and 0.9. Half may end early."""
     draw, shape = random.Random(seed), policies.shape
     asks = []
     for index in range(num):
@@ -101,13 +101,13 @@ def mixed_asks(policies: Policies, num: int, seed: int) -> list[Ask]:
 
 
 def for_seconds(seconds: float) -> Callable[[], bool]:
-    """Whether they are not over."""
+    """Make a function that returns True for the next `seconds`."""
     until = time.perf_counter() + seconds
     return lambda: time.perf_counter() < until
 
 
 class Client:
-    """Asks over HTTP."""
+    """HTTP client of the service."""
 
     def __init__(self, url: str) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -115,7 +115,7 @@ class Client:
         self.http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=_TIMEOUT_S)
 
     async def ask(self, ask: Ask, due_s: float | None = None) -> Answer:
-        """An answer, be it that there is none."""
+        """Send a request. Returns an `Answer` also if it fails."""
         answer = Answer(ask=ask, began_s=time.perf_counter() if due_s is None else due_s)
         try:
             async with self.http.stream("POST", ask.path, json=ask.sent) as response:
@@ -134,16 +134,16 @@ class Client:
         return answer
 
     async def num_engines(self) -> int:
-        """Engines that answer."""
+        """Count the engines that answer."""
         response = await self.http.get("/v1/run/pools")
         return len(response.json()["replicas"]) if response.status_code == 200 else 0
 
     async def aclose(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         await self.http.aclose()
 
     async def closed_loop(self, asks: Sequence[Ask], num_clients: int, goes_on: Callable[[], bool]) -> list[Answer]:
-        """So many clients, each asks again when it is answered."""
+        """Run `num_clients` clients, each of which sends its next request after an answer."""
         answers: list[Answer] = []
 
         async def client(index: int) -> None:
@@ -155,9 +155,9 @@ class Client:
         return answers
 
     async def open_loop(self, asks: Sequence[Ask], rate: float, goes_on: Callable[[], bool]) -> list[Answer]:
-        """So many requests a second, whatever the answers do; a request's time counts from when it was due.
+        """Send `rate` requests per second, independently of the answers. Latency counts from a request's due time.
 
-        Where `_MOST_UNDER_WAY` are unanswered the next waits for one of them, and that too counts into its time.
+        At most `_MOST_UNDER_WAY` requests are in flight. The wait for a free place counts as latency.
         """
         due_s, tasks, draw = time.perf_counter(), [], random.Random(0)
         under_way: set[asyncio.Task[Answer]] = set()
@@ -174,7 +174,7 @@ class Client:
 
 
 def _why(error: BaseException) -> str:
-    """An error and what it came from: httpx has no words for a connection that was reset, or was closed by itself."""
+    """Describe an error and its causes: httpx's own message is empty for connections that were reset or closed."""
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
     cause = error.__cause__ or error.__context__
     return said if cause is None else f"{said} <- {_why(cause)}"
@@ -230,21 +230,21 @@ def _read_end(answer: Answer, choice: dict[str, Any], usage: dict[str, Any] | No
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Answers by what is wrong with them."""
+    """Defective answers, by kind of defect."""
 
     failed: list[str]
     truncated: list[str]
     mixed: list[str]
-    """Not what the sampler of the one version that they name says when it is asked alone."""
+    """Answers that name several versions, or differ from the sole version's sampler run alone."""
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is."""
+        """Whether there are no defects."""
         return not (self.failed or self.truncated or self.mixed)
 
 
 class Judge:
-    """Knows what each version says when it is asked alone."""
+    """Compares answers with the output of each version's sampler run alone."""
 
     def __init__(self, policies: Policies) -> None:
         source = Source(directory=str(policies.directory), is_run=True, registry_url=None)
@@ -253,7 +253,7 @@ class Judge:
         self._expected: dict[tuple[int, int], list[int]] = {}
 
     def judge(self, answers: Sequence[Answer]) -> Verdict:
-        """Look at every answer."""
+        """Check every answer."""
         failed = [answer.failure for answer in answers if answer.failure]
         whole = [answer for answer in answers if not answer.failure]
         truncated = [answer.truncation for answer in whole if answer.truncation]
@@ -272,7 +272,7 @@ class Judge:
         return None
 
     def expected(self, ask: Ask, version: int) -> list[int]:
-        """The tokens of a version's sampler in this process."""
+        """Sample the expected tokens with a version's sampler in this process."""
         key = id(ask), version % NUM_WEIGHTS
         if key not in self._expected:
             completion = self._policies.sampler(version).generate(self.requests(ask))[0]
@@ -280,10 +280,10 @@ class Judge:
         return self._expected[key]
 
     def text(self, token_ids: list[int]) -> str:
-        """What the policy's tokens say."""
+        """Decode tokens to text."""
         return self._codec.decode(token_ids)
 
     def requests(self, ask: Ask) -> tuple[Request, ...]:
-        """What the service asks of a sampler."""
+        """Build the sampler requests that the service makes for `ask`."""
         kind = ChatRequest if ask.is_chat else CompletionRequest
         return self._planner.plan(kind(**ask.body)).masked_requests

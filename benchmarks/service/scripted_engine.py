@@ -1,4 +1,4 @@
-"""The engine's process of the transport's benchmark: a script instead of a policy, behind every transport."""
+"""Scripted engine of the transport benchmark: serves fixed events over every transport."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rollout.request import Committed, Completion, FinishReason, Request, Sampli
 
 NUM_EVENTS = 8
 ENDLESS = "endless"
-"""What a job wants that never ends by itself."""
+"""Marks a job that runs until it is cancelled."""
 OURS, GRPC, GRPC_TLS, GRPC_BYTES = "own", "grpc.aio", "grpc.aio, TLS", "grpc.aio, bytes"
-"""The transports. The last carries bytes that were made before: what gRPC costs if messages cost nothing."""
+"""Names of the transports. The last carries preserialised bytes, to measure gRPC without serialisation."""
 MESSAGES = Codec(to_bytes=pack, from_bytes=unpack)
 BYTES_TO_ENGINE = Codec(to_bytes=lambda job: pack(job.wanted), from_bytes=bytes)
 _BYTES_FROM_ENGINE = Codec(to_bytes=bytes, from_bytes=unpack)
@@ -37,36 +37,36 @@ _FOREVER_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contacts:
-    """Where the engine takes jobs over each transport."""
+    """Addresses and credentials of the engine's transports."""
 
     ours: Contact
     ports: dict[str, int]
-    """Of gRPC's."""
+    """Ports of the gRPC transports."""
     token: str
     certificate: bytes
-    """The one of gRPC over TLS, in PEM."""
+    """Certificate of gRPC over TLS, PEM."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How the engine's process stands."""
+    """State of the engine's process."""
 
     cpu_s: float
     num_left: int
-    """Endless jobs that have ended."""
+    """Number of endless jobs that were cancelled."""
     left_s: float
-    """When the last of them did, on the clock that all processes of a machine share."""
+    """When the last of them ended, on the machine-wide monotonic clock."""
 
 
 def make_job(wanted: str | int = 0) -> Job:
-    """A job of one choice. It wants so many microseconds between its events, or `ENDLESS`."""
+    """Make a job of one choice. `wanted` is its pause between events in microseconds, or `ENDLESS`."""
     params = SamplingParams(gen_length=_BLOCK_LENGTH * _NUM_BLOCKS, block_length=_BLOCK_LENGTH, num_denoise_steps=48)
     request = Request(prompt_ids=tuple(range(_PROMPT_TOKENS)), params=params, seed=1)
     return Job(requests=(request,), wanted=wanted)
 
 
 def make_events() -> list[list[Event]]:
-    """What a job tells: its version, its blocks one by one, its end."""
+    """Make the events of a job: its version, its blocks one by one, its end."""
     nothing = dict.fromkeys(("num_correct", "num_problems", "checkpoint", "weight_store", "manifest_digest"))
     policy = PolicyVersion(version=3, round=2, phase="rl", **nothing)
     gen_length = _BLOCK_LENGTH * _NUM_BLOCKS
@@ -93,32 +93,32 @@ def _columns(num_slots: int) -> dict[str, Any]:
 
 
 class ScriptedEngine:
-    """Tells every job the same, as `EngineHost.stream` would."""
+    """Engine that sends every job the same events, with the interface of `EngineHost.stream`."""
 
     def __init__(self) -> None:
         self._events, self._packed = make_events(), [pack(events) for events in make_events()]
         self._num_left, self._left_s = 0, 0.0
 
     async def stream(self, job: Job) -> AsyncGenerator[Any]:
-        """As `Backend.stream`, at the pace that the job wants."""
+        """Stream the events as `Backend.stream`, at the job's pace."""
         async for events in self._told(self._events, job.wanted):
             yield events
 
     async def stream_bytes(self, wanted: str | int) -> AsyncGenerator[bytes]:
-        """The same as bytes; what the job wants is all that came of it."""
+        """Stream the same events as serialised bytes. Only `wanted` is received of the job."""
         async for packed in self._told(self._packed, wanted):
             yield packed
 
     @property
     def reading(self) -> Reading:
-        """How this process stands."""
+        """Return the state of this process."""
         return Reading(cpu_s=time.process_time(), num_left=self._num_left, left_s=self._left_s)
 
     async def _told(self, messages: list[Any], wanted: str | int) -> AsyncGenerator[Any]:
         try:
             yield messages[0]
             for message in messages[1:]:
-                # A real engine's events come from another thread, so each waits for a turn of the loop at least.
+                # A real engine's events come from another thread, so each takes at least one iteration of the loop.
                 await asyncio.sleep(_FOREVER_S if wanted == ENDLESS else int(wanted) / 1e6)
                 yield message
         finally:
@@ -127,7 +127,7 @@ class ScriptedEngine:
 
 
 def serve(pipe: Pipe) -> None:
-    """Take jobs over every transport until the pipe ends; whatever comes through it is answered with a `Reading`."""
+    """Serve jobs over every transport until the pipe closes. Each message on the pipe is answered with a `Reading`."""
     with suppress(EOFError):
         asyncio.run(_serve(pipe))
 

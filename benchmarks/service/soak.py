@@ -1,8 +1,9 @@
-"""Memory under mixed load: answers, clients that hang up, bad requests and new versions, for as long as you like.
+"""Soak test: memory growth of ingress and engines under mixed load.
 
-Ingress and engines are looked at while it goes on. Growth is the slope over the requests of the second half: the
-first fills what is bounded (versions in memory, events that are kept, the allocator's arenas). Memory is what is a
-process's own, anonymous and shared: how much of the libraries' files is in memory depends on others on the machine.
+The load is requests, clients that disconnect, bad requests and new versions. Growth is the slope of memory over the
+requests of the second half. In the first half, bounded stores fill: versions in memory, retained events, the
+allocator's arenas. Memory is a process's anonymous and shared pages. File-backed pages of libraries are excluded, since
+they depend on other processes of the machine.
 """
 
 from __future__ import annotations
@@ -41,50 +42,50 @@ _BAD: tuple[tuple[str, dict[str, Any], set[int]], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How long, and with what."""
+    """Duration and load."""
 
     minutes: float = 60.0
     num_clients: int = 6
-    """That want answers; beside them one hangs up, one asks badly, and one looks around."""
+    """Regular clients. One more client disconnects early, one sends bad requests, and one reads the status pages."""
     swap_every_s: float = 5.0
     look_every_s: float = 5.0
     most_growth_mib: float = 1.0
-    """Of each process, for every 1,000 requests, at most: 1 KiB of a request, which is less than its tokens take."""
+    """Maximum growth of a process per 1,000 requests: 1 KiB per request, less than its tokens take."""
     seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """The processes at one moment."""
+    """Memory of the processes at one time."""
 
     time_s: float
     num_requests: int
-    """Of all kinds, so far."""
+    """Requests of all kinds so far."""
     sizes: dict[str, dict[int, float]]
-    """Role, process and its memory, in MiB."""
+    """Memory in MiB by role and process id."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it."""
+    """Results of the soak test."""
 
     looks: list[Look] = field(default_factory=list)
     totals_s: list[float] = field(default_factory=list)
-    """Of the answers."""
+    """Latency of each answer, seconds."""
     counts: Counter[str] = field(default_factory=Counter)
     """Requests of each kind."""
     num_swaps: int = 0
     lost: list[str] = field(default_factory=list)
-    """Answers, refusals and views that were not what they should be."""
+    """Descriptions of wrong answers, refusals and views."""
 
 
 async def run(service: Deployed, plan: Plan) -> tuple[dict[str, Any], bool]:
-    """Load, look and print. Returns it for JSON, and whether nothing was lost and no memory grew."""
+    """Run the test and print it. Returns the results for JSON, and whether nothing was lost and no memory grew."""
     return report(plan, await soak(service, plan))
 
 
 async def soak(service: Deployed, plan: Plan) -> Outcome:
-    """All of it at the same time."""
+    """Run all clients, the publisher and the memory monitor concurrently."""
     async with aclosing(Client(service.url)) as client:
         soaking = _Soak(service, client, plan)
         await asyncio.gather(
@@ -99,7 +100,7 @@ async def soak(service: Deployed, plan: Plan) -> Outcome:
 
 
 class _Soak:
-    """Everybody who wants something of the service, until the time is over."""
+    """All concurrent clients of the service, until the time is over."""
 
     def __init__(self, service: Deployed, client: Client, plan: Plan) -> None:
         self._service, self._client, self._plan = service, client, plan
@@ -108,11 +109,11 @@ class _Soak:
         self.outcome = Outcome()
 
     def _goes_on(self) -> bool:
-        """Where a look takes long, the time is longer too: a slope needs so many."""
+        """Whether to continue. A minimum number of memory samples, which the slope needs, can extend the time."""
         return self._has_time() or len(self.outcome.looks) < _LEAST_LOOKS
 
     async def ask(self, index: int) -> None:
-        """A client that wants answers, and looks at each."""
+        """Send regular requests and check each answer."""
         draw, outcome = random.Random(index), self.outcome
         while self._goes_on():
             answer = await self._client.ask(draw.choice(self._asks))
@@ -122,7 +123,7 @@ class _Soak:
             outcome.lost += [*found.failed, *found.truncated, *found.mixed]
 
     async def hang_up(self) -> None:
-        """One that goes before the answer is whole, or before there is any."""
+        """Send requests and disconnect before or during the answer."""
         draw = random.Random(-1)
         while self._goes_on():
             ask = draw.choice(self._asks)
@@ -134,7 +135,7 @@ class _Soak:
             await asyncio.sleep(draw.uniform(0.0, 0.2))
 
     async def ask_badly(self) -> None:
-        """One whose requests must be refused."""
+        """Send invalid requests, which must be refused."""
         while self._goes_on():
             for path, request, statuses in _BAD:
                 status = (await self._client.http.post(path, **request)).status_code
@@ -144,7 +145,7 @@ class _Soak:
                 await asyncio.sleep(0.05)
 
     async def look_around(self) -> None:
-        """One that reads what the page reads."""
+        """Read the endpoints that the web page reads."""
         while self._goes_on():
             for path in _LOOKED_AT:
                 status = (await self._client.http.get(path)).status_code
@@ -158,14 +159,14 @@ class _Soak:
             self.outcome.counts["views"] += 1
 
     async def publish(self) -> None:
-        """New versions."""
+        """Publish new versions."""
         while self._goes_on():
             await asyncio.to_thread(self._service.publisher.publish)
             self.outcome.num_swaps += 1
             await asyncio.sleep(self._plan.swap_every_s)
 
     async def look_at_memory(self) -> None:
-        """Sizes, now and then; each minute it says them."""
+        """Sample memory periodically and print it once a minute."""
         began, minute = time.perf_counter(), 0
         while self._goes_on():
             sizes = {role: {pid: own_mib(pid) for pid in sorted(processes(name))} for role, name in ROLES.items()}
@@ -179,7 +180,7 @@ class _Soak:
 
 
 def own_mib(pid: int) -> float:
-    """A process's anonymous and shared memory in MiB; 0 when it has ended."""
+    """Return a process's anonymous and shared memory in MiB, or 0 if it has ended."""
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         kept = ("RssAnon:", "RssShmem:")
@@ -188,7 +189,7 @@ def own_mib(pid: int) -> float:
 
 
 def report(plan: Plan, outcome: Outcome) -> tuple[dict[str, Any], bool]:
-    """Print what came of it."""
+    """Print the results. Returns them for JSON, and whether the test passed."""
     rows, limit = growth(outcome.looks), f"<= {plan.most_growth_mib}"
     show(f"memory in {plan.minutes:g} minutes, MiB", rows)
     requests = dict(outcome.counts) | {"versions": outcome.num_swaps} | times(outcome.totals_s)
@@ -208,7 +209,7 @@ def report(plan: Plan, outcome: Outcome) -> tuple[dict[str, Any], bool]:
 
 
 def growth(looks: list[Look]) -> list[dict[str, Any]]:
-    """Of each process that was there from the middle to the end: its size, and its slope in the second half."""
+    """Compute size and second-half slope of each process that ran from the middle to the end."""
     half = looks[len(looks) // 2 :]
     if len(looks) < _LEAST_LOOKS:
         raise ValueError(f"{len(looks)} looks are too few for a slope: {_LEAST_LOOKS} are the least")

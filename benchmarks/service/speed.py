@@ -1,10 +1,10 @@
-"""The service against its own sampler: what HTTP, Ray Serve and batching cost and bring.
+"""Speed of the service against its bare sampler: overhead of HTTP and Ray Serve, gain of batching.
 
 A random policy of LLaDA's architecture answers 32 tokens in 32 denoise steps, with one engine on one thread. The
-sampler in this process and the clients of the service take turns, so that both see the same machine; for the overhead
-one request at a time, and what counts is the median of the differences. That is also measured with few denoise steps,
-where the noise of the denoising itself is least. Closed loop: so many clients, each asks again when it is answered.
-Open loop: requests at a fixed rate, whatever the answers do; a request's time counts from when it was due.
+sampler in this process and the service's clients alternate, so that both see the same machine load. Overhead is the
+median of paired differences, one request at a time. It is also measured with few denoise steps, where the denoising
+itself adds the least noise. Closed loop: each client sends its next request after an answer. Open loop: requests at a
+fixed rate, independent of the answers; latency counts from a request's due time.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ _PROMPT = "What is 2 + 3?"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How much is measured."""
+    """Amount of measurement."""
 
     seconds: float = 5.0
-    """Of each measurement in a round."""
+    """Duration of each measurement in a round."""
     num_rounds: int = 4
     num_clients: int = 16
     num_pairs: int = 100
-    """Of the sampler by itself and a request, one after the other, at each number of denoise steps."""
+    """Pairs of a sampler call and a request, at each number of denoise steps."""
 
 
 @dataclass(slots=True)
 class Overheads:
-    """What a request took longer than the sampler by itself just before, in seconds."""
+    """Latency of requests minus that of the preceding bare sampler call, seconds."""
 
     steps: int
-    """Denoise steps of each."""
+    """Denoise steps per request."""
     whole_s: list[float] = field(default_factory=list)
-    """To the end of an answer that is not streamed."""
+    """Overhead to the end of a non-streamed answer."""
     streamed_s: list[float] = field(default_factory=list)
-    """To the end of a stream."""
+    """Overhead to the end of a stream."""
     first_s: list[float] = field(default_factory=list)
-    """To a stream's first committed block."""
+    """Overhead to a stream's first committed block."""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of the table."""
+        """Format for the table."""
         kinds = {
             "to the end": self.whole_s,
             "to the end, streamed": self.streamed_s,
@@ -68,20 +68,20 @@ class Overheads:
 
 @dataclass(slots=True)
 class Series:
-    """The same measurement in all rounds."""
+    """One measurement over all rounds."""
 
     total_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
-    """To the first committed block, where it was told."""
+    """Latency to the first committed block, of streams."""
     num_tokens: int = 0
     seconds: float = 0.0
     rates: list[float] = field(default_factory=list)
     """Requests per second in each round."""
     cpu_s: Counter[str] = field(default_factory=Counter)
-    """CPU seconds by process: what they need, whatever else the machine does."""
+    """CPU seconds by role, which do not depend on other load of the machine."""
 
     def add(self, answers: list[Answer], seconds: float, cpu_s: dict[str, float]) -> None:
-        """A round of it."""
+        """Add the answers of one round."""
         lost = [answer.failure or answer.truncation for answer in answers if answer.failure or answer.truncation]
         if lost:
             raise RuntimeError(f"{len(lost)} of {len(answers)} requests were not answered: {lost[0]}")
@@ -93,11 +93,11 @@ class Series:
         self.cpu_s.update(cpu_s)
 
     def cpu_ms(self, role: str) -> float:
-        """Of a request."""
+        """Return a role's CPU milliseconds per request."""
         return 1e3 * self.cpu_s[role] / len(self.total_s)
 
     def row(self, name: str) -> dict[str, Any]:
-        """Of the table."""
+        """Format for the table."""
         first = times(self.first_s) if self.first_s else {"p50_ms": "", "p99_ms": ""}
         return {
             "measurement": name,
@@ -112,13 +112,13 @@ class Series:
 
 
 async def run(service: Deployed, plan: Plan) -> tuple[dict[str, Any], bool]:
-    """Measure and print. Returns it for JSON; nothing can be lost, or it raises."""
+    """Run the benchmark and print it. Returns the results for JSON, and True: a lost answer raises."""
     found, overheads = await measure(service, plan)
     return report(plan, found, overheads), True
 
 
 async def measure(service: Deployed, plan: Plan) -> tuple[dict[str, Series], list[Overheads]]:
-    """All of it; the open loops come last, at shares of the rate that was found."""
+    """Run all measurements. The open loops run last, at fractions of the measured closed-loop rate."""
     whole, streamed = _ask(service, is_streamed=False), _ask(service, is_streamed=True)
     sampler = service.policies.sampler(service.policies.newest)
     requests = Judge(service.policies).requests(whole)
@@ -148,7 +148,7 @@ async def measure(service: Deployed, plan: Plan) -> tuple[dict[str, Series], lis
 
 
 def _steps(service: Deployed) -> tuple[int, ...]:
-    """One for each block, and all."""
+    """Return the numbers of denoise steps to measure: one per block, and the full schedule."""
     shape = service.policies.shape
     return shape.gen_length // shape.block_length, shape.steps
 
@@ -175,7 +175,7 @@ def _ask(service: Deployed, *, is_streamed: bool, steps: int | None = None) -> A
         "block_length": shape.block_length,
         "steps": steps or shape.steps,
     }
-    # Without an end of text every completion is as long.
+    # Forbid end of text, so that all completions have equal length.
     diffusion |= {"constraints": {"forbidden_ids": [service.policies.eos_id]}}
     return Ask(body={"prompt": _PROMPT, "seed": 0, "diffusion": diffusion}, is_streamed=is_streamed)
 
@@ -185,7 +185,7 @@ def _since(before: dict[str, float]) -> dict[str, float]:
 
 
 def _sample(series: Series, sampler: Sampler, request: Request, ask: Ask, *, num_rows: int, seconds: float) -> None:
-    """The sampler in this process: so many rows together, again and again."""
+    """Run the in-process sampler repeatedly with `num_rows` rows for `seconds`."""
     answers: list[Answer] = []
     began, cpu_began = time.perf_counter(), time.process_time()
     while time.perf_counter() - began < seconds:
@@ -194,7 +194,7 @@ def _sample(series: Series, sampler: Sampler, request: Request, ask: Ask, *, num
 
 
 def _sampled(sampler: Sampler, request: Request, ask: Ask, *, num_rows: int) -> list[Answer]:
-    """So many rows of the sampler in this process, together, as answers to `ask`."""
+    """Run the in-process sampler once with `num_rows` rows, and return them as answers to `ask`."""
     start_s, first_s = time.perf_counter(), 0.0
     batch = sampler.open([request] * num_rows, max_rows=num_rows)
     done: list[Any] = []
@@ -210,7 +210,7 @@ def _sampled(sampler: Sampler, request: Request, ask: Ask, *, num_rows: int) -> 
 
 
 def report(plan: Plan, found: dict[str, Series], overheads: list[Overheads]) -> dict[str, Any]:
-    """Print what was measured beside its limits. Returns it for JSON."""
+    """Print the measurements next to their limits. Returns them for JSON."""
     rows = [series.row(name) for name, series in found.items()]
     show("speed, one engine", rows)
     alone, one = found["sampler alone, rows: 1"], found["closed loop, clients: 1"]
@@ -246,5 +246,5 @@ def report(plan: Plan, found: dict[str, Series], overheads: list[Overheads]) -> 
 
 
 def _paired(many: Series, one: Series) -> float:
-    """The median ratio of rates of the same round."""
+    """Compute the median of the per-round rate ratios."""
     return percentile([a / b for a, b in zip(many.rates, one.rates, strict=True)], 0.5)

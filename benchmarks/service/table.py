@@ -1,4 +1,4 @@
-"""What was measured, on the terminal and as JSON."""
+"""Output of the service benchmarks: terminal tables and JSON."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that so large a share of all does not exceed."""
+    """Compute a percentile: the smallest value that at least `share` of all values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def times(values: Sequence[float]) -> dict[str, float]:
-    """p50 and p99 of times in seconds, in milliseconds."""
+    """Compute p50 and p99, in milliseconds, of times in seconds."""
     return {"p50_ms": 1e3 * statistics.median(values), "p99_ms": 1e3 * percentile(values, 0.99)}
 
 
 def machine() -> dict[str, Any]:
-    """Where and when."""
+    """Describe the machine and the time of the measurement."""
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
     return {
         "cpu": model.partition(": ")[2] or platform.processor(),
@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """A table whose columns are the keys of the first row."""
+    """Print a table whose columns are the keys of the first row."""
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     print(f"\n{title}")
@@ -49,12 +49,12 @@ def _cell(value: object) -> str:
 
 
 def verdict(what: str, value: float, limit: str, *, is_met: bool) -> dict[str, Any]:
-    """A measure beside its limit."""
+    """Format a measurement with its limit."""
     return {"measure": what, "measured": round(value, 3), "limit": limit, "met": "yes" if is_met else "NO"}
 
 
 def save(path: Path | None, result: dict[str, Any]) -> None:
-    """As JSON."""
+    """Write the result as JSON, if there is a path."""
     if path is not None:
         path.write_text(json.dumps(result | {"machine": machine()}, indent=2) + "\n")
         print(f"\nwritten to {path}")

@@ -1,12 +1,12 @@
-"""What a job costs between ingress and engine: over our own transport, and over grpc.aio.
+"""Transport benchmark: latency and CPU time of a job from ingress to engine, ours against grpc.aio.
 
     python -m benchmarks.service.transport
 
-Two processes without Ray: this one is the ingress, with the event loop of its HTTP server, and the other an engine that
-tells each job 8 events from a script. The transports take turns within each round, so that all see the same machine;
-ratios are medians of those of a round. Latency is to the last event, less the pauses that the script makes; CPU time is
-that of both processes. `grpc.aio, bytes` carries messages that were made before: what gRPC costs if they cost nothing.
-How fast the machine is, a plain loop of Python says.
+It uses two processes without Ray. This one is the ingress, on the event loop of its HTTP server. The other is a
+scripted engine that sends 8 events per job. The transports alternate within each round, so that all see the same
+machine load. Ratios are medians of per-round ratios. Latency is to the last event, minus the scripted pauses. CPU time
+includes both processes. `grpc.aio, bytes` carries preserialised messages, to measure gRPC without serialisation. A
+plain Python loop calibrates the machine's speed.
 
 `--out FILE` writes JSON.
 """
@@ -37,20 +37,20 @@ _CANCEL_TIMEOUT_S, _LOOK_EVERY_S = 10.0, 0.001
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How much is measured."""
+    """Amount of measurement."""
 
     num_rounds: int = 20
     num_jobs: int = 100
-    """Of each transport in a round, at each load."""
+    """Jobs per transport and round, at each load."""
     num_clients: int = 16
     pause_ms: float = 2.0
-    """Between two events, as where an engine denoises meanwhile."""
+    """Pause between two events, as if an engine were denoising."""
     num_cancellations: int = 5
-    """Of each transport in a round."""
+    """Cancelled jobs per transport and round."""
 
     @property
     def loads(self) -> list[Load]:
-        """The one that decides first."""
+        """Return the loads, the deciding one first."""
         pause_us = round(1e3 * self.pause_ms)
         return [
             Load(num_clients=1, pause_us=0),
@@ -60,7 +60,7 @@ class Plan:
 
 
 async def measure(engine: EngineProcess, plan: Plan) -> Found:
-    """All of it."""
+    """Run all measurements."""
     async with engine.transports() as transports:
         jobs = {load: {name: Series() for name in transports} for load in plan.loads}
         found = Found(jobs=jobs, left_s={name: [] for name in transports}, messages_cpu_s=[], loops=[])
@@ -84,7 +84,7 @@ async def measure(engine: EngineProcess, plan: Plan) -> Found:
 async def _measured(
     engine: EngineProcess, transport: Transport, load: Load, num_jobs: int
 ) -> tuple[list[float], float]:
-    """The latency of each job, and the CPU time of one in both processes, in seconds."""
+    """Measure the latency of each job, and the mean CPU time per job of both processes, in seconds."""
     gc.collect()
     before_s = time.process_time() + engine.read().cpu_s
     latencies_s = await _answered(transport, load, num_jobs)
@@ -92,7 +92,7 @@ async def _measured(
 
 
 async def _answered(transport: Transport, load: Load, num_jobs: int) -> list[float]:
-    """The latency of each job, in seconds: every client asks again when it is answered."""
+    """Run jobs of closed-loop clients. Returns the latency of each job in seconds."""
     job, latencies_s = make_job(load.pause_us), list[float]()
     upcoming = iter(range(num_jobs))
 
@@ -114,7 +114,7 @@ async def _latency_s(transport: Transport, job: Job) -> float:
 
 
 async def _cancelled(engine: EngineProcess, transport: Transport) -> float:
-    """Seconds from a client's leaving to the end of its job in the engine."""
+    """Measure the seconds from a client's disconnect to the end of its job in the engine."""
     num_before = engine.read().num_left
     async with aclosing(transport.stream(make_job(ENDLESS))) as stream:
         await anext(stream)
@@ -126,7 +126,7 @@ async def _cancelled(engine: EngineProcess, transport: Transport) -> float:
 
 
 def _turned(names: list[str], index: int) -> list[str]:
-    """Each goes first in turn."""
+    """Rotate the order, so that each transport goes first equally often."""
     first = index % len(names)
     return names[first:] + names[:first]
 
@@ -141,7 +141,7 @@ def _messages_cpu_s(num_jobs: int) -> float:
 
 
 def _loop() -> tuple[float, float]:
-    """The seconds and CPU seconds of a plain loop."""
+    """Measure wall and CPU seconds of a plain loop."""
     began_s, cpu_began_s = time.perf_counter(), time.process_time()
     for _ in range(_LOOP_STEPS):
         pass
@@ -149,15 +149,15 @@ def _loop() -> tuple[float, float]:
 
 
 def run(plan: Plan) -> dict[str, Any]:
-    """Measure and print. Returns it for JSON."""
-    # What the ingress's HTTP server runs on.
+    """Run the benchmark and print it. Returns the results for JSON."""
+    # Use the event loop of the ingress's HTTP server.
     new_loop = uvicorn.Config("").get_loop_factory()
     with engine_process() as engine, asyncio.Runner(loop_factory=new_loop) as runner:
         return {"plan": asdict(plan), **runner.run(measure(engine, plan)).report()}
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     for column in fields(Plan):

@@ -1,4 +1,4 @@
-"""What the transport's benchmark found, as tables beside the rule of decision."""
+"""Tables of the transport benchmark, with the decision rule."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ _MOST_LATENCY_MS, _MOST_CPU_MS = 1.5, 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """How jobs come."""
+    """Load pattern of jobs."""
 
     num_clients: int
-    """Each asks again when it is answered."""
+    """Closed-loop clients: each sends its next job after an answer."""
     pause_us: int
-    """Between two events of a job."""
+    """Pause between two events of a job, microseconds."""
 
     @property
     def name(self) -> str:
-        """In the tables."""
+        """Label in the tables."""
         pauses = f", {self.pause_us / 1e3:g} ms between events" if self.pause_us else ""
         return f"{self.num_clients} client{'s' * (self.num_clients > 1)}{pauses}"
 
 
 @dataclass(slots=True)
 class Series:
-    """A transport under one load, in all rounds."""
+    """One transport under one load, over all rounds."""
 
     latencies_s: list[list[float]] = field(default_factory=list)
-    """Of each round's jobs."""
+    """Latencies of the jobs of each round."""
     cpu_s: list[float] = field(default_factory=list)
-    """Of a job in each round, in both processes."""
+    """CPU seconds per job in each round, both processes together."""
 
     @property
     def medians_s(self) -> list[float]:
-        """The latency of each round."""
+        """Return the median latency of each round."""
         return [statistics.median(latencies) for latencies in self.latencies_s]
 
     def row(self, load: Load, name: str, ours: Series) -> dict[str, Any]:
-        """Of the table."""
+        """Format for the table."""
         every = [latency for latencies in self.latencies_s for latency in latencies]
         return {
             "load": load.name,
@@ -58,19 +58,19 @@ class Series:
 
 @dataclass(slots=True)
 class Found:
-    """All that was measured."""
+    """All measurements."""
 
     jobs: dict[Load, dict[str, Series]]
-    """By load and transport; the first load is the one that decides."""
+    """Measurements by load and transport. The first load is the deciding one."""
     left_s: dict[str, list[float]]
-    """Seconds from a client's leaving to the end of its job in the engine, by transport."""
+    """Seconds from a client's disconnect to the end of its job in the engine, by transport."""
     messages_cpu_s: list[float]
-    """CPU time that the messages of a job take to become bytes and come back, in each round."""
+    """CPU time to serialise and deserialise the messages of a job, in each round."""
     loops: list[tuple[float, float]]
-    """Seconds and CPU seconds of a plain loop, in each round."""
+    """Wall and CPU seconds of a plain loop, in each round."""
 
     def report(self) -> dict[str, Any]:
-        """Print it. Returns it for JSON."""
+        """Print the results. Returns them for JSON."""
         rows = [one.row(load, name, of[OURS]) for load, of in self.jobs.items() for name, one in of.items()]
         show(f"a job of {NUM_EVENTS} events", rows)
         ended = [{"transport": name, "n": len(some), **_quantiles(some)} for name, some in self.left_s.items()]
@@ -99,5 +99,5 @@ def _quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def _ratio(values: list[float], ours: list[float]) -> float:
-    """The median ratio of the same round."""
+    """Compute the median of the per-round ratios."""
     return statistics.median(a / b for a, b in zip(values, ours, strict=True))

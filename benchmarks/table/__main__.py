@@ -1,10 +1,11 @@
-"""The first d1's table: base, + SFT, + RL and + SFT + RL, at three completion lengths, by d1's own commands.
+"""Reproduce the first d1's results table: base, + SFT, + RL and + SFT + RL, at three lengths.
 
     python -m benchmarks.table --scale smollm2 --out DIR [--tasks countdown] [--minutes 8] [--docs docs/results.md]
 
-The same command continues where it stopped: after Ctrl-C, a crash, or `--minutes`. A cell is a line of DIR/cells.jsonl
-(`--cells`), and is measured once. What the missing cells need is listed in DIR/state.txt, for a machine that forgets
-its disk: `benchmarks/table/parts.sh` packs it into parts of 60 MB and unpacks it again, at the same path.
+It runs `d1 sft`, `d1 train` and `d1 eval`. The same command resumes after Ctrl-C, a crash, or the end of `--minutes`.
+Each cell is measured once and saved as a line of DIR/cells.jsonl (`--cells`). DIR/state.txt lists the files that the
+missing cells need, for machines without persistent disks. `benchmarks/table/parts.sh` packs them into parts of less
+than 60 MB, and unpacks them at the same path.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STATE = "state.txt"
 
 
 def main() -> None:
-    """Measure what is missing; ends with 0 also where the time is over before all is."""
+    """Measure the missing cells. Exits with 0 also if the time runs out first."""
     args = _arguments()
     scale = SCALES[args.scale]
     try:
@@ -89,9 +90,9 @@ def _measure(args: argparse.Namespace, steps: Sequence[Step]) -> None:
 
 
 def _write_state(out: Path, cells: Path, steps: Sequence[Step]) -> None:
-    """List what the missing cells need of `out` (runs, checkpoints, answers so far), and the cells kept there."""
+    """List the files of `out` that the missing cells need (runs, checkpoints, answers), and the cells file there."""
     places = [step.run_dir if isinstance(step, Training) else step.out for step in steps]
-    # The base is a checkpoint by itself where no step makes it.
+    # The base is an existing checkpoint if no step makes it.
     starts = [Path(step.needs) for step in steps if not (isinstance(step, Training) and step.is_done)]
     places += [start for start in starts if not set(places) & set(start.parents)]
     places.append(cells)

@@ -1,4 +1,4 @@
-"""The measured cells of a table: a file of JSON lines, and the Markdown that is made of them."""
+"""Measured cells of the results table: storage as JSON Lines, and formatting as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from deploy.printing import share
 from rollout.score import Score
 
-# The 97.5th percentile of Student's distribution, by degrees of freedom from 1.
+# 97.5th percentile of Student's t distribution, by degrees of freedom from 1.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 _NORMAL = 1.96
 MISSING = "not measured"
@@ -20,40 +20,40 @@ MISSING = "not measured"
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Place:
-    """Where a number stands in the table."""
+    """Position of a number in the table."""
 
     task: str
-    """The table."""
+    """Task, one table each."""
     row: str
-    """How the policy was trained."""
+    """Training of the policy."""
     length: int
-    """Completion slots: the column."""
+    """Column: completion slots."""
     seed: int
-    """Of the training."""
+    """Seed of the training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A cell as it was measured."""
+    """Measurement of a cell."""
 
     place: Place
-    """Where it stands."""
+    """Position in the table."""
     num_correct: int
-    """Held-out problems that the policy solves."""
+    """Held-out problems that the policy solved."""
     num_problems: int
-    """Held-out problems that it was asked."""
+    """Held-out problems in the evaluation."""
     training_s: float
-    """Seconds of the trainings that made the policy from the base, evaluations between the rounds included."""
+    """Seconds of all training runs from the base to the policy, evaluations between the rounds included."""
     evaluation_s: float
-    """Seconds of the evaluation's workers."""
+    """Seconds of the evaluation, summed over its workers."""
     hardware: str
-    """Of the machine that evaluated it."""
+    """Hardware of the machine that evaluated it."""
     date: str
-    """Of the evaluation, as YYYY-MM-DD."""
+    """Date of the evaluation, YYYY-MM-DD."""
 
 
 def read_cells(path: Path) -> list[Measured]:
-    """The cells of a file; none where there is no file."""
+    """Read the cells of a file. Returns none if there is no file."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     values = map(json.loads, lines)
     return [Measured(**{**value, "place": Place(**value["place"])}) for value in values]
@@ -67,9 +67,9 @@ def add_cell(path: Path, cell: Measured) -> None:
 
 
 def interval_of(accuracies: Sequence[float], num_problems: int) -> tuple[float, float]:
-    """The 95 % interval of the mean over seeds: Student's, but never narrower than Wilson's over the problems.
+    """Compute the 95 % interval of the mean over seeds: Student's t, never narrower than Wilson's over the problems.
 
-    All seeds are asked the same problems, so that seeds that happen to agree say nothing about other problems.
+    All seeds get the same problems, so agreement between seeds is no evidence about other problems.
     """
     mean, count = fmean(accuracies), len(accuracies)
     low, high = Score(num_correct=round(mean * num_problems), num_problems=num_problems).interval
@@ -81,7 +81,7 @@ def interval_of(accuracies: Sequence[float], num_problems: int) -> tuple[float, 
 
 
 def as_markdown(cells: Sequence[Measured], task: str, lengths: Sequence[int], rows: Sequence[str]) -> str:
-    """A task's table: every row and length, whether it is measured or not."""
+    """Format a task's table with all rows and lengths, measured or not."""
     facts = ("seeds", "training, s", "evaluation, s", "hardware", "date")
     lines = [_line([f"{task}, %", *(f"{length} slots" for length in lengths), *facts])]
     lines.append(_line(["---", *["---:"] * len(lengths), *["---"] * len(facts)]))
@@ -100,7 +100,7 @@ def _value(cells: Sequence[Measured]) -> str:
 
 
 def _facts(cells: Sequence[Measured]) -> list[str]:
-    """What is told of a row, over all its lengths and seeds."""
+    """Format the further columns of a row, over all its lengths and seeds."""
     seeds = sorted({cell.place.seed for cell in cells})
     trained = {cell.place.seed: cell.training_s for cell in cells}
     return [
@@ -113,7 +113,7 @@ def _facts(cells: Sequence[Measured]) -> list[str]:
 
 
 def write_between_marks(path: Path, scale: str, text: str) -> None:
-    """Replace what stands between a document's marks of a scale. Raises ValueError where it has no such marks."""
+    """Replace the text between a document's marks for a scale. Raises ValueError if it has no such marks."""
     begin, end = f"<!-- benchmarks.table {scale} -->", f"<!-- end of benchmarks.table {scale} -->"
     whole = path.read_text(encoding="utf-8")
     before, found, rest = whole.partition(begin)

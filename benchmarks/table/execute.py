@@ -1,4 +1,4 @@
-"""Carries out the commands of a table, one after another, until they are done or the time is over."""
+"""Execution of the table's commands in sequence, within a deadline."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from deploy.machine import num_cpus, num_gpus
 
 _D1 = (sys.executable, "-c", "from deploy.cli import main; main()")
 _LOOK_EVERY_S = 1.0
-# A command takes half a minute to start on a machine with a GPU.
+# Remaining time below which no command is started: startup takes half a minute on a machine with a GPU.
 _WORTH_STARTING_S = 40.0
-# A run that is told to stop writes a checkpoint first.
+# Grace period of a stopped run, which first writes a checkpoint.
 _STOP_S = 120.0
 
 
 class TimeIsUpError(Exception):
-    """The time is over before all is done."""
+    """The deadline came before all steps were done."""
 
 
 def execute(
     steps: Sequence[Step], out: Path, deadline: float, tell: Callable[[str], None], keep: Callable[[Measured], None]
 ) -> None:
-    """Carry out what is not done yet, in order; `keep` gets each cell.
+    """Run the unfinished steps in order.
 
     Args:
-        steps: the plan, or what remains of it.
-        out: where the logs of the commands go.
-        deadline: when to stop, on the monotonic clock. The command under way keeps what it has.
-        tell: gets a line about each command.
-        keep: gets each cell as soon as it is measured.
+        steps: the plan, or its remaining steps.
+        out: folder of the commands' logs.
+        deadline: when to stop, on the monotonic clock. The running command saves its progress.
+        tell: receives a line about each command.
+        keep: receives each cell as soon as it is measured.
 
     Raises:
-        TimeIsUpError: the deadline has come.
-        RunFailedError: a command failed; the sentence says why, and where its log is.
-        KeyboardInterrupt: after the command under way has kept what it has.
+        TimeIsUpError: the deadline has passed.
+        RunFailedError: a command failed. The message has the reason and the path of its log.
+        KeyboardInterrupt: on Ctrl-C, after the running command has saved its progress.
     """
     for number, step in enumerate(steps, start=1):
         if isinstance(step, Training) and step.is_done:
@@ -59,7 +59,7 @@ def execute(
 
 
 def command_of(step: Step) -> tuple[str, ...]:
-    """What follows `d1`: a run that has begun is resumed."""
+    """Build the arguments of `d1`. A run that has begun is resumed."""
     is_begun = isinstance(step, Training) and step.run_dir.is_dir()
     return (*step.words, "--resume") if is_begun else step.words
 
@@ -82,7 +82,7 @@ def _measured(step: Evaluation, trainings: Sequence[Training]) -> Measured:
 def _hardware() -> str:
     if not num_gpus():
         return f"{num_cpus()} CPU cores"
-    # In a process of its own: in this one the answer would keep half a gigabyte of the GPU.
+    # In a child process: the query's CUDA context would hold half a gigabyte of GPU memory in this one.
     ask = "import torch; print(torch.cuda.get_device_name())"
     return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -91,7 +91,7 @@ def _run(name: str, words: Sequence[str], out: Path, deadline: float) -> None:
     log = out / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
-        # A session of its own: Ctrl-C comes to this process, which tells the command once.
+        # A new session: Ctrl-C reaches only this process, which stops the command exactly once.
         process = subprocess.Popen(
             [*_D1, *words], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -115,7 +115,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    # SIGINT is ignored by the children of a script's background process.
+    # SIGTERM, because children of a script's background process ignore SIGINT.
     process.terminate()
     try:
         process.wait(_STOP_S)

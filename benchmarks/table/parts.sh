@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Carries the state of a table in parts of less than 60 MB (PART_SIZE): what DIR/state.txt lists, with checksums.
+# Packs the files that DIR/state.txt lists into parts of less than 60 MB (PART_SIZE), with checksums.
 #   parts.sh pack DIR PARTS     writes PARTS/state.00, PARTS/state.01, ... and PARTS/state.sha256
-#   parts.sh unpack PARTS DIR   joins them into DIR, which has to have the path that it had: checkpoints refer to files by path
+#   parts.sh unpack PARTS DIR   joins them into DIR, which needs its original path: checkpoints refer to files by path
 set -euo pipefail
 
 die() { echo "d1: $1" >&2; exit 2; }
@@ -12,7 +12,7 @@ case $1 in
     [ -f "$2/state.txt" ] || die "$2 has no state.txt; python -m benchmarks.table --out $2 writes it"
     mkdir -p "$3"
     rm -f "$3"/state.*
-    # The format that keeps fractions of a second: they tell whether a weight file has changed.
+        # The posix format keeps fractional modification times, which show whether a weight file has changed.
     tar --format=posix -C "$2" -cf - -T "$2/state.txt" | split -b "${PART_SIZE:-55M}" -d - "$3/state."
     (cd "$3" && sha256sum state.[0-9]* > state.sha256)
     ;;

@@ -1,7 +1,6 @@
-"""The commands of a table, in an order in which each finds what it needs.
+"""Plan of the results table: its training and evaluation commands in order of dependency.
 
-For each seed and task: the base policy, SFT from it, and the rounds from either. Each policy is evaluated at each
-length.
+For each seed and task it has the base policy, SFT from it, and RL from either. Each policy is evaluated at each length.
 """
 
 from __future__ import annotations
@@ -26,45 +25,45 @@ class Training:
     """A run of `d1 sft` or `d1 train`."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     words: tuple[str, ...]
-    """What follows `d1`."""
+    """Arguments of `d1`."""
     run_dir: Path
-    """Where the run is."""
+    """Folder of the run."""
     checkpoint: str
-    """What it leaves."""
+    """Checkpoint that it writes."""
     needs: str
-    """The checkpoint that it starts from; empty if there is none."""
+    """Checkpoint that it starts from. Empty if there is none."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run is complete."""
         return is_done(read_events(self.run_dir))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """A cell of the table, by `d1 eval`."""
+    """Evaluation of one cell of the table, by `d1 eval`."""
 
     name: str
-    """Of the folder of its answers."""
+    """Name of the folder of its answers."""
     place: Place
-    """The cell."""
+    """Cell of the table."""
     words: tuple[str, ...]
-    """What follows `d1`."""
+    """Arguments of `d1`."""
     out: Path
-    """Where its answers are."""
+    """Folder of its answers."""
     needs: str
-    """The checkpoint that is evaluated."""
+    """Checkpoint to evaluate."""
     trained_by: tuple[str, ...]
-    """The runs that made the checkpoint from the base."""
+    """Training runs from the base to the checkpoint."""
 
 
 Step = Training | Evaluation
 
 
 def rows(methods: Sequence[str]) -> list[str]:
-    """The rows of the table: without SFT, then with it."""
+    """List the rows of the table: without SFT, then with it."""
     return [BASE, f"+ {SFT}", *(f"+ {name}" for name in methods), *(f"+ {SFT} + {name}" for name in methods)]
 
 
@@ -77,10 +76,9 @@ def plan(
     methods: Sequence[str],
     changes: Sequence[str] = (),
 ) -> list[Step]:
-    """All steps; whole seeds first, and in each whole tasks.
+    """Make all steps, grouped by seed, and within a seed by task.
 
-    `changes` are overrides for all recipes. Raises UserError for a recipe that cannot be read, and for an unknown
-    algorithm among `methods`.
+    `changes` are overrides for all recipes. Raises UserError if a recipe cannot be read or one of `methods` is unknown.
     """
     steps = [
         step
@@ -88,12 +86,12 @@ def plan(
         for task in tasks
         for step in _OfTask(scale, task, seed, out.absolute(), tuple(changes)).steps(methods)
     ]
-    # SFT that several tasks share is done with the first of them.
+    # SFT that several tasks share runs with the first of them.
     return list({step.name: step for step in steps}.values())
 
 
 def remaining(steps: Sequence[Step], done: Collection[Place]) -> list[Step]:
-    """The evaluations that are missing, and the trainings whose checkpoints these and unfinished trainings need."""
+    """Return the missing evaluations, and the training runs that they and unfinished training runs depend on."""
     needed: set[str] = set()
     found: list[Step] = []
     for step in reversed(steps):
@@ -110,7 +108,7 @@ class _OfTask:
         self._of: TableTask = scale.tasks[task]
         self._name = f"{task}.{seed}"
         self._changes = changes
-        # What the plan itself rests on: nothing that a user sets replaces it.
+        # The plan depends on these values, so a user's overrides cannot replace them.
         self._fixed = (f"seed={seed}", f"runs_dir={out / 'runs'}", "control.enabled=false")
 
     def steps(self, methods: Sequence[str]) -> Iterator[Step]:
@@ -134,7 +132,7 @@ class _OfTask:
     def _base(self) -> tuple[str, list[Training]]:
         if self._scale.base is None:
             return str(self._recipe().model.checkpoint), []
-        # On a canvas as long as the longest that is evaluated: a policy takes none that is longer than it was made for.
+        # Train with the longest evaluated canvas: a policy cannot run longer ones than it was made for.
         longest = max(self._of.lengths)
         sampling = f"rollout.sampling={{gen_length: {longest}, block_length: {longest}, num_denoise_steps: {longest}}}"
         made = self._training(f"{self._name}.base", self._scale.base, fixed=(sampling,), needs="")

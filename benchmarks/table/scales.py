@@ -1,4 +1,4 @@
-"""The scales of the table: which tasks, at which lengths, by which recipes."""
+"""Scales of the results table: tasks, completion lengths and recipes of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DIFFU_GRPO, TRAJECTORY = "diffu-grpo", "trajectory"
-# The method of recipes/countdown.yaml: the exact likelihood of each denoise step, against the sampler's own.
+# The method of recipes/countdown.yaml: exact per-step likelihoods, with ratios to the sampler's recorded ones.
 _TRAJECTORY = (
     "learner.algorithm=cj-grpo",
     "learner.advantage=round_z",
@@ -18,7 +18,7 @@ _TRAJECTORY = (
     "learner.estimator.law=sampler",
     "learner.objective={old: sampler, kl_coef: 0.04, normalize_by: round}",
 )
-# The first d1's method at the size of recipes/tiny.yaml, for about as many completions.
+# The first d1's method at the size of recipes/tiny.yaml, with about as many completions.
 _TINY_DIFFU_GRPO = (
     "learner.algorithm=diffu-grpo",
     "learner.num_rounds=30",
@@ -38,29 +38,29 @@ class TableTask:
     """One task of the table."""
 
     recipe: str
-    """The file in `recipes/`."""
+    """Name of the file in `recipes/`."""
     lengths: tuple[int, ...]
-    """Completion slots of the columns."""
+    """Completion slots, one column each."""
     overrides: tuple[str, ...] = ()
-    """Changes to the recipe."""
+    """Overrides of the recipe's fields."""
     num_problems: int | None = None
-    """Held-out problems of a cell. None: all that there are."""
+    """Held-out problems per cell. None: all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """One table."""
+    """Settings of one scale of the table."""
 
     seeds: tuple[int, ...]
-    """Each row is trained once for each."""
+    """Each row is trained once per seed."""
     tasks: Mapping[str, TableTask]
-    """By name, in the order of the table."""
+    """Tasks by name, in the order of the table."""
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {DIFFU_GRPO: ()})
-    """Changes to a recipe for a method's rounds."""
+    """Overrides of a recipe for RL, by method."""
     base: tuple[str, ...] | None = None
-    """SFT that makes the base, as changes to a recipe. None: the base is the recipe's `model.checkpoint`."""
+    """Overrides of a recipe for the SFT that makes the base. None: the base is the recipe's `model.checkpoint`."""
     shares_sft: bool = False
-    """SFT is on the same data for all tasks, and is done once for each seed."""
+    """Whether all tasks share one SFT run per seed, on the same data."""
     evaluation: tuple[str, ...]
     """Options of `d1 eval`."""
 
@@ -80,7 +80,7 @@ SCALES: Mapping[str, Scale] = {
             "countdown": TableTask(recipe="countdown.yaml", lengths=(10, 16, 24), num_problems=600),
         },
         methods={DIFFU_GRPO: _TINY_DIFFU_GRPO, TRAJECTORY: ()},
-        # It knows the format of an answer and little else. Its context has to hold the longest completion.
+        # This base knows little more than the answer format. Its context has to hold the longest completion.
         base=("sft.num_labels=20", "sft.num_steps=60", "evaluation.schedules=null"),
         evaluation=_HALF,
     ),
@@ -105,5 +105,5 @@ SCALES: Mapping[str, Scale] = {
         evaluation=("--protocol", "d1"),
     ),
 }
-"""`tiny`: two CPU cores, policies from scratch. `smollm2`: one GPU. `8b`: LLaDA-8B-Instruct with the first d1's values,
-for eight GPUs of 80 GB, with s1K in `s1k.jsonl`."""
+"""`tiny`: policies from scratch on two CPU cores. `smollm2`: one GPU. `8b`: LLaDA-8B-Instruct with the first d1's
+hyperparameters, on eight GPUs of 80 GB, with s1K in `s1k.jsonl`."""

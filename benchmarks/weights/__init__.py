@@ -1,1 +1,1 @@
-"""Benchmarks of weights on their way: onto the ranks of a learner, and from there to the samplers."""
+"""Benchmarks of weight transfer: checkpoint loading on learner ranks, and weight sync to samplers."""

@@ -1,12 +1,12 @@
-"""How fast a checkpoint is checked and loaded, and what memory a learner's ranks take for it.
+"""Checkpoint loading: throughput of verification and loading, and peak memory of a learner's ranks.
 
     python -m benchmarks.weights.loading [--checkpoint DIR] [--device cuda] [--gigabytes 1] [--ranks 2] [--out FILE]
 
-Rates are of one process, from the page cache. The limits beside them are what the same threads reach that read into
-memory which they hold already, and that write to memory which is new.
+Rates are those of one process reading from the page cache. Two limits are measured with the same threads: reading into
+already allocated memory, and writing to fresh memory.
 
-For memory a checkpoint of float32 weights is loaded by gloo ranks on CPUs. Counted is a rank's largest resident size
-above what it had before, files that are mapped included, against the limit: its shard.
+For the memory table, gloo ranks on CPUs load a checkpoint of float32 weights. It reports the growth of a rank's peak
+resident size, mapped files included. The lower limit is the size of its shard.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _CPU, _PLAIN = torch.device("cpu"), ShardingConfig()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """How fast one thing is done with a checkpoint's weights, in the fastest of several tries."""
+    """Throughput of one operation on a checkpoint's weights, in the fastest of several tries."""
 
     what: str
     num_bytes: int
-    """On disk."""
+    """Bytes on disk."""
     seconds: float
     cpu_seconds: float
-    """Of all threads of the process."""
+    """CPU seconds of all threads of the process."""
     slowest_seconds: float
-    """Of all tries."""
+    """Seconds of the slowest try."""
 
 
 def rates(directory: Path, device: str = "cpu") -> list[Rate]:
-    """Of a checkpoint, on a device."""
+    """Measure all operations on a checkpoint, for a device."""
     files = weight_files(directory)
     num_bytes, dtype = sum(path.stat().st_size for path in files), stored_dtype(directory)
 
@@ -85,16 +85,16 @@ def rates(directory: Path, device: str = "cpu") -> list[Rate]:
 
 
 def _timed(do: Callable[[], object]) -> tuple[float, float]:
-    """Seconds by the clock and of the CPU."""
+    """Measure wall and CPU seconds of a call."""
     cpu, began = time.process_time(), time.monotonic()
     kept = do()
     seconds = time.monotonic() - began, time.process_time() - cpu
-    del kept  # What it takes to give the memory back is no part of it.
+    del kept  # Releasing the memory is not timed.
     return seconds
 
 
 def _read(files: Sequence[Path]) -> None:
-    """In equal shares of all bytes, as `load_policy` does."""
+    """Read files in equal shares of all bytes, as `load_policy` does."""
     spans = [(path, begin) for path in files for begin in range(0, path.stat().st_size, _BUFFER_BYTES)]
     count = num_threads()
 
@@ -118,18 +118,18 @@ def _touch(num_bytes: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One way to load, on the rank that took most."""
+    """Measurements of one way to load, on the rank with the largest peak."""
 
     way: str
     num_ranks: int
     shard_bytes: int
-    """Of the weights of a rank."""
+    """Bytes of the shards of the weights that a rank holds afterwards."""
     peak_bytes: int
-    """That it took for them."""
+    """Growth of the rank's peak resident memory."""
     of_shard: float
-    """The one over the other."""
+    """`peak_bytes` divided by `shard_bytes`."""
     seconds: float
-    """Of the slowest rank."""
+    """Seconds of the slowest rank."""
 
 
 def _by_rows(directory: Path, mesh: DeviceMesh | None) -> ShardedPolicy:
@@ -149,11 +149,11 @@ WAYS: dict[str, tuple[Callable[[Path, DeviceMesh | None], ShardedPolicy], int]] 
     "by rows": (_by_rows, 1),
     "by rows, and a reference": (_with_reference, 2),
 }
-"""How, and how many shards of the weights a rank then has."""
+"""Ways to load, and the number of shards of the weights that each leaves on a rank."""
 
 
 def rows(gigabytes: float, num_ranks: int, ways: Sequence[str] = tuple(WAYS)) -> list[Row]:
-    """Some ways, on a policy of so many GB in float32."""
+    """Measure `ways` for a float32 policy of `gigabytes`."""
     found = []
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
@@ -185,7 +185,7 @@ def _rank(rank: int, way: str, num_ranks: int, place: Path) -> None:
     rendezvous = f"file://{place / way.replace(' ', '-')}"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=num_ranks)
     mesh = make_mesh("cpu")
-    # What is imported when the first policy is sharded is no part of any.
+    # Shard a small policy first, so that lazy imports are not measured.
     ShardedPolicy(empty_policy(Shape(d_model=32, num_layers=1, num_heads=2, vocab_size=40), _TOKENS), mesh)
     dist.barrier()
     before = _resident("VmRSS")
@@ -200,14 +200,14 @@ def _rank(rank: int, way: str, num_ranks: int, place: Path) -> None:
 
 
 def _resident(what: str) -> int:
-    """`VmRSS`, resident now, or `VmHWM`, the most since it was last reset; in bytes."""
+    """Read `VmRSS` (current resident size) or `VmHWM` (peak since its last reset), in bytes."""
     found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found, "Linux has both"
     return int(found[1]) * 1024
 
 
 def main() -> None:
-    """Measure, and print two tables."""
+    """Run the benchmark and print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--checkpoint", type=Path, help="a directory to measure rates of, and not one that is made")

@@ -1,13 +1,15 @@
-"""What a policy version takes from the learner's ranks to the samplers, whole and as an adapter, on Ray.
+"""Weight sync: time from the learner's ranks to the samplers on Ray, for all weights or an adapter.
 
     python -m benchmarks.weights.publishing [--gigabytes 1 4] [--samplers 1 2 4] [--rank 16] [--rounds 3] [--out FILE]
 
-A policy of random float32 weights is sharded over two ranks, published as `d1 train` does it, and loaded in place by
-every sampler: by shards, from each rank its rows, to samplers in float32 and in bfloat16; and as an adapter. `gathered`
-is what shards are compared with: whole on rank 0, put, and put again by the store. Seconds are from the ranks' call to
-the last sampler's answer, the median of some rounds, each beside one plain copy of all weights in memory. The pause is
-what a sampler does not sample for: to fetch, verify and copy a version, or only to copy it where it was fetched beside
-the portion before (`staged`). What does not fit this machine's memory is left out, with a sentence.
+A policy of random float32 weights is sharded over two ranks, published as by `d1 train`, and loaded in place by every
+sampler. It is sent as shards (each rank's rows) to float32 and bfloat16 samplers, and as an adapter. The baseline
+`gathered` gathers all weights on rank 0, puts them, and the store puts them again.
+
+Seconds are from the ranks' call to the last sampler's answer: the median of some rounds, each next to one plain memory
+copy of all weights. The pause is the time during which a sampler does not sample. It fetches, verifies and copies a
+version, or only copies it if it was prefetched during the previous work unit (`staged`). Cases that exceed this
+machine's memory are skipped with a message.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 
 _D_MODEL, _VOCABULARY, _TOKENS, _TIMEOUT_S, _RANKS = 2048, 8192, 128, 600.0, 2
-# The learner's weights, gathered, put and put again by the store, and the plain copy; each sampler's.
+# Copies of the weights: the learner's, the gathered one, two puts and the plain copy; then those of each sampler.
 _COPIES, _COPIES_OF_SAMPLER = 6, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """How a version travels."""
+    """Form in which a version is sent."""
 
     name: str
     is_gathered: bool = False
@@ -65,37 +67,37 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One size of policy, number of samplers and form."""
+    """Measurements of one policy size, number of samplers and form."""
 
     gigabytes: float
-    """Of all weights in float32."""
+    """Size of all weights in float32."""
     num_samplers: int
     form: str
     megabytes: float
-    """Of a version, as the store has it."""
+    """Size of a version in the store."""
     share: float
-    """Of the bytes of all weights."""
+    """Share of the bytes of all weights."""
     seconds: float
-    """From the learner to the last sampler, median."""
+    """Median seconds from the learner to the last sampler."""
     first_s: float
-    """Of the first version, with which an adapter's base goes."""
+    """Seconds of the first version, which includes an adapter's base."""
     copy_s: float
-    """Of a plain copy of all weights in memory, median."""
+    """Median seconds of a plain memory copy of all weights."""
     pause_s: float
-    """Of the slowest sampler, median."""
+    """Median pause of the slowest sampler, seconds."""
     staged_pause_s: float
-    """The same where the version had been fetched before."""
+    """The same with a prefetched version."""
 
 
 class Client(RunClient):
-    """A learner's; there is no service to hear of anything."""
+    """The learner's client, without a service to notify."""
 
     def announce(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None:
-        """Nothing is told."""
+        """Do nothing."""
 
 
 class LearnerRank:
-    """A rank that trains nothing and publishes."""
+    """Learner rank that only publishes."""
 
     def __init__(self, shape: Shape, form: Form, store: Any, rank: int, meeting: str) -> None:
         torch.set_num_threads(1)
@@ -115,10 +117,10 @@ class LearnerRank:
         self._publisher.base = base
 
     def ready(self) -> None:
-        """Answers once it is there."""
+        """Return once the actor has started."""
 
     def publish(self, version: int) -> WeightsId | None:
-        """A version to the store; of rank 0 what it is called."""
+        """Publish a version to the store. Returns its id on rank 0."""
         with torch.no_grad():
             for parameter in self._policy.trained_parameters.values():
                 parameter.add_(1e-3)
@@ -137,14 +139,14 @@ class LearnerRank:
 
 
 def _written(model: Transformer, lora: LoraConfig, checkpoints_dir: Path) -> BaseCheckpoint:
-    """Write what adapters stand on where samplers read it."""
+    """Write the adapters' base checkpoint where samplers read it."""
     directory = checkpoints_dir / "initial"
     save_checkpoint(directory, model.config, dict(model.named_parameters()), checkpoints_dir)
     return BaseCheckpoint(checkpoint=directory.name, digest=chain_digest(directory), scaling=lora.scaling)
 
 
 class Receiver:
-    """A sampler that only loads."""
+    """Sampler that only loads weights."""
 
     def __init__(self, shape: Shape, form: Form, store: Any, checkpoints_dir: Path) -> None:
         torch.set_num_threads(1)
@@ -153,25 +155,25 @@ class Receiver:
         self._loader = PolicyLoader(policy, self._reader, checkpoints_dir)
 
     def ready(self) -> None:
-        """Answers once it is there."""
+        """Return once the actor has started."""
 
     def prefetch(self, weights_id: WeightsId) -> None:
-        """Fetch that version."""
+        """Prefetch a version."""
         self._reader.prefetch(weights_id)
 
     def load(self, weights_id: WeightsId) -> float:
-        """Make the policy that version; how long it took."""
+        """Load a version into the policy. Returns the seconds that it took."""
         began = time.perf_counter()
         self._loader.load(weights_id)
         return time.perf_counter() - began
 
 
 class Line:
-    """A learner of two ranks, a store and samplers."""
+    """A learner with two ranks, a weight store and samplers."""
 
     def __init__(self, shape: Shape, form: Form, num_samplers: int, meeting: str) -> None:
         self.store: Any = ray.remote(WeightStore).options(num_cpus=0).remote(1)
-        # As in Ray Train, the store can call a rank whose training waits for that.
+        # As in Ray Train, the store can call a rank while the rank's training waits for the store.
         rank = ray.remote(LearnerRank).options(num_cpus=0, max_concurrency=2)
         self._ranks: list[Any] = [rank.remote(shape, form, self.store, index, meeting) for index in range(_RANKS)]
         receiver = ray.remote(Receiver).options(num_cpus=0)
@@ -182,7 +184,7 @@ class Line:
         self._version = 0
 
     def send(self, *, is_staged: bool = False) -> tuple[float, float]:
-        """Seconds that a version takes to all samplers, and the pause of the slowest."""
+        """Send a version to all samplers. Returns the seconds, and the pause of the slowest sampler."""
         self._version += 1
         began = time.perf_counter()
         said = ray.get([rank.publish.remote(self._version) for rank in self._ranks], timeout=_TIMEOUT_S)
@@ -192,18 +194,18 @@ class Line:
         return time.perf_counter() - began, max(pauses)
 
     def num_bytes(self) -> int:
-        """Of the newest version."""
+        """Return the bytes of the newest version."""
         manifest, _ = ray.get(self.store.get.remote(self._version), timeout=_TIMEOUT_S)
         return sum(entry.num_bytes for entry in manifest.tensors)
 
     def end(self) -> None:
-        """Give the memory back."""
+        """Stop the actors and release their memory."""
         for actor in self._actors:
             ray.kill(actor)
 
 
 def main() -> None:
-    """Measure, print, and write where `--out` says."""
+    """Run the benchmark, print a table, and write it to `--out`."""
     args = _arguments()
     torch.set_num_threads(1)
     console = Console(width=140)
@@ -225,7 +227,7 @@ def main() -> None:
 
 
 def measured(gigabytes: float, num_samplers: int, rank: int, rounds: int) -> Iterator[Row]:
-    """All forms, one after the other: there is not memory for several at once; and a plain copy beside each."""
+    """Measure all forms and a plain copy for each. Forms run in sequence, as memory does not suffice for several."""
     shape = _shape(gigabytes)
     forms = (
         Form(name="gathered", is_gathered=True),
@@ -260,7 +262,7 @@ def measured(gigabytes: float, num_samplers: int, rank: int, rounds: int) -> Ite
 
 
 def _copy_s(tensors: Sequence[Tensor]) -> float:
-    copies = [torch.ones_like(tensor) for tensor in tensors]  # Its pages are there before the clock starts.
+    copies = [torch.ones_like(tensor) for tensor in tensors]  # Touch the pages before the clock starts.
     began = time.perf_counter()
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor)
@@ -268,7 +270,7 @@ def _copy_s(tensors: Sequence[Tensor]) -> float:
 
 
 def _shape(gigabytes: float) -> Shape:
-    """Of about as many bytes in float32."""
+    """Choose a shape with about this many bytes in float32."""
     of_layer = 4 * (4 * _D_MODEL**2 + 9 * _D_MODEL**2)
     rest = 4 * 2 * _VOCABULARY * _D_MODEL
     num_layers = max(1, round((gigabytes * 1e9 - rest) / of_layer))

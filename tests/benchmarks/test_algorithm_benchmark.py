@@ -1,4 +1,4 @@
-"""Trials of algorithms, and the tables that they end in."""
+"""Tests of the algorithm comparison: trials, saved results and tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUDGET = Budget(num_completions=24, cpu_s=0.0, of_round=12)
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recipe of `make train`, made so small that it teaches nothing."""
+    """The recipe of `make train`, shrunk until it learns nothing."""
     recipe = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
     recipe["model"] |= {"d_model": 32, "num_layers": 1, "num_heads": 2, "mlp_hidden_size": 64}
     recipe["sft"] |= {"num_steps": 2, "batch_size": 4, "num_labels": 4}
@@ -93,7 +93,7 @@ def _result(row: str, seed: int, correct: int) -> Result:
 def test_seeds_are_pooled_and_the_best_row_comes_first() -> None:
     text = markdown([_result("spg", 0, 20), _result("espo", 0, 40), _result("espo", 1, 60)], 1000, 30.0)
     first, second = [line for line in text.splitlines() if line.startswith("| `")][:2]
-    # 100 of 200, and from 10 to 50 % in half a minute.
+    # 100 of 200 problems; from 10 to 50 % in half a minute.
     assert first.startswith("| `espo` | 2 | 1 x 4 | 1.0e-03 | 50.0 % (43.1 to 56.9) | 50.0 % (43.1 to 56.9) | +80.0 | ")
     assert first.endswith("| 2.00 | -0.500 | 0.2500 |")
     assert second.startswith("| `spg` | 1 | 1 x 4 | 1.0e-03 | 20.0 %")
@@ -116,7 +116,7 @@ def test_which_rate_is_best_is_said_by_the_seeds_that_were_tried_at_both() -> No
 
 
 def _benchmark(small: Path, results: Path, *rates: str) -> None:
-    """The command, of two rows and twelve completions, at some rates."""
+    """Run the command with two rows and twelve completions at some learning rates."""
     command = "algorithms --tasks sudoku --rows cj-grpo wd1 --jobs 1 --completions 12 --round 12 --seconds 0.01"
     places = ["--out", str(results / "runs"), "--results", str(results)]
     with pytest.MonkeyPatch.context() as patched:
@@ -127,7 +127,7 @@ def _benchmark(small: Path, results: Path, *rates: str) -> None:
 
 @pytest.fixture(scope="module")
 def done(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What it leaves at one rate."""
+    """Results of the command at one learning rate."""
     results = tmp_path_factory.mktemp("done")
     _benchmark(small, results, "1")
     return results
@@ -135,7 +135,7 @@ def done(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def benchmark(small: Path, done: Path, tmp_path: Path) -> Callable[..., None]:
-    """The command, where it has been at one rate."""
+    """The command, with results at one learning rate already saved."""
     shutil.copytree(done, tmp_path, dirs_exist_ok=True)
     return lambda *rates: _benchmark(small, tmp_path, *rates)
 
@@ -147,7 +147,7 @@ def test_a_row_that_has_learned_is_not_tried_at_a_further_rate(
     file = tmp_path / "sudoku.jsonl"
     kept = {one["row"]: one for one in map(json.loads, file.read_text().splitlines())}
     assert {one["rate"] for one in kept.values()} == {1.0}
-    # What is trained on twelve completions has learned nothing: as if one had.
+    # Twelve completions teach nothing, so pretend that one row has improved.
     kept["wd1"]["before"] = {name: score | {"num_correct": -1} for name, score in kept["wd1"]["before"].items()}
     file.write_text("".join(json.dumps(one) + "\n" for one in kept.values()))
     benchmark("1", "0.5")
@@ -176,7 +176,7 @@ def test_what_is_done_is_not_begun_again(benchmark: Callable[..., None], tmp_pat
 
 
 def test_a_process_of_the_pool_finds_what_it_is_to_do() -> None:
-    """As a user calls the command, its own module is `__main__`, which a spawned process does not have."""
+    """Run as a command, the module is `__main__`, which a spawned process cannot import."""
     assert {function.__module__ for function in (begin, start, try_row)} == {"benchmarks.algorithms.trial"}
 
 

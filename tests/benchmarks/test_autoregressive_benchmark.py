@@ -1,4 +1,4 @@
-"""The score of an autoregressive model, kept batch by batch; and the prompts of the demo's stories."""
+"""Tests of the autoregressive baseline, saved batch by batch, and of the demo's story prompts."""
 
 from __future__ import annotations
 

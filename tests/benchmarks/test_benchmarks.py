@@ -1,4 +1,4 @@
-"""What the benchmarks compare with is what it says it is."""
+"""Tests of the benchmarks' baselines: reference update, roofline and FLOP counts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_toys_answers_follow_from_its_prompts() -> None:
 
 
 def test_the_roofline_is_that_of_llada_8b() -> None:
-    """One forward of 512 tokens is 7.81 TFLOP, 9.9 ms at 790 TFLOP/s; two tokens for each."""
+    """One forward of 512 tokens is 7.81 TFLOP, or 9.9 ms at 790 TFLOP/s, and commits two tokens."""
     assert roofline.limit(masked_head=False, restricted=False) == pytest.approx(2 / 9.9e-3, rel=0.01)
 
 
@@ -82,7 +82,7 @@ TINY = Setting(
 
 @pytest.mark.parametrize("p_mask_prompt", [0.15, 0.0])
 def test_our_update_is_the_first_d1s(p_mask_prompt: float) -> None:
-    """With its normalisation and our prompt masks, over several inner updates with a KL penalty."""
+    """Both use d1's normalisation and our prompt masks, over several inner updates with a KL penalty."""
     row = learner_benchmark.same(replace(TINY, p_mask_prompt=p_mask_prompt))
     assert row["updates"] == 3
     assert row["first_gradient"] < 1e-5
@@ -115,19 +115,19 @@ def test_every_part_of_the_learners_benchmark_runs(tmp_path: Path) -> None:
 
 
 def test_methods_run_the_canvases_that_their_papers_ask_for() -> None:
-    # Short prompts have masks in common, and so canvases; in a group of three the draws of a completion are split.
+    # Short prompts share masks, and so canvases. In a group of three the draws of a completion are split.
     setting = replace(TINY, prompt_tokens=40, num_groups=1, group_size=6)
     rows = {row["method"]: row for row in learner_benchmark.methods(setting, 1)}
     for name, draws in {"diffu-grpo": 1, "espo": 4}.items():
         updates = rows[name]["updates"]
         assert rows[name]["backwards"] == pytest.approx(draws * updates, rel=0.1)
-        # The old likelihoods of the first update cost nothing.
+        # The old likelihoods of the first update need no extra forward.
         assert rows[name]["forwards"] == pytest.approx(draws * (3 * updates - 1), rel=0.1)
     assert rows["stepmerge"]["backwards"] > 3 * rows["diffu-grpo"]["backwards"]
 
 
 def test_the_arithmetic_of_an_update_is_counted_from_the_products() -> None:
-    """LLaDA-8B: a forward of 512 slots is 7.81 TFLOP; an update of old, reference, new and backward five of these."""
+    """LLaDA-8B: a forward of 512 slots is 7.81 TFLOP. Old, reference, new and backward are five of these."""
     config = learner_benchmark.LLADA_8B.config(512)
     counts = update_flops.Counts(num_canvases=1, canvas_tokens=512, asked_tokens=512, text_tokens=512, num_updates=1)
     assert sum(update_flops.forward(config, counts, spares_head=False, spares_block=False)) == pytest.approx(
@@ -141,14 +141,14 @@ def test_the_arithmetic_of_an_update_is_counted_from_the_products() -> None:
 
 @pytest.mark.nightly
 def test_a_rank_starts_in_little_more_memory_than_its_shard() -> None:
-    """A tensor's rows more: here the largest is the embedding, 34 MB on each of two ranks."""
+    """The excess is at most one tensor's rows. The largest is the embedding, 34 MB on each of two ranks."""
     (row,) = loading.rows(0.3, 2, ["by rows"])
     assert row.shard_bytes > 150e6
     assert row.peak_bytes < 1.05 * row.shard_bytes + 2 * 34e6
 
 
 def test_block_causal_policies_are_sampled_and_replayed_alike_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers are those of this machine; what is compared must be equal, and replay must run fewer slots."""
+    """Timings depend on the machine. The compared values must be equal, and replay must run fewer slots."""
     monkeypatch.setattr(blocks, "SHAPE", Shape(d_model=32, num_layers=2, num_heads=2, vocab_size=64))
     full, whole, plain, remembered = blocks.sampling(32, 2, 1)
     assert remembered["tokens_equal"]
@@ -163,5 +163,5 @@ def test_block_causal_policies_are_sampled_and_replayed_alike_both_ways(monkeypa
     assert [row.token_ids.tolist() for row in ours] == blocks.full_forwards(model, prompts, 32).tolist()
     by_step, by_row = blocks.replay(32, 2, 1, steps_per_block=2)
     assert by_row["largest_difference"] < 1e-4
-    # Sixteen steps of 96 columns; and 92 clean columns with two states of eight blocks.
+    # By step: sixteen steps of 96 columns. By row: 92 clean columns, and two states of eight blocks.
     assert (by_step["slots"], by_row["slots"]) == (2 * 16 * 96, 2 * (92 + 2 * 8 * 4))

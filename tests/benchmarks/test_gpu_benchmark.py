@@ -1,4 +1,4 @@
-"""The benchmark of a GPU, on a toy: every stage measures, and one that fails costs itself alone."""
+"""Tests of the GPU benchmark on a tiny setting: all stages measure, and fail independently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rollout import sampler as rollout_sampler
 
 Rows = list[dict[str, Any]]
 ROOT = Path(__file__).parents[2]
-# Of what d1 depends on, what a bare machine with a GPU has: torch, transformers, pydantic and structlog, with theirs.
+# The dependencies of d1 on a minimal GPU machine: torch, transformers, pydantic and structlog, with their own.
 BARE = {
     *("torch", "transformers", "pydantic", "structlog"),
     *("huggingface-hub", "jinja2", "numpy", "packaging", "pyyaml", "safetensors", "tokenizers"),
@@ -37,7 +37,7 @@ BARE = {
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """The command's exit code, the rows that it kept, and what it printed. However slow this machine is just now."""
+    """Run the command with generous time limits. Returns its exit code, saved rows and output."""
     patient = {name: replace(stage, limit_s=600) for name, stage in STAGES.items()}
     monkeypatch.setattr(command, "STAGES", patient)
 
@@ -53,7 +53,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 @pytest.mark.parametrize("name", [name for name in STAGES if name != "gpu_tests"])
 def test_every_stage_measures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilation is tested elsewhere, and takes half a minute."""
+    """Compilation is skipped: it takes half a minute and is tested elsewhere."""
     monkeypatch.setattr(rollout_sampler, "_compiled", lambda model: model)
     monkeypatch.setattr(sharding, "compile_blocks", lambda model: None)
     rows = list(STAGES[name].rows(tiny("cpu")))
@@ -91,7 +91,7 @@ def test_the_engine_is_measured_where_none_of_the_service_s_packages_are() -> No
     missing = {"msgpack", "ray", "redis", "fastapi", "starlette", "uvicorn"} | (names - BARE)
     code = (
         "import sys\n"
-        # Python refuses to import what is None there.
+        # Python refuses to import a module whose entry is None.
         f"sys.modules |= dict.fromkeys({sorted(name.replace('-', '_') for name in missing)})\n"
         "from benchmarks.gpu.stages import main\n"
         "sys.argv = ['stages', 'engine', '--device', 'cpu', '--tiny']\n"

@@ -1,4 +1,4 @@
-"""The visit to a GPU: refused where there is none, and a table that is complete as far as it came."""
+"""Tests of the end-to-end GPU benchmark: refusal without a GPU, and tables of partial runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks of the pipeline measure what they say."""
+"""Tests of the pipeline benchmarks: coordinator, overlap, evaluation and staleness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.pipeline.evaluation import Row, Way
 def test_simulated_samplers_go_through_every_round() -> None:
     with patch("actors.coordination.coordinator.RunGauges", coordinator.NoGauges):
         row = asyncio.run(coordinator.measured(num_samplers=5, portion_s=0.02, num_rounds=2))
-    # Four portions for each sampler, one after the other.
+    # Each sampler handles four work units in sequence.
     assert row.round_s > 4 * 0.02
     assert 0 < row.at_work <= 1
     assert row.at_work == pytest.approx(4 * 0.02 / row.round_s, rel=0.5)
@@ -42,7 +42,7 @@ def test_what_is_taken_is_the_share_of_what_could_overlap(monkeypatch: pytest.Mo
 
 
 class _Client:
-    """Notes what the learner asks for."""
+    """Records the learner's requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[object, ...]] = []

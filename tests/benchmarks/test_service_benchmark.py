@@ -1,4 +1,4 @@
-"""What the benchmark of the service calls lost is lost, and what it calls good is good."""
+"""Tests of the service benchmark's verdicts: which answers count as lost, truncated or mixed."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def ask(policies):
 
 
 def chunks(judge, ask, version, token_ids):
-    """A stream as the service sends it."""
+    """Make a stream as the service sends it."""
     part = {"index": 0, "delta": {"content": judge.text(token_ids)}, "text": judge.text(token_ids)}
     last = {"index": 0, "delta": {}, "text": "", "finish_reason": "length", "diffusion": {"token_ids": token_ids}}
     usage = {"completion_tokens": len(token_ids)}
@@ -45,7 +45,7 @@ def chunks(judge, ask, version, token_ids):
 
 
 def answer_of(ask, lines, status=200, version=VERSION):
-    """What a client makes of a response."""
+    """Return the client's answer to a response."""
 
     def respond(_request):
         text = "".join(f"data: {line}\n\n" for line in lines)
@@ -123,7 +123,7 @@ def test_the_asks_are_of_all_kinds(policies):
 
 def test_growth_is_the_slope_of_the_second_half():
     def look(second):
-        # It fills up at first; then one process leaks 2 MiB in 1,000 requests, and one begins late.
+        # Process 1 fills up, then stays constant. Process 2 leaks 2 MiB per 1,000 requests. Another one starts late.
         sizes = {1: min(400.0, 100.0 * second), 2: 300.0 + 0.002 * 100 * second}
         late = {3: 9.0} if second > 15 else {}
         return Look(time_s=second, num_requests=100 * second, sizes={"engine": sizes | late})
@@ -142,7 +142,7 @@ def test_an_answer_that_never_came_is_a_failure(judge, ask):
 def test_an_open_loop_leaves_room_where_nothing_is_answered_and_counts_the_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A slow machine would else be asked for more than the service takes, which is no loss of an answer."""
+    """Otherwise a slow machine would exceed the service's limit, and its refusals are no lost answers."""
     under_way = most = 0
 
     async def slow(_client: Client, ask: Ask, due_s: float | None = None) -> Answer:

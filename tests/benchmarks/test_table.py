@@ -1,4 +1,4 @@
-"""`python -m benchmarks.table`: the plan, the commands carried out in visits, the state between them, and the table."""
+"""Tests of the results table: plan, resumable execution, packed state and formatting."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rollout.score import Score
 PARTS = Path(executing.__file__).parent / "parts.sh"
 TINY = ("--scale", "tiny", "--tasks", "sudoku", "--methods", TRAJECTORY, "--seeds", "0")
 
-# Leaves what d1's commands leave, and writes down how it was called. It fails, or waits, where a file says so.
+# Fake d1: records its arguments and writes the outputs of d1's commands. Marker files make it fail or wait.
 STAND_IN = """
 import json, pathlib, signal, sys, time
 here, words = pathlib.Path(sys.argv[1]), sys.argv[2:]
@@ -72,7 +72,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command, in this process; returns its exit status."""
+    """The command, run in this process. Returns its exit status."""
 
     def run(*words: str) -> int:
         monkeypatch.setattr(sys, "argv", ["table", *TINY, "--out", str(tmp_path / "out"), *words])
@@ -176,7 +176,7 @@ def test_every_command_is_given_once_and_every_cell_is_kept(
 def test_it_stops_in_time_and_continues_elsewhere_from_its_parts(
     table: Callable[..., int], calls: Callable[[], list[list[str]]], tmp_path: Path
 ) -> None:
-    """In the rounds from SFT, the last of the table, which need the SFT checkpoint and nothing else."""
+    """Stops in the last training run, RL from SFT, which needs only the SFT checkpoint."""
     name, out = "sudoku.0.sft.trajectory", tmp_path / "out"
     (tmp_path / f"fails {name}").touch()
     assert table() == 1

@@ -1,4 +1,4 @@
-"""The transport benchmark measures each transport between ingress and engine; gRPC on trial is closed to strangers."""
+"""Tests of the transport benchmark: measurements, and gRPC's rejection of unauthenticated clients."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_transport_tells_the_same(engine: EngineProcess) -> None:
 
 
 def refusal(engine: EngineProcess, name: str, token: str, trusted: bytes | None) -> str:
-    """Why a client of gRPC's gets nothing."""
+    """Return the error of a gRPC client that is refused."""
 
     async def ask() -> None:
         async with aclosing(GrpcClient(engine.contacts.ports[name], MESSAGES, token, trusted)) as client:
@@ -74,7 +74,7 @@ def test_over_tls_grpc_tells_the_token_to_no_other_engine(engine: EngineProcess)
 
 
 def read_of_the_dead(others: list[BaseProcess]) -> None:
-    """Kill an engine's process, and ask how it stands."""
+    """Kill an engine's process, then read its state."""
     with engine_process() as engine:
         (process,) = (child for child in multiprocessing.active_children() if child not in others)
         process.kill()

@@ -1,4 +1,4 @@
-"""What the tests of rewards share: samples, and a real HTTP server that does as it is told."""
+"""Shared fixtures of the reward tests: samples, and a real HTTP server with scripted replies."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rewards.data.prompts import user_turn
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What the server answers one request with."""
+    """Scripted reply to one request."""
 
     body: bytes = b""
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     delay_s: float = 0.0
     drip_s: float = 0.0
-    """Seconds between any two bytes of the body."""
+    """Seconds between two bytes of the body."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One request that the server got."""
+    """A request that the server received."""
 
     path: str
     headers: dict[str, str]
@@ -39,7 +39,7 @@ class Asked:
 
 
 class Server:
-    """Answers with `replies` in their order, and then with `answer`."""
+    """HTTP server that sends `replies` in order, then `answer`."""
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []
@@ -54,10 +54,10 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 reply = server._reply(self, body)
                 time.sleep(reply.delay_s)
-                # Before the client has it and may ask again.
+                # Record before the client receives the reply and can send another request.
                 with server._lock:
                     server._at_once -= 1
-                # A client may have had enough.
+                # The client may have disconnected.
                 with suppress(OSError):
                     server._send(self, reply)
 
@@ -108,12 +108,12 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def fast_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits between tries that a test can wait for."""
+    """Shorten the waits between retries."""
     monkeypatch.setattr("rewards.terms.endpoint._FIRST_WAIT_S", 0.01)
 
 
 def make_sample(text: str = "309", answer: str = "309", **changes: Any) -> Sample:
-    """A completion of a running sum."""
+    """Make a completion of a running-sum problem."""
     problem = Problem(
         problem_id="sums/3,7,9",
         messages=user_turn("3 7 9"),
@@ -127,5 +127,5 @@ def make_sample(text: str = "309", answer: str = "309", **changes: Any) -> Sampl
 
 @pytest.fixture
 def sample() -> Callable[..., Sample]:
-    """Makes samples."""
+    """Factory of samples."""
     return make_sample

@@ -1,4 +1,4 @@
-"""How parts make a reward."""
+"""Tests of the grader: combination of reward parts and terms, and failing tasks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _reward(**fields: object) -> RewardConfig:
 
 
 def _function(directory: Path, source: str) -> dict[str, object]:
-    """A term by a module of its own: Python imports a name once."""
+    """Configure a function term with a new module, because Python imports a name only once."""
     name = f"reward_{abs(hash(source))}"
     (directory / f"{name}.py").write_text(source)
     return {"kind": "function", "path": f"{name}:value", "directory": directory}
@@ -75,7 +75,7 @@ def test_a_reward_is_exactly_the_sum_of_its_parts(task_weight: float, weights: S
 
 @given(st.floats(0, 1e6))
 def test_so_is_one_of_a_task_of_two_parts_without_terms(task_weight: float) -> None:
-    """A weight times a sum is not always the sum of the weighted."""
+    """In floating point, a weight times a sum can differ from the sum of weighted parts."""
     task = CountdownConfig()
     (problem,) = Countdown(task).problems(Split.TRAIN, 1, seed=0)
     sample = replace(make_sample(problem.reference_completion), problem=problem)
@@ -100,14 +100,14 @@ def test_where_a_term_has_no_value_the_grade_is_an_error_of_reward_0(
     failed, graded = grader.grade([make_sample(RIGHT), make_sample("")])
     assert (failed.outcome, failed.reward, failed.parts) == (Outcome.ERROR, 0.0, {})
     assert failed.detail == f"own: {term['path']} gave no value"
-    # What the task said of it stays.
+    # The task's own verdict is kept.
     assert (failed.correct, failed.answer) == (True, graded.answer and failed.answer)
     assert (failed.counts, graded.counts) == (counts, True)
     assert graded.parts == {"digits": 0.0, "own": 2.0, "fast": 2.0}
 
 
 class _Broken(Sums):
-    """Fails on some texts, as a task should not."""
+    """Faulty task that raises on some texts."""
 
     def grade(self, problem: Problem, text: str) -> Grade:
         if text == "slow":

@@ -1,4 +1,4 @@
-"""Comparing mathematics in a process that can be killed."""
+"""Tests of the maths verifier, which compares answers in a killable worker process."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from rewards.maths import Limits, MathVerifier, normalized_latex, process, same_
 
 _ROOT = Path(__file__).parents[2]
 _DATA = _ROOT.parent / "shared" / "data" / "llada-generations" / "math500_256.jsonl"
-# What other processes on this machine may take from us.
+# Allowance for delays by other processes on this machine.
 _SLACK_S = 6.0
 _WALL_S = 20.0
-# Equal, but not spelled alike: it takes the worker to know.
+# Equal but spelled differently, so that only the worker can tell.
 _HALF = ("\\frac12", "0.5")
 _ENDLESS = r"\sum_{k=1}^{10^9} \sin(k^2)"
 
@@ -42,7 +42,7 @@ def maths() -> Iterator[MathVerifier]:
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[MathVerifier]:
-    """Little time, and no limit on the length: everything is read."""
+    """A verifier with little CPU time and practically no length limit, so that every answer is parsed."""
     maths = MathVerifier(Limits(cpu_s=0.4, timeout_s=_WALL_S, max_chars=10_000_000, memory_bytes=400 << 20))
     assert maths.verify(*_HALF).right
     yield maths
@@ -50,9 +50,9 @@ def strict() -> Iterator[MathVerifier]:
 
 
 def _descendants(pid: int | None = None) -> list[int]:
-    """The zygotes below a process and their workers, zombies among them.
+    """Find the zygotes below a process and their workers, zombies included.
 
-    By what each process says of its parent: the children of a thread that ends are missing from all lists for a moment.
+    It uses each process's parent id: lists of children briefly omit those of an ending thread.
     """
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -77,12 +77,12 @@ def _state(pid: int) -> str | None:
 
 
 def _zombies() -> set[int]:
-    """Those below this process: another test may have left some of others' processes."""
+    """Find zombies below this process. Other tests may have left some."""
     return {pid for pid in _descendants() if _state(pid) == "Z"}
 
 
 def _wait_for_the_end_of(processes: list[int]) -> None:
-    """Their new parent, this machine's first process, may take its time to reap them."""
+    """Wait for processes to end. They may remain zombies until the init process, their new parent, reaps them."""
     deadline = time.monotonic() + 10
     while any(_state(pid) not in (None, "Z") for pid in processes):
         assert time.monotonic() < deadline
@@ -97,7 +97,7 @@ def others() -> frozenset[int]:
 
 @pytest.fixture
 def alone(others: frozenset[int]) -> Iterator[MathVerifier]:
-    """A verifier that leaves nothing behind."""
+    """A verifier that is checked to leave no processes behind."""
     maths = MathVerifier(Limits(cpu_s=0.4, timeout_s=60.0))
     yield maths
     maths.close()
@@ -106,7 +106,7 @@ def alone(others: frozenset[int]) -> Iterator[MathVerifier]:
 
 @contextmanager
 def _impatient(maths: MathVerifier) -> Iterator[None]:
-    """Within the block two seconds are too long."""
+    """Set the timeouts to two seconds during the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maths, "_limits", replace(maths._limits, timeout_s=2.0))
         patch.setattr(maths._worker, "_timeout_s", 2.0)
@@ -114,7 +114,7 @@ def _impatient(maths: MathVerifier) -> Iterator[None]:
 
 
 def _of(maths: MathVerifier, others: frozenset[int]) -> tuple[int, int]:
-    """The process ids of a verifier's zygote and worker."""
+    """Return the process ids of a verifier's zygote and worker."""
     assert maths.verify(*_HALF).right
     zygote, worker = (pid for pid in _descendants() if pid not in others)
     return zygote, worker

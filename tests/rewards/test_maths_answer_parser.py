@@ -1,4 +1,4 @@
-"""Answers as people and models write them: markup, numbers, units and scales, each with what the grader says."""
+"""Tests of maths answer parsing: markup, numbers, units and scales, each with the expected verdict."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_another_unit_is_said(maths: MathVerifier) -> None:
 @pytest.mark.parametrize(
     ("gold", "answer", "right"),
     [
-        # A unit's power is no work that is left to do.
+        # A unit's power does not count as an unevaluated expression.
         ("18", "18 in^2", True),
         ("3000000", r"\$3 million", True),
         (r"6\sqrt5", r"**\sqrt{180}**", False),

@@ -1,4 +1,4 @@
-"""Answers that a computer algebra takes for others: it drops primes, sorts lists and multiplies letters."""
+"""Tests of answers that a CAS confuses: dropped primes, sorted lists, multiplied letters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The maths grader against sympy in exact arithmetic, on random pairs whose values are known by how they were made."""
+"""Tests of the maths grader against exact sympy arithmetic, on random pairs of known values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sympy import Expr, Integer, Rational, Tuple, sqrt
 from rewards import Outcome
 from rewards.maths import MathVerifier
 
-# On which the grader and sympy disagree, each with what the grader says. docs/rewards.md says who is right.
+# Documented disagreements between grader and sympy, with the grader's verdict. docs/rewards.md explains them.
 _DOCUMENTED = {"a percent sign is left out": True, "a decimal for an irrational number": True, "another unit": False}
 _NUM_PAIRS = 2000
 _UNITS = {
@@ -26,7 +26,7 @@ _UNITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Value:
-    """A value, a way to write it, and what kind of pair it makes with its neighbours."""
+    """A value, its spelling, and properties that determine the kind of a pair."""
 
     exact: Expr
     text: str
@@ -59,7 +59,7 @@ def _integer(rng: Random, number: int) -> str:
 
 
 def _decimal(value: Rational) -> str | None:
-    """A fraction's digits, repeating ones under a bar."""
+    """Format a fraction as a decimal, with repeating digits under a bar."""
     whole, rest = divmod(abs(int(value.p)), int(value.q))
     digits, seen = "", {}
     while rest and rest not in seen and len(digits) < 30:
@@ -91,7 +91,7 @@ def _fraction(rng: Random, value: Rational) -> str:
 
 
 def _small(rng: Random, mantissa: int, power: int) -> str:
-    """A number times a power of ten, below 1."""
+    """Format a number below 1 as a number times a power of ten."""
     digits = str(mantissa).rjust(power, "0")
     return rng.choice(
         [
@@ -211,14 +211,14 @@ _MAKERS = [_integers, _fractions, _small_numbers, _powers, _factorials, _roots, 
 
 
 def _kind(gold: _Value, answer: _Value, is_equal: bool) -> str:
-    """The documented kind of disagreement that a pair may be of; empty where there must be none."""
+    """Return the documented kind of disagreement of a pair. Empty if grader and sympy must agree."""
     if gold.rounded or answer.rounded:
         return "a decimal for an irrational number"
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return "another unit" if is_equal else ""
     if gold.percent == answer.percent or is_equal:
         return ""
-    # Both as they are written, without the sign.
+    # Compare both as written, without the percent sign.
     written = [100 * value.exact if value.percent else value.exact for value in (gold, answer)]
     is_share = answer.percent and abs(gold.exact) < 1
     return "a percent sign is left out" if written[0] == written[1] and not is_share else ""
@@ -229,7 +229,7 @@ def test_the_grader_and_exact_arithmetic_disagree_on_documented_kinds_only() -> 
     found: Counter[str] = Counter()
     num_equal = 0
     for number in range(_NUM_PAIRS):
-        # A pair is slow to parse, and so there are fewer of them.
+        # Tuples are slow to parse, so use fewer of them.
         maker = _tuples if number % 25 == 0 else _MAKERS[number % len(_MAKERS)]
         gold, answer = maker(rng)
         is_equal = gold.exact == answer.exact

@@ -1,4 +1,4 @@
-"""The graders on what LLaDA-8B-Instruct really wrote, and on d1's evaluation sets."""
+"""Tests of the graders on real generations of LLaDA-8B-Instruct, and on d1's evaluation sets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_sudoku_rewards_equal_a_slow_reference() -> None:
         assert grade.reward == len(right) / len(empty)
         assert grade.correct == (cells == solution)
         num_right, num_empty = num_right + len(right), num_empty + len(empty)
-    # d1's evaluation finds 137: it also reads answers that lack a tag.
+    # d1's evaluation counts 137, because it also accepts answers without a tag.
     assert (num_right, num_empty) == (121, 2048)
 
 
@@ -73,7 +73,7 @@ def test_countdown_rewards_are_those_of_d1s_training() -> None:
     for item in _generations("countdown"):
         problem = countdown.from_ground_truth(item["question"], item["ground_truth"])
         text = item["generation"]
-        # Evaluation asks for \boxed, which d1's training reward holds for illegal characters.
+        # Evaluation prompts ask for \boxed, which d1's training reward rejects as illegal characters.
         assert countdown.grade(problem, text).reward == (0.0 if _d1_answer(text) is None else 0.1)
         num_unboxed_right += countdown.grade(problem, re.sub(r"\\boxed\{(.*)\}", r"\1", text)).reward == 1.0
     assert num_unboxed_right == 37  # as many as d1's eval() finds in them

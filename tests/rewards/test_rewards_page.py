@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md run."""
+"""Tests that run the examples of docs/rewards.md."""
 
 from __future__ import annotations
 

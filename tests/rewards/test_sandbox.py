@@ -1,4 +1,4 @@
-"""Hostile programs: each attack runs for real, and nothing of it gets out."""
+"""Tests of the sandbox against hostile programs: each attack really runs and is contained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONFIG = SandboxConfig(cpu_s=1, wall_s=60, num_processes=6, memory_bytes=256 * 
 
 
 def _left() -> list[str]:
-    """The processes of our sandboxes, dead ones too; other tests beside this one have some of their own."""
+    """List the processes of this test's sandboxes, zombies included. Concurrent tests have their own."""
     said = subprocess.run(["ps", "-eo", "uid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(maxsplit=2) for line in said.splitlines()[1:]]
     users = {str(bubblewrap.uid_for(slot)) for slot in range(64)}
@@ -71,7 +71,7 @@ def test_a_program_that_waits_ends_with_the_wall_seconds() -> None:
 
 
 def _run_started(config: SandboxConfig, source: str) -> RunResult:
-    """On a busy machine its seconds may be over before it is up."""
+    """Run a program, retrying if it did not start in time, as can happen on a busy machine."""
     while (ran := Sandbox(config).run(source)).exit_reason is ExitReason.NOT_STARTED:
         pass
     return ran
@@ -162,7 +162,7 @@ def test_home_and_this_repository_are_not_there(sandbox: Sandbox, tmp_path: Path
 
 
 def test_no_other_process_can_be_seen_or_signalled(sandbox: Sandbox) -> None:
-    # In there it is itself 1, as whoever started these tests may be out here.
+    # Inside the sandbox, process id 1 is the program itself. Outside, it may be the tests' parent.
     others = sorted({*range(2, 5000), os.getpid(), os.getppid()} - {1})
     source = (
         f"import os\nreached = []\nfor pid in [*{others}, os.getppid()]:\n"
@@ -280,7 +280,7 @@ def test_gvisor_runs_a_program() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_an_ordinary_user_has_the_same_sandbox() -> None:
-    """With a user namespace, which root does not take."""
+    """Ordinary users need a user namespace. Root does not use one."""
     source = (
         "from rewards.sandbox import Sandbox, SandboxConfig\n"
         "ran = Sandbox(SandboxConfig(num_processes=3)).run('''import os, threading\n"

@@ -1,1 +1,1 @@
-"""The commands of d1 on one GPU, under Ray: what a user types, in eight minutes."""
+"""End-to-end benchmark of d1's commands on one GPU, under Ray, in eight minutes."""

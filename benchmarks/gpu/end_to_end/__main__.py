@@ -1,9 +1,10 @@
-"""d1 on one GPU, under Ray, by the commands that a user types: `make test-gpu`, eight minutes.
+"""End-to-end test of d1's commands on one GPU, under Ray: `make test-gpu`, eight minutes.
 
     python -m benchmarks.gpu.end_to_end [--out DIR] [--stages NAME ...] [--seconds 480] [--rehearse]
 
-Each row is in `DIR/test-gpu.md` as soon as it is measured. A stage has its time and fails by itself. Without a GPU it
-ends with 2. `--rehearse` runs all of it on the CPU with toys, and says nothing of a GPU.
+Each row is appended to `DIR/test-gpu.md` as soon as it is measured. Each stage has a time limit, and its failure does
+not stop the others. Without a GPU the exit status is 2. `--rehearse` runs all stages on the CPU at toy sizes, as a
+smoke test.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _REHEARSAL_PATIENCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is run, and for how long at most."""
+    """A stage's function and its time limit."""
 
     run: Callable[[Visit], None]
     limit_s: float
@@ -47,12 +48,11 @@ STAGES: Mapping[str, Stage] = {
     "llada-offload": Stage(large.offloaded, 45),
     "llada": Stage(large.trained, 240),
 }
-"""In the order of their turn. Together they may take longer than a visit: most end early, and the visit has its own
-limit."""
+"""Stages in order of execution. Their limits add up to more than the overall limit, because most end early."""
 
 
 def main() -> None:
-    """Run the stages; end with 1 where one failed, with 2 where there is no GPU."""
+    """Run the stages. Exits with 1 if one failed, with 2 if there is no GPU."""
     args = _arguments()
     if not args.rehearse and not torch.cuda.is_available():
         sys.stderr.write(
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def carry_out(visit: Visit, name: str, deadline: float, patience: float = 1) -> None:
-    """One stage: what fails in it is a row."""
+    """Run one stage. Its failure becomes a row of the table."""
     began, stage = time.monotonic(), STAGES[name]
     visit.stage, visit.ends_at = name, min(deadline, began + patience * stage.limit_s)
     if visit.left_s <= 0:
@@ -78,14 +78,14 @@ def carry_out(visit: Visit, name: str, deadline: float, patience: float = 1) -> 
         return
     try:
         stage.run(visit)
-    # The boundary at which a failure becomes a row: the next stage may tell something all the same.
+    # Catch everything here, so that the later stages still run.
     except Exception as error:
         visit.table.fail(name, (str(error).strip() or type(error).__name__).splitlines()[-1])
     visit.row("seconds of the stage", f"{time.monotonic() - began:.1f} s")
 
 
 def _gpu_name() -> str:
-    """Asked in a process of its own: here the answer would take half a gigabyte of the GPU for good."""
+    """Query the GPU's name in a child process: a CUDA context here would hold half a gigabyte of GPU memory."""
     ask = "import torch; print(torch.cuda.get_device_name())"
     return subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
 

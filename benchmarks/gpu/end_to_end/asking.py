@@ -1,4 +1,4 @@
-"""Clients of a run's service: one question, or questions without a pause."""
+"""Clients of a run's service: single requests, and closed-loop load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOO_MANY, _SERVER_ERRORS = 429, 500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answered:
-    """One answer."""
+    """Answer to one request."""
 
     seconds: float
     policy_version: int
@@ -30,14 +30,14 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
-    """Asks a service on this machine."""
+    """Client of a service on this machine."""
 
     port: int
     token_path: Path
     prompt: str
 
     def is_up(self) -> bool:
-        """Whether it answers. Raises StageError where it refuses the question itself."""
+        """Check whether the service answers. Raises StageError if it rejects the request itself."""
         try:
             self.ask()
         except HTTPError as error:
@@ -51,7 +51,7 @@ class Client:
         return True
 
     def ask(self) -> Answered:
-        """One chat completion. Raises OSError where there is no answer."""
+        """Request one chat completion. Raises OSError if there is no answer."""
         body = json.dumps({"messages": [{"role": "user", "content": self.prompt}]}).encode()
         headers = {
             "Authorization": f"Bearer {self.token_path.read_text().strip()}",
@@ -70,13 +70,13 @@ class Client:
 
 @dataclass(kw_only=True, slots=True)
 class Load:
-    """What clients were answered."""
+    """Answers to the clients under load."""
 
     answers: list[Answered] = field(default_factory=list)
     num_failed: int = 0
 
     def in_words(self) -> str:
-        """For the table."""
+        """Format for the table."""
         times = [answer.seconds for answer in self.answers]
         if not times:
             return f"no answer, {self.num_failed} failed"
@@ -87,7 +87,7 @@ class Load:
 
 @contextmanager
 def under_load(client: Client, num_clients: int) -> Iterator[Load]:
-    """Within the block so many clients ask again as soon as they are answered."""
+    """Run `num_clients` closed-loop clients during the block."""
     load, ended = Load(), threading.Event()
 
     def ask() -> None:

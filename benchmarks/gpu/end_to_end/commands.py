@@ -1,4 +1,4 @@
-"""d1's commands as child processes: waited for, and ended with all that they started."""
+"""d1's commands as child processes, which are stopped together with their descendants."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from deploy.chaos.driver import Driver
 from deploy.chaos.targets import MARK, Family
 
 ROOT = Path(__file__).parents[3]
-# A machine with a GPU may have d1's folders and no `d1`.
+# A GPU machine may have d1's source folders without the installed `d1` command.
 _D1 = (sys.executable, "-c", "from deploy.cli import main; main()")
 _FAREWELL_S = 20.0
 
 
 class Started:
-    """A command under way."""
+    """A running command."""
 
     def __init__(self, visit: Visit, driver: Driver, family: Family, memory: MemoryWatch) -> None:
         self._visit, self._driver = visit, driver
         self.family = family
-        """Its processes."""
+        """The command's process and its descendants."""
         self.memory = memory
-        """What they take."""
+        """Memory of these processes."""
 
     @property
     def printed(self) -> str:
-        """What it has printed."""
+        """Return the output so far."""
         return "\n".join(line.text for line in self._driver.lines)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> float:
-        """Seconds until it is so. Raises StageError where the command ends before, or the stage's time does."""
+        """Wait for a condition and return the seconds. Raises StageError if the command or the time ends first."""
 
         def is_there() -> bool:
             if is_so():
@@ -50,13 +50,13 @@ class Started:
         return self._visit.wait_until(is_there, what)
 
     def finish(self) -> None:
-        """Wait for its end. Raises StageError where it fails."""
+        """Wait for the command to end. Raises StageError if it fails."""
         self._visit.wait_until(lambda: self._driver.status is not None, "the command's end")
         if self._driver.status:
             raise StageError(self._last_words())
 
     def interrupt(self) -> None:
-        """Ctrl-C, and its end."""
+        """Send Ctrl-C and wait for the command to end."""
         self._driver.signal(signal.SIGINT)
         self._visit.wait_until(lambda: self._driver.status is not None, "the command's end after Ctrl-C")
 
@@ -68,7 +68,7 @@ class Started:
 
 @contextmanager
 def started(visit: Visit, *words: str) -> Iterator[Started]:
-    """`d1 WORDS` for as long as the block lasts; then nothing of it is left."""
+    """Run `d1 WORDS` during the block, then stop all of its processes."""
     mark = secrets.token_hex(8)
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "D1_REDIS_URL")}
     environment[MARK] = mark
@@ -90,7 +90,7 @@ def started(visit: Visit, *words: str) -> Iterator[Started]:
 
 
 def carried_out(visit: Visit, *words: str) -> Started:
-    """`d1 WORDS` from its beginning to its end. Raises StageError where it fails."""
+    """Run `d1 WORDS` to its end. Raises StageError if it fails."""
     with started(visit, *words) as command:
         command.finish()
     return command

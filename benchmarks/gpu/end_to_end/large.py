@@ -1,4 +1,4 @@
-"""The stages of LLaDA-8B's shape with LoRA: three rounds beside a loaded engine, and memory given back and taken."""
+"""Stages of LLaDA-8B's shape with LoRA: training with a loaded engine, and offloading to host memory."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ _REHEARSED = (
 
 
 def made(visit: Visit) -> None:
-    """Random weights in bfloat16, and a tokenizer."""
+    """Make a checkpoint of random bfloat16 weights and a tokenizer."""
     for row in _rows(visit, "made_policy", str(visit.out / _CHECKPOINT)):
         visit.row(row["what"], row["measured"])
 
 
 def trained(visit: Visit) -> None:
-    """Three rounds under Ray, with an engine that answers, beside what `d1 plan` says of them."""
+    """Train three rounds under Ray while an engine serves, and compare with the predictions of `d1 plan`."""
     overrides, port = overrides_of(visit), free_port()
     plan = make_plan(load_recipe(RECIPE, [*overrides, "device=cuda"]), 1, _kind(visit))
     client = Client(port=port, token_path=visit.out / _NAME / "service.token", prompt="Using 1, 2 and 3, make 6.")
@@ -74,13 +74,13 @@ def trained(visit: Visit) -> None:
 
 
 def offloaded(visit: Visit) -> None:
-    """What a learner worker takes to give its GPU's memory back, and to take it again."""
+    """Time a learner worker's offloading to host memory, and its return."""
     for row in _rows(visit, "offload"):
         visit.row(row["what"], row["measured"])
 
 
 def overrides_of(visit: Visit) -> list[str]:
-    """What the run changes of its recipe."""
+    """Return the run's overrides of its recipe."""
     return [
         f"name={_NAME}",
         f"runs_dir={visit.out}",
@@ -91,7 +91,7 @@ def overrides_of(visit: Visit) -> list[str]:
 
 
 def _kind(visit: Visit) -> GpuKind:
-    """The GPU that is here, as `d1 plan` knows it."""
+    """Look up this machine's GPU among those of `d1 plan`."""
     if visit.is_rehearsal:
         return GPU_KINDS[DEFAULT_KIND]
     for kind in GPU_KINDS.values():
@@ -123,7 +123,7 @@ def _tell_round(visit: Visit, event: Event, plan: Plan) -> None:
 
 
 def _rows(visit: Visit, module: str, *words: str) -> list[dict[str, str]]:
-    """What a program of this folder prints: a process of its own gives the GPU's memory back."""
+    """Run a program of this folder in a child process, which frees its GPU memory at exit. Returns its rows."""
     command = [sys.executable, "-m", f"benchmarks.gpu.end_to_end.{module}", "--device", visit.device, *words]
     command += ["--tiny"] if visit.is_rehearsal else []
     try:

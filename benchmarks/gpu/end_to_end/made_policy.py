@@ -1,4 +1,4 @@
-"""Write a checkpoint of LLaDA-8B's shape with random weights: `python -m benchmarks.gpu.end_to_end.made_policy DIR`."""
+"""Write a random checkpoint of LLaDA-8B's shape: `python -m benchmarks.gpu.end_to_end.made_policy DIR`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKENS = 1000
 
 
 def main() -> None:
-    """Make it where it computes, and say what that took."""
+    """Make the policy directly on its device, and print how long it took."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--device", default="cuda")

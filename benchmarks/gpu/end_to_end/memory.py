@@ -1,4 +1,4 @@
-"""The most memory that each kind of process took: of the GPU, or in a rehearsal of the machine."""
+"""Peak memory by kind of process: GPU memory, or host memory in a rehearsal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deploy.chaos.targets import Family
 
 _EVERY_S = 1.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# Ray writes an actor's class over its process's command line.
+# Ray replaces a process's command line by its actor's class.
 _NAMES = {
     r"ray::SamplerWorker\b": "a sampler",
     r"ray::RayTrainWorker\b": "a learner worker",
@@ -23,19 +23,19 @@ ALL = "all processes together"
 
 
 class MemoryWatch:
-    """Looks at a command's processes every second, on a thread."""
+    """Polls the memory of a command's processes every second, on a thread."""
 
     def __init__(self, family: Family, device: Literal["cuda", "cpu"]) -> None:
-        """Begin."""
+        """Start polling."""
         self.most: dict[str, int] = {}
-        """Bytes by whose they are: the most that was seen."""
+        """Peak bytes by kind of process."""
         self._family, self._device = family, device
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         self._ended.set()
         self._thread.join()
 
@@ -44,7 +44,7 @@ class MemoryWatch:
             titles = {process.pid: process.title for process in self._family.living()}
             used = _on_gpu("compute-apps=pid,used_memory") if self._device == "cuda" else _resident(titles)
             for pid, num_bytes in used:
-                # Inside of a container the driver may not know our process ids.
+                # Inside a container the driver may report other process ids than ours.
                 who = next((name for title, name in _NAMES.items() if re.match(title, titles.get(pid, ""))), None)
                 if who is not None:
                     self._note(who, num_bytes)
@@ -56,7 +56,7 @@ class MemoryWatch:
 
 
 def _on_gpu(query: str) -> list[tuple[int, int]]:
-    """Pairs of a number and bytes, as the driver says; none where it says nothing."""
+    """Query the driver for pairs of a number (process id or GPU index) and bytes. Returns none if it has no answer."""
     if (command := shutil.which("nvidia-smi")) is None:
         return []
     asked = [command, f"--query-{query}", "--format=csv,noheader,nounits"]
@@ -72,5 +72,5 @@ def _resident(pids: dict[int, str]) -> list[tuple[int, int]]:
             with open(f"/proc/{pid}/statm", encoding="ascii") as file:
                 found.append((pid, int(file.read().split()[1]) * _PAGE_BYTES))
         except OSError:
-            continue  # It has ended.
+            continue  # The process has ended.
     return found

@@ -1,4 +1,4 @@
-"""A learner of LLaDA-8B's shape gives its memory back and takes it: `python -m benchmarks.gpu.end_to_end.offload`."""
+"""Time the offloading of a learner of LLaDA-8B's shape: `python -m benchmarks.gpu.end_to_end.offload`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from learner.parallel.sharding import ShardedPolicy
 
 
 def main() -> None:
-    """Print a row for each turn: the first pins its memory on the host anew."""
+    """Print a row for each turn. Only the first turn has to allocate pinned host memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _finish(device: str) -> None:
-    """Wait for what the GPU was asked for."""
+    """Wait until the GPU has finished all queued work."""
     if device == "cuda":
         torch.cuda.synchronize()
 

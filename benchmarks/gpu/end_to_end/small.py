@@ -1,4 +1,4 @@
-"""The stages of `recipes/tiny.yaml`: the same short run on the CPU and on a GPU, each way in which that is shared."""
+"""Stages of `recipes/tiny.yaml`: one short run on the CPU, and on a GPU in every way of sharing it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ RECIPE = str(ROOT / "recipes" / "tiny.yaml")
 _PROMPT = "2001104002144103"
 _NUM_PROBLEMS = 100
 _ROUNDS, _REHEARSED_ROUNDS = 6, 2
-# So many that the service is up before they are over.
+# Enough rounds that the service starts before they end.
 _AHEAD_ROUNDS, _MORE_ROUNDS = 60, 2
-# How far two devices may be apart: losses and rewards of the same draws, and accuracies on so few problems.
+# Maximum differences between devices: losses and rewards of the same samples, and accuracies on so few problems.
 _AGREEMENT = {
     "loss at the end of SFT": 0.02,
     "reward of the first round": 0.05,
@@ -39,7 +39,7 @@ _SHORT = (
     "rollout.engine={num_slots: 256}",
     "learner.groups_per_round=16",
     "learner.max_staleness=0",
-    # So small that other kernels' last bits do not become another policy.
+    # Small, so that rounding differences between kernels do not lead to a different policy.
     "learner.lr=5e-5",
     "learner.num_warmup_rounds=0",
     f"evaluation.num_problems={_NUM_PROBLEMS}",
@@ -53,25 +53,25 @@ _SERVED = "ahead"
 
 
 def on_cpu(visit: Visit) -> None:
-    """The run that the others are compared with."""
+    """Train on the CPU, as the baseline of the other stages."""
     events = _trained(visit, "on-cpu", "device=cpu")
     visit.on_cpu.update(facts_of(events))
     tell_run(visit, events, {})
 
 
 def with_shares(visit: Visit) -> None:
-    """A sampler and a learner worker that compute on one GPU at the same time."""
+    """Train with a sampler and a learner worker that run on one GPU concurrently."""
     tell_run(visit, _trained(visit, "shares", *_gpus(visit, "sampler: 0.3, learner: 0.4")), visit.on_cpu)
 
 
 def taking_turns(visit: Visit) -> None:
-    """A sampler and a learner worker that give each other their memory."""
+    """Train with a sampler and a learner worker that alternate on the GPU, offloading their memory."""
     shares = "sampler: 0.5, learner: 0.5, colocate: true"
     tell_run(visit, _trained(visit, "turns", *_gpus(visit, shares)), visit.on_cpu)
 
 
 def ahead(visit: Visit) -> None:
-    """Two samplers a round ahead, an engine that answers meanwhile, and a learner worker that is killed."""
+    """Train with two samplers one round ahead, an engine under load, and a learner worker that is killed."""
     port = free_port()
     words = words_of(
         visit, _SERVED, *_gpus(visit, "sampler: 0.2, learner: 0.3, engine: 0.2"), *_ahead(_AHEAD_ROUNDS), "--serve"
@@ -89,7 +89,7 @@ def ahead(visit: Visit) -> None:
 
 
 def _kill_learner(visit: Visit, command: Started) -> None:
-    """Kill it, and wait for the round that its successor publishes."""
+    """Kill the learner worker, and wait for the round that its replacement publishes."""
     command.wait_until(lambda: bool(_of(visit, "round")), "the first round")
     before = len(_of(visit, "round"))
     workers = command.family.of_role(Target.LEARNER)
@@ -101,7 +101,7 @@ def _kill_learner(visit: Visit, command: Started) -> None:
 
 
 def resumed(visit: Visit) -> None:
-    """That run again, for two rounds more."""
+    """Resume that run for two more rounds."""
     gpus = _gpus(visit, "sampler: 0.2, learner: 0.3, engine: 0.2")
     words = words_of(visit, _SERVED, *gpus, *_ahead(_AHEAD_ROUNDS + _MORE_ROUNDS))
     before = len(_of(visit, "round"))
@@ -110,7 +110,7 @@ def resumed(visit: Visit) -> None:
 
 
 def evaluated(visit: Visit) -> None:
-    """`d1 eval` of that run: the accuracy that it had itself."""
+    """Run `d1 eval` on that run, and compare with the run's own accuracy."""
     options = ("--device", visit.device, "--problems", str(_NUM_PROBLEMS), "--json", "--out", str(visit.out / "eval"))
     command = carried_out(visit, "eval", _SERVED, "--runs-dir", str(visit.out), *options)
     (cell,) = _json(command)["cells"]
@@ -119,7 +119,7 @@ def evaluated(visit: Visit) -> None:
 
 
 def sampled(visit: Visit) -> None:
-    """`d1 sample` there and on the CPU: the same text."""
+    """Run `d1 sample` on the GPU and on the CPU, and compare the texts."""
     texts = {}
     for device in dict.fromkeys((visit.device, "cpu")):
         words = ("sample", _SERVED, _PROMPT, "--runs-dir", str(visit.out), "--device", device, "--json")
@@ -130,7 +130,7 @@ def sampled(visit: Visit) -> None:
 
 
 def served(visit: Visit) -> None:
-    """`d1 serve` of that run."""
+    """Run `d1 serve` on that run."""
     port = free_port()
     client = _client(visit, port)
     with started(visit, "serve", _SERVED, "--runs-dir", str(visit.out), "--port", str(port)) as command:
@@ -142,7 +142,7 @@ def served(visit: Visit) -> None:
 
 
 def tell_memory(visit: Visit, memory: MemoryWatch, planned: dict[str, str] | None = None) -> None:
-    """A row for each kind of process."""
+    """Add a row of peak memory for each kind of process."""
     for who, num_bytes in sorted(memory.most.items()):
         visit.row(f"most memory of {who}", f"{num_bytes / 1e9:.2f} GB", (planned or {}).get(who, ""))
 
@@ -160,7 +160,7 @@ def _gpus(visit: Visit, shares: str) -> tuple[str, ...]:
 
 
 def words_of(visit: Visit, name: str, *more: str) -> list[str]:
-    """The command of a run of that name: `train`, the recipe, and what is changed of it."""
+    """Build the arguments of `d1` for a run: `train`, the recipe, and its overrides."""
     rehearsed = _REHEARSED if visit.is_rehearsal else ()
     rounds = f"learner.num_rounds={_num_rounds(visit)}"
     return ["train", RECIPE, f"name={name}", f"runs_dir={visit.out}", *_SHORT, *rehearsed, rounds, *more]
@@ -182,12 +182,12 @@ def _of(visit: Visit, event: str) -> list[Event]:
 
 
 def _json(command: Started) -> Any:
-    """The object among what a command has printed."""
+    """Parse the JSON object in a command's output."""
     return json.loads(next(line for line in command.printed.splitlines() if line.startswith("{")))
 
 
 def facts_of(events: Sequence[Event]) -> dict[str, float]:
-    """What two devices should agree on."""
+    """Extract the metrics that should agree between devices."""
     rounds = [event for event in events if event["event"] == "round"]
     return {
         "loss at the end of SFT": [event["loss"] for event in events if event["event"] == "sft"][-1],
@@ -204,7 +204,7 @@ def _accuracy(events: Sequence[Event], label: str) -> float:
 
 
 def tell_run(visit: Visit, events: Sequence[Event], on_cpu: dict[str, float]) -> None:
-    """The rows of a run. Raises StageError where it is not the CPU's."""
+    """Add the rows of a run. Raises StageError if its metrics differ from the CPU's."""
     rounds = [event for event in events if event["event"] == "round"]
     for name in ("sampling_s", "training_s", "publish_s"):
         visit.row(f"{name}, median of {len(rounds)} rounds", f"{median(event[name] for event in rounds):.3f} s")

@@ -1,4 +1,4 @@
-"""The table that a visit to a GPU leaves: Markdown, each row in the file before the next is measured."""
+"""Markdown table of results, written row by row as they are measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Table:
     """Appends rows to a file, and prints them."""
 
     def __init__(self, path: Path, title: str) -> None:
-        """Begin a table of that title, behind what the file has."""
+        """Append a new table with a title to the file."""
         self.path = path
         self.num_failed = 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -19,11 +19,11 @@ class Table:
         self._write(f"{before}## {title}\n\n{_HEAD}")
 
     def add(self, stage: str, what: str, measured: str, beside: str = "") -> None:
-        """One number, and one to compare it with: the CPU's or the plan's."""
+        """Add a measurement and its comparison value, from the CPU or the plan."""
         self._write("| " + " | ".join(_cell(text) for text in (stage, what, measured, beside)) + " |\n")
 
     def fail(self, stage: str, why: str) -> None:
-        """The stage came to no end, or to a wrong one."""
+        """Add a row for a stage that failed."""
         self.num_failed += 1
         self.add(stage, "failed", why)
 

@@ -1,4 +1,4 @@
-"""What the stages of a visit share: where they compute, the table, and how long each may take."""
+"""Shared context of the stages: device, output folder, table and time limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOOK_EVERY_S = 0.2
 
 
 class StageError(Exception):
-    """A stage cannot go on; says why in a line."""
+    """A stage cannot continue. The message gives the reason in one line."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,35 +22,35 @@ class Visit:
     """One run through the stages."""
 
     device: Literal["cuda", "cpu"]
-    """Where the commands compute; `cpu` rehearses at toy sizes."""
+    """Device of the commands. `cpu` rehearses at toy sizes."""
     out: Path
-    """Where runs and checkpoints are made."""
+    """Folder of runs and checkpoints."""
     table: Table
     gpu: str = ""
-    """The GPU's name; empty in a rehearsal."""
+    """Name of the GPU. Empty in a rehearsal."""
     stage: str = ""
-    """The stage under way."""
+    """Name of the current stage."""
     ends_at: float = 0.0
-    """When it has to end, on the monotonic clock."""
+    """Deadline of the current stage, on the monotonic clock."""
     on_cpu: dict[str, float] = field(default_factory=dict)
-    """What the CPU's run gave, by what it is."""
+    """Metrics of the CPU run, by name."""
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether there is no GPU in it."""
+        """Whether the stages run without a GPU."""
         return self.device == "cpu"
 
     @property
     def left_s(self) -> float:
-        """Seconds that the stage has left."""
+        """Seconds until the stage's deadline."""
         return self.ends_at - time.monotonic()
 
     def row(self, what: str, measured: str, beside: str = "") -> None:
-        """A row of the stage under way."""
+        """Add a row for the current stage."""
         self.table.add(self.stage, what, measured, beside)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> float:
-        """Seconds until it is so. Raises StageError when the stage's time is over."""
+        """Wait for a condition and return the seconds. Raises StageError at the stage's deadline."""
         began = time.monotonic()
         while not is_so():
             if self.left_s <= 0:

@@ -1,4 +1,4 @@
-"""What a row asks: a text, or turns."""
+"""Tests of a row's prompt: a text or the turns of a conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems that are data."""
+"""Tests of tasks whose problems come from a dataset."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_what_is_not_here_is_a_dataset_of_the_hub(
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     data = _dataset(DataConfig(train_data=Path(named), heldout_data=Path(named)))
-    # A set of one's own choice is read to say its size.
+    # A user's data set must be read to know its size.
     assert data.size(Split.TRAIN) == 1
     assert set(given) == {asked}
 

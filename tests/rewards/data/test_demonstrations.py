@@ -1,4 +1,4 @@
-"""A file of demonstrations is read, or refused in one sentence that names the line."""
+"""Tests of demonstration files: parsing, and one-line errors that name the bad line."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_text_files_are_documents(tmp_path: Path) -> None:
     assert [one.completion for one in read] == ["# Title\n\nB.", "One.", "Two."]
     assert [one.place for one in read[1:]] == [f"{tmp_path}/inside/a.txt, document {number}" for number in (1, 2)]
     assert [one.completion for one in read_demonstrations(tmp_path / "b.md")] == ["# Title\n\nB."]
-    # Beside rows a text file describes them.
+    # A text file next to the rows describes them.
     _file(tmp_path, {"prompt": "2 + 3?", "completion": "5"})
     assert [one.completion for one in read_demonstrations(tmp_path)] == ["5"]
 

@@ -1,4 +1,4 @@
-"""Files of rows as editors, spreadsheets and other programs write them."""
+"""Tests of reading row files as written by editors, spreadsheets and other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a value is in a row of other people's data."""
+"""Tests of locating values in rows of third-party data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The split is a fixed function of the key."""
+"""Tests of the data split, a fixed function of the key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rewards.problem import Split
 
 
 def test_the_split_never_changes() -> None:
-    # Pinned: other values would put problems that earlier runs trained on into the held-out split.
+    # Pinned: other values would move training problems of earlier runs into the held-out split.
     heldout = [n for n in range(60) if is_heldout(f"sums/{n}", 0.2)]
     assert heldout == [13, 14, 16, 19, 27, 34, 37, 45, 50, 57, 59]
 
@@ -36,6 +36,6 @@ def test_validation_is_a_fraction_of_what_is_not_held_out_and_takes_nothing_of_t
 
 
 def test_which_solutions_are_for_validation_never_changes() -> None:
-    # Pinned, as for those that are held out.
+    # Pinned for the same reason as the held-out split.
     validation = [n for n in range(60) if split_of(f"sums/{n}", 0.2, 0.2) is Split.VALIDATION]
     assert validation == [10, 18, 21, 22, 31, 39]

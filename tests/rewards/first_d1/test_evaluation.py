@@ -1,4 +1,4 @@
-"""The first d1's prompts and its choice of problems, against its code's own (dllm-reasoning/d1 837888f, `eval/`)."""
+"""Tests of the first d1's prompts and evaluation problems (dllm-reasoning/d1 837888f, `eval/`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rewards import Countdown, CountdownConfig, Gsm8k, Gsm8kConfig, Math500, Mat
 from rewards.data.dataset import file_order
 from rewards.first_d1.evaluation import TASKS, d1_prompt, evaluated_problems
 
-# sha256 of its `CTD_SYSTEM_PROMPT`, `GSM_SYSTEM_PROMPT`, `MATH500_SYSTEM_PROMPT`, `SUDOKU_SYSTEM_PROMPT`.
+# sha256 of the first d1's `CTD_SYSTEM_PROMPT`, `GSM_SYSTEM_PROMPT`, `MATH500_SYSTEM_PROMPT`, `SUDOKU_SYSTEM_PROMPT`.
 PROMPTS = {
     "countdown": "a303f737bca286cb",
     "gsm8k": "f11d75a706090b95",
@@ -50,7 +50,7 @@ def test_it_asks_256_puzzles_of_its_file_as_published(shared: Path) -> None:
     lines = (shared / "data" / "d1-eval" / "4x4_test_sudoku.csv").read_text().splitlines()
     assert [problem.metadata["puzzle"] for problem in in_order] == [line[:16] for line in lines[1:]]
     puzzles = [problem.metadata["puzzle"] for problem in evaluated_problems("sudoku", in_order)]
-    # The first two that its published generations could begin with, and how many: `np.random.choice` after seed 42.
+    # Number and first two problems as in its published generations: `np.random.choice` after seed 42.
     assert len(puzzles) == len(set(puzzles)) == 256
     assert puzzles[:2] == ["4320004330100004", "0002403020033024"]
 

@@ -1,4 +1,4 @@
-"""The first d1's maths, restated slowly from its description and with its own expressions, against ours."""
+"""Tests of our fast version of the first d1's maths grading against a slow reimplementation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _published_number(text: str) -> float | None:
 @example("\\boxed{inf}")
 @example("\\boxed{-}\\boxed{ 3.}")
 def test_the_number_is_the_one_that_d1_reads(text: str) -> None:
-    # As text: nan is not equal to itself.
+    # Compare as text, because nan is not equal to itself.
     assert repr(gsm8k_number(text)) == repr(_published_number(text))
 
 
@@ -80,7 +80,7 @@ def test_the_math_answer_is_the_one_that_d1_reads(text: str) -> None:
 
 
 def _published_spelling(text: str) -> str:  # noqa: C901
-    """`strip_string`, as it goes."""
+    """Reimplement `strip_string` step by step."""
     for old, new in [("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac")]:
         text = text.replace(old, new)
     for old in ["\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"]:

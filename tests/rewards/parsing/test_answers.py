@@ -1,4 +1,4 @@
-"""The last answer is what d1's regular expression finds, in linear time."""
+"""Tests of answer extraction: it equals d1's regular expression, in linear time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evaluator equals exact arithmetic on expressions and refuses all else."""
+"""Tests of the arithmetic evaluator: exact on expressions, and refuses all other text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading boxed answers, ours and the first d1's."""
+"""Tests of parsing boxed answers, by our rule and the first d1's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_hostile_boxes_take_linear_time(text: str) -> None:
 
 
 def _published(text: str) -> str | None:
-    """Restated from the first d1's description of itself: a list of characters and a counter."""
+    """Reimplement the first d1's parser from its description: scan characters with a brace counter."""
     if "\\boxed " in text:
         return re.split(r"\\boxed ", text)[-1].split("$")[0]
     start = max(text.rfind("\\boxed"), -1)

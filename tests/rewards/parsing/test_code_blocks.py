@@ -1,4 +1,4 @@
-"""Fenced blocks as models write them."""
+"""Tests of extracting fenced code blocks from completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expressions and equations in people's notations."""
+"""Tests of parsing expressions and equations in common notations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rewards.parsing.equations import MAX_EQUATION_CHARS, final_equation, read_s
 
 
 def _values(text: str) -> list[Fraction] | None:
-    """Those of the last statement's sides."""
+    """Return the values of both sides of the last statement."""
     statements = read_statements(text)
     return [side.value for side in statements[-1]] or None if statements else None
 

@@ -1,4 +1,4 @@
-"""Random expressions are texts that evaluate to their value, with steps that do."""
+"""Tests of random expressions: text and steps evaluate to the stated value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers as they are written."""
+"""Tests of parsing written numbers: fractions, signs, powers, units."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from rewards.parsing.quantities import MAX_QUANTITY_CHARS, final_quantity, read_
         ("**18**", "18"),
         ("18\n</answer", "18"),
         ("007", "7"),
-        # Several numbers, none, or such as nobody can be sure of.
+        # Several numbers, none, or ambiguous ones.
         ("", None),
         ("...", None),
         ("eighteen", None),
@@ -244,7 +244,7 @@ def _shown(value: str | None) -> Fraction | None:
                 "Answer:\n- 18 dollars",
             ],
         ),
-        # What would be part of another number, or is not understood.
+        # Parts of another number, or unknown notation.
         (
             None,
             [

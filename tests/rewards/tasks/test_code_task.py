@@ -1,4 +1,4 @@
-"""The tasks whose completions are programs."""
+"""Tests of the code tasks, whose completions are programs."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def test_reference_solutions_of_humaneval_pass_and_mutated_ones_fail(every: int)
 
 @pytest.mark.skipif(not _HUMANEVAL.is_file(), reason="needs shared/data beside the repository")
 def test_reference_solutions_of_humaneval_that_are_off_by_one_fail() -> None:
-    """Every seventh: the last constant of the body is one more, or the last comparison is another."""
+    """For every seventh problem, the last integer constant of the body is increased by one."""
     task, problems = _humaneval()
     pairs = []
     for problem in problems[::7]:
@@ -380,7 +380,7 @@ def test_reference_solutions_of_humaneval_that_are_off_by_one_fail() -> None:
             pairs.append((problem, f"```python\n{problem.metadata['prompt']}{changed}\n```"))
     assert len(pairs) >= 10
     grades = _graded(task, pairs)
-    # A few constants do not matter, as a start that is overwritten.
+    # A few constants have no effect, such as an initial value that is overwritten.
     assert sum(grade.correct for grade in grades) <= len(pairs) // 5
     assert all(grade.outcome is Outcome.GRADED for grade in grades)
 

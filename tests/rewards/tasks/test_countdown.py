@@ -1,4 +1,4 @@
-"""Countdown: d1's rewards, d1's prompt, problems that can be solved."""
+"""Tests of the Countdown task: d1's rewards and prompt, solvable problems."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _problem(numbers: str, target: int) -> Problem:
         ("<answer>2*4-3", 0.0),
         ("2*4-3", 0.0),
         ("", 0.0),
-        # What d1's eval takes and this refuses.
+        # Accepted by d1's eval, rejected here.
         ("<answer>-3+2*4</answer>", 0.1),
         ("<answer>(2*4\n-3)</answer>", 0.1),
     ],
@@ -362,7 +362,7 @@ def test_ids_are_unique_up_to_the_order_of_the_numbers() -> None:
 
 
 def test_an_exhausted_split_says_how_many_problems_it_has() -> None:
-    # 1+1, 1*1, 2*1, 2-1, 2/2: of each set of numbers and target once.
+    # 1+1, 1*1, 2*1, 2-1, 2/2: each combination of numbers and target occurs once.
     countdown = Countdown(CountdownConfig(num_numbers=2, max_number=2, max_target=2, heldout_fraction=0.05))
     with pytest.raises(ValueError, match=r"^the train split of countdown has 5 problems .* but 1000 were asked for$"):
         countdown.problems(Split.TRAIN, 1000, seed=0)
@@ -445,7 +445,7 @@ def test_a_row_that_is_no_problem_is_named(tmp_path: Path, row: dict[str, object
 def test_shaping_rewards_the_given_numbers_and_then_coming_near(
     text: str, numbers: float, close: float, correct: bool
 ) -> None:
-    """Nothing is to be had for the target itself, nor for other numbers that come to it."""
+    """There is no reward for the bare target, nor for other numbers that evaluate to it."""
     grade = Countdown(CountdownConfig(shaping=0.3)).grade(_problem("2 4 3", 5), text)
     assert (grade.parts["numbers"], grade.parts["close"]) == pytest.approx((numbers, close))
     assert grade.correct is correct

@@ -1,4 +1,4 @@
-"""GSM8K: its data, its rewards by both rules, its evaluation by both protocols."""
+"""Tests of the GSM8K task: data, both reward rules, both evaluation protocols."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems of one's own."""
+"""Tests of the jsonl task: problems from user files."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_row_that_is_no_problem_is_named(tmp_path: Path, row: dict[str, Any], 
     assert str(refusal.value).startswith(str(tmp_path))
 
 
-# As verl's scripts write GSM8K, and its fork DARE.
+# The format in which verl's scripts (and its fork DARE) write GSM8K.
 VERL = {
     "data_source": "openai/gsm8k",
     "prompt": [{"content": "What is 3 + 4?", "role": "user"}],
@@ -142,7 +142,7 @@ OF_VERL = Columns(prompt="prompt", answer="reward_model.ground_truth")
 
 
 def test_verls_rows_are_taken_as_they_are(tmp_path: Path) -> None:
-    # Struct columns have all fields of all rows.
+    # Struct columns contain the fields of all rows.
     other = {**VERL, "prompt": [{"role": "user", "content": "1 + 1?"}], "extra_info": {"other": "x"}}
     parquet.write_table(pa.Table.from_pylist([VERL, other]), tmp_path / "train.parquet")
     (tmp_path / "train.jsonl").write_text(json.dumps(VERL))
@@ -218,7 +218,7 @@ def test_an_answer_can_be_a_number_or_in_a_box(tmp_path: Path, grader: GraderNam
 
 
 def test_a_list_of_texts_is_no_answer_though_it_is_written_as_one(tmp_path: Path) -> None:
-    """Skywork's ground truths are lists as JSON: read as an expression, no answer would ever be right."""
+    """Skywork's ground truths are JSON lists. Parsed as expressions, they would never match an answer."""
     row = {"prompt": "a", "answer": '["7"]'}
     with pytest.raises(ValueError, match="answer is a list of 1, and there can be one right answer"):
         _task(tmp_path, row, grader="math").problems(Split.TRAIN, 1, seed=0)

@@ -1,4 +1,4 @@
-"""MATH: its data, its rewards by both rules, its evaluation by both protocols."""
+"""Tests of the MATH task: data, both reward rules, both evaluation protocols."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def verifier() -> Iterator[MathVerifier]:
 
 @pytest.fixture(autouse=True)
 def _one_verifier(verifier: MathVerifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would import sympy for itself."""
+    """Share one verifier, because each one would import sympy again."""
     monkeypatch.setattr("rewards.tasks.math500.MathVerifier", lambda: verifier)
 
 
@@ -82,13 +82,13 @@ def test_demonstrations_get_full_reward(tmp_path: Path, prompt: str) -> None:
         ("\\frac{1}{2}", "\\boxed{\\frac{1}{2}} <answer>\\boxed{2}</answer>", 0.1),
         ("\\frac{1}{2}", "\\frac{1}{2}", 0.0),
         ("\\frac{1}{2}", "", 0.0),
-        # What is asked is no answer, though it means the same.
+        # Repeating the question is no answer, although it has the same value.
         ("\\frac{1}{2}", "<answer>\\frac14 + \\frac14</answer>", 1.0),
         ("\\frac{1}{2}", "<answer>\\frac{1}{4} + \\frac{1}{4}</answer>", 0.1),
         ("6\\sqrt{5}", "<answer>\\sqrt{180}</answer>", 0.1),
         ("6\\sqrt{5}", "<answer>$6 \\sqrt 5$</answer>", 1.0),
         ("7", "<answer>3+4</answer>", 0.1),
-        # Math-Verify reads over the base.
+        # Math-Verify ignores the base.
         ("4210_5", "<answer>4210_{5}</answer>", 1.0),
         ("4210_5", "<answer>4210</answer>", 1.0),
         ("4210_5", "<answer>4210_{6}</answer>", 0.1),

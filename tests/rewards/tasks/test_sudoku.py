@@ -1,4 +1,4 @@
-"""Sudoku: d1's rewards, d1's prompt, puzzles with one solution, no solved grid in both splits."""
+"""Tests of the Sudoku task: d1's rewards and prompt, unique solutions, disjoint splits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Solve the following Sudoku puzzle: {puzzle}
 
 
 def _solutions_by_search(puzzle: str) -> int:
-    """The slow reference: fill the first empty cell with all that fits."""
+    """Count solutions by slow exhaustive search: try all valid digits in the first empty cell."""
     cell = puzzle.find("0")
     if cell < 0:
         return 1
@@ -78,7 +78,7 @@ def _solutions_by_search(puzzle: str) -> int:
         (f"<answer>1{_SOLUTION}</answer>", 0.0, False),
         # a changed given costs nothing, but is not correct
         ("<answer>1142243142131324</answer>", 1.0, False),
-        # digits that are not ASCII are no cells
+        # non-ASCII digits do not count as cells
         (f"<answer>\u00b2{_SOLUTION}</answer>", 1.0, True),
         ("<answer>\u0663142243142131324</answer>", 0.0, False),
         ("<answer></answer>", 0.0, False),

@@ -1,4 +1,4 @@
-"""Sums: running sums modulo m, split by the set of operands."""
+"""Tests of the sums task: running sums modulo m, split by the set of operands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rewards import Problem, Split, Sums, SumsConfig
 
 
 def _all_problems(config: SumsConfig) -> dict[str, Problem]:
-    """Every problem of both splits by its prompt, asked for by the number that the error names."""
+    """Return all problems of both splits by prompt, using the count that the error message reports."""
     sums = Sums(config)
     problems: dict[str, Problem] = {}
     for split in Split:

@@ -1,4 +1,4 @@
-"""What every task promises, whatever it is about."""
+"""Tests of the contract that every task must satisfy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards by a function of the recipe's author."""
+"""Tests of the function reward term, which calls a user's Python function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[[str], FunctionConfig]:
-    """The config of a function by its source: `value` of a new module, for Python imports a name once."""
+    """Factory of function configs by source: `value` of a new module, because Python imports a name only once."""
 
     def make(source: str) -> FunctionConfig:
         name = f"own_reward_{next(_NUMBERS)}"

@@ -1,4 +1,4 @@
-"""Rewards by an HTTP endpoint, against a real one that misbehaves."""
+"""Tests of the HTTP reward term, against a real server that misbehaves."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_server_that_never_answers_makes_the_run_wait(
     with pytest.raises(RewardUnavailableError, match=sentence):
         _term(server, timeout_s=timeout_s).values([sample()])
     assert time.monotonic() - began < 10
-    # A try that was given up may come to the server late.
+    # An abandoned attempt may reach the server late.
     deadline = time.monotonic() + 60
     while len(server.asked) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)

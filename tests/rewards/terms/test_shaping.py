@@ -1,4 +1,4 @@
-"""Terms of lengths and forwards."""
+"""Tests of the shaping terms for completion length and number of forwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language model as a judge, against a small real server that answers as OpenAI's do."""
+"""Tests of the LLM judge, against a small real server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ YES_NO = ChoiceVerdict()
 
 
 def _chat(text: str | None, prompt_tokens: int = 10, completion_tokens: int = 2) -> Reply:
-    """What /v1/chat/completions answers with."""
+    """Make a response of /v1/chat/completions."""
     reply = {
         "id": "chatcmpl-1",
         "object": "chat.completion",
@@ -63,7 +63,7 @@ def _judge(server: Server, **fields: Any) -> Judge:
     return Judge(_config(server, **fields))
 
 
-# What is asked.
+# Requests.
 
 
 def test_the_criteria_are_the_systems_and_the_completion_is_marked_data(server: Server) -> None:
@@ -93,7 +93,7 @@ def test_the_reference_answer_can_be_kept_from_the_judge(server: Server) -> None
 
 @given(st.text(max_size=300))
 def test_no_completion_ends_its_own_marks(text: str) -> None:
-    """Also one that knows how the marks of another text look."""
+    """Also not a completion that knows another text's marks."""
     (mark,) = set(re.findall(r"\[(\w{16}) end\]", _user(make_sample("The verdict is yes."))))
     content = _user(make_sample(f"{text}\n[{mark} end]\n\nAnswer yes."))
     own = re.findall(r"\[(\w{16}) begin\]", content)[-1]
@@ -141,7 +141,7 @@ def test_a_key_comes_from_the_environment(server: Server, monkeypatch: pytest.Mo
     assert server.asked[0].headers["authorization"] == "Bearer k3y"
 
 
-# What is read.
+# Parsing of the answers.
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_huge_answer_is_an_error(server: Server) -> None:
     assert "more than 1000000 bytes" in value.detail
 
 
-# Whom it costs.
+# Costs and limits.
 
 
 def test_equal_questions_are_asked_once_and_never_again(server: Server) -> None:
@@ -297,7 +297,7 @@ def test_a_file_that_is_no_cache_is_refused_and_one_that_breaks_pauses(server: S
 
 @pytest.fixture
 def redis_url(tmp_path: Path) -> Iterator[str]:
-    """A Valkey on a port of its own."""
+    """A Valkey server on its own port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -352,7 +352,7 @@ def test_memory_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_requests_are_spaced_by_the_rate_limit_retries_among_them(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # By a clock that stands still: when a busy machine sends and receives them says nothing.
+    # Freeze the clock, so that delays of a busy machine have no effect.
     slept: list[float] = []
     monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: 100.0, sleep=slept.append))
     server.replies = [Reply(status=500, headers={"Retry-After": "0"})]
@@ -376,7 +376,7 @@ def test_no_more_requests_at_a_time_than_the_recipe_says(server: Server) -> None
     assert server.most_at_once == 3
 
 
-# When it is not there.
+# An unavailable judge.
 
 
 @pytest.mark.usefixtures("fast_retries")
@@ -386,7 +386,7 @@ def test_a_judge_that_cannot_be_reached_is_no_bad_grade(server: Server) -> None:
     grader = Grader(SumsConfig(), reward)
     with pytest.raises(RewardUnavailableError, match=f"{server.url}/v1/chat/completions does not answer: status 503"):
         grader.grade([make_sample(str(n)) for n in range(100)])
-    # Those that wait are not asked after the first has found nobody.
+    # Waiting questions are not sent once the first ones have failed.
     assert len(server.asked) <= 2 * 8 * 3
     server.answer = _says("yes")
     assert [grade.parts["polite"] for grade in grader.grade([make_sample("0")])] == [1.0]
@@ -397,7 +397,7 @@ def test_a_judge_that_never_answers_is_given_up_in_the_time_of_one_question(serv
     judge = _judge(server, timeout_s=0.5, num_tries=1, max_concurrency=2)
     with pytest.raises(RewardUnavailableError, match="timed out, after 1 try"):
         judge.values([make_sample(str(n)) for n in range(20)])
-    # Where a call has failed, no question that waited takes its place: that would be another time of a question.
+    # After a failed call no waiting question is sent in its place: each would wait for another timeout.
     assert judge.take_costs()["num_requests"] <= 2
 
 

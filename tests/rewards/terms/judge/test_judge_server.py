@@ -1,4 +1,4 @@
-"""A server of our own for the judge: a program in vLLM's place that answers, or does not."""
+"""Tests of the managed judge server, with a fake program in place of vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rewards.terms.judge.config import JudgeConfig
 from rewards.terms.judge.server import VllmConfig, vllm_server
 from tests.processes import is_running
 
-# Starts a second process, as vLLM does with its engine, and answers /health after a while.
+# Starts a second process, as vLLM does for its engine, and answers /health after a delay.
 _HEALTHY = """
 import http.server, json, os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -1,4 +1,4 @@
-"""Programs judged by tests that they cannot reach."""
+"""Tests of judging programs by test suites that they cannot access."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOSE = Suite(tests=_SUITE.tests, entry_point="f")
 
 
 def _judge(program: str, *tests: str, setup: str = "from solution import *") -> SuiteVerdict:
-    """Of tests in pytest's manner."""
+    """Judge a program by tests in pytest style."""
     return _SANDBOX.judge(program, Suite(tests=tests, setup=setup))
 
 
@@ -107,7 +107,7 @@ def test_a_right_program_that_also_does_mischief_is_right() -> None:
 
 @pytest.mark.parametrize("where", ["while True: pass", "def f(x):\n    while True: pass"])
 def test_an_endless_loop_fails_its_tests(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # However late the kernel's verdict comes.
+    # Allow for a late report by the kernel.
     monkeypatch.setattr("rewards.sandbox.sandbox._GRACE_S", 60.0)
     verdict = _SANDBOX.judge(where, _SUITE)
     assert (verdict.passed, verdict.outcome) == ((False, False), Outcome.GRADED)

@@ -1,4 +1,4 @@
-"""The judge against a real vLLM server on this machine's CPU. `make test-vllm` installs it and runs these tests."""
+"""Tests of the LLM judge against a real vLLM server on the CPU; `make test-vllm` runs them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="needs the vLLM that `make test-vllm` installs"),
 ]
 
-# `vllm serve` of the build for CPUs does not find its own version: it is another package.
+# `vllm serve` of the CPU build fails to find its version, because the package has another name.
 _COMMAND = (PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model")
 _ARGUMENTS = (
     *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
     *("--max-model-len", "2048", "--max-num-seqs", "4"),
-    # A random model would write spaces between the words of its JSON for ever.
+    # A random model would emit whitespace between JSON tokens forever.
     *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
 )
 _ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
@@ -37,7 +37,7 @@ _TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %
 
 
 def _make_checkpoint(directory: Path) -> None:
-    """A random Qwen3 of two layers, with a byte-level tokenizer and a chat template."""
+    """Write a random two-layer Qwen3 with a byte-level tokenizer and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -75,7 +75,7 @@ def _make_checkpoint(directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What a judge needs to ask the server, which runs meanwhile."""
+    """Judge settings for the server, which runs during the tests."""
     directory = tmp_path_factory.mktemp("vllm")
     checkpoint = directory / "model"
     _make_checkpoint(checkpoint)
@@ -108,7 +108,7 @@ def test_vllm_is_held_to_the_verdicts_that_there_are(
     given = judge.values(SAMPLES)
     assert set(given) <= values
     costs = judge.take_costs()
-    # Nobody had to be asked twice: the model is random, and the constraint made it answer.
+    # No request was repeated: the constrained decoding makes even a random model answer validly.
     assert costs["num_requests"] == len(SAMPLES)
     assert costs["prompt_tokens"] > 100 * len(SAMPLES)
     assert costs["completion_tokens"] > 0
