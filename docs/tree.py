@@ -38,7 +38,8 @@ def _lines(path: Path, depth: int) -> Iterator[str]:
 
 def _is_ours(path: Path) -> bool:
     """Whether a path is a project file, or a folder with one. Folders of moved files may still hold bytecode."""
-    if path.name.startswith((".", "__pycache__")):
+    # `make demo` writes the token.
+    if path.name.startswith((".", "__pycache__")) or path.name == "service.token":
         return False
     return path.is_file() or any(map(_is_ours, path.iterdir()))
 

@@ -61,7 +61,7 @@ def test_one_gpu_has_a_sampler_a_learner_and_an_engine(recipe_file: Path) -> Non
 
 def test_the_recipe_of_llada_says_how_one_gpu_has_all_of_it() -> None:
     path = Path(__file__).parents[3] / "recipes" / "llada-gsm8k.yaml"
-    (line,) = [line for line in path.read_text().splitlines() if line.startswith("# On one GPU")]
+    (line,) = [line for line in path.read_text().splitlines() if line.startswith("# One GPU of 140 GB")]
     overrides = shlex.split(line.partition(": ")[2].rstrip("."))
     assert (needs_of(load_recipe(path, [])).gpus, needs_of(load_recipe(path, overrides)).gpus) == (8, 1)
 

@@ -129,7 +129,7 @@ def _line(begin: str) -> list[str]:
 
 
 def _with_sft(*overrides: str) -> Recipe:
-    return load_recipe(PATH, [*_line("# With the first d1's SFT"), *overrides])
+    return load_recipe(PATH, [*_line("# To start with the first d1's SFT"), *overrides])
 
 
 def _at(values: Mapping[str, Any], field: str) -> Any:
@@ -195,7 +195,12 @@ def test_its_line_for_one_gpu_is_accepted_on_a_machine_with_one(
     _write_gsm8k(tmp_path / "heldout.jsonl", 1319)
     (tmp_path / "s1k.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     files = (f"model.checkpoint={tmp_path}", f"task.train_data={tmp_path / 'train.jsonl'}")
-    given = (*_line("# On one GPU"), *files, f"task.heldout_data={tmp_path / 'heldout.jsonl'}", f"runs_dir={tmp_path}")
+    given = (
+        *_line("# One GPU of 140 GB"),
+        *files,
+        f"task.heldout_data={tmp_path / 'heldout.jsonl'}",
+        f"runs_dir={tmp_path}",
+    )
     has = {"num_cpus": 16, "num_gpus": 1, "gpu_memory_bytes": 140 * 10**9, "memory_bytes": 125 * 2**30}
     for name, value in has.items():
         monkeypatch.setattr(machine, name, lambda value=value: value)
@@ -211,6 +216,6 @@ def _write_gsm8k(path: Path, count: int) -> None:
 
 
 def test_what_its_lines_say_can_be_read() -> None:
-    for begin in ("# On one GPU", "# On eight GPUs that take turns"):
+    for begin in ("# One GPU of 140 GB", "# Colocated on eight GPUs"):
         load_recipe(PATH, _line(begin))
         _with_sft(*_line(begin))
