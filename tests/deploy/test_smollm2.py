@@ -59,7 +59,7 @@ def test_its_weights_know_what_they_knew_before(here: Path) -> None:
 def test_it_is_evaluated_on_a_task(here: Path) -> None:
     asked = ("--tasks", "countdown", "--problems", "2", "--lengths", "16", "--json")
     lines = _d1(here, "eval", "runs/smollm2", *asked).splitlines()
-    assert json.loads(lines[0])["checkpoint"]["name"] == "runs/smollm2"
+    assert json.loads(lines[0])["checkpoint"]["name"] == "smollm2"
 
 
 @pytest.mark.ray
