@@ -46,7 +46,7 @@ def scored(
         max_new_tokens: maximum tokens of an answer.
         batch_size: problems per batch.
 
-        Raises the UserError of `RecordWriter` and the ValueError of `encode_prompts`.
+    Raises the UserError of `RecordWriter` and the ValueError of `encode_prompts`.
     """
     tokenizer, made = source.tokenizer(), open_task(task)
     problems = heldout(made, count or None)

@@ -196,6 +196,8 @@ def adapt(
 
 def _write_alone(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_run: bool) -> None:
     """Write the policy without training it: OUT is then a checkpoint and not a run."""
+    from deploy.runs.run_directory import scratch_policy
+
     if resume or dry_run:
         option = "--resume" if resume else "--dry-run"
         raise UserError(f"{option} is for training, and sft.num_steps is 0; leave one of them out")
@@ -203,6 +205,8 @@ def _write_alone(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_ru
         _policy_of(adaptation, recipe, dry_run=False).rename(recipe.run_dir)
     except OSError as error:
         raise UserError(f"{adaptation.out} cannot be written: {reason(error)}") from error
+    finally:
+        shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
     _print_next_steps(recipe.run_dir)
 
 
