@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from learner.model.autoregressive.source import AutoregressiveCheckpoint
 
-_CPU_BATCH, _GPU_BATCH, _VLLM_BATCH = 64, 256, 1024
+_CPU_BATCH, _MAX_GPU_BATCH, _VLLM_BATCH = 64, 1024, 1024
+# The KV cache of a batch may take this share of the free GPU memory, with prompts of up to so many tokens.
+_CACHE_SHARE, _PROMPT_TOKENS = 0.25, 1024
 _SORTED = 1024
 
 
@@ -134,6 +136,20 @@ def _has_cpu_vllm() -> bool:
     return True
 
 
+def gpu_batch_size(config: Any, max_new_tokens: int, free_bytes: int) -> int:
+    """Return how many prompts a GPU answers at once: as many as its memory has room for, at most 1,024.
+
+    Args:
+        config: the model's transformers config.
+        max_new_tokens: maximum tokens of a response.
+        free_bytes: free GPU memory after loading the model, in bytes.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    bytes_per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    rows = _CACHE_SHARE * free_bytes / (bytes_per_token * (_PROMPT_TOKENS + max_new_tokens))
+    return int(min(max(rows, 1), _MAX_GPU_BATCH))
+
+
 class TransformersGenerator:
     """Generator with static batches of transformers' own `generate`."""
 
@@ -143,10 +159,12 @@ class TransformersGenerator:
         """Load the model. Raises ValueError if its weights cannot be read."""
         from transformers import GenerationConfig
 
-        self.batch_size = _CPU_BATCH if device == "cpu" else _GPU_BATCH
-        """Prompts of a batch."""
         model: Any = source.load_model(_dtype(device))
         self._model = model.to(device)
+        self.batch_size = _CPU_BATCH
+        """Prompts of a batch."""
+        if device != "cpu":
+            self.batch_size = gpu_batch_size(model.config, sampling.max_new_tokens, torch.cuda.mem_get_info()[0])
         # A complete config: `generate` would take missing fields from the checkpoint, such as a repetition penalty.
         self._model.generation_config = GenerationConfig(
             max_new_tokens=sampling.max_new_tokens, eos_token_id=list(stop_ids), pad_token_id=stop_ids[0]

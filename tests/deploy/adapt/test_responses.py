@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from deploy.adapt import generation, responses
-from deploy.adapt.generation import ModelResponse, Sampling, TransformersGenerator, encode_prompts, open_generator
+from deploy.adapt.generation import (
+    ModelResponse,
+    Sampling,
+    TransformersGenerator,
+    encode_prompts,
+    gpu_batch_size,
+    open_generator,
+)
 from deploy.adapt.prompts import Conversation, file_prompts, task_prompts
 from deploy.adapt.response_file import ResponseProgress
 from deploy.adapt.responses import write_responses
@@ -307,3 +314,14 @@ def test_what_holds_no_prompts_is_refused_in_a_sentence(
 
 def test_a_summary_of_nothing_to_do_is_whole() -> None:
     assert ResponseProgress(num_prompts=0).is_complete
+
+
+def test_batch_on_a_gpu_fits_its_memory() -> None:
+    small = SimpleNamespace(hidden_size=576, num_attention_heads=9, num_hidden_layers=30, num_key_value_heads=3)
+    large = SimpleNamespace(hidden_size=4096, num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32)
+    free = 60 * 2**30
+    assert gpu_batch_size(small, 256, free) == 546
+    # 32 layers x 32 heads x 128 dimensions, keys and values in two bytes: 0.5 MiB a token, 640 MiB a row.
+    assert gpu_batch_size(large, 256, free) == 24
+    assert gpu_batch_size(large, 256, 0) == 1
+    assert gpu_batch_size(small, 16, 2**40) == 1024
