@@ -73,6 +73,14 @@ class RunPlan:
         return [problem for problem in self.selection_problems if not self._is_overlong(problem)]
 
     @property
+    def length_warning(self) -> str:
+        """A sentence about prompts that are too long, and how they are handled; empty if there are none."""
+        rollout = self._spec.rollout
+        fate = "cut to their last tokens" if rollout.overlong_prompts == "truncate_left" else "not trained on"
+        limit = f"rollout.max_prompt_tokens {rollout.max_prompt_tokens}"
+        return f"{self.num_overlong} prompts are longer than {limit} and {fate}" if self.num_overlong else ""
+
+    @property
     def work_units_per_round(self) -> int:
         """Work units of a round, before any group is replaced."""
         return self._spec.work_units_per_round

@@ -89,6 +89,21 @@ class RunLog:
         self.write_out()
         return record
 
+    def note_failure(self, what: str, attempt: int = 1) -> None:
+        """Record a failure that the run survives, and the number of the attempt; 0 if there is no other."""
+        self.append("failure", what=what, attempt=attempt)
+
+    def note_pause(self, why: str | None) -> None:
+        """Record that work pauses because something does not answer, or (None) that it resumes.
+
+        The pause may have begun before a restart of this process.
+        """
+        pauses = [event for event in self._events if event["event"] in ("pause", "pause_end")]
+        if why is not None:
+            self.append("pause", what=why)
+        elif pauses and pauses[-1]["event"] == "pause":
+            self.append("pause_end", seconds=round(self.seconds() - pauses[-1]["time_s"], 3))
+
     def add(self, event: str, **values: Any) -> Event:
         """Record one event, buffered until `write_out`."""
         return self._keep(event, values)

@@ -80,6 +80,11 @@ class LearnerConfig(BaseModel):
     def _fitting(self) -> LearnerConfig:
         if (why := self.objective.incompatibility(self.estimator, self.max_staleness)) is not None:
             raise ValueError(why)
+        if self.objective.tilts_by_reward and self.advantage is not Advantage.GROUP_MEAN:
+            raise ValueError(
+                f"objective {self.objective.name} tilts the reference by the reward: advantage must be group_mean, the "
+                f"reward up to a constant of the group, not {self.advantage}"
+            )
         return self
 
     def incompatibility(self, sampler: SamplerFacts) -> str | None:

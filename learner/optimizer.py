@@ -88,6 +88,7 @@ class PolicyOptimizer:
 
     def load_full_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `full_state` returned; it is empty for an optimizer that has not stepped."""
+        self._adamw.state.clear()
         for name, parameter in self._parameters.items():
             if f"{name}/{_STEP}" not in state:
                 continue

@@ -128,7 +128,9 @@ def _rooms(package: str) -> dict[str, set[str]]:
     return rooms
 
 
-@pytest.mark.parametrize("package", ["rewards", "learner", "rollout", "actors", "deploy", "deploy.service"])
+@pytest.mark.parametrize(
+    "package", ["rewards", "learner", "rollout", "actors", "actors.coordination", "deploy", "deploy.service"]
+)
 def test_arrows_between_rooms_point_one_way(package: str) -> None:
     rooms = _rooms(package)
     assert len(rooms) > 8

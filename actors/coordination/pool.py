@@ -14,7 +14,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from actors.coordination.liveness import START_S
-from actors.coordination.status import SILENT_S
+from actors.coordination.status import SILENT_S, Assignment
+from actors.coordination.timeline import WorkSpan
 from actors.messages import WorkUnitKey
 
 RESTART_POLL_S = 0.5
@@ -25,34 +26,6 @@ _RELEASE_TIMEOUT_S = 10.0
 _FRESH_S = 1.0
 # The coordinator collects them every two seconds.
 _MAX_SPANS = 2000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assignment:
-    """Current work unit of an actor of a pool."""
-
-    actor: str
-    """Its name: `sampler 1`."""
-    key: WorkUnitKey
-    """The work unit."""
-    seconds: float
-    """Time since it was assigned."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkSpan:
-    """Time span in which an actor of a pool had a work unit, or was unreachable."""
-
-    actor: str
-    """Its name: `sampler 1`."""
-    key: WorkUnitKey | None
-    """The work unit; None where the actor was unreachable."""
-    began: float
-    """By `time.monotonic`."""
-    ended: float
-    """By the same clock."""
-    is_done: bool
-    """Whether it answered; else the attempt failed or timed out, or the actor was unreachable."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.coordination.pool import ActorPool, Assignment, WorkSpan
-from actors.coordination.status import SILENT_S
+from actors import NAMESPACE, actor_name
+from actors.coordination.pool import ActorPool
+from actors.coordination.status import SILENT_S, Assignment
+from actors.coordination.timeline import WorkSpan
 from actors.messages import WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.weights.store import VersionMissingError
 from rewards import RewardUnavailableError
@@ -210,3 +213,16 @@ async def _call(pool: ActorPool, key: WorkUnitKey, due: float, ask: Callable[[An
 def _failed(kind: str, error: RayError) -> WorkUnitFailedError:
     lines = str(error).strip().splitlines()
     return WorkUnitFailedError(f"a {kind} failed: {lines[-1] if lines else type(error).__name__}")
+
+
+def pool_members(run: str, begun_with: Mapping[str, Any], names: Collection[str] | None) -> dict[str, Any]:
+    """Return the actors of a pool by name: those that the run began with, or after a resize those of `names` that
+    exist."""
+    if names is None:
+        return dict(begun_with)
+    found = {}
+    for name in names:
+        # An actor that cannot be found has ended for good.
+        with suppress(ValueError):
+            found[name] = begun_with.get(name) or ray.get_actor(actor_name(run, name), namespace=NAMESPACE)
+    return found

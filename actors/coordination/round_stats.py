@@ -1,7 +1,8 @@
-"""Statistics of a round: means over its completions, and a few readable samples."""
+"""Statistics of a round: means over its completions, a few readable samples, and the record of both."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from bisect import bisect_right
@@ -11,10 +12,62 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
-from actors.messages import WorkUnit, WorkUnitKey, WorkUnitSummary
+from actors.coordination.metrics import RunGauges
+from actors.coordination.pools import Pools
+from actors.coordination.rounds import OpenRounds
+from actors.coordination.timeline import Timeline
+from actors.curriculum import line_of, outcomes_of
+from actors.messages import TrainedRound, WorkUnit, WorkUnitKey, WorkUnitSummary
+from actors.plan import RunPlan
+from actors.run_log import RunLog
 from actors.training.collate import part_names_of
 from actors.training.dynamic_sampling import GroupSelection, graded_rows
 from rewards import Grade, Outcome, Problem
+
+_SAMPLES_PER_ROUND = 4
+
+
+class RoundRecorder:
+    """Recorder of the rounds that the learner has trained on and published."""
+
+    def __init__(
+        self, plan: RunPlan, rounds: OpenRounds, log: RunLog, *, pools: Pools, timeline: Timeline, gauges: RunGauges
+    ) -> None:
+        self._plan, self._rounds, self._log = plan, rounds, log
+        self._pools, self._timeline, self._gauges = pools, timeline, gauges
+
+    def release(self, trained: TrainedRound, by_key: Mapping[WorkUnitKey, WorkUnitSummary]) -> None:
+        """Let later rounds begin: record which problems of this one were solved, and remove it from the ledger."""
+        outcomes = outcomes_of((self._plan.work_unit_problems(key), summary.grades) for key, summary in by_key.items())
+        self._log.add_solve_rates(line_of(trained.round, outcomes))
+        self._plan.record_outcomes(trained.round, outcomes)
+        self._rounds.publish(trained.round, trained.weights_id)
+
+    async def record(self, trained: TrainedRound, by_key: Mapping[WorkUnitKey, WorkUnitSummary]) -> None:
+        """Write a round to the run log, on disk when this returns, and to samples, metrics and timeline."""
+        plan, summaries, values = self._plan, list(by_key.values()), trained.values
+        version = trained.weights_id.version
+        stats = round_stats([plan.group_ids(key) for key in by_key], summaries, self._rounds.selection)
+        seconds = values["sampling_s"] + values["training_s"] + values["publish_s"]
+        event = self._log.add(
+            "round",
+            round=trained.round,
+            policy_version=version,
+            **stats,
+            num_retries=self._rounds.num_retries,
+            pools=self._pools.use(),
+            **_staleness(summaries, version - 1),
+            **values,
+            tokens_per_s=round(stats["mean_tokens"] * stats["num_completions"] / seconds, 1),
+        )
+        self._log.add_samples(
+            readable_samples(
+                by_key, _SAMPLES_PER_ROUND, lambda key: plan.round_work_unit(key.round, key.index), plan.prompt_text
+            )
+        )
+        self._gauges.show(event)
+        self._timeline.add_round(trained.round, values)
+        await asyncio.to_thread(self._log.write_out)
 
 
 def round_stats(
@@ -29,7 +82,7 @@ def round_stats(
     Args:
         group_ids: the group of each row of each work unit.
         summaries: of the work units.
-        choice: which groups are trained on.
+        selection: which groups are trained on.
     """
     outcomes = Counter(grade.outcome for summary in summaries for grade in summary.grades)
     rows = [row for ids, summary in zip(group_ids, summaries, strict=True) for row in _graded(ids, summary)]
@@ -52,6 +105,12 @@ def round_stats(
         "num_chosen_groups": len({ids[row] for ids, kept in zip(group_ids, chosen, strict=True) for row in kept}),
         "mean_tokens": fmean(count for _, _, count in rows) if rows else 0.0,
     }
+
+
+def _staleness(summaries: Sequence[WorkUnitSummary], newest: int) -> dict[str, float]:
+    """Return mean and maximum policy lag: how many versions older than the trained policy the completions were."""
+    lags = [newest - version for summary in summaries for version in summary.policy_versions]
+    return {"mean_staleness": fmean(lags), "max_staleness": float(max(lags))}
 
 
 def _shape(answer: str | None) -> str:

@@ -26,7 +26,7 @@ class OpenRounds:
     def __init__(self, spec: RunSpec, plan: RunPlan, pools: Pools, on_failure: Callable[[str, int], None]) -> None:
         """Begin without rounds. `on_failure` receives what failed, and the number of the attempt."""
         self._spec, self._plan, self._pools, self._on_failure = spec, plan, pools, on_failure
-        self._selection = GroupSelection.of(spec)
+        self.selection = GroupSelection.of(spec)
         self._ledger: Ledger | None = None
         self._weights_ids: dict[int, WeightsId] = {}
         self._scored: dict[WorkUnitKey, tuple[ray.ObjectRef[Any], WorkUnitSummary]] = {}
@@ -136,9 +136,9 @@ class OpenRounds:
         """Note the number of informative groups of a work unit, and extend the round if there are too few."""
         informative = self._informative.setdefault(key.round, {})
         informative[key.index] = num_groups
-        if self._selection.is_dynamic:
+        if self.selection.is_dynamic:
             ledger.extend(
-                key.round, self._selection.work_units_needed(self._plan.work_unit_sizes(key.round), informative)
+                key.round, self.selection.work_units_needed(self._plan.work_unit_sizes(key.round), informative)
             )
 
     async def _wait_for(self, ledger: Ledger, round_index: int) -> None:
@@ -193,7 +193,7 @@ class OpenRounds:
             if ledger.finish(key) and ledger is self._ledger:
                 self._scored[key] = scored
                 rows = self._plan.group_ids(key), scored[1].grades
-                self._note_informative(ledger, key, self._selection.num_informative(rows))
+                self._note_informative(ledger, key, self.selection.num_informative(rows))
                 self._start_work_units()
         async with self._changed:
             self._changed.notify_all()

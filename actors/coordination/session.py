@@ -61,11 +61,6 @@ class Session:
             return cls(driver=driver)
         return found if found.driver == driver else cls(driver=driver)
 
-    def write(self, directory: Path) -> Self:
-        """Write it atomically. On a full disk the older file stays, and a restart loses the change."""
-        write_atomically(directory / SESSION, json.dumps(asdict(self)))
-        return self
-
     def with_learner_start(self, learner: str, num_checkpoints: int) -> Self:
         """Record the start of a learner group. Gives up after too many starts without a new checkpoint."""
         if learner == self.learner:
@@ -99,3 +94,21 @@ class Session:
         checkpoint in between, unless the error is transient."""
         is_again = what == self.last_error and num_checkpoints == self.num_checkpoints
         return replace(self, error=what, gave_up=what if is_again and not is_transient else self.gave_up)
+
+
+class SessionFile:
+    """The session of a run directory, written at each change."""
+
+    def __init__(self, directory: Path, driver: str) -> None:
+        """Read the session of a driver."""
+        self._directory = directory
+        self.current = Session.read(directory, driver)
+
+    def save(self, session: Session) -> None:
+        """Replace the session, atomically. On a full disk the older file stays, and a restart loses the change."""
+        self.current = session
+        write_atomically(self._directory / SESSION, json.dumps(asdict(session)))
+
+    def change(self, **changes: Any) -> None:
+        """Change fields of the session."""
+        self.save(replace(self.current, **changes))

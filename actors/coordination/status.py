@@ -14,7 +14,6 @@ from actors.atomic_file import write_atomically
 
 if TYPE_CHECKING:
     # `d1 status` reads the file with this module, and must not import torch and Ray.
-    from actors.coordination.pool import Assignment
     from actors.messages import WorkUnitKey
 
 STATUS = "status.json"
@@ -23,6 +22,18 @@ SILENT_S = 15.0
 HUNG_S = 45.0
 """Seconds without an answer after which an actor is ended, so that Ray starts another in its place."""
 _MOST_SHOWN = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """Current work unit of an actor of a pool."""
+
+    actor: str
+    """Its name: `sampler 1`."""
+    key: WorkUnitKey
+    """The work unit."""
+    seconds: float
+    """Time since it was assigned."""
 
 
 class ActorState(StrEnum):

@@ -23,7 +23,7 @@ from actors.atomic_file import write_atomically
 from actors.coordination.status import work_unit_name
 
 if TYPE_CHECKING:
-    from actors.coordination.pool import WorkSpan
+    from actors.messages import WorkUnitKey
 
 TIMELINE = "timeline.json"
 LEARNER, COORDINATOR, STAGE, CHECKPOINTS = "learner rank 0", "coordinator", "stage", "checkpoints"
@@ -61,6 +61,22 @@ class Span:
     """Unix time."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further attributes: `round`, `is_done`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkSpan:
+    """Time span in which an actor of a pool had a work unit, or was unreachable."""
+
+    actor: str
+    """Its name: `sampler 1`."""
+    key: WorkUnitKey | None
+    """The work unit; None where the actor was unreachable."""
+    began: float
+    """By `time.monotonic`."""
+    ended: float
+    """By the same clock."""
+    is_done: bool
+    """Whether it answered; else the attempt failed or timed out, or the actor was unreachable."""
 
 
 class Timeline:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from actors.coordination.pools import Pools, WorkUnitFailedError
+from actors.coordination.pools import Pools, VersionLostError, WorkUnitFailedError
 from actors.messages import WeightsId, WorkUnit, WorkUnitSummary
 from actors.plan import RunPlan
 from actors.run_log import VALIDATION
@@ -18,6 +19,10 @@ from rollout.request import SamplingParams
 
 # Labels that are evaluated at the first schedule only: none is the end of a stage whose result is reported.
 _ONE_SCHEDULE = ("round", VALIDATION, Phase.UNTRAINED)
+# Due before all rounds: an evaluation that the learner waits for.
+_AT_ONCE = -1.0
+# Problems that a message lists; the log's evaluations list all.
+_MOST_NAMED = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +62,44 @@ class VersionEvaluator:
         first = schedules[0]
         self._validation = {first.schedule_name: _evaluation_problems(plan, first, policy, count, plan.validation)}
         self._pools, self._max_attempts, self._on_failure = pools, max_attempts, on_failure
+        self._gen_length, self._max_sequence_length = first.gen_length, policy.max_sequence_length
+        self._background: tuple[tuple[WeightsId, str], asyncio.Task[dict[str, Any]]] | None = None
+        """Version and label of the evaluation that runs in the background of a round, and its task."""
 
     @property
-    def without_room(self) -> list[Problem]:
-        """Problems that are not sampled at the first schedule, because their prompts leave no room."""
+    def room_warning(self) -> str:
+        """A sentence about problems that count as wrong, because their prompts leave no room; empty if none do."""
         of_each = (next(iter(problems.values())) for problems in (self._heldout, self._validation))
-        return [problem for problems in of_each for problem in problems.without_room]
+        names = [problem.problem_id for problems in of_each for problem in problems.without_room]
+        if not names:
+            return ""
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        return (
+            f"{len(names)} evaluation problems count as wrong, as their prompts leave no room for "
+            f"{self._gen_length} slots in the policy's {self._max_sequence_length} tokens: "
+            f"{', '.join(names[:_MOST_NAMED])}{more}"
+        )
+
+    def start_background(self, weights_id: WeightsId, label: str, due: float) -> None:
+        """Evaluate a version in the background, unless an evaluation runs there. The arguments are those of `score`."""
+        if self._background is None:
+            self._background = (weights_id, label), asyncio.create_task(self.score(weights_id, label, due))
+
+    def cancel_background(self) -> None:
+        """End the evaluation in the background, if any."""
+        if self._background is not None:
+            # Marks its exception as retrieved: it was raised already, or the evaluation is requested again.
+            self._background[1].add_done_callback(lambda task: task.cancelled() or task.exception())
+            self._background[1].cancel()
+            self._background = None
+
+    async def score_now(self, weights_id: WeightsId, label: str) -> dict[str, Any]:
+        """Evaluate a version before all rounds, or wait for the evaluation of it that runs in the background."""
+        if self._background is not None and self._background[0] == (weights_id, label):
+            # If the store had lost the version, the learner has published it again for the round: evaluate below.
+            with suppress(VersionLostError):
+                return await self._background[1]
+        return await self.score(weights_id, label, _AT_ONCE)
 
     async def score(self, weights_id: WeightsId, label: str, due: float) -> dict[str, Any]:
         """Evaluate a version. Returns fields of the `evaluation` event of a label.

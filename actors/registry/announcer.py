@@ -78,8 +78,7 @@ class Announcer:
         if self._queue:
             await self._start_sending()
         if self._queue:
-            what = "the registry is still away, and was not told all that the run directory has"
-            self._log.append("failure", what=what, attempt=1)
+            self._log.note_failure("the registry is still away, and was not told all that the run directory has")
 
     def pinned(self) -> int | None:
         """Return the version that an operator has pinned."""
@@ -157,4 +156,4 @@ class Announcer:
 
     def _note_failure(self, error: Exception) -> None:
         said = isinstance(error, ConnectionError | ValueError)
-        self._log.append("failure", what=str(error) if said else f"{type(error).__name__}: {error}", attempt=1)
+        self._log.note_failure(str(error) if said else f"{type(error).__name__}: {error}")

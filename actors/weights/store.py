@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -43,8 +44,10 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Its size, from the bits in the name of its dtype (`torch.bfloat16`)."""
-        return math.prod(self.shape) * int("".join(filter(str.isdigit, self.dtype))) // 8
+        """Its size, from the bits in the name of its dtype: the first number of `torch.float8_e4m3fn`."""
+        bits = re.search(r"\d+", self.dtype)
+        assert bits is not None, f"{self.name} has dtype {self.dtype}"
+        return math.prod(self.shape) * int(bits[0]) // 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

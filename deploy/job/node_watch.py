@@ -79,18 +79,23 @@ def _refuses(address: tuple[str, int]) -> bool:
 def watching(processes: Mapping[str, NodeProcess], on_death: Callable[[str], None]) -> Iterator[None]:
     """While the block runs, call `on_death` from a thread, once, with the name of the first process that dies.
 
-    For processes that are dead already, it is called at once in this thread.
+    If one is dead already, it is called in this thread before the block.
     """
     with ExitStack() as at_end:
         names: dict[int, str] = {}
+        dead = None
         for name, process in processes.items():
             try:
                 handle = os.pidfd_open(process.pid)
             except ProcessLookupError:
-                on_death(name)
-                continue
+                dead = name
+                break
             at_end.callback(os.close, handle)
             names[handle] = name
+        if dead is not None:
+            on_death(dead)
+            yield
+            return
         wake, woken = os.pipe()
         at_end.callback(os.close, wake)
         poll = select.poll()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from actors.run_log import Event
@@ -55,14 +55,23 @@ class Scaler:
         self._started: list[Any] = []
 
     def carry_out(self, request: ScaleRequest) -> ScaleAnswer:
-        """Carry out a request, or refuse all of it if it does not fit. An error midway leaves earlier kinds scaled."""
+        """Carry out a request, or refuse all of it if it does not fit. An error midway undoes what was done."""
         wanted = self.sizes | request.sizes
         if refusal := self._why_not(request, wanted):
             return ScaleAnswer(id=request.id, refusal=refusal)
         changes = {kind: (self.sizes[kind], wanted[kind]) for kind in KINDS if kind in request.sizes}
-        for kind, (before, after) in changes.items():
-            if before != after:
-                self._scale(kind, after)
+        begun: list[Kind] = []
+        try:
+            for kind, (before, after) in changes.items():
+                if before != after:
+                    begun.append(kind)
+                    self._scale(kind, after)
+        except Exception:
+            # A call that timed out may have taken effect, so the last kind is undone too.
+            for kind in reversed(begun):
+                with suppress(Exception):
+                    self._scale(kind, changes[kind][0])
+            raise
         return ScaleAnswer(id=request.id, changes=changes, notes=tuple(self._notes(changes)))
 
     def end_started(self) -> None:
@@ -92,9 +101,14 @@ class Scaler:
             added = dict(start_sampler(self._spec, self._actors.store, index) for index in indices)
         else:
             added = dict(start_grader(self._spec, index) for index in indices)
+        try:
+            scale = self._actors.coordinator.scale.remote(kind.removesuffix("s"), size, added)
+            ray.get(scale, timeout=_CALL_TIMEOUT_S)
+        except Exception:
+            for actor in added.values():
+                ray.kill(actor)
+            raise
         self._started += added.values()
-        scale = self._actors.coordinator.scale.remote(kind.removesuffix("s"), size, added)
-        ray.get(scale, timeout=_CALL_TIMEOUT_S)
 
     def _why_not(self, request: ScaleRequest, wanted: dict[Kind, int]) -> str:
         if "engines" in request.sizes and self._scale_engines is None:
@@ -172,7 +186,8 @@ def scaling(
         yield
     finally:
         ended.set()
-        thread.join(timeout=2 * _CALL_TIMEOUT_S)
+        # Two calls and their undoing.
+        thread.join(timeout=4 * _CALL_TIMEOUT_S)
         scaler.end_started()
 
 

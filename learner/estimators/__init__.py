@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from learner.estimators.base import Estimator, EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots
+from learner.estimators.base import Estimator, EstimatorFacts, InnerUpdate, RowValue, SamplerFacts, ScoredSlots
 from learner.estimators.block_masks import BlockMasksConfig
 from learner.estimators.block_states import BlockStatesConfig
 from learner.estimators.elbo import ElboConfig, MaskCounts
@@ -32,6 +32,7 @@ __all__ = [
     "MaskCounts",
     "OneStepConfig",
     "RandomMasksConfig",
+    "RowValue",
     "SamplerFacts",
     "ScoredSlots",
     "Terms",

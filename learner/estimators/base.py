@@ -65,12 +65,25 @@ class InnerUpdate:
     """Number of sweeps (mu)."""
 
 
+class RowValue(StrEnum):
+    """What the weighted log-probabilities of a completion's terms add up to."""
+
+    SCORES = "scores"
+    """Scores of its tokens, or of some of them: no value of the completion as a whole."""
+    MASKED_MEAN = "masked mean"
+    """The mean over draws of random masks of the mean log-probability of the tokens that a draw masks."""
+    ELBO = "elbo"
+    """Its evidence lower bound (ELBO), an expectation over random masks."""
+    LOG_LIKELIHOOD = "log-likelihood"
+    """Its log-likelihood along the path that the sampler took, or an unbiased estimate of it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EstimatorFacts:
     """The estimator's properties that objectives depend on. The defaults are those of one canvas per row."""
 
-    sums_to_log_likelihood: bool = False
-    """Whether the values of a completion's terms add up to its log-likelihood, or to a bound or an estimate of it."""
+    row_value: RowValue = RowValue.SCORES
+    """What the values of a completion's terms add up to."""
     matches_sampler_record: bool = False
     """Whether each token is scored in the state, and under the distribution, in which it was committed, so that its
     log-probability is comparable with the sampler's record."""

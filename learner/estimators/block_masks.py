@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import EstimatorFacts, InnerUpdate, Probability, SamplerFacts, repeat_rows
+from learner.estimators.base import EstimatorFacts, InnerUpdate, Probability, RowValue, SamplerFacts, repeat_rows
 from learner.estimators.terms import Corruption
 from learner.model.deferred import torch
 
@@ -41,7 +41,9 @@ class BlockMasksConfig(BaseModel):
     @property
     def facts(self) -> EstimatorFacts:
         """Each draw scores another set of tokens, and the sets overlap."""
-        return EstimatorFacts(splits_tokens=self.num_draws > 1, splits_rows=self.num_draws > 1)
+        return EstimatorFacts(
+            row_value=RowValue.MASKED_MEAN, splits_tokens=self.num_draws > 1, splits_rows=self.num_draws > 1
+        )
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """Return `num_draws` canvases per row. A row's value is the mean over draws of the mean over scored tokens."""

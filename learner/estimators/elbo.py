@@ -20,7 +20,15 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, model_validator
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots, covered_slots, repeat_rows
+from learner.estimators.base import (
+    EstimatorFacts,
+    InnerUpdate,
+    RowValue,
+    SamplerFacts,
+    ScoredSlots,
+    covered_slots,
+    repeat_rows,
+)
 from learner.estimators.block_noise import block_noise
 from learner.estimators.terms import Corruption
 from learner.model.deferred import torch
@@ -78,7 +86,7 @@ class ElboConfig(BaseModel):
     def facts(self) -> EstimatorFacts:
         """All draws together, or each of them, bound the log-likelihood of a completion."""
         return EstimatorFacts(
-            sums_to_log_likelihood=True,
+            row_value=RowValue.ELBO,
             has_separate_draws=self.values == "draws",
             splits_tokens=self.num_draws > 1,
             splits_rows=self.num_draws > 1,

@@ -24,6 +24,7 @@ from learner.estimators.base import (
     EstimatorFacts,
     InnerUpdate,
     Probability,
+    RowValue,
     SamplerFacts,
     ScoredSlots,
     covered_slots,
@@ -107,7 +108,7 @@ class TrajectoryConfig(BaseModel):
         is_whole = self.only == "all" and (self.num_sampled is None or self.weigh == "value")
         is_exact = self.steps_per_segment == 1 and self.law == "sampler" and self.p_mask_prompt == 0
         return EstimatorFacts(
-            sums_to_log_likelihood=is_whole,
+            row_value=RowValue.LOG_LIKELIHOOD if is_whole else RowValue.SCORES,
             matches_sampler_record=is_exact,
             scores_order=self.scores_order,
             splits_rows=True,

@@ -101,6 +101,10 @@ class Objective(Protocol):
         """Whether the reference only gives row weights, once before the first update, and no update uses it."""
 
     @property
+    def tilts_by_reward(self) -> bool:
+        """Whether its optimum is the reference tilted by the reward, so that advantages must keep the reward's unit."""
+
+    @property
     def needs_float32_head(self) -> bool:
         """Whether rounding logits to half precision would change the loss materially."""
 

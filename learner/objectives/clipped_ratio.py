@@ -55,6 +55,7 @@ class ClippedRatioConfig(BaseModel):
 
     precomputes_row_weights: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False
+    tilts_by_reward: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
 

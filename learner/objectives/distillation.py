@@ -35,6 +35,7 @@ class DistillationConfig(BaseModel):
     weigh_by_length: ClassVar[bool] = False
     needs_old: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
+    tilts_by_reward: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = True
     level: ClassVar[Level] = Level.TOKEN
     normalize_by: ClassVar[Normalize] = Normalize.ROW

@@ -28,6 +28,7 @@ class LinearBoundConfig(BaseModel):
     precomputes_row_weights: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = False
+    tilts_by_reward: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
     needs_old: ClassVar[bool] = True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from learner.estimators.base import Estimator, SamplerFacts
+from learner.estimators.base import Estimator, RowValue, SamplerFacts
 from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
@@ -34,6 +34,7 @@ class PreferenceConfig(BaseModel):
     precomputes_row_weights: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = True
+    tilts_by_reward: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
     needs_old: ClassVar[bool] = False
@@ -47,9 +48,11 @@ class PreferenceConfig(BaseModel):
     """DPO's beta: the scale of log-ratio differences."""
 
     def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """Return why it does not fit: it compares ELBOs, and needs estimator `elbo`."""
-        own = f"objective {self.name} compares ELBOs: estimator must be elbo, not {estimator.name}"
-        return shared_incompatibility(self, estimator, max_staleness, own=None if estimator.name == "elbo" else own)
+        """Return why it does not fit: it compares ELBOs."""
+        own = None
+        if estimator.facts.row_value is not RowValue.ELBO:
+            own = f"objective {self.name} compares ELBOs: estimator must give them, as elbo does, not {estimator.name}"
+        return shared_incompatibility(self, estimator, max_staleness, own=own)
 
     def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it uses no record of the sampler."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from learner.estimators.base import Estimator, SamplerFacts
+from learner.estimators.base import Estimator, RowValue, SamplerFacts
 from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.model.deferred import torch
@@ -33,6 +33,7 @@ class SandwichConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     precomputes_row_weights: ClassVar[bool] = False
+    tilts_by_reward: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     needs_reference: ClassVar[bool] = False
@@ -63,7 +64,7 @@ class SandwichConfig(BaseModel):
         return self.self_normalized
 
     def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """Return why it does not fit: its bounds need the masks of `block_masks`, and the upper one several draws."""
+        """Return why it does not fit: its bounds are of means over random masks, and the upper one of several draws."""
         return shared_incompatibility(self, estimator, max_staleness, own=self._own_incompatibility(estimator))
 
     def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
@@ -88,8 +89,8 @@ class SandwichConfig(BaseModel):
         return Loss(total=-(rows.advantages * bound_B * importance_B).sum(), per_unit=per_unit)
 
     def _own_incompatibility(self, estimator: Estimator) -> str | None:
-        if estimator.name != "block_masks":
-            return f"objective sandwich needs the masks of estimator block_masks, not of {estimator.name}"
+        if estimator.facts.row_value is not RowValue.MASKED_MEAN:
+            return f"objective sandwich needs random masks as those of estimator block_masks, not of {estimator.name}"
         if self.mix > 0 and not estimator.facts.splits_rows:
             return (
                 f"objective.mix is {self.mix:g}, and of one draw both bounds have the same gradient: "

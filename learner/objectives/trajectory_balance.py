@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from learner.estimators.base import Estimator, SamplerFacts
+from learner.estimators.base import Estimator, RowValue, SamplerFacts
 from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.objectives.base import Logps, Loss
@@ -30,6 +30,7 @@ class TrajectoryBalanceConfig(BaseModel):
     precomputes_row_weights: ClassVar[bool] = False
     needs_float32_head: ClassVar[bool] = False
     compares_groups: ClassVar[bool] = True
+    tilts_by_reward: ClassVar[bool] = True
     needs_teacher: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
     needs_old: ClassVar[bool] = False
@@ -44,17 +45,14 @@ class TrajectoryBalanceConfig(BaseModel):
 
     def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Return why it does not fit: it needs the log-likelihood of a completion, at any policy lag."""
-        own = (
-            "objective trajectory_balance is of a completion's log-likelihood: estimator must be elbo, or "
-            f"trajectory with only: all and, if segments are drawn, weigh: value; not {estimator.name} as it is set"
-        )
-        return shared_incompatibility(
-            self,
-            estimator,
-            max_staleness,
-            own=None if estimator.facts.sums_to_log_likelihood else own,
-            takes_stale=True,
-        )
+        own = None
+        if estimator.facts.row_value not in (RowValue.ELBO, RowValue.LOG_LIKELIHOOD):
+            own = (
+                "objective trajectory_balance is of a completion's log-likelihood: estimator must give it, as elbo "
+                "does, or trajectory with only: all and, if segments are drawn, weigh: value; not "
+                f"{estimator.name} as it is set"
+            )
+        return shared_incompatibility(self, estimator, max_staleness, own=own, takes_stale=True)
 
     def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it uses no record of the sampler."""

@@ -10,11 +10,11 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from actors.coordination.liveness import LivenessMonitor
-from actors.coordination.pool import Assignment
 from actors.coordination.status import (
     STATUS,
     ActorState,
     ActorStatus,
+    Assignment,
     RunStatus,
     actor_statuses,
     restarts_by_kind,

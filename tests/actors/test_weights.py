@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.weights.checksums import Checksum, checksum_of, combine_checksums
+from actors.weights.store import TensorEntry
 from actors.weights.tensors import as_bytes, as_verified, make_manifest, manifest_of_shards, verify
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -56,6 +57,9 @@ def test_tensors_may_travel_for_as_long_as_their_bytes_take() -> None:
     """At the slowest tolerated rate, all of 8B parameters take eleven minutes."""
     manifest = make_manifest(3, WEIGHTS)
     assert [entry.num_bytes for entry in manifest.tensors] == [6 * 4, 4 * 2]
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bfloat16, torch.int64):
+        entry = TensorEntry(name="w", shape=(3, 2), dtype=str(dtype), checksum=0)
+        assert entry.num_bytes == 6 * dtype.itemsize
     assert manifest.transfer_timeout_s(10.0) == pytest.approx(10 + 32 / 50e6)
     whole = replace(manifest, tensors=(replace(manifest.tensors[0], shape=(8_000_000_000,)),))
     assert whole.transfer_timeout_s(120.0) == pytest.approx(120 + 640)

@@ -13,6 +13,7 @@ from learner.model.lora import set_adapter
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
 from learner.objectives import ClippedRatioConfig
+from learner.optimizer import PolicyOptimizer
 from learner.parallel.sharding import ShardedPolicy
 from learner.probes import sampling_gap
 from learner.round import Round
@@ -178,6 +179,17 @@ def test_metrics_describe_the_completions(policy: Transformer, rollouts: Rollout
     assert metrics["reward_std"] == pytest.approx(sum(stds) / 3)
     assert 0 < metrics["effective_sample_share"] <= 1
     assert metrics["ratio_max"] >= metrics["ratio_mean"]
+
+
+def test_the_state_of_an_optimizer_that_has_not_stepped_clears_the_moments(policy: Transformer) -> None:
+    optimizer = PolicyOptimizer(ShardedPolicy(policy, None), betas=(0.9, 0.99), weight_decay=0.1)
+    before = optimizer.full_state()
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1e-3, 1.0, torch.tensor(0.0))
+    assert optimizer.full_state()
+    optimizer.load_full_state(before)
+    assert optimizer.full_state() == before == {}
 
 
 def test_what_a_plan_says_counts_is_what_counts_for_something(policy: Transformer, rollouts: RolloutBatch) -> None:

@@ -366,11 +366,11 @@ def test_portions_that_cannot_be_fetched_are_sampled_again(case: _Case) -> None:
 
 
 def test_the_status_says_who_waits_for_whom(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SILENT_S", -1.0)
+    monkeypatch.setattr("actors.coordination.monitor.SILENT_S", -1.0)
     # Reported seconds are rounded, so the clock is frozen.
     clock = SimpleNamespace(monotonic=lambda: 100.0, time=time.time)
-    monkeypatch.setattr("actors.coordination.coordinator.time", clock)
-    monkeypatch.setattr("actors.coordination.pool.time", clock)
+    for name in ("samplers_turn", "supervisor", "monitor", "pool"):
+        monkeypatch.setattr(f"actors.coordination.{name}.time", clock)
 
     async def scene() -> None:
         coordinator = case.coordinator()
@@ -667,13 +667,13 @@ def test_an_evaluation_beside_a_round_ends_with_the_learner_and_with_the_run(cas
         case.sampler.mood = "silent"
         waiting = asyncio.create_task(coordinator.next_batch(0, _weights_id(1), None, "round"))
         await asyncio.sleep(0.05)
-        assert coordinator._background_evaluation is not None
-        scoring = coordinator._background_evaluation[1]
+        assert coordinator._evaluation._background is not None
+        scoring = coordinator._evaluation._background[1]
         await (coordinator.learner_starting("the next group") if ends == "learner" else coordinator.stop())
         assert (await waiting)[0] is Next.STOP
         with pytest.raises(asyncio.CancelledError):
             await scoring
-        assert coordinator._background_evaluation is None
+        assert coordinator._evaluation._background is None
         assert case.events("evaluation") == []
 
     _run(scene())
@@ -705,19 +705,19 @@ def test_a_controller_that_is_silent_is_ended_unless_it_may_be_starting_ranks(
     """A stopped controller would leave `d1 train` waiting forever after the learner ends."""
     controller, ended = _Controller(), list[object]()
     monkeypatch.setattr(module.ray, "kill", lambda actor, **_: ended.append(actor))
-    monkeypatch.setattr(module, "_STATUS_EVERY_S", 1e6)
+    monkeypatch.setattr("actors.coordination.monitor._EVERY_S", 1e6)
 
     async def scene() -> None:
         coordinator, time_s = case.coordinator(), 0.0
-        coordinator._liveness._now = lambda: time_s
-        coordinator._liveness._swept_at = 0.0
+        liveness = coordinator._supervisor.liveness
+        liveness._now, liveness._swept_at = lambda: time_s, 0.0
         await coordinator.heartbeat(0, "a step", "rank", controller)
         await asyncio.sleep(0.01)
         for _ in range(100):
             time_s += 1
             if beating:
                 await coordinator.heartbeat(0, "a step", "rank", controller)
-            coordinator._liveness.sweep()
+            liveness.sweep()
         # The case's other actors never answer.
         assert [one for one in ended if one in (controller, "rank")] == [controller if beating else "rank"]
         said = [event["what"] for event in case.events("failure") if "controller" in event["what"]]

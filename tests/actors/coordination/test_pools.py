@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from actors.coordination.pool import WorkSpan
 from actors.coordination.pools import Pools, WorkUnitFailedError
+from actors.coordination.timeline import WorkSpan
 from actors.messages import EVALUATION_ROUND, WeightsId, WorkUnit, WorkUnitKey
 from rewards import RewardUnavailableError
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from actors.coordination.session import SESSION, Session
+from actors.coordination.session import SESSION, Session, SessionFile
 
 
 def test_a_session_is_its_drivers(tmp_path: Path) -> None:
     names = {"sampler": ["sampler 0", "sampler 2"], "grader": ["grader 0"]}
-    kept = Session(driver="one", num_coordinator_starts=2, is_stopping=True, pools=names, leaving=["sampler 1"]).write(
-        tmp_path
-    )
+    file = SessionFile(tmp_path, "one")
+    file.change(num_coordinator_starts=2, is_stopping=True, pools=names, leaving=["sampler 1"])
+    kept = file.current
+    assert kept == Session(driver="one", num_coordinator_starts=2, is_stopping=True, pools=names, leaving=["sampler 1"])
     assert Session.read(tmp_path, "one") == kept
     assert Session.read(tmp_path, "two") == Session(driver="two"), "a resumed run begins anew, and does not stop again"
     (tmp_path / SESSION).write_text('{"driver": "one", "num_cooo')

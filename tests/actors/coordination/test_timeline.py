@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from actors.coordination.pool import WorkSpan
 from actors.coordination.timeline import (
     CHECKPOINTS,
     COORDINATOR,
@@ -18,6 +17,7 @@ from actors.coordination.timeline import (
     TIMELINE,
     SpanKind,
     Timeline,
+    WorkSpan,
     idle_shares,
     num_rounds,
     read_trace,

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -56,6 +57,20 @@ def test_one_that_is_dead_already_is_named_too(processes: dict[str, subprocess.P
     with watching({"raylet": NodeProcess(processes["raylet"].pid)}, told.append):
         pass
     assert told == ["raylet"]
+
+
+def test_only_the_first_of_several_deaths_is_reported(processes: dict[str, subprocess.Popen[bytes]]) -> None:
+    watched = {name: NodeProcess(process.pid) for name, process in processes.items()}
+    for dead in (["raylet"], ["raylet", "gcs"]):
+        for name in dead:
+            processes[name].kill()
+            processes[name].communicate()
+        told: list[str] = []
+        with watching(watched, told.append):
+            processes["gcs"].kill()
+            processes["gcs"].wait()
+            time.sleep(0.05)
+        assert told == ["raylet"]
 
 
 def test_one_that_lives_and_has_closed_its_port_is_named(processes: dict[str, subprocess.Popen[bytes]]) -> None:

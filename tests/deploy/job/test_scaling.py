@@ -44,6 +44,7 @@ class _Ray:
     engines: list[int] = field(default_factory=list)
     shown: list[Event] = field(default_factory=list)
     failure: str = ""
+    failing: tuple[str, ...] = ("sampler", "grader")
 
     @property
     def scale(self) -> _Ray:
@@ -54,7 +55,7 @@ class _Ray:
 
     def get(self, _: None, timeout: float) -> None:
         assert timeout
-        if self.failure:
+        if self.failure and self.scaled[-1][0] in self.failing:
             raise RuntimeError(self.failure)
 
 
@@ -153,8 +154,28 @@ def test_what_ray_says_to_it_is_an_answer_and_the_next_is_carried_out(
         (run_dir / ".scale.json").write_text('{"id": "x", "sizes": {"samplers": 0}}')
         time.sleep(0.1)
         assert d1("scale", "tiny", "samplers=2").out.startswith("samplers: 3 now, 2 to be")
-    assert [scaled[:2] for scaled in ray.scaled] == [("sampler", 3), ("sampler", 3), ("sampler", 2)]
+    assert [scaled[:2] for scaled in ray.scaled] == [
+        *(("sampler", 3), ("sampler", 2), ("sampler", 3), ("sampler", 2)),
+    ], "the first is undone"
     assert len(set(ray.killed)) == len(ray.killed) == 2
+
+
+def test_a_request_that_fails_midway_is_undone(under_way: Callable, ray: _Ray, d1: Callable) -> None:
+    ray.failure, ray.failing = "ActorDiedError: it is gone", ("grader",)
+    with under_way():
+        d1("scale", "tiny", "samplers=3", "graders=2").assert_refused("could not be scaled: ActorDiedError: it is gone")
+        assert ray.killed == ["grader 1"], "no pool has it"
+        ray.failure = ""
+        said = d1("scale", "tiny", "samplers=3", "graders=2").out.splitlines()
+        assert said[:2] == ["samplers: 2 now, 3 to be", "graders: 1 now, 2 to be"]
+    assert ray.scaled == [
+        ("sampler", 3, ["sampler 2"]),
+        ("grader", 2, ["grader 1"]),
+        ("grader", 1, []),
+        ("sampler", 2, []),
+        ("sampler", 3, ["sampler 3"]),
+        ("grader", 2, ["grader 2"]),
+    ]
 
 
 def test_a_run_that_is_not_under_way_or_does_not_answer_is_not_asked_any_more(

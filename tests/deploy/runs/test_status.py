@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 import deploy.cli.status
-from actors.coordination.pool import WorkSpan
 from actors.coordination.status import ActorState, ActorStatus, RunStatus
-from actors.coordination.timeline import TIMELINE, Timeline, read_trace
+from actors.coordination.timeline import TIMELINE, Timeline, WorkSpan, read_trace
 from deploy.runs.lock import RunLock
 
 Events = list[dict[str, Any]]

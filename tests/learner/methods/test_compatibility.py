@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from learner.estimators import Estimator, EstimatorFacts, SamplerFacts
+from learner.estimators import Estimator, EstimatorFacts, RowValue, SamplerFacts
 from learner.objectives import (
     ClippedRatioConfig,
     DistributionMatchingConfig,
@@ -44,12 +44,23 @@ _EVERY: list[Objective] = [
     [
         (EstimatorFacts(), 0, {"clipped_ratio", "weighted_likelihood"}),
         (
-            EstimatorFacts(sums_to_log_likelihood=True),
+            EstimatorFacts(row_value=RowValue.LOG_LIKELIHOOD),
             0,
             {"clipped_ratio", "weighted_likelihood", "trajectory_balance"},
         ),
-        (EstimatorFacts(sums_to_log_likelihood=True), 1, {"trajectory_balance"}),
-        (EstimatorFacts(sums_to_log_likelihood=True, has_separate_draws=True), 0, {"linear_bound"}),
+        (
+            EstimatorFacts(row_value=RowValue.ELBO),
+            0,
+            {"clipped_ratio", "weighted_likelihood", "trajectory_balance", "preference", "distribution_matching"},
+        ),
+        (EstimatorFacts(row_value=RowValue.MASKED_MEAN), 0, {"clipped_ratio", "weighted_likelihood"}),
+        (
+            EstimatorFacts(row_value=RowValue.MASKED_MEAN, splits_rows=True),
+            0,
+            {"clipped_ratio", "weighted_likelihood", "sandwich"},
+        ),
+        (EstimatorFacts(row_value=RowValue.LOG_LIKELIHOOD), 1, {"trajectory_balance"}),
+        (EstimatorFacts(row_value=RowValue.ELBO, has_separate_draws=True), 0, {"linear_bound"}),
         (EstimatorFacts(scores_order=True), 0, set()),
     ],
 )

@@ -172,8 +172,20 @@ def test_the_tilted_reference_has_no_residual() -> None:
 )
 def test_trajectory_balance_needs_a_completions_likelihood(estimator: dict[str, object]) -> None:
     settings = {"num_rounds": 1, "estimator": estimator, "objective": {"name": "trajectory_balance"}}
-    with pytest.raises(ValidationError, match="estimator must be elbo, or trajectory with only: all"):
+    with pytest.raises(ValidationError, match="estimator must give it, as elbo does, or trajectory with only: all"):
         LearnerConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize("algorithm", ["dmpo", "tba"])
+@pytest.mark.parametrize("advantage", list(Advantage))
+def test_an_optimum_tilted_by_the_reward_needs_rewards_in_their_own_unit(algorithm: str, advantage: Advantage) -> None:
+    settings = {"num_rounds": 1, "algorithm": algorithm, "advantage": advantage}
+    if advantage is Advantage.GROUP_MEAN:
+        assert LearnerConfig.model_validate(settings).advantage is advantage
+    else:
+        refusal = rf"tilts the reference by the reward: advantage must be group_mean, .*, not {advantage}"
+        with pytest.raises(ValidationError, match=refusal):
+            LearnerConfig.model_validate(settings)
 
 
 def test_trajectory_balance_learns_from_stale_completions_too() -> None:

@@ -1,0 +1,71 @@
+"""Supervision of a run's actors: the activity of the learner's ranks, and the end of actors that hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from actors.coordination.liveness import LivenessMonitor
+from actors.coordination.pools import Pools
+
+# Longer than for other actors: it does not answer while it starts or ends a group.
+_CONTROLLER_HUNG_S = 90.0
+_RANK, _CONTROLLER, _STORE = "learner rank ", "Ray Train's controller", "the weight store"
+
+
+class Supervisor:
+    """Ends what hangs: pool actors, the weight store, the learner's ranks, and Ray Train's controller."""
+
+    def __init__(self, pools: Pools, store: Any, on_failure: Callable[[str, int], None]) -> None:
+        """Take over pools and weight store. `on_failure` receives which actor is ended."""
+        self._pools, self._store, self._on_failure = pools, store, on_failure
+        self.liveness = LivenessMonitor(self._end_hung)
+        self.activity: dict[str, tuple[str, float]] = {}
+        """Current activity of each rank of the learner, and since when by `time.monotonic`."""
+
+    def sweep(self) -> None:
+        """Probe new actors of the pools, and end hung ones. To be called as `LivenessMonitor.sweep`."""
+        for name, actor in {**self._pools.members(), _STORE: self._store}.items():
+            if not self.liveness.is_watched(name):
+                self.liveness.probe(name, actor)
+        self.liveness.sweep()
+
+    def heartbeat(self, rank: int, doing: str, actor: Any, controller: Any = None) -> None:
+        """Register a heartbeat of a learner rank; rank 0 passes Ray Train's controller."""
+        if controller is not None and not self.liveness.is_watched(_CONTROLLER):
+            self.liveness.probe(_CONTROLLER, controller, _controller_answers, _CONTROLLER_HUNG_S)
+        if self.activity.get(str(rank), ("", 0.0))[0] != doing:
+            self.activity[str(rank)] = doing, time.monotonic()
+        self.liveness.record_heartbeat(f"{_RANK}{rank}", actor)
+
+    def rank_ended(self, rank: int) -> None:
+        """Register that a rank has ended normally."""
+        self.liveness.forget(f"{_RANK}{rank}")
+        self.activity.pop(str(rank), None)
+
+    def learner_starting(self) -> None:
+        """Forget the ranks of the previous learner group."""
+        # The controller starts another group, and does not answer until that is up.
+        self.liveness.forget(_CONTROLLER, *(f"{_RANK}{rank}" for rank in self.activity))
+        self.activity.clear()
+
+    def _end_hung(self, name: str, actor: Any, seconds: float) -> None:
+        is_rank, fate = name.startswith(_RANK), "is replaced"
+        if name == _CONTROLLER:
+            # Ranks would train on under it, but their end or death would go unnoticed.
+            fate = "is ended, and `d1 train` with it"
+            if any(silent.startswith(_RANK) for silent in self.liveness.silent()):
+                return  # It may be busy replacing a rank.
+        self._on_failure(f"{name} was silent for {seconds:.0f} s and {fate}", 1)
+        if is_rank:
+            self.liveness.forget(name, _CONTROLLER)
+        # Ray Train restarts its workers itself, and nothing restarts its controller.
+        ray.kill(actor, no_restart=is_rank or name == _CONTROLLER)
+
+
+async def _controller_answers(controller: Any) -> None:
+    """Probe Ray Train's controller with an arbitrary call. Raises RayError."""
+    await controller.get_training_failed_error.options(max_task_retries=0).remote()
