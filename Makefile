@@ -3,11 +3,8 @@
 PYTHON ?= python3
 # The name of the run that `make train` makes: a new one each time. Given, it is also the one that `make serve` serves.
 RUN ?= tiny-$(shell date +%Y%m%d-%H%M%S)
-# What is added to the command of `make train`, `make serve`, `make test` and `make up`.
+# Added to the command of most targets.
 ARGS ?=
-# Of `make chaos`.
-KILLS ?= 200
-SEED ?= $(shell date +%s)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -81,8 +78,8 @@ fuzz: $(STAMP) ## Ask the service 10,000 requests that its schema allows or forb
 gathers: $(STAMP) ## Load, gather and put weights 10,000 times on two ranks.
 	D1_GATHERS=10000 $(BIN)/pytest -s tests/actors/test_on_ray.py::test_what_is_gathered_and_put_is_what_was_loaded $(ARGS)
 
-chaos: $(STAMP) tools ## Kill, stop and starve runs, and judge their histories: KILLS=200 and SEED=a number, a night.
-	$(BIN)/d1 chaos recipes/chaos.yaml --kills $(KILLS) --seed $(SEED) $(ARGS)
+chaos: $(STAMP) tools ## Inject 200 faults into runs and check their histories, a night: ARGS="--kills 30 --seed 1".
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
 	$(BIN)/ruff format --check .
