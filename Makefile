@@ -2,13 +2,19 @@
 
 PYTHON ?= python3
 # The name of the run that `make train` makes: a new one each time. Given, it is also the one that `make serve` serves.
-RUN ?= tiny-$(shell date +%Y%m%d-%H%M%S)
+ifeq ($(origin RUN),undefined)
+RUN := tiny-$(shell date +%Y%m%d-%H%M%S)
+endif
 # Added to the command of most targets.
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Without what the tests need, which is half of the installation.
+RUNTIME := $(VENV)/.runtime
+# A held-out problem of recipes/tiny.yaml, row by row.
+PUZZLE := 1423324000144130
 # SmolLM2, as `d1 adapt` finds it, and the diffusion policy that it becomes before any training.
 SMOLLM2 := $(VENV)/.smollm2
 DEMO_BASE := runs/smollm2
@@ -30,14 +36,17 @@ help: ## Say what there is.
 
 setup: $(STAMP) bubblewrap ## Make .venv and install d1 with everything that its tests need.
 
-# Without what the tests need, which is half of the installation.
 demo: $(VENV)/.demo $(DEMO_BASE)/config.json ## See a small language model denoise English, in less than five minutes: ARGS="--port 8001".
 	$(BIN)/d1 serve recipes/smollm2-stories --dtype $(DEMO_DTYPE) $(ARGS)
 
-train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --serve".
+train: $(RUNTIME) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --control".
 	$(BIN)/d1 train recipes/tiny.yaml name=$(RUN) $(ARGS)
+	@! test -e runs/$(RUN)/checkpoints/initial || { \
+		echo; echo 'A held-out puzzle ($(PUZZLE), 0 is an empty cell) before training:'; \
+		$(BIN)/d1 sample runs/$(RUN)/checkpoints/initial $(PUZZLE); \
+		echo; echo 'After training:'; $(BIN)/d1 sample runs/$(RUN) $(PUZZLE); }
 
-serve: $(STAMP) ## Answer HTTP requests from the newest run, or from RUN=name: ARGS="--port 8001".
+serve: $(RUNTIME) ## Answer HTTP requests from the newest run, or from RUN=name: ARGS="--port 8001".
 	$(BIN)/d1 serve $(if $(filter file,$(origin RUN)),,$(RUN)) $(ARGS)
 
 # Servers that tests run against and that pip has not: what needs them skips without.
@@ -124,6 +133,11 @@ constraints: $(STAMP) ## Take the newest versions that pyproject.toml allows int
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing d1 and what it needs into $(VENV); the first time takes a few minutes.'
 	@$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'Installing d1 into $(VENV); the first time takes a minute or two.'
+	@$(BIN)/pip install -qq --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/pip $(SMOLLM2)
