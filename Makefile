@@ -2,16 +2,19 @@
 
 PYTHON ?= python3
 # The name of the run that `make train` makes: a new one each time. Given, it is also the one that `make serve` serves.
-RUN ?= tiny-$(shell date +%Y%m%d-%H%M%S)
-# What is added to the command of `make train`, `make serve`, `make test` and `make up`.
+ifeq ($(origin RUN),undefined)
+RUN := tiny-$(shell date +%Y%m%d-%H%M%S)
+endif
+# Added to the command of most targets.
 ARGS ?=
-# Of `make chaos`.
-KILLS ?= 200
-SEED ?= $(shell date +%s)
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Without what the tests need, which is half of the installation.
+RUNTIME := $(VENV)/.runtime
+# A held-out problem of recipes/tiny.yaml, row by row.
+PUZZLE := 1423324000144130
 # SmolLM2, as `d1 adapt` finds it, and the diffusion policy that it becomes before any training.
 SMOLLM2 := $(VENV)/.smollm2
 DEMO_BASE := runs/smollm2
@@ -33,14 +36,17 @@ help: ## Say what there is.
 
 setup: $(STAMP) bubblewrap ## Make .venv and install d1 with everything that its tests need.
 
-# Without what the tests need, which is half of the installation.
 demo: $(VENV)/.demo $(DEMO_BASE)/config.json ## See a small language model denoise English, in less than five minutes: ARGS="--port 8001".
 	$(BIN)/d1 serve recipes/smollm2-stories --dtype $(DEMO_DTYPE) $(ARGS)
 
-train: $(STAMP) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --serve".
+train: $(RUNTIME) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --control".
 	$(BIN)/d1 train recipes/tiny.yaml name=$(RUN) $(ARGS)
+	@! test -e runs/$(RUN)/checkpoints/initial || { \
+		echo; echo 'A held-out puzzle ($(PUZZLE), 0 is an empty cell) before training:'; \
+		$(BIN)/d1 sample runs/$(RUN)/checkpoints/initial $(PUZZLE); \
+		echo; echo 'After training:'; $(BIN)/d1 sample runs/$(RUN) $(PUZZLE); }
 
-serve: $(STAMP) ## Answer HTTP requests from the newest run, or from RUN=name: ARGS="--port 8001".
+serve: $(RUNTIME) ## Answer HTTP requests from the newest run, or from RUN=name: ARGS="--port 8001".
 	$(BIN)/d1 serve $(if $(filter file,$(origin RUN)),,$(RUN)) $(ARGS)
 
 # Servers that tests run against and that pip has not: what needs them skips without.
@@ -81,8 +87,8 @@ fuzz: $(STAMP) ## Ask the service 10,000 requests that its schema allows or forb
 gathers: $(STAMP) ## Load, gather and put weights 10,000 times on two ranks.
 	D1_GATHERS=10000 $(BIN)/pytest -s tests/actors/test_on_ray.py::test_what_is_gathered_and_put_is_what_was_loaded $(ARGS)
 
-chaos: $(STAMP) tools ## Kill, stop and starve runs, and judge their histories: KILLS=200 and SEED=a number, a night.
-	$(BIN)/d1 chaos recipes/chaos.yaml --kills $(KILLS) --seed $(SEED) $(ARGS)
+chaos: $(STAMP) tools ## Inject 200 faults into runs and check their histories, a night: ARGS="--kills 30 --seed 1".
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 check: $(STAMP) ## Check format, lint and types.
 	$(BIN)/ruff format --check .
@@ -127,6 +133,11 @@ constraints: $(STAMP) ## Take the newest versions that pyproject.toml allows int
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing d1 and what it needs into $(VENV); the first time takes a few minutes.'
 	@$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(RUNTIME): pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'Installing d1 into $(VENV); the first time takes a minute or two.'
+	@$(BIN)/pip install -qq --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/pip $(SMOLLM2)

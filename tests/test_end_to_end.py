@@ -25,8 +25,7 @@ from actors.checkpoints.selection import read_position
 from actors.coordination.timeline import TIMELINE, num_rounds, read_trace
 from actors.run_log import read_events
 from actors.weights.tensors import make_manifest
-from deploy.chaos.faults import Target
-from deploy.chaos.targets import MARK, Family
+from benchmarks.processes.run_processes import MARK, Role, RunProcesses
 from deploy.evaluation.evaluate import ComputeSettings, find_subject, prepare
 from deploy.evaluation.options import EvaluationOptions, SampleSettings
 from deploy.evaluation.pool import PoolSettings
@@ -359,12 +358,12 @@ def test_a_resumed_run_is_the_uninterrupted_one_whatever_dies_and_ctrl_c_ends_it
         shutil.rmtree(resumed / "checkpoints" / name)
     # On a busy machine more rounds may pass before Ctrl-C takes effect.
     more = ("--resume", "num_checkpoints_kept=1000")
-    family, killed, is_over = Family(_mark("resumed")), list[int](), threading.Event()
+    processes, killed, is_over = RunProcesses(_mark("resumed")), list[int](), threading.Event()
 
     def kill() -> None:
         while not killed and not is_over.wait(0.01):
             if len(_rounds(resumed)) > len(_rounds(folder / "first")):
-                for sampler in family.of_role(Target.SAMPLER):
+                for sampler in processes.of_role(Role.SAMPLER):
                     sampler.signal(signal.SIGKILL)
                     killed.append(sampler.pid)
 

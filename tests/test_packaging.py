@@ -1,16 +1,19 @@
-"""Consistency of pinned versions, published ports and documentation with the code."""
+"""Consistency of pinned versions, published ports and documentation with the code, and the form of commit messages."""
 
 from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
+from shutil import which
 from typing import Any
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -95,3 +98,24 @@ def test_no_folder_has_more_than_sixteen_files_of_code() -> None:
     folders = ("rewards", "learner", "rollout", "actors", "deploy", "benchmarks", "tests")
     sizes = Counter(path.parent for folder in folders for path in (ROOT / folder).rglob("*.py"))
     assert {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > 16} == {}
+
+
+def _bad_messages(messages: str) -> list[str]:
+    """Return the subjects of commits, given as NUL-terminated messages, that are too long or have no body."""
+    commits = [message.strip().partition("\n") for message in messages.split("\0") if message.strip()]
+    return [subject for subject, _, body in commits if len(subject) > 72 or not body.strip()]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists() or which("git") is None, reason="needs git and the repository")
+def test_commits_have_a_subject_of_at_most_72_characters_and_a_body() -> None:
+    # Earlier commits do not follow the rule.
+    command = ["git", "log", "--no-merges", "--since=2026-11-28T01:00Z", "--format=%B%x00"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(done.stderr)
+    assert _bad_messages(done.stdout) == []
+
+
+def test_a_long_subject_and_a_missing_body_are_found() -> None:
+    messages = f"Good\n\nWhy.\n\0\n{'x' * 73}\n\nWhy.\n\0\nNo body\n\0\n"
+    assert _bad_messages(messages) == ["x" * 73, "No body"]

@@ -7,7 +7,6 @@ import sys
 import typer
 
 from deploy.cli import (
-    chaos,
     evaluation,
     export,
     machine,
@@ -50,7 +49,6 @@ app.command()(status.status)
 app.command()(status.scale)
 app.command()(machine.doctor)
 app.command()(machine.schema)
-app.command()(chaos.chaos)
 
 
 def main() -> None:

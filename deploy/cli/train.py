@@ -55,20 +55,26 @@ def train(
             help="Skip SFT: start the rounds from this checkpoint, a run or a hub id.",
         ),
     ] = None,
+    control: Annotated[
+        bool, typer.Option("--control", help="Also train SFT for as long as the rounds take: control.enabled=true.")
+    ] = False,
     resume: Resume = False,
     resume_or_start: ResumeOrStart = False,
     serve: Serve = False,
 ) -> None:
-    """Run a recipe: SFT, rounds of RL, and the control.
+    """Run a recipe: SFT, rounds of RL, and the control if the recipe or `--control` asks for it.
 
     It runs on the cluster that RAY_ADDRESS names, or starts Ray on this machine.
     """
+    overrides = [*(overrides or []), *(["control.enabled=true"] if control else [])]
+    if control and start_from is not None:
+        raise UserError("--control is more SFT, which --from skips; leave one of them out")
     with wait_display("reading the recipe"):
         from deploy.recipe.overrides import load_recipe
         from deploy.recipe.recipe import Stages
         from deploy.runs.references import with_resolved_checkpoint
 
-        recipe = with_resolved_checkpoint(load_recipe(recipe_path, overrides or []))
+        recipe = with_resolved_checkpoint(load_recipe(recipe_path, overrides))
     checkpoint = None
     if start_from is not None:
         with wait_display(f"looking for {start_from}"):
@@ -76,7 +82,7 @@ def train(
     recipe, renamed = _not_through_link(recipe)
     if resume or resume_or_start:
         _fetch(recipe, dry_run=dry_run)
-    words = ["train", str(recipe_path), *(overrides or []), *renamed]
+    words = ["train", str(recipe_path), *overrides, *renamed]
     words += ["--from", str(start_from)] if start_from is not None else []
     words += ["--serve"] if serve else []
     options = _TrainOptions(

@@ -118,6 +118,16 @@ def test_from_skips_sft(recipe_file: Path, d1: Callable, install_job: Callable, 
     assert job.calls == [(Stages.RL, Path("somewhere"), False, False)]
 
 
+def test_control_enables_the_control_and_needs_sft(recipe_file: Path, d1: Callable, install_job: Callable) -> None:
+    install_job(FakeJob([], interrupt=True))
+    recipe_file.write_text(recipe_file.read_text() + "control: {enabled: false}\n")
+    assert "control:\n  enabled: false\n" in d1("train", "tiny.yaml", "--dry-run").out
+    assert "control:\n  enabled: true\n" in d1("train", "tiny.yaml", "--control", "--dry-run").out
+    ended = d1("train", "tiny.yaml", "--control")
+    assert ended.out.endswith("stopped; resume with: d1 train tiny.yaml control.enabled=true --resume\n")
+    d1("train", "tiny.yaml", "--control", "--from", "sft").assert_refused("--control is more SFT, which --from skips")
+
+
 def test_resume_needs_a_run_and_resume_or_start_does_not(
     recipe_file: Path, d1: Callable, install_job: Callable, make_run: Callable
 ) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.gpu.end_to_end.memory import MemoryWatch
 from benchmarks.gpu.end_to_end.visit import StageError, Visit
-from deploy.chaos.driver import Driver
-from deploy.chaos.targets import MARK, Family
+from benchmarks.processes.child_process import ChildProcess
+from benchmarks.processes.run_processes import MARK, RunProcesses
 
 ROOT = Path(__file__).parents[3]
 # A GPU machine may have d1's source folders without the installed `d1` command.
@@ -25,9 +25,9 @@ _FAREWELL_S = 20.0
 class Started:
     """A running command."""
 
-    def __init__(self, visit: Visit, driver: Driver, family: Family, memory: MemoryWatch) -> None:
-        self._visit, self._driver = visit, driver
-        self.family = family
+    def __init__(self, visit: Visit, child: ChildProcess, processes: RunProcesses, memory: MemoryWatch) -> None:
+        self._visit, self._child = visit, child
+        self.processes = processes
         """The command's process and its descendants."""
         self.memory = memory
         """Memory of these processes."""
@@ -35,7 +35,7 @@ class Started:
     @property
     def printed(self) -> str:
         """Return the output so far."""
-        return "\n".join(line.text for line in self._driver.lines)
+        return "\n".join(line.text for line in self._child.lines)
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> float:
         """Wait for a condition and return the seconds. Raises StageError if the command or the time ends first."""
@@ -43,7 +43,7 @@ class Started:
         def is_there() -> bool:
             if is_so():
                 return True
-            if self._driver.status is not None:
+            if self._child.status is not None:
                 raise StageError(self._last_words())
             return False
 
@@ -51,19 +51,19 @@ class Started:
 
     def finish(self) -> None:
         """Wait for the command to end. Raises StageError if it fails."""
-        self._visit.wait_until(lambda: self._driver.status is not None, "the command's end")
-        if self._driver.status:
+        self._visit.wait_until(lambda: self._child.status is not None, "the command's end")
+        if self._child.status:
             raise StageError(self._last_words())
 
     def interrupt(self) -> None:
         """Send Ctrl-C and wait for the command to end."""
-        self._driver.signal(signal.SIGINT)
-        self._visit.wait_until(lambda: self._driver.status is not None, "the command's end after Ctrl-C")
+        self._child.signal(signal.SIGINT)
+        self._visit.wait_until(lambda: self._child.status is not None, "the command's end after Ctrl-C")
 
     def _last_words(self) -> str:
-        self._driver.close()
+        self._child.close()
         said = [line for line in self.printed.splitlines() if line.strip()]
-        return said[-1].strip() if said else f"it ended with {self._driver.status} and said nothing"
+        return said[-1].strip() if said else f"it ended with {self._child.status} and said nothing"
 
 
 @contextmanager
@@ -73,20 +73,20 @@ def started(visit: Visit, *words: str) -> Iterator[Started]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "D1_REDIS_URL")}
     environment[MARK] = mark
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    family = Family(mark)
-    driver = Driver((*_D1, *words), environment)
-    memory = MemoryWatch(family, visit.device)
+    processes = RunProcesses(mark)
+    child = ChildProcess((*_D1, *words), environment)
+    memory = MemoryWatch(processes, visit.device)
     try:
-        yield Started(visit, driver, family, memory)
+        yield Started(visit, child, processes, memory)
     finally:
         memory.end()
-        driver.signal(signal.SIGINT)
+        child.signal(signal.SIGINT)
         until = time.monotonic() + _FAREWELL_S
-        while driver.status is None and time.monotonic() < until:
+        while child.status is None and time.monotonic() < until:
             time.sleep(0.1)
-        family.kill()
-        driver.kill()
-        driver.close()
+        processes.kill()
+        child.kill()
+        child.close()
 
 
 def carried_out(visit: Visit, *words: str) -> Started:

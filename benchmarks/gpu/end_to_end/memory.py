@@ -9,7 +9,7 @@ import subprocess
 import threading
 from typing import Literal
 
-from deploy.chaos.targets import Family
+from benchmarks.processes.run_processes import RunProcesses
 
 _EVERY_S = 1.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -25,11 +25,11 @@ ALL = "all processes together"
 class MemoryWatch:
     """Polls the memory of a command's processes every second, on a thread."""
 
-    def __init__(self, family: Family, device: Literal["cuda", "cpu"]) -> None:
+    def __init__(self, processes: RunProcesses, device: Literal["cuda", "cpu"]) -> None:
         """Start polling."""
         self.most: dict[str, int] = {}
         """Peak bytes by kind of process."""
-        self._family, self._device = family, device
+        self._processes, self._device = processes, device
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
         self._thread.start()
@@ -41,7 +41,7 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._ended.wait(_EVERY_S):
-            titles = {process.pid: process.title for process in self._family.living()}
+            titles = {process.pid: process.title for process in self._processes.living()}
             used = _on_gpu("compute-apps=pid,used_memory") if self._device == "cuda" else _resident(titles)
             for pid, num_bytes in used:
                 # Inside a container the driver may report other process ids than ours.

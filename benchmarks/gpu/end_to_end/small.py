@@ -15,7 +15,7 @@ from benchmarks.gpu.end_to_end.asking import Client, under_load
 from benchmarks.gpu.end_to_end.commands import ROOT, Started, carried_out, started
 from benchmarks.gpu.end_to_end.memory import MemoryWatch
 from benchmarks.gpu.end_to_end.visit import StageError, Visit
-from deploy.chaos.faults import Target
+from benchmarks.processes.run_processes import Role
 
 RECIPE = str(ROOT / "recipes" / "tiny.yaml")
 _PROMPT = "2001104002144103"
@@ -92,10 +92,10 @@ def _kill_learner(visit: Visit, command: Started) -> None:
     """Kill the learner worker, and wait for the round that its replacement publishes."""
     command.wait_until(lambda: bool(_of(visit, "round")), "the first round")
     before = len(_of(visit, "round"))
-    workers = command.family.of_role(Target.LEARNER)
+    workers = command.processes.of_role(Role.LEARNER)
     if not workers:
         raise StageError("there was no learner worker to kill")
-    workers[0].strike(Signals.SIGKILL)
+    workers[0].signal_and_wait(Signals.SIGKILL)
     seconds = command.wait_until(lambda: len(_of(visit, "round")) > before, "a round after the learner was killed")
     visit.row("seconds from the learner's death to its next round", f"{seconds:.1f} s")
 

@@ -1,4 +1,4 @@
-"""The clock of a run's processes moves while they run, and what measures durations does not."""
+"""The movable clock: a jump shows in the wall clock of running processes, and not in the monotonic clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from deploy.chaos.clock import MovableClock
+from tests.chaos.clock import MovableClock
 
 SCRIPT = """
 import subprocess, sys, time
@@ -21,7 +21,7 @@ for _ in range(2):
 """
 
 
-def test_every_process_below_sees_the_jump_and_nobody_else(tmp_path: Path) -> None:
+def test_a_jump_reaches_a_process_and_its_children_and_no_other(tmp_path: Path) -> None:
     clock = MovableClock(tmp_path / "clock")
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT],

@@ -1,9 +1,9 @@
-"""Stands in for `d1 train`: processes with the titles of a run's, events, checkpoints, and a resume. No Ray.
+"""A fake `d1 train` without Ray: processes with a run's titles, events, checkpoints, and resuming.
 
     fake_train.py FLAW NUM_ROUNDS name=NAME runs_dir=DIRECTORY [--resume-or-start]
 
-FLAW is `none`, or what it does wrong: `double` (a round again after a learner died, unannounced), `orphan` (a process
-that outlives it), `hang` (a coordinator that stands still is waited for), `silent` (no word at the end).
+FLAW is `none`, `double` (repeats a round after a learner's death without reporting a restart), `orphan` (leaves a
+process behind) or `hang` (waits for a stopped coordinator).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ROUND_S, CHECKPOINT_S = 0.05, 0.05
 
 
 class Worker:
-    """A process that ends with its parent: it reads from it."""
+    """A process that reads from its parent, and so ends with it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.process = subprocess.Popen(["bash", "-c", f"exec -a ray::{name} cat"], stdin=subprocess.PIPE)
 
-    def is_well(self) -> bool:
-        return self.process.poll() is None and not self.stands_still()
+    def is_healthy(self) -> bool:
+        return self.process.poll() is None and not self.is_stopped()
 
-    def stands_still(self) -> bool:
+    def is_stopped(self) -> bool:
         try:
             return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         except OSError:
@@ -79,7 +79,7 @@ class Run:
         index = self.newest()
         while index < self.num_rounds:
             time.sleep(ROUND_S)
-            index = self.look_after(index)
+            index = self.supervise(index)
             if index == self.num_rounds:
                 break
             self.write(
@@ -98,15 +98,15 @@ class Run:
                 print(f"round {index}", flush=True)
                 self.checkpoint(index)
 
-    def look_after(self, index: int) -> int:
-        """Replace whoever is not well; the round to go on with."""
+    def supervise(self, index: int) -> int:
+        """Replace unhealthy workers. Returns the next round."""
         for worker in self.workers:
-            if worker.is_well():
+            if worker.is_healthy():
                 continue
             if worker.name in ("Coordinator", "WeightStore", "TrainController"):
-                while self.flaw == "hang" and worker.stands_still():
+                while self.flaw == "hang" and worker.is_stopped():
                     time.sleep(0.01)
-                if worker.is_well():
+                if worker.is_healthy():
                     continue
                 print(f"d1: the run failed: the {worker.name} died; --resume goes on", flush=True)
                 sys.exit(1)

@@ -1,4 +1,4 @@
-"""One `d1 train` as a child process, and what it prints, line by line with the time of each."""
+"""A command as a child process, with the time of each line that it prints."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class OutputLine:
     """A line of output."""
 
     at_s: float
-    """When it came, on the session's clock."""
+    """Time of arrival, on the monotonic clock."""
     text: str
-    """Without its end."""
+    """Text without its line end."""
 
 
-class Driver:
-    """A command in a process group of its own. Standard error is read as output."""
+class ChildProcess:
+    """A running command in its own process group, with stderr merged into stdout."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it."""
+        """Start the command."""
         self.began_s = time.monotonic()
         self.ended_s: float | None = None
         self._lines: list[OutputLine] = []
-        self._process = subprocess.Popen(  # noqa: S603 - d1 itself
+        self._process = subprocess.Popen(
             list(command),
             env=dict(environment),
             stdin=subprocess.DEVNULL,
@@ -40,17 +40,17 @@ class Driver:
             errors="replace",
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._read, name="d1-chaos-output", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="d1-child-output", daemon=True)
         self._reader.start()
 
     @property
     def pid(self) -> int:
-        """Its process."""
+        """Process id."""
         return self._process.pid
 
     @property
     def status(self) -> int | None:
-        """Its exit status, -9 after SIGKILL; None while it runs."""
+        """Exit status, -9 after SIGKILL; None while it runs."""
         status = self._process.poll()
         if status is not None and self.ended_s is None:
             self.ended_s = time.monotonic()
@@ -58,23 +58,23 @@ class Driver:
 
     @property
     def lines(self) -> tuple[OutputLine, ...]:
-        """What it has printed."""
+        """Output so far."""
         return tuple(self._lines)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to it alone, not to its children."""
+        """Send a signal to this process alone, not to its children."""
         if self.status is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it."""
+        """Kill the process and wait for its end."""
         self.signal(signal.SIGKILL)
         self._process.wait()
         _ = self.status
 
     def close(self) -> None:
-        """Read what is left of its output, once no process of its family has it open any more."""
+        """Read the remaining output, which ends when no descendant has the pipe open."""
         self._reader.join(timeout=10.0)
         if not self._reader.is_alive() and self._process.stdout is not None:
             self._process.stdout.close()

@@ -1,4 +1,4 @@
-"""What a session saw: the judge decides from these alone."""
+"""Observations of a session, from which the checker decides."""
 
 from __future__ import annotations
 
@@ -9,78 +9,77 @@ from pathlib import Path
 from typing import Any
 
 from actors.run_log import CHECKPOINTS, METRICS, SAMPLES, Event, read_events
-from deploy.chaos.driver import OutputLine
-from deploy.chaos.expectations import FaultOutcome
-from deploy.chaos.faults import Fault, Setting
+from benchmarks.processes.child_process import OutputLine
 from learner.model.checkpoint_files import ADAPTER, WEIGHTS
+from tests.chaos.faults import Fault, FaultOutcome, Platform
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Blow:
-    """A fault that was carried out, and what became of the run."""
+class InjectedFault:
+    """A fault that was injected, and its outcome. Times are on the monotonic clock."""
 
     fault: Fault
-    """What was done."""
+    """The fault."""
     victim: str
-    """To whom: `SamplerWorker.generate, process 4711`."""
+    """What was hit, such as `SamplerWorker.generate, process 4711`."""
     round: int
-    """Rounds that the run had done."""
-    at_s: float
-    """When, on the session's clock."""
-    over_at_s: float
-    """When it was over: after a stopped process went on, a full disk was emptied. A kill is over at once."""
-    back_after_s: float | None
-    """Seconds from there until the role was there again and the run had made progress; None when it got stuck."""
+    """Completed rounds at that time."""
+    began_s: float
+    """Time of injection."""
+    ended_s: float
+    """End of the fault: a stopped process continues, or a full disk is emptied. A kill ends at once."""
+    recovery_s: float | None
+    """Seconds from the end of the fault until the role was complete and the run progressed; None if it got stuck."""
     outcome: FaultOutcome
-    """What became of the run."""
+    """What it led to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drive:
-    """One `d1 train` from its start to its end."""
+class Launch:
+    """One `d1 train` from start to end. Times are on the monotonic clock."""
 
     began_s: float
-    """On the session's clock."""
+    """Time of its start."""
     ended_s: float
-    """Likewise."""
+    """Time of its end."""
     status: int
-    """Its exit status; -9 after SIGKILL."""
-    was_helped: bool
-    """Whether the session killed it because it was stuck."""
+    """Exit status; -9 after SIGKILL."""
+    was_stuck: bool
+    """Whether the session killed it because it made no progress."""
     lines: tuple[OutputLine, ...]
-    """What it printed."""
+    """Its output."""
     leftovers: tuple[str, ...]
     """Processes that were left some time after its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class History:
-    """What a run directory says in the end."""
+    """Content of a run directory after the run."""
 
     events: tuple[Event, ...]
     """The event log."""
     samples: tuple[dict[str, Any], ...]
-    """The completions that were kept for reading."""
+    """The sample completions."""
     digests: dict[str, str]
-    """SHA-256 of the weights of each checkpoint, by its name."""
+    """SHA-256 of each checkpoint's weights, by its name."""
     num_unreadable: int
-    """Lines of the event log that are no events."""
+    """Lines of the event log that are not events."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """A disturbed run."""
+    """A run with injected faults."""
 
     name: str
-    """Its name."""
-    setting: Setting
+    """Name of the run."""
+    platform: Platform
     """What it ran on."""
-    drives: tuple[Drive, ...]
+    launches: tuple[Launch, ...]
     """Every `d1 train` that it took."""
-    blows: tuple[Blow, ...]
-    """What was done to it."""
+    injected: tuple[InjectedFault, ...]
+    """The faults."""
     history: History
-    """What it left."""
+    """Its run directory."""
 
 
 def read_history(run_dir: Path) -> History:
@@ -95,7 +94,7 @@ def read_history(run_dir: Path) -> History:
     }
     return History(
         events=tuple(events),
-        # Not `splitlines`: they are written as they are, and a text may have other ends of a line.
+        # `splitlines` would also split at other line separators within a text.
         samples=tuple(json.loads(line) for line in samples.split("\n") if line.endswith("}")),
         digests=digests,
         num_unreadable=len(text.splitlines()) - len(events),
