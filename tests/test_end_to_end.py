@@ -121,7 +121,6 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
     assert all(sample["policy_version"] == sample["round"] + 1 for sample in samples)
     assert all(sample["prompt"] and len(sample["step_map"]) in (3, 6) for sample in samples)
     assert list((run_dir / "tensorboard").glob("events.*"))
-    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not list(run_dir.glob("**/*.pkl")), "nothing is pickled to disk"
     for checkpoint in (run_dir / "checkpoints").iterdir():
         # Computed as a resumed learner computes it when it announces the version.

@@ -32,7 +32,6 @@ from deploy.printing import counted
 from deploy.program import version_of
 from deploy.ray_session import ray_session, registry_of_cluster
 from deploy.recipe.recipe import Recipe, Stages
-from deploy.runs.curves import draw_curves
 from deploy.runs.listing import point_latest_at
 from deploy.runs.lock import RunLock
 from deploy.runs.mirror import Mirror, mirror_for
@@ -167,7 +166,6 @@ def _run_on_ray(
             on_event(_waiting(f"starting {learners}; then comes the first evaluation"))
             wait_for(fitted)
             _call(actors.coordinator.finish.remote())
-        draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
     except (RayError, TrainingFailedError, LearnerFailedError, RunFailedError, TimeoutError) as error:
         # A raylet that receives SIGTERM ends its workers before itself: let `watching` name the raylet as the cause.
         time.sleep(_NODE_ENDS_S)

@@ -7,8 +7,7 @@ from itertools import cycle, groupby
 from typing import TYPE_CHECKING
 
 from deploy.report.eval_results import EvalCell, pareto_front
-from deploy.report.figures import Plot, draw_with_bars, plot
-from deploy.runs.curves import PALETTE
+from deploy.report.figures import PALETTE, Plot, draw_with_bars, plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
