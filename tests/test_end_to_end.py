@@ -187,7 +187,7 @@ def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, f
     assert all(work_unit > training for training, work_unit in overlapping["ahead"]), "what is trained on is complete"
     said = _d1(cluster, "status", str(folder / "ahead"))
     assert said.stdout.startswith("ahead: finished, ")
-    assert "rounds, 4 of 4 done" in said.stdout
+    assert "RL, 4 of 4 rounds done" in said.stdout
 
 
 @pytest.mark.nightly
@@ -428,7 +428,7 @@ def _under_way(folder: Path, run: str) -> Iterator[tuple[subprocess.Popen[str], 
         try:
             for line in driver.stdout:
                 printed.append(line)
-                if "held-out accuracy after no training" in line:
+                if "held-out accuracy before training" in line:
                     break
             yield driver, printed, mark
         finally:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from deploy.printing import printable
 from deploy.runs.history import Evaluation, RunHistory, ScheduleScore
+from deploy.runs.stages import STAGES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +20,6 @@ _Shown = TypeVar("_Shown")
 
 _SIZE = (4.8, 3.0)
 _PHASES = {"sampling_s": "waiting for samples", "training_s": "training", "publish_s": "publishing"}
-_STAGES = {"sft": ":", "control": "--", "rl": "-"}
 _SERIES = (
     ("kl", "KL to the reference", "nats per token"),
     ("entropy", "Entropy at commit", "nats"),
@@ -76,9 +76,7 @@ def plots(runs: Runs) -> Iterator[Plot]:
     if evaluations:
         yield plot("Held-out accuracy", "Bars are 95 % intervals (Wilson); crosses are the control.", _accuracy, runs)
     if any(len(item.schedules) > 1 for item in evaluations):
-        note = (
-            "Dotted: SFT; dashed: the control; solid: after the rounds. Diamonds: schedules of as many steps as needed."
-        )
+        note = "Dotted: SFT; dashed: the control; solid: RL. Diamonds: adaptive schedules."
         yield plot("Accuracy against compute", note, _by_compute, runs)
     if any(history.steps for history in runs.values()):
         note = (
@@ -156,13 +154,13 @@ def _by_compute(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="forwards of a completion", ylabel="%", xscale="log")
     ticks: set[int] = set()
     for name, history, color in _coloured(runs):
-        for label, line in _STAGES.items():
+        for label, stage in STAGES.items():
             item = history.final(label)
             if item is not None and len(item.schedules) > 1:
                 points = [(scored.mean_steps, scored.score) for scored in _fixed(item)]
                 points.sort(key=lambda point: point[0])
                 ticks |= {round(steps) for steps, _ in points}
-                draw_with_bars(axes, points, color=color, fmt=f"o{line}", label=name if label == "rl" else "")
+                draw_with_bars(axes, points, color=color, fmt=f"o{stage.line}", label=name if label == "rl" else "")
                 free = [(scored.mean_steps, scored.score) for scored in _free(item)]
                 draw_with_bars(axes, free, color=color, fmt="D", label="", markerfacecolor="white")
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
@@ -204,7 +202,7 @@ def _sft_loss(axes: Axes, runs: Runs) -> None:
             is_control = phase == "control"
             # The control continues from the end of SFT.
             first = history.planned.get("sft", 0) if is_control else 0
-            line, label = ("--", "_") if is_control else ("-", name)
+            line, label = (STAGES[phase].line, "_") if is_control else ("-", name)
             xs, losses = [first + step["step"] for step in steps], [step["loss"] for step in steps]
             _draw_smooth(axes, xs, losses, color=color, label=label, line=line)
             held_out = history.sft_losses.get(phase, [])

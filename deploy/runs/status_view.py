@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from actors.coordination.status import SILENT_S, ActorState, ActorStatus, RunStatus
 from deploy.printing import counted, duration, printable
 from deploy.runs.history import RunHistory
+from deploy.runs.stages import STAGES
 from deploy.runs.status import RunSnapshot
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 _MOST_ACTORS, _MOST_FAILURES, _LONGEST_FAILURE = 8, 3, 200
-_STAGES = {"untrained": "before training", "sft": "SFT", "rl": "rounds", "control": "control"}
 
 Rows = Iterator[tuple[str, str]]
 
@@ -98,10 +98,10 @@ def _rows(snapshot: RunSnapshot) -> Rows:
 
 
 def _stage(status: RunStatus, history: RunHistory) -> str:
-    name = _STAGES.get(status.stage, status.stage)
+    name = STAGES[status.stage].name if status.stage in STAGES else status.stage
     steps, planned = history.steps.get(status.stage, []), history.planned.get(status.stage, 0)
     if status.stage == "rl":
-        name = f"rounds, {status.round} of {status.num_rounds} done"
+        name = f"{name}, {status.round} of {status.num_rounds} rounds done"
     elif steps:
         name = f"{name}, step {steps[-1]['step']}" + (f" of {planned}" if planned else "")
     return f"{name}; policy version {status.policy_version}"

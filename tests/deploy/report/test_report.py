@@ -64,8 +64,8 @@ def test_a_run(d1: Callable, make_run: Callable, events: Events, workdir: Path) 
     page = Page((workdir / "here" / "report.html").read_text())
     _assert_is_self_contained(page)
     assert "tiny: SFT" in page.texts
-    assert "24.0 % (20.5 to 27.9), 120 of 500" in page.texts
-    assert "50.0 % (45.6 to 54.4), 250 of 500" in page.texts
+    row = page.texts.index("tiny: SFT + RL")
+    assert page.texts[row : row + 6] == ["tiny: SFT + RL", "50.0 %", "45.6 to 54.4 %", "500", "46 s", "12 rounds"]
     assert page.text.count("Parts of the reward: tiny") == 1
     titles = ("Held-out accuracy", "SFT loss", "Reward", "Share correct", "KL to the reference", "Clipped tokens")
     for title in (*titles, "Groups without signal", "Throughput", "Seconds of a round: tiny"):
@@ -102,8 +102,8 @@ def test_two_runs_and_what_differs(d1: Callable, make_run: Callable, events: Eve
     text = (workdir / "report.html").read_text()
     differing = text[text.index("What differs") : text.index("What they have in common")]
     assert re.findall(r"<td>(.*?)</td>", differing) == ["learner.lr", "0.0001", "0.0002"]
-    assert "first: RL" in Page(text).texts
-    assert "second: RL" in Page(text).texts
+    assert "first: SFT + RL" in Page(text).texts
+    assert "second: SFT + RL" in Page(text).texts
 
 
 def test_hostile_texts_stay_texts(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_log_has_a_line_for_each_phase_and_evaluation(events: Events) -> None:
     assert "SFT: 100 steps" in texts
     assert "RL: 12 rounds" in texts
     assert "control: 46 seconds" in texts
-    assert "held-out accuracy after no training: 0.0 % (0.0 to 0.8), 0 of 500" in texts
+    assert "held-out accuracy before training: 0.0 % (0.0 to 0.8), 0 of 500" in texts
     assert "held-out accuracy after round 6: 36.0 % (31.9 to 40.3), 180 of 500" in texts
     assert "held-out accuracy after the control: 28.0 % (24.2 to 32.1), 140 of 500" in texts
     assert "checkpoint checkpoints/rl-000012" in texts

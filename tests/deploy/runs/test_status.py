@@ -81,7 +81,7 @@ def test_everything_is_said_within_80_columns(run_dir: Path, d1: Callable) -> No
     assert all(len(line) <= WIDTH for line in lines), ended.out
     assert lines[0].startswith("tiny: running; last heard of 0.0 s ago")
     assert lines[1:] == [
-        "stage         rounds, 12 of 400 done; policy version 13",
+        "stage         RL, 12 of 400 rounds done; policy version 13",
         "learner       rank 0  round 12: training",
         "              rank 1  round 12: training",
         "              rank 10  round 12: waiting for completions",
@@ -102,7 +102,8 @@ def test_everything_is_said_within_80_columns(run_dir: Path, d1: Callable) -> No
 
 
 @pytest.mark.parametrize(
-    ("stage", "said"), [("sft", "SFT, step 100 of 100; policy"), ("control", "control; policy"), ("untrained", "befo")]
+    ("stage", "said"),
+    [("sft", "SFT, step 100 of 100; policy"), ("control", "control; policy"), ("untrained", "untrained; policy")],
 )
 def test_the_stage_is_said_with_how_far_it_has_come(run_dir: Path, d1: Callable, stage: str, said: str) -> None:
     replace(STATUS, at=_just_now(), stage=stage).write(run_dir)
@@ -223,7 +224,7 @@ def test_watching_shows_it_again_until_ctrl_c(run_dir: Path, d1: Callable, monke
     ended = d1("status", "--watch")
     assert ended.status == 0
     assert waits == [2.0, 2.0]
-    assert "rounds, 77 of 400 done" in ended.out
+    assert "RL, 77 of 400 rounds done" in ended.out
 
 
 def test_it_waits_neither_for_torch_nor_for_ray(run_dir: Path) -> None:
