@@ -400,7 +400,7 @@ def test_a_run_that_goes_on_after_ctrl_c_repeats_nothing_and_sigterm_is_as_good(
     before = [event["round"] for event in _rounds(folder / "stopped")]
     again, status = _stopped_by(signal.SIGTERM, folder, "stopped", *SMALL, *more)
     assert status == 143, again
-    assert f"going on from checkpoint rl-{len(before):06d}; nothing is done again" in again
+    assert f"going on from checkpoint rl-{len(before):06d}; nothing is repeated" in again
     after = [event["round"] for event in _rounds(folder / "stopped")]
     assert len(after) > len(before)
     assert after == list(range(len(after))), "no round is done twice, or left out"
@@ -454,7 +454,7 @@ def test_the_death_of_rays_own_processes_is_one_sentence(
     causes = {f"{name} died": "its logs are in /"}
     if sent is signal.SIGTERM:
         # A raylet that receives SIGTERM says goodbye to the driver, whose native code may exit before our handler.
-        causes["its driver was killed, or ended by native code"] = "Ray's last words are in /"
+        causes["its driver was killed, or ended by native code"] = "Ray's output is in /"
     (cause,) = [cause for cause, more in causes.items() if sentence.startswith(f"d1: the run failed: {cause}; {more}")]
     assert errors.endswith(f"{sentence}\n")
     assert sentence.endswith("; --resume goes on from the newest checkpoint")
@@ -475,7 +475,7 @@ def test_a_driver_that_is_killed_leaves_a_sentence_and_no_process(folder: Path) 
     # On a busy machine the first lines are progress messages.
     assert errors.endswith(
         "d1: the run failed: its driver was killed, or ended by native code; "
-        f"Ray's last words are in {folder / 'killed'}/driver.log; --resume goes on from the newest checkpoint\n"
+        f"Ray's output is in {folder / 'killed'}/driver.log; --resume goes on from the newest checkpoint\n"
     )
     deadline = time.monotonic() + 30
     while left := _processes_with(mark):

@@ -141,12 +141,12 @@ class Coordinator:
 
     def _begin(self, session: Session) -> None:
         if session.num_coordinator_starts:
-            what = "the coordinator died and was started again; the round under way is sampled again"
+            what = "the coordinator died and was restarted; the current round is sampled again"
             self._note_failure(what, session.num_coordinator_starts)
             self._end_pause()
             self._timeline = Timeline.read(self._spec.run_dir)
             if (last := RunStatus.read(self._spec.run_dir)) is not None:
-                self._timeline.add_since(COORDINATOR, "away", SpanKind.AWAY, last.at)
+                self._timeline.add_since(COORDINATOR, "unreachable", SpanKind.UNREACHABLE, last.at)
         else:
             self._note_overlong()
         self._save_session(session, num_coordinator_starts=session.num_coordinator_starts + 1, leaving=[])
@@ -274,7 +274,7 @@ class Coordinator:
         if section == "sft":
             tokens, row = spec.sft_micro_batch_tokens, spec.sft_tokens
         if tokens // 2 >= row:
-            what = f"{what}; it is tried again with micro-batches of {tokens // 2} tokens instead of {tokens}"
+            what = f"{what}; retrying with micro-batches of {tokens // 2} tokens instead of {tokens}"
             self._save_session(self._session.with_micro_batches(section, tokens // 2, what))
             return what
         what = (
@@ -557,7 +557,7 @@ class Coordinator:
             num_rounds=self._spec.learner.num_rounds,
             policy_version=self._rounds.newest_version,
             learner={rank: doing for rank, (doing, _) in self._activity.items()},
-            portions=self._rounds.counts(),
+            work_units=self._rounds.counts(),
             pools=actor_statuses(self._pools.members(), assignments, self._pools.unreachable()),
             waits=tuple(self._waits()),
             max_staleness=self._spec.learner.max_staleness,
@@ -583,13 +583,13 @@ class Coordinator:
         elif "0" in self._activity:
             doing, since = self._activity["0"]
             if time.monotonic() - since > SILENT_S:
-                texts.append(f"the learner is at this for {time.monotonic() - since:.0f} s: {doing}")
+                texts.append(f"learner busy for {time.monotonic() - since:.0f} s: {doing}")
         return texts
 
     def _ensure_monitoring(self) -> None:
         """Start the monitoring task, or restart it after an error. `__init__` cannot: it has no event loop."""
         if self._monitoring is not None and self._monitoring.done() and not self._monitoring.cancelled():
-            self._note_failure(f"the watch over the actors failed, and goes on: {self._monitoring.exception()}", 1)
+            self._note_failure(f"monitoring of the actors failed and was restarted: {self._monitoring.exception()}", 1)
             self._monitoring = asyncio.create_task(self._monitor())
         if self._monitoring is None:
             for name, actor in (*self._pools.members().items(), (_STORE, self._store)):
@@ -678,11 +678,11 @@ def _done_again(events: Sequence[Event], position: Mapping[str, Any]) -> str:
     done = position["step"] or 0
     if steps and steps[-1]["event"] == "sft" and steps[-1]["step"] > done:
         return _again(f"{steps[-1]['phase']} step", done, steps[-1]["step"] - 1)
-    return "nothing is done again"
+    return "nothing is repeated"
 
 
 def _again(what: str, first: int, last: int) -> str:
-    return f"{what} {first} is done again" if first == last else f"{what}s {first} to {last} are done again"
+    return f"{what} {first} is repeated" if first == last else f"{what}s {first} to {last} are repeated"
 
 
 def _staleness(summaries: Sequence[WorkUnitSummary], newest: int) -> dict[str, float]:

@@ -82,7 +82,7 @@ def run(
 
     with closing(RunLock.take(spec.run_dir) if resume else create_run_dir(recipe, spec, start_from, say)) as lock:
         if not lock.is_exclusive:
-            what = f"the file system of {spec.run_dir} has no locks: let nothing else train this run meanwhile"
+            what = f"the file system of {spec.run_dir} has no file locks: make sure that nothing else trains this run"
             on_event({"event": "status", "what": what})
         _run_locked(recipe, spec, mirror, began_at=began_at, resume=resume, serve=serve, on_event=on_event)
 
@@ -146,7 +146,7 @@ def _run_on_ray(
         fitted = _in_thread(lambda: fit(spec, actors))
         pools = f"{counted(spec.rollout.num_samplers, 'sampler')} and {counted(recipe.grading.num_graders, 'grader')}"
         learners = counted(spec.learner.num_workers, "learner")
-        on_event(_waiting(f"starting {pools}, and {learners} beside them"))
+        on_event(_waiting(f"starting {pools}, and {learners}"))
 
         def note_failure(what: str) -> None:
             actors.coordinator.record.remote("failure", {"what": what, "attempt": 1})
@@ -163,7 +163,7 @@ def _run_on_ray(
                 on_event(
                     {"event": "status", "what": _start_service(recipe, url, lambda what: on_event(_waiting(what)))}
                 )
-            on_event(_waiting(f"starting {learners}; then comes the first evaluation"))
+            on_event(_waiting(f"starting {learners}; the first evaluation follows"))
             wait_for(fitted)
             _call(actors.coordinator.finish.remote())
     except (RayError, TrainingFailedError, LearnerFailedError, RunFailedError, TimeoutError) as error:

@@ -24,7 +24,7 @@ _UNUSUAL = 2.0
 # Events that can arrive at any time, and do not end a wait.
 _ASYNC_EVENTS = ("run", "status", "failure", "pause", "pause_end", "scale", "loaded")
 _BETWEEN_PHASES = {
-    "evaluation": "preparing what comes next",
+    "evaluation": "preparing the next stage",
     "sft_data": "preparing SFT",
     "phase_end": "writing a checkpoint",
     "checkpoint": "evaluating",
@@ -101,7 +101,7 @@ class ProgressDisplay:
         """Name what the run does after an event, unless it is a step of a phase; the run log records only its end."""
         if event["event"] == "failure" and str(event["what"]).startswith((LEARNER_FAILED, RESTARTED)):
             self._phase = None
-            return "starting the learners again"
+            return "restarting the learners"
         return _BETWEEN_PHASES.get(event["event"], "") if self._phase is None else ""
 
     def _wait(self, what: str, *, at_once: bool = False) -> None:
@@ -216,7 +216,7 @@ def _failure(event: Event) -> str:
 
 
 def _pause(event: Event) -> str:
-    return f"the run pauses until this is well: {_what(event)}"
+    return f"the run is paused until this recovers: {_what(event)}"
 
 
 def _what(event: Event) -> str:
@@ -265,8 +265,8 @@ def _place(event: Event) -> str:
 def _stopped_at(event: Event) -> str:
     """Describe the position of a stopped run."""
     if event["step"] is not None:
-        return f"after {counted(event['step'], 'step')} of {STAGES[event['phase']].name}, kept in a checkpoint"
-    return f"after {counted(event['round'], 'round')}, kept in a checkpoint" if event["round"] else "at the beginning"
+        return f"after {counted(event['step'], 'step')} of {STAGES[event['phase']].name}, saved in a checkpoint"
+    return f"after {counted(event['round'], 'round')}, saved in a checkpoint" if event["round"] else "at the beginning"
 
 
 _FORMATTERS: dict[str, Callable[[Event], str]] = {
@@ -281,8 +281,8 @@ _FORMATTERS: dict[str, Callable[[Event], str]] = {
     "failure": _failure,
     "loaded": _loaded,
     "pause": _pause,
-    "scale": lambda event: f"{event['pool']}: {event['before']} before, {event['after']} from now on",
-    "pause_end": lambda event: f"the run goes on after {duration(event['seconds'])}",
+    "scale": lambda event: f"{event['pool']}: {event['before']} -> {event['after']}",
+    "pause_end": lambda event: f"the run resumed after {duration(event['seconds'])}",
     "done": lambda event: f"done in {duration(event['seconds'])}",
 }
 """Formatters of the events that print a line."""

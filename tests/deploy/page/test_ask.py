@@ -296,7 +296,7 @@ def test_what_cannot_be_sent_is_said_before_it_is(open_page: Open, service: Fake
     ("event", "said"),
     [
         (None, "The stream ended before the answer was complete."),
-        ({"message": "Its replica died.", "type": "server_error"}, "The service broke off. Its replica died."),
+        ({"message": "Its replica died.", "type": "server_error"}, "The service ended the stream. Its replica died."),
     ],
 )
 def test_a_stream_that_breaks_is_an_error_beside_what_came(

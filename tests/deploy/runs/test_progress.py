@@ -124,8 +124,8 @@ def test_a_pause_says_whom_it_is_for_and_when_it_is_over(recorder: Any) -> None:
     recorder.add("pause", what="http://judge/v1 does not answer: refused\x1b[2J\nmore")
     recorder.add("pause_end", seconds=75.2)
     paused, goes_on = _shown(recorder.events, is_terminal=False).splitlines()
-    assert paused.endswith("the run pauses until this is well: http://judge/v1 does not answer: refused\\u001b[2J")
-    assert goes_on.endswith("the run goes on after 1 min 15 s")
+    assert paused.endswith("the run is paused until this recovers: http://judge/v1 does not answer: refused\\u001b[2J")
+    assert goes_on.endswith("the run resumed after 1 min 15 s")
 
 
 def test_a_status_is_shown_as_it_is() -> None:
@@ -164,7 +164,7 @@ def _waited_for(events: Events, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("evaluation", "preparing what comes next"),
+        ("evaluation", "preparing the next stage"),
         ("checkpoint", "evaluating"),
         ("phase_end", "writing a checkpoint"),
         ("round", "waiting for round 2"),
@@ -182,7 +182,7 @@ def test_an_end_that_takes_long_says_so(events: Events, monkeypatch: pytest.Monk
 
 def test_a_pool_of_another_size_is_one_line(recorder: Any) -> None:
     recorder.add("scale", pool="samplers", before=2, after=4)
-    assert _shown(recorder.events, is_terminal=False).endswith("samplers: 2 before, 4 from now on\n")
+    assert _shown(recorder.events, is_terminal=False).endswith("samplers: 2 -> 4\n")
 
 
 @pytest.mark.parametrize("what", ["a learner worker failed: OSError", "the learner group restarted from checkpoint x"])
@@ -190,7 +190,7 @@ def test_a_restart_of_the_learners_is_said(recorder: Any, monkeypatch: pytest.Mo
     recorder.add("phase", phase="rl", num_steps=12)
     recorder.round(0, 0.5)
     recorder.add("failure", what=what, attempt=1)
-    assert _waited_for(recorder.events, monkeypatch) == "starting the learners again"
+    assert _waited_for(recorder.events, monkeypatch) == "restarting the learners"
 
 
 def test_a_checkpoint_beside_the_training_ends_no_wait(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
