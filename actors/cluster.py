@@ -151,7 +151,7 @@ def wait_until_ready(actors: RunActors) -> None:
     except ray.exceptions.GetTimeoutError as error:
         raise TimeoutError(
             f"the cluster did not start {len(actors.pools)} samplers and graders and the coordinator within "
-            f"{_START_TIMEOUT_S:.0f} s; does it have room for them? --dry-run says"
+            f"{_START_TIMEOUT_S:.0f} s; check with --dry-run that it has room for them"
         ) from error
 
 

@@ -297,8 +297,8 @@ class RunConfig(BaseModel):
             )
         if gpus.colocate and self.learner.max_staleness:
             raise ValueError(
-                f"gpus.colocate has samplers sleep while the learner trains, and learner.max_staleness "
-                f"{self.learner.max_staleness} is for those that go on meanwhile; take learner.max_staleness=0 or "
+                f"gpus.colocate offloads the samplers while the learner trains, and learner.max_staleness "
+                f"{self.learner.max_staleness} lets them sample meanwhile; take learner.max_staleness=0 or "
                 "gpus.colocate=false"
             )
         return self

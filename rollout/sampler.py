@@ -259,7 +259,9 @@ class SlotBatch:
         self._snapshots |= zip(slots, snapshots, strict=True)
         not_finite = [self._running[slot][0] for slot in slots if self._snapshots[slot].is_not_finite]
         if not_finite:
-            raise FloatingPointError(f"the policy predicts what is no number for request {not_finite[0]}: bad weights")
+            raise FloatingPointError(
+                f"the policy has logits that are not finite for request {not_finite[0]}: bad weights"
+            )
 
     def _active(self) -> list[ActiveRow]:
         active = []

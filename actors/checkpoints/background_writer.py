@@ -46,5 +46,5 @@ class BackgroundWriter:
         """Return the last write's result. Raises its exception, and TimeoutError if it takes too long."""
         assert self._result is not None, "something was begun"
         if not self.wait():
-            raise TimeoutError(f"{self._what} is not written after {self._within_s:.0f} s; does its disk answer?")
+            raise TimeoutError(f"{self._what} was not written within {self._within_s:.0f} s; check its disk")
         return self._result.result()

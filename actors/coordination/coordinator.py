@@ -119,11 +119,11 @@ class Coordinator:
 
     def _begin(self, session: Session) -> None:
         if session.num_coordinator_starts:
-            what = "the coordinator died and was started again; the round under way is sampled again"
+            what = "the coordinator died and was restarted; the current round is sampled again"
             self._log.note_failure(what, session.num_coordinator_starts)
             self._log.note_pause(None)
             if (last := RunStatus.read(self._spec.run_dir)) is not None:
-                self._timeline.add_since(COORDINATOR, "away", SpanKind.AWAY, last.at)
+                self._timeline.add_since(COORDINATOR, "unreachable", SpanKind.UNREACHABLE, last.at)
         else:
             for warning in filter(None, (self._plan.length_warning, self._evaluation.room_warning)):
                 self._log.note_failure(warning, 0)

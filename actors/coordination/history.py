@@ -51,8 +51,8 @@ def repeated_work(events: Sequence[Event], position: Mapping[str, Any]) -> str:
     done = position["step"] or 0
     if steps and steps[-1]["event"] == "sft" and steps[-1]["step"] > done:
         return _again(f"{steps[-1]['phase']} step", done, steps[-1]["step"] - 1)
-    return "nothing is done again"
+    return "nothing is repeated"
 
 
 def _again(what: str, first: int, last: int) -> str:
-    return f"{what} {first} is done again" if first == last else f"{what}s {first} to {last} are done again"
+    return f"{what} {first} is repeated" if first == last else f"{what}s {first} to {last} are repeated"

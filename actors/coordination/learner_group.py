@@ -57,7 +57,7 @@ class LearnerGroup:
         if section == "sft":
             tokens, row = spec.sft_micro_batch_tokens, spec.sft_tokens
         if tokens // 2 >= row:
-            what = f"{what}; it is tried again with micro-batches of {tokens // 2} tokens instead of {tokens}"
+            what = f"{what}; retrying with micro-batches of {tokens // 2} tokens instead of {tokens}"
             self._session.save(session.with_micro_batches(section, tokens // 2, what))
             return what
         what = (

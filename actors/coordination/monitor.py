@@ -44,7 +44,7 @@ class RunMonitor:
         if self._task is not None and (not self._task.done() or self._task.cancelled()):
             return
         if self._task is not None:
-            self._log.note_failure(f"the watch over the actors failed, and goes on: {self._task.exception()}")
+            self._log.note_failure(f"monitoring of the actors failed and was restarted: {self._task.exception()}")
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -77,7 +77,7 @@ class RunMonitor:
             num_rounds=self._spec.learner.num_rounds,
             policy_version=self._rounds.newest_version,
             learner={rank: doing for rank, (doing, _) in self._supervisor.activity.items()},
-            portions=self._rounds.counts(),
+            work_units=self._rounds.counts(),
             pools=actor_statuses(self._pools.members(), self._pools.assignments(), self._pools.unreachable()),
             waits=tuple(self._waits()),
             max_staleness=self._spec.learner.max_staleness,
@@ -103,5 +103,5 @@ class RunMonitor:
         elif "0" in self._supervisor.activity:
             doing, since = self._supervisor.activity["0"]
             if time.monotonic() - since > SILENT_S:
-                texts.append(f"the learner is at this for {time.monotonic() - since:.0f} s: {doing}")
+                texts.append(f"learner busy for {time.monotonic() - since:.0f} s: {doing}")
         return texts

@@ -225,7 +225,7 @@ class ActorPool:
                         await member.actor.ready.options(concurrency_group="liveness").remote()
                         await asyncio.wait_for(member.actor.offload.remote(), _RELEASE_TIMEOUT_S)
                     except (TimeoutError, RayTaskError):
-                        said = f"{member.name} did not go to sleep at its turn's end and was restarted"
+                        said = f"{member.name} did not free its GPU at the end of its turn and was restarted"
                         ray.kill(member.actor, no_restart=False)
                     except RayError:
                         pass  # It died, or is starting.
@@ -233,9 +233,7 @@ class ActorPool:
                         return said
                     await asyncio.sleep(RESTART_POLL_S)
         except TimeoutError as error:
-            raise TimeoutError(
-                f"{member.name} was not up again within {START_S:.0f} s, and may hold its GPU"
-            ) from error
+            raise TimeoutError(f"{member.name} did not restart within {START_S:.0f} s, and may hold its GPU") from error
 
     def _note(self, member: Member, key: WorkUnitKey | None, began: float, *, is_done: bool) -> None:
         ended = time.monotonic()

@@ -94,11 +94,13 @@ class OpenRounds:
         """
         ledger = self._ledger
         if ledger is None or ledger.next_round != round_index:
-            raise RuntimeError(f"the learner has begun again, and nobody waits for round {round_index} any more")
+            raise RuntimeError(f"the learner has restarted and no longer needs round {round_index}")
         await self._wait_for(ledger, round_index)
         ready = ledger.ready(round_index)
         if not ready:
-            raise RuntimeError(f"round {round_index} has no completions: all its portions failed. {self._last_failure}")
+            raise RuntimeError(
+                f"round {round_index} has no completions: all its work units failed. {self._last_failure}"
+            )
         return [self._scored[key][0] for key in ready]
 
     def summaries(self, round_index: int) -> Mapping[WorkUnitKey, WorkUnitSummary] | None:
@@ -157,7 +159,7 @@ class OpenRounds:
                     if left_s > 0:
                         continue
                     raise TimeoutError(
-                        f"round {round_index}: no portion came back for {timeout_s:.0f} s "
+                        f"round {round_index}: no work unit finished for {timeout_s:.0f} s "
                         f"({ledger.counts()['running']} running); are all samplers placed?"
                     ) from error
 

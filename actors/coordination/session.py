@@ -71,7 +71,7 @@ class Session:
         limit = _MAX_REPEATED_ERRORS if self.error else _MAX_REPEATED_DEATHS
         gave_up = self.gave_up
         if repeats > limit:
-            gave_up = self.error or f"the learner group died {repeats} times and came no further"
+            gave_up = self.error or f"the learner group died {repeats} times without progress"
         return replace(
             self,
             num_learner_starts=self.num_learner_starts + 1,

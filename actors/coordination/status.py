@@ -41,7 +41,7 @@ class ActorState(StrEnum):
 
     BUSY = "busy"
     IDLE = "idle"
-    AWAY = "away"
+    UNREACHABLE = "unreachable"
     """Unreachable: it restarts, or is still in a call that timed out."""
 
 
@@ -53,8 +53,8 @@ class ActorStatus:
     """`sampler 1`."""
     state: ActorState
     """Its state."""
-    portion: str
-    """Its work unit, `portion 12:1`; empty if it has none."""
+    work_unit: str
+    """Its work unit, `work unit 12:1`; empty if it has none."""
     seconds: float
     """For how long it has had that, or has been unreachable; 0 if it is idle."""
 
@@ -75,7 +75,7 @@ class RunStatus:
     """The newest published version."""
     learner: Mapping[str, str]
     """Current activity of each rank of the learner, by rank."""
-    portions: Mapping[str, int]
+    work_units: Mapping[str, int]
     """Number of work units in flight by state: waiting, running, ready, failed."""
     pools: tuple[ActorStatus, ...]
     """The samplers and the graders."""
@@ -107,8 +107,8 @@ class RunStatus:
 
 
 def work_unit_name(key: WorkUnitKey) -> str:
-    """Return the readable name of a work unit: `portion 12:1`, or `evaluation portion 3`."""
-    return f"evaluation portion {key.index}" if key.is_of_evaluation else f"portion {key.round}:{key.index}"
+    """Return the readable name of a work unit: `work unit 12:1`, or `evaluation work unit 3`."""
+    return f"evaluation work unit {key.index}" if key.is_of_evaluation else f"work unit {key.round}:{key.index}"
 
 
 def actor_statuses(
@@ -118,12 +118,12 @@ def actor_statuses(
     by_name = {assignment.actor: assignment for assignment in assignments}
     statuses = []
     for name in names:
-        state, portion, seconds = ActorState.IDLE, "", 0.0
+        state, work_unit, seconds = ActorState.IDLE, "", 0.0
         if name in by_name:
-            state, portion, seconds = ActorState.BUSY, work_unit_name(by_name[name].key), by_name[name].seconds
+            state, work_unit, seconds = ActorState.BUSY, work_unit_name(by_name[name].key), by_name[name].seconds
         elif name in unreachable:
-            state, seconds = ActorState.AWAY, unreachable[name]
-        statuses.append(ActorStatus(name=name, state=state, portion=portion, seconds=round(seconds, 3)))
+            state, seconds = ActorState.UNREACHABLE, unreachable[name]
+        statuses.append(ActorStatus(name=name, state=state, work_unit=work_unit, seconds=round(seconds, 3)))
     return tuple(statuses)
 
 
@@ -143,7 +143,7 @@ def silence_texts(
     `starting`, which have never been up, the cluster may have no room."""
     waiting = {assignment.actor: work_unit_name(assignment.key) for assignment in assignments}
     return [
-        f"{name} not up after {seconds:.0f} s; has the cluster room for it? `ray status` says"
+        f"{name} not up after {seconds:.0f} s; check with `ray status` that the cluster has room for it"
         if name in starting
         else f"{name} silent for {seconds:.0f} s" + (f"; {waiting[name]} waits for it" if name in waiting else "")
         for name, seconds in silent.items()
@@ -156,10 +156,10 @@ def wait_text(who: str, seconds: float, work_units: Iterable[WorkUnitKey], assig
     parts = [
         f"{work_unit_name(key)} ({by_key[key].actor}, {by_key[key].seconds:.0f} s)"
         if key in by_key
-        else f"{work_unit_name(key)} (nobody is free)"
+        else f"{work_unit_name(key)} (no free actor)"
         for key in work_units
     ]
     shown = ", ".join(parts[:_MOST_SHOWN]) + (
         f" and {len(parts) - _MOST_SHOWN} more" if len(parts) > _MOST_SHOWN else ""
     )
-    return f"{who} waits for {seconds:.0f} s: {shown}"
+    return f"{who} has waited {seconds:.0f} s for {shown}"

@@ -1,8 +1,8 @@
 """Timeline of a run's actors over its newest rounds, as a Chrome trace: overlap and idle time.
 
     learner rank 0  | waiting |  training  | publish | waiting |  training  |
-    sampler 0       |portion 3:0|  portion 4:0  |      | portion 5:0 |
-    sampler 1         | portion 3:1 |   away    | portion 4:1 |
+    sampler 0       | 3:0      |  4:0           |        | 5:0     |
+    sampler 1         | 3:1    | unreachable  | 4:1 |
     grader 0                 |3:0| |3:1|      |4:0|
 
 The file is a Chrome trace (chrome://tracing, ui.perfetto.dev): the "Trace Event Format", JSON object form.
@@ -41,7 +41,7 @@ class SpanKind(StrEnum):
     """It works."""
     WAIT = "wait"
     """It waits for other actors."""
-    AWAY = "away"
+    UNREACHABLE = "unreachable"
     """It is unreachable: it restarts, or is still in a call that timed out."""
 
 
@@ -52,7 +52,7 @@ class Span:
     track: str
     """The actor: `sampler 1`, `learner rank 0`."""
     name: str
-    """Its activity: `portion 3:1`, `round 3: training`."""
+    """Its activity: `work unit 3:1`, `round 3: training`."""
     kind: SpanKind
     """State of the actor."""
     began: float
@@ -105,7 +105,7 @@ class Timeline:
         """Add the time spans of the pools' actors."""
         for span in spans:
             if span.key is None:
-                self.add(span.actor, "away", SpanKind.AWAY, span.began, span.ended)
+                self.add(span.actor, "unreachable", SpanKind.UNREACHABLE, span.began, span.ended)
                 continue
             facts = {"round": span.key.round, "index": span.key.index, "is_done": span.is_done}
             self.add(span.actor, work_unit_name(span.key), SpanKind.WORK, span.began, span.ended, **facts)

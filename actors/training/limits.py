@@ -46,7 +46,7 @@ def catching_gpu_oom(section: str, what: str, rank: int) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         first_sentence = str(error).partition(". ")[0]
         raise OutOfGpuMemoryError(
-            section, f"{what}: the memory of rank {rank}'s GPU ran out ({first_sentence})"
+            section, f"{what}: the GPU of rank {rank} is out of memory ({first_sentence})"
         ) from error
 
 

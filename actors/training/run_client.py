@@ -189,7 +189,9 @@ class Heartbeat:
 
         An echo is the failure of a collective because another rank has died; the transport's message is in Ray's logs.
         """
-        what = f"rank {self._rank} lost another" if is_echo else f"{type(error).__name__}: {error}"
+        what = (
+            f"rank {self._rank} lost its connection to another rank" if is_echo else f"{type(error).__name__}: {error}"
+        )
         too_large: str | None = None
         if isinstance(error, OutOfGpuMemoryError):
             what, too_large = str(error), error.section

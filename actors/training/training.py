@@ -51,8 +51,8 @@ class TrainingRun:
         context, phases = self._context, self._context.spec.phases
         if not context.position.is_published and context.position.phase not in phases:
             raise ValueError(
-                f"the run was stopped in the midst of {context.position.phase}, which this command leaves out; resume "
-                "it with the command that began it"
+                f"the run was stopped during {context.position.phase}, which this command does not run; resume "
+                "it with the command that started it"
             )
         if context.position.is_published:
             # Samplers and service may be new, so the store must have the version that they will request.

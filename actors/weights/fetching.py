@@ -79,7 +79,7 @@ class StoreReader:
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
             # The store died before it answered, or after, and the objects that it owned with it.
             raise VersionMissingError(
-                f"the weight store is gone, or who held its weights, and {what} with it"
+                f"the weight store or the owner of its weights is gone, and {what} with it"
             ) from error
 
 

@@ -135,8 +135,8 @@ class Client:
 
     async def num_engines(self) -> int:
         """Count the engines that answer."""
-        response = await self.http.get("/v1/run/pools")
-        return len(response.json()["replicas"]) if response.status_code == 200 else 0
+        response = await self.http.get("/health/ready")
+        return int(response.json()["num_engines"]) if response.status_code == 200 else 0
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -27,7 +27,7 @@ _LEAST_LOOKS = 12
 _SLOPE = "growth per 1,000 requests"
 _EVENTS = "/v1/policy/events"
 _NUM_ASKS = 32
-_LOOKED_AT = ("/v1/policy", "/v1/models", "/v1/run/pools", "/v1/run", "/metrics", "/health", "/version")
+_LOOKED_AT = ("/v1/policy", "/v1/models", "/v1/policy/examples", "/metrics", "/health", "/version")
 _BAD: tuple[tuple[str, dict[str, Any], set[int]], ...] = (
     ("/v1/completions", {"content": b"{not json"}, {400, 422}),
     ("/v1/completions", {"json": {"prompt": "2 + 3", "no_such": 1}}, {400}),

@@ -136,7 +136,7 @@ def _in_stage(recipe: RunConfig, shape: TransformerConfig, num_workers: int, sta
             Part(name="versions that samplers fetch", num_bytes=offered, helps="weight_transport=object_store")
         )
     if recipe.gpus.colocate:
-        parts.append(Part(name="CUDA of a sampler asleep", num_bytes=CONTEXT_BYTES, helps=""))
+        parts.append(Part(name="CUDA of an offloaded sampler", num_bytes=CONTEXT_BYTES, helps=""))
     return ProcessMemory(label=stage.label, kind="learner", share=recipe.gpus.learner, parts=largest_first(parts))
 
 

@@ -54,7 +54,7 @@ def sampler_memory(recipe: RunConfig, shape: TransformerConfig) -> ProcessMemory
     """Derive the memory of a sampler: one policy, and a forward of its slots, or of its largest work unit if less."""
     parts = _sampling_parts(recipe, shape, 1, min(recipe.rollout.engine.num_slots, recipe.max_requests_per_work_unit))
     if recipe.gpus.colocate:
-        parts.append(Part(name="CUDA and NCCL of a learner asleep", num_bytes=CONTEXT_BYTES + NCCL_BYTES, helps=""))
+        parts.append(Part(name="CUDA and NCCL of an offloaded learner", num_bytes=CONTEXT_BYTES + NCCL_BYTES, helps=""))
     return ProcessMemory(label="a sampler", kind="sampler", share=recipe.gpus.sampler, parts=largest_first(parts))
 
 

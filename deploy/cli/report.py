@@ -37,7 +37,9 @@ def report(
         found = [read_run(find_run(name, runs_dir)) for name in names]
         runs = {run.directory.name: run for run in found}
     if len(runs) < len(found):
-        raise UserError(f"{' and '.join(names)} name one run twice, or two of one name; a report tells runs by theirs")
+        raise UserError(
+            f"{' and '.join(names)} name one run twice, or two of one name; a report identifies runs by their names"
+        )
     answered = _examples(runs, examples) if examples else {}
     with wait_display("drawing"):
         write_report(runs, answered, out)

@@ -25,7 +25,7 @@ def list_all(runs_dir: RunsDir = _RUNS_DIR) -> None:
     from deploy.runs.listing import list_runs, runs_table
 
     if not runs_dir.is_dir():
-        raise UserError(f"there is no directory {runs_dir}; `{program()} train` makes it, or say --runs-dir DIR")
+        raise UserError(f"there is no directory {runs_dir}; `{program()} train` makes it, or give --runs-dir DIR")
     runs = list_runs(runs_dir)
     if runs:
         console = Console()
@@ -53,11 +53,11 @@ def serve(
     ] = None,
     *,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; else the recipe's, or 127.0.0.1 of a checkpoint.")
+        str | None, typer.Option(help="Address to listen on; by default the recipe's, or 127.0.0.1 for a checkpoint.")
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Port to listen on; else the recipe's, or 8000 of a checkpoint."),
+        typer.Option(min=1, max=65535, help="Port to listen on; by default the recipe's, or 8000 for a checkpoint."),
     ] = None,
     admin_port: Annotated[
         int | None,
@@ -65,7 +65,7 @@ def serve(
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Of a checkpoint's weights, float32 unless given; a run's recipe says it of its own."),
+        typer.Option(help="Precision of a checkpoint's weights, by default float32; a run has its recipe's."),
     ] = None,
     runs_dir: RunsDir = _RUNS_DIR,
 ) -> None:
@@ -102,7 +102,7 @@ def serve(
 
 def _refuse_dtype(dtype: str | None) -> None:
     if dtype is not None:
-        raise UserError("--dtype is for checkpoints; a run's policy is held as rollout.engine.dtype of its recipe says")
+        raise UserError("--dtype is for checkpoints; a run has rollout.engine.dtype of its recipe")
 
 
 def _serve_run(run_dir: Path, host: str | None, port: int | None, admin_port: int | None) -> None:

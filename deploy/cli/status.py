@@ -43,7 +43,7 @@ def status(
     from deploy.runs.references import find_run
 
     if as_json + watch + (timeline is not None) > 1:
-        raise UserError("--json, --watch and --timeline each print something else; give one of them")
+        raise UserError("--json, --watch and --timeline exclude each other; give one of them")
     run_dir = newest_run(runs_dir) if name is None else find_run(name, runs_dir)
     if timeline is not None:
         typer.echo(_written(run_dir, timeline))
@@ -74,13 +74,13 @@ def scale(
     wanted = _sizes(sizes)
     run_dir = find_run(name, runs_dir)
     if not read_snapshot(run_dir).is_running:
-        raise UserError(f"the run {run_dir.name} is not under way, and only then it can be scaled")
+        raise UserError(f"the run {run_dir.name} is not running, so it cannot be scaled")
     with wait_display(f"waiting for {run_dir.name} to answer"):
         answer = send_request(run_dir, wanted, _ANSWERED_WITHIN_S)
     if answer.refusal:
         raise UserError(answer.refusal)
     for kind, (before, after) in answer.changes.items():
-        typer.echo(f"{kind}: {before} now, {after} to be" if before != after else f"{kind}: {after} already")
+        typer.echo(f"{kind}: {before} -> {after}" if before != after else f"{kind}: {after} already")
     for note in answer.notes:
         typer.echo(f"note: {note}")
 
@@ -94,9 +94,9 @@ def _sizes(words: list[str]) -> dict[Kind, int]:
         if kind not in KINDS:
             raise UserError(f"{word}: a run has {', '.join(KINDS)}; write samplers=4")
         if kind in sizes:
-            raise UserError(f"{word}: {kind} is there twice; say once how many there shall be")
+            raise UserError(f"{word}: {kind} is given twice; give it once")
         if not re.fullmatch(r"[0-9]{1,9}", number) or not 1 <= int(number) <= MAX_ACTORS:
-            raise UserError(f"{word}: {number or 'nothing'} is no number of {kind}: 1 at least, {MAX_ACTORS} at most")
+            raise UserError(f"{word}: {number or 'nothing'} is not a number of {kind} from 1 to {MAX_ACTORS}")
         sizes[kind] = int(number)
     return sizes
 

@@ -94,7 +94,7 @@ class RunFollower:
             self._heard_at, self._timeout_s = now, _START_S
             ray.kill(self._coordinator, no_restart=False)
         elif self._timeout_s == HUNG_S and silent_s > SILENT_S and now - self._said_at > SILENT_S:
-            self._say(f"the coordinator silent for {silent_s:.0f} s; all wait for it")
+            self._say(f"the coordinator has been silent for {silent_s:.0f} s")
 
     def _say(self, what: str) -> None:
         self._said_at = time.monotonic()
@@ -134,7 +134,10 @@ def checkpoint_on_stop(
     except KeyboardInterrupt:
         if _request_stop(coordinator):
             on_event(
-                {"event": "status", "what": "stopping: the learner writes a checkpoint; once more ends it at once"}
+                {
+                    "event": "status",
+                    "what": "stopping: the learner writes a checkpoint; a second signal stops it at once",
+                }
             )
             _wait(fitted, on_event, transfer_timeout_s(STOP_GRACE_S, checkpoint_bytes))
         raise

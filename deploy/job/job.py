@@ -32,7 +32,6 @@ from deploy.printing import counted
 from deploy.program import version_of
 from deploy.ray_session import ray_session, registry_of_cluster
 from deploy.recipe.recipe import Recipe, Stages
-from deploy.runs.curves import draw_curves
 from deploy.runs.listing import point_latest_at
 from deploy.runs.lock import RunLock
 from deploy.runs.mirror import Mirror, mirror_for
@@ -83,7 +82,7 @@ def run(
 
     with closing(RunLock.take(spec.run_dir) if resume else create_run_dir(recipe, spec, start_from, say)) as lock:
         if not lock.is_exclusive:
-            what = f"the file system of {spec.run_dir} has no locks: let nothing else train this run meanwhile"
+            what = f"the file system of {spec.run_dir} has no file locks: make sure that nothing else trains this run"
             on_event({"event": "status", "what": what})
         _run_locked(recipe, spec, mirror, began_at=began_at, resume=resume, serve=serve, on_event=on_event)
 
@@ -147,7 +146,7 @@ def _run_on_ray(
         fitted = _in_thread(lambda: fit(spec, actors))
         pools = f"{counted(spec.rollout.num_samplers, 'sampler')} and {counted(recipe.grading.num_graders, 'grader')}"
         learners = counted(spec.learner.num_workers, "learner")
-        on_event(_waiting(f"starting {pools}, and {learners} beside them"))
+        on_event(_waiting(f"starting {pools}, and {learners}"))
 
         def note_failure(what: str) -> None:
             actors.coordinator.record.remote("failure", {"what": what, "attempt": 1})
@@ -164,10 +163,9 @@ def _run_on_ray(
                 on_event(
                     {"event": "status", "what": _start_service(recipe, url, lambda what: on_event(_waiting(what)))}
                 )
-            on_event(_waiting(f"starting {learners}; then comes the first evaluation"))
+            on_event(_waiting(f"starting {learners}; the first evaluation follows"))
             wait_for(fitted)
             _call(actors.coordinator.finish.remote())
-        draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
     except (RayError, TrainingFailedError, LearnerFailedError, RunFailedError, TimeoutError) as error:
         # A raylet that receives SIGTERM ends its workers before itself: let `watching` name the raylet as the cause.
         time.sleep(_NODE_ENDS_S)

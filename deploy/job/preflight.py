@@ -148,7 +148,7 @@ def _pool_problems(recipe: Recipe) -> Iterator[str]:
     more = -(-rollout.num_samplers // at_a_time)
     also = f" learner.num_workers={work_units}" if recipe.gpus.colocate else ""
     yield (
-        f"rollout.num_samplers is {rollout.num_samplers}, and only {counted(work_units, 'portion')} of "
+        f"rollout.num_samplers is {rollout.num_samplers}, and only {counted(work_units, 'work unit')} of "
         f"{recipe.groups_per_work_unit * learner.group_size} completions can be sampled at a time: the other GPUs "
         f"would wait; take learner.groups_per_round={more} or rollout.num_samplers={work_units}{also}"
     )

@@ -137,7 +137,7 @@ class Scaler:
         work_units = self._recipe.work_units_per_round * (self._recipe.learner.max_staleness + 1)
         if samplers > work_units:
             yield (
-                f"the rounds of this recipe have {counted(work_units, 'portion')} at a time, so that "
+                f"the rounds of this recipe have {counted(work_units, 'work unit')} at a time, so that "
                 f"{counted(samplers - work_units, 'sampler')} will have nothing to do but evaluations; a recipe with "
                 "a smaller rollout.batch_size has more"
             )

@@ -65,7 +65,8 @@ def connect(address: str | None) -> JobClient:
         client: JobClient = JobSubmissionClient(address)
     except AuthenticationError as error:
         raise UserError(
-            f"the cluster at {where} refuses us; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's token"
+            f"the cluster at {where} refused the connection; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the "
+            "cluster's token"
         ) from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UserError(
@@ -128,7 +129,7 @@ async def _follow(client: JobClient, job_id: str, write: Callable[[str], None]) 
             write(printable(text))
     except (RuntimeError, OSError, ClientError) as error:
         # The stream broke; the job may still run.
-        write(f"\nthe log of {job_id} broke off ({printable(str(error))}); waiting for the job\n")
+        write(f"\nthe log stream of {job_id} ended ({printable(str(error))}); waiting for the job\n")
     while True:
         info = await _info(client, job_id)
         status = str(info.status)
@@ -152,8 +153,8 @@ async def _info(client: JobClient, job_id: str) -> Any:
             if time.monotonic() > deadline:
                 first_line = str(error).partition("\n")[0]
                 raise RunFailedError(
-                    f"nobody has said for {_HEAD_RESTART_TIMEOUT_S:.0f} s how job {job_id} stands: {first_line}; it "
-                    "may go on, and the same command follows it again"
+                    f"the cluster has not reported the state of job {job_id} for {_HEAD_RESTART_TIMEOUT_S:.0f} s: "
+                    f"{first_line}; it may still run, and the same command follows it again"
                 ) from error
         await asyncio.sleep(_POLL_S)
 

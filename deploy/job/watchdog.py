@@ -63,7 +63,7 @@ def failure_message(run_dir: Path, name: str, what: str, more: str) -> str:
         more: where to read about it.
     """
     if is_done(read_events(run_dir)):
-        return f"{what}, and the service with it; the run had ended well; {program()} serve {name} serves it again"
+        return f"{what}, and the service with it; the run had finished; {program()} serve {name} serves it again"
     # The message must be shown even if the disk is full.
     with suppress(OSError):
         append_event(run_dir, "failure", what=what, attempt=1)
@@ -89,7 +89,7 @@ def main() -> None:
     poll.register(handle, select.POLLIN)
     poll.poll()
     kill_marked(_MARK, mark)
-    more = f"Ray's last words are in {run_dir / DRIVER_LOG}"
+    more = f"Ray's output is in {run_dir / DRIVER_LOG}"
     sentence = failure_message(run_dir, name, "its driver was killed, or ended by native code", more)
     cursor = _SHOW_CURSOR if sys.stderr.isatty() else ""
     sys.stderr.write(f"{cursor}d1: {printable(sentence)}\n")

@@ -1,1 +1,1 @@
-"""The page at `/`: a prompt denoised before one's eyes, and a run's curves."""
+"""The page at `/`: it asks the policy and shows the completion while it is denoised."""

@@ -231,7 +231,7 @@ export class AskView {
         }
         const chunk = parse(data);
         if (chunk.error) {
-          throw new ApiError(`The service broke off. ${String(chunk.error.message ?? "")}`);
+          throw new ApiError(`The service ended the stream. ${String(chunk.error.message ?? "")}`);
         }
         column.take(chunk);
         if (this.#columns.includes(column)) {

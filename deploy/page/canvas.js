@@ -2,7 +2,6 @@
 
 import { make, shortened, visible } from "./dom.js";
 import { percent } from "./numbers.js";
-import { shadeOf } from "./scale.js";
 
 const MAX_SLOT_CHARS = 20_000;
 const MAX_TIP_CHARS = 60;
@@ -11,6 +10,8 @@ const SHORT_CHARS = 5;
 const WORD_CHARS = 7;
 // A token that is no text in most vocabularies; which ones are not the page hears when the text is whole.
 const SPECIAL = /^<\|[^|]*\|>$/;
+// Shades of viridis (see page.css): even in lightness and told apart by colour-blind readers. The tip has the numbers too.
+const NUM_SHADES = 10;
 
 /** A listbox of slots: arrow keys walk through it, and pointer or focus shows a slot's step and confidence. */
 export class CanvasView {
@@ -268,4 +269,9 @@ export class Tip {
       this.element.hidden = true;
     }
   }
+}
+
+/** The class of a share from 0 to 1. */
+function shadeOf(share) {
+  return `shade-${Math.min(NUM_SHADES - 1, Math.floor(Math.max(0, share) * NUM_SHADES))}`;
 }

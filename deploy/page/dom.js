@@ -38,10 +38,3 @@ export function setText(element, text) {
     element.textContent = text;
   }
 }
-
-/** Fill a `<dl>` with pairs of a term and its description. */
-export function setFacts(list, pairs) {
-  list.replaceChildren(
-    ...pairs.map(([term, value]) => make("div", {}, make("dt", {}, term), make("dd", {}, value))),
-  );
-}

@@ -1,19 +1,12 @@
-// The page: the key, the two views, and who follows what.
+// The page: the API key, the form, and the policy that answers.
 
 import { key, onRefusedKey } from "./api.js";
 import { AskView } from "./ask.js";
 import { byId, setText } from "./dom.js";
 import { PolicyWatch } from "./policy.js";
 import { showProblems } from "./problems.js";
-import { RunView } from "./run.js";
-
-const VIEWS = { ask: "Ask", run: "Run" };
 
 const ask = new AskView();
-const run = new RunView((prompt) => {
-  location.hash = "#ask";
-  ask.askFor(prompt);
-});
 const policy = new PolicyWatch(() => ask.loadModels().catch(() => {}));
 
 /** Take the key out of the link that `d1 serve` prints. No server is sent a fragment, and the address bar loses it. */
@@ -26,19 +19,6 @@ function takeKeyOfLink() {
   return given !== null;
 }
 
-function showView() {
-  const chosen = location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "ask";
-  for (const [name, title] of Object.entries(VIEWS)) {
-    const isChosen = name === chosen;
-    byId(`view-${name}`).hidden = !isChosen;
-    byId(`nav-${name}`).toggleAttribute("aria-current", isChosen);
-    if (isChosen) {
-      byId(`nav-${name}`).setAttribute("aria-current", "page");
-      document.title = `${title} · d1`;
-    }
-  }
-}
-
 function showKeyPanel(isOpen, problem = "") {
   byId("key-panel").hidden = !isOpen;
   byId("key-toggle").setAttribute("aria-expanded", String(isOpen));
@@ -49,7 +29,7 @@ function showKeyPanel(isOpen, problem = "") {
   }
 }
 
-/** Take up everything that needs a key. A key that the service refuses is reported where it is entered. */
+/** Start everything that needs a key. A key that the service refuses is reported where it is entered. */
 async function begin() {
   try {
     await ask.loadModels();
@@ -57,12 +37,11 @@ async function begin() {
     if (error.status === 401 || error.status === 403) {
       return;
     }
-    // A service that cannot be reached is tried again by those who follow it.
+    // An unreachable service: `PolicyWatch` tries again.
   }
   showKeyPanel(false);
   showProblems((prompt) => ask.askFor(prompt));
   policy.start();
-  run.start();
 }
 
 onRefusedKey(() => showKeyPanel(true, key.get() === "" ? "" : "The service does not accept this key."));
@@ -84,15 +63,10 @@ byId("key-forget").addEventListener("click", () => {
 window.addEventListener("hashchange", () => {
   if (takeKeyOfLink()) {
     location.reload();
-    return;
   }
-  showView();
-  // Without scrolling: the header would go out of sight.
-  byId("content").focus({ preventScroll: true });
 });
 
 takeKeyOfLink();
-showView();
 if (key.get() === "") {
   showKeyPanel(true);
 } else {

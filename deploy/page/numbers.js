@@ -37,11 +37,3 @@ export function duration(seconds) {
 export function counted(count, noun) {
   return `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 }
-
-/** For each value the mean of the last `width` up to it; what is not there counts for nothing. */
-export function movingMean(values, width) {
-  return values.map((value, index) => {
-    const there = values.slice(Math.max(0, index + 1 - width), index + 1).filter(Number.isFinite);
-    return Number.isFinite(value) && there.length > 0 ? there.reduce((sum, item) => sum + item, 0) / there.length : null;
-  });
-}

@@ -1,4 +1,4 @@
-// What the policy does, and problems to ask it: those that its run is evaluated on.
+// The policy's task, and example prompts: held-out problems of its run, or those of a model card.
 
 import { get } from "./api.js";
 import { byId, make, setText, visible } from "./dom.js";
@@ -7,7 +7,7 @@ const MAX_CHIPS = 6;
 
 /** Show the task and its problems; `ask` is called with the one that is chosen. A service without a run has none. */
 export async function showProblems(ask) {
-  const { task = null, prompts = [] } = await get("v1/run/problems").catch(() => ({}));
+  const { task = null, prompts = [] } = await get("v1/policy/examples").catch(() => ({}));
   const chips = prompts.slice(0, MAX_CHIPS).map((prompt) => chip(String(prompt), ask));
   byId("chips").replaceChildren(...chips);
   byId("chips").hidden = chips.length === 0;

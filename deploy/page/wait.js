@@ -1,25 +1,16 @@
-// What no one looks at asks for nothing.
+// A hidden page sends no requests.
 
-/** Resolves as soon as the page is in sight, and `element` in it. */
-export function whenVisible(element = document.body) {
-  const isVisible = () => document.visibilityState === "visible" && !element.hidden;
-  if (isVisible()) {
+/** Resolves as soon as the page is visible. */
+export function whenVisible() {
+  if (document.visibilityState === "visible") {
     return Promise.resolve();
   }
   return new Promise((resolve) => {
-    const check = () => {
-      if (isVisible()) {
-        document.removeEventListener("visibilitychange", check);
-        window.removeEventListener("hashchange", check);
-        resolve();
-      }
-    };
-    document.addEventListener("visibilitychange", check);
-    window.addEventListener("hashchange", check);
+    document.addEventListener("visibilitychange", () => resolve(), { once: true });
   });
 }
 
-/** A signal that is aborted when the page goes out of sight; `release` lets go of it. */
+/** A signal that is aborted when the page is hidden; `release` removes its listener. */
 export function untilHidden() {
   const abort = new AbortController();
   const check = () => document.visibilityState === "hidden" && abort.abort();

@@ -6,11 +6,11 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from deploy.printing import printable
-from deploy.runs.curves import PALETTE, STYLE, Interval, draw_smooth, error_bars, round_numbers, smooth
 from deploy.runs.history import Evaluation, RunHistory, ScheduleScore
+from deploy.runs.stages import STAGES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,42 @@ _Shown = TypeVar("_Shown")
 
 _SIZE = (4.8, 3.0)
 _PHASES = {"sampling_s": "waiting for samples", "training_s": "training", "publish_s": "publishing"}
-_STAGES = {"sft": ":", "control": "--", "rl": "-"}
+_SERIES = (
+    ("kl", "KL to the reference", "nats per token"),
+    ("entropy", "Entropy at commit", "nats"),
+    ("clip_ratio/region_mean", "Clipped tokens", "share of tokens"),
+    ("frac_reward_zero_std", "Groups without signal", "share of groups"),
+    ("tokens_per_s", "Throughput", "tokens per second"),
+)
+# Paul Tol's bright scheme: told apart by colour-blind readers and in print.
+PALETTE = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#888888")
+"""Line colours, in order of use."""
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+class Interval(Protocol):
+    """A share from 0 to 1 with its confidence interval."""
+
+    @property
+    def accuracy(self) -> float:
+        """The share."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its 95 % confidence interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,19 +76,26 @@ def plots(runs: Runs) -> Iterator[Plot]:
     if evaluations:
         yield plot("Held-out accuracy", "Bars are 95 % intervals (Wilson); crosses are the control.", _accuracy, runs)
     if any(len(item.schedules) > 1 for item in evaluations):
-        note = (
-            "Dotted: SFT; dashed: the control; solid: after the rounds. Diamonds: schedules of as many steps as needed."
-        )
+        note = "Dotted: SFT; dashed: the control; solid: RL. Diamonds: adaptive schedules."
         yield plot("Accuracy against compute", note, _by_compute, runs)
-    if not any(history.rounds for history in runs.values()):
-        return
+    if any(history.steps for history in runs.values()):
+        note = (
+            "Faintly each step, and the moving mean over a twentieth; dashed: the control; circles: held-out examples."
+        )
+        yield plot("SFT loss", note, _sft_loss, runs)
+    if any(history.rounds for history in runs.values()):
+        yield from _plots_of_rounds(runs)
+
+
+def _plots_of_rounds(runs: Runs) -> Iterator[Plot]:
     note = "Faintly each round, and the moving mean over a twentieth of the rounds."
     yield plot("Reward", note, _series_of("reward", "mean reward of a completion"), runs)
     yield plot("Share correct", note, _series_of("correct", "share of training completions"), runs)
     for name, history in runs.items():
         if any(event.get("reward_parts") for event in history.rounds.values()):
             yield plot(f"Parts of the reward: {name}", "Moving means.", _parts, {name: history})
-    for key, title, unit in (("kl", "KL to the reference", "nats a token"), ("entropy", "Entropy at commit", "nats")):
+    for key, title, unit in _SERIES:
+        # Not every method has each of them.
         if any(key in event for history in runs.values() for event in history.rounds.values()):
             yield plot(title, note, _series_of(key, unit), runs)
     yield plot("Staleness", "How many versions older than the learner's a completion was.", _staleness, runs)
@@ -70,7 +112,7 @@ def plot(title: str, note: str, draw: Callable[[Axes, _Shown], None], shown: _Sh
 
     out = io.StringIO()
     # Text stays text, for screen readers and search. A fixed hash salt makes equal plots bit-identical.
-    with mpl.rc_context({**STYLE, "svg.fonttype": "none", "svg.hashsalt": title}):
+    with mpl.rc_context({**_STYLE, "svg.fonttype": "none", "svg.hashsalt": title}):
         figure = Figure(figsize=_SIZE, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
@@ -112,13 +154,13 @@ def _by_compute(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="forwards of a completion", ylabel="%", xscale="log")
     ticks: set[int] = set()
     for name, history, color in _coloured(runs):
-        for label, line in _STAGES.items():
+        for label, stage in STAGES.items():
             item = history.final(label)
             if item is not None and len(item.schedules) > 1:
                 points = [(scored.mean_steps, scored.score) for scored in _fixed(item)]
                 points.sort(key=lambda point: point[0])
                 ticks |= {round(steps) for steps, _ in points}
-                draw_with_bars(axes, points, color=color, fmt=f"o{line}", label=name if label == "rl" else "")
+                draw_with_bars(axes, points, color=color, fmt=f"o{stage.line}", label=name if label == "rl" else "")
                 free = [(scored.mean_steps, scored.score) for scored in _free(item)]
                 draw_with_bars(axes, free, color=color, fmt="D", label="", markerfacecolor="white")
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
@@ -141,16 +183,58 @@ def draw_with_bars(
     """Plot shares in percent with their intervals, against `x` values; an empty label is left out of the legend."""
     if not points:
         return
-    middles, bars = error_bars([score for _, score in points])
+    middles = [100 * score.accuracy for _, score in points]
+    # The Wilson interval contains the share, except for rounding errors at 0 and 1.
+    lows = [max(0.0, 100 * (score.accuracy - score.interval[0])) for _, score in points]
+    highs = [max(0.0, 100 * (score.interval[1] - score.accuracy)) for _, score in points]
     style = {"markersize": 4, "elinewidth": 1, "capsize": 2, "linewidth": 1.4, **more}
-    axes.errorbar([x for x, _ in points], middles, yerr=bars, fmt=fmt, color=color, label=label or "_", **style)
+    axes.errorbar(
+        [x for x, _ in points], middles, yerr=[lows, highs], fmt=fmt, color=color, label=label or "_", **style
+    )
+
+
+def _sft_loss(axes: Axes, runs: Runs) -> None:
+    axes.set(xlabel="optimizer step", ylabel="nats per token", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    for name, history, color in _coloured(runs):
+        for phase, steps in history.steps.items():
+            is_control = phase == "control"
+            # The control continues from the end of SFT.
+            first = history.planned.get("sft", 0) if is_control else 0
+            line, label = (STAGES[phase].line, "_") if is_control else ("-", name)
+            xs, losses = [first + step["step"] for step in steps], [step["loss"] for step in steps]
+            _draw_smooth(axes, xs, losses, color=color, label=label, line=line)
+            held_out = history.sft_losses.get(phase, [])
+            places, losses = [first + item["step"] for item in held_out], [item["loss"] for item in held_out]
+            axes.plot(places, losses, "o", color=color, markersize=4, markerfacecolor="white")
+
+
+def _draw_smooth(
+    axes: Axes, xs: Sequence[float], values: Sequence[float], *, color: str, label: str, line: str = "-"
+) -> None:
+    """Draw the values faintly, and their moving mean."""
+    axes.plot(xs, values, line, color=color, alpha=0.25, linewidth=0.8)
+    axes.plot(xs, smooth(values), line, color=color, linewidth=1.8, marker="o" if len(xs) == 1 else None, label=label)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return for each value the mean of those up to it, over a twentieth of all."""
+    width = max(1, len(values) // 20)
+    windows = [values[max(0, index + 1 - width) : index + 1] for index in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _round_numbers(history: RunHistory) -> list[float]:
+    """Return the numbers of the rounds, counted from 1."""
+    return [float(index + 1) for index in history.rounds]
 
 
 def _series_of(key: str, unit: str) -> Callable[[Axes, Runs], None]:
     def draw(axes: Axes, runs: Runs) -> None:
         axes.set(xlabel="round", ylabel=unit)
         for name, history, color in _coloured(runs):
-            draw_smooth(axes, round_numbers(history), history.series(key), color, name)
+            _draw_smooth(axes, _round_numbers(history), history.series(key), color=color, label=name)
 
     return draw
 
@@ -161,14 +245,14 @@ def _parts(axes: Axes, runs: Runs) -> None:
     names = dict.fromkeys(name for event in history.rounds.values() for name in event.get("reward_parts", {}))
     for index, name in enumerate(names):
         values = [float(event.get("reward_parts", {}).get(name, 0.0)) for event in history.rounds.values()]
-        axes.plot(round_numbers(history), smooth(values), color=PALETTE[index % len(PALETTE)], label=_label(name))
+        axes.plot(_round_numbers(history), smooth(values), color=PALETTE[index % len(PALETTE)], label=_label(name))
 
 
 def _staleness(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="round", ylabel="versions")
     for name, history, color in _coloured(runs):
-        axes.plot(round_numbers(history), smooth(history.series("mean_staleness")), color=color, label=f"{name}: mean")
-        axes.plot(round_numbers(history), history.series("max_staleness"), ":", color=color, label=f"{name}: greatest")
+        axes.plot(_round_numbers(history), smooth(history.series("mean_staleness")), color=color, label=f"{name}: mean")
+        axes.plot(_round_numbers(history), history.series("max_staleness"), ":", color=color, label=f"{name}: greatest")
     axes.set_ylim(bottom=0)
 
 
@@ -176,5 +260,5 @@ def _seconds(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="round", ylabel="s")
     ((_, history),) = runs.items()
     layers = [smooth(history.series(key)) for key in _PHASES]
-    axes.stackplot(round_numbers(history), layers, labels=list(_PHASES.values()), colors=PALETTE, alpha=0.8)
+    axes.stackplot(_round_numbers(history), layers, labels=list(_PHASES.values()), colors=PALETTE, alpha=0.8)
     axes.set_ylim(bottom=0)

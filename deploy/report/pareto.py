@@ -7,18 +7,17 @@ from itertools import cycle, groupby
 from typing import TYPE_CHECKING
 
 from deploy.report.eval_results import EvalCell, pareto_front
-from deploy.report.figures import Plot, draw_with_bars, plot
-from deploy.runs.curves import PALETTE
+from deploy.report.figures import PALETTE, Plot, draw_with_bars, plot
+from deploy.runs.stages import STAGES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _NOTE = (
     "Forwards of a completion against the share solved, with 95 % intervals; a colour for each number of slots. "
-    "Dotted: SFT; dashed: the control; solid: the others. Diamonds: schedules of as many steps as needed. "
+    "Dotted: SFT; dashed: the control; solid: the others. Diamonds: adaptive schedules. "
     "The grey band is the Pareto front: the best at each cost."
 )
-_LINES = {"sft": ":", "control": "--"}
 _FRONT = "#BBBBBB"
 
 
@@ -40,7 +39,7 @@ def _draw(axes: Axes, cells: Sequence[EvalCell]) -> None:
     axes.plot(*points, color=_FRONT, linewidth=7, alpha=0.5, drawstyle="steps-post", solid_capstyle="butt", zorder=0)
     colors = dict(zip(sorted({one.gen_length for one in cells}), cycle(PALETTE), strict=False))
     for checkpoint in dict.fromkeys(one.checkpoint for one in cells):
-        line = _LINES.get(checkpoint, "-")
+        line = STAGES[checkpoint].line if checkpoint in STAGES else "-"
         for length, color in colors.items():
             some = [one for one in cells if (one.checkpoint, one.gen_length) == (checkpoint, length)]
             fixed = [(one.mean_forwards, one) for one in some if not one.is_adaptive]

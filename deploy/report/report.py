@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deploy.errors import UserError, reason
 from deploy.printing import duration, printable, share
@@ -16,7 +15,7 @@ from deploy.report.figures import plots
 from deploy.report.pareto import quality_by_compute
 from deploy.runs.history import RunHistory, ScheduleScore
 from deploy.runs.listing import Run
-from deploy.runs.result_tables import NAMES, schedule_names, score_text
+from deploy.runs.result_tables import HEADINGS, evaluated_at_schedules, result_rows, schedule_names
 
 _TEMPLATE = "report.html.j2"
 
@@ -80,17 +79,13 @@ def _printable(field: Field) -> Field:
 
 
 def _results(histories: Mapping[str, RunHistory]) -> Table:
-    """Build a table with a row per evaluated policy: its accuracy and training time."""
-    rows = []
-    for name, history in histories.items():
-        for label, policy in NAMES.items():
-            item = history.final(label)
-            if item is not None:
-                end: Any = history.phase_ends.get(label) or {}
-                took = duration(end["seconds"]) if end else ""
-                rows.append((printable(f"{name}: {policy}"), score_text(item.score), took))
-    note = "95 % intervals (Wilson) in brackets. The control is more SFT, for as long as the rounds took."
-    return Table(title="Held-out accuracy", head=("policy", "solved", "time"), rows=rows, note=note)
+    """Build a table with a row per evaluated policy: its accuracy, and the time and work of its stage."""
+    rows = [
+        (printable(f"{name}: {policy}"), *cells)
+        for name, history in histories.items()
+        for policy, *cells in result_rows(history)
+    ]
+    return Table(title="Held-out accuracy", head=HEADINGS, rows=rows, note="95 % intervals are Wilson's.")
 
 
 def _schedules(histories: Mapping[str, RunHistory]) -> Iterable[Table]:
@@ -98,8 +93,7 @@ def _schedules(histories: Mapping[str, RunHistory]) -> Iterable[Table]:
     found = [
         (f"{name}: {policy}", item)
         for name, history in histories.items()
-        for label, policy in NAMES.items()
-        if (item := history.final(label)) is not None and len(item.schedules) > 1
+        for policy, item in evaluated_at_schedules(history)
     ]
     names = schedule_names(item for _, item in found)
     if names:

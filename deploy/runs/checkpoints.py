@@ -53,7 +53,7 @@ def newest_servable(run_dir: Path, say: ReportProgress | None = None) -> FoundCh
         sys.stderr.write(f"d1: {printable(what)}\n")
     if found.position.policy_version == 0 and (within := _newest_within_stage(run_dir)) is not None:
         where = printable(f"{run_dir.name}/{within}")
-        sys.stderr.write(f"d1: this is the policy before training; the newest one within training is {where}\n")
+        sys.stderr.write(f"d1: this is the policy before training; the newest checkpoint within a stage is {where}\n")
     return found
 
 
@@ -67,9 +67,8 @@ def best_servable(run_dir: Path) -> Path:
     events = read_events(run_dir)
     if not has_validation(events):
         raise UserError(
-            f"{run_dir} has asked no validation problems, and the held-out ones are not to choose by; a recipe with "
-            f"task.validation_fraction and evaluation.num_validation has a best checkpoint, and {run_dir.name}/last is "
-            "the newest"
+            f"{run_dir} has no validation results, and held-out problems select no best checkpoint; a recipe with "
+            f"task.validation_fraction and evaluation.num_validation has one, and {run_dir.name}/last is the newest"
         )
     version = validated_best(events)
     for position, directory in servable_checkpoints(run_dir / CHECKPOINTS):

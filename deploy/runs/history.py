@@ -1,11 +1,11 @@
-"""History of a run: its events, aggregated for tables, curves and `d1 runs`."""
+"""History of a run: its events, aggregated for tables and plots."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from actors.run_log import LEARNER_FAILED, RESTARTED, VALIDATION, Event, is_done
 from rollout.score import Score
@@ -40,13 +40,6 @@ class Evaluation:
     schedules: Mapping[str, ScheduleScore] = field(default_factory=dict)
     """The result at every evaluated schedule, by name."""
 
-    @property
-    def line(self) -> Literal["policy", "control", "validation"]:
-        """The curve that it belongs to; `policy` is held-out accuracy of the trained policy, not of the control."""
-        if self.label == "control":
-            return "control"
-        return "validation" if self.label == VALIDATION else "policy"
-
 
 @dataclass(kw_only=True, slots=True)
 class RunHistory:
@@ -54,10 +47,6 @@ class RunHistory:
 
     name: str = ""
     """The run's name."""
-    began_at: float | None = None
-    """Start of the run, in Unix time."""
-    phase: str | None = None
-    """The phase that began last."""
     rounds: dict[int, Event] = field(default_factory=dict)
     """The `round` events by round, ascending."""
     steps: dict[str, list[Event]] = field(default_factory=dict)
@@ -78,27 +67,15 @@ class RunHistory:
     """Failures that the run survived. A dead learner counts once, with its workers' errors and its restart."""
     is_learner_down: bool = False
     """Whether the learner group's newest failure is counted, and neither its restart nor a new phase has followed."""
-    num_discarded: int = 0
-    """How often rounds, steps or evaluations were discarded because a resumed run repeats them."""
     seconds: float = 0.0
     """Duration of the run so far."""
     last: Event | None = None
     """The newest event."""
 
     def add(self, event: Event) -> None:
-        """Add the next event.
-
-        Raises:
-            KeyError, TypeError: it lacks a field of its kind; nothing of it is added.
-        """
-        seconds = float(event["time_s"])
+        """Add the next event."""
         _add(self, event)
-        self.seconds, self.last = seconds, event
-
-    @property
-    def newest_round(self) -> Event | None:
-        """The `round` event of the newest round."""
-        return next(reversed(self.rounds.values()), None)
+        self.seconds, self.last = float(event["time_s"]), event
 
     @property
     def is_finished(self) -> bool:
@@ -108,12 +85,12 @@ class RunHistory:
     @property
     def heldout(self) -> list[Evaluation]:
         """The held-out evaluations of the trained policy, without those of the control."""
-        return [item for item in self.evaluations if item.line == "policy"]
+        return [item for item in self.evaluations if item.label not in ("control", VALIDATION)]
 
     @property
     def validation(self) -> list[Evaluation]:
         """The evaluations on the validation set."""
-        return [item for item in self.evaluations if item.line == "validation"]
+        return [item for item in self.evaluations if item.label == VALIDATION]
 
     @property
     def accuracy_curve(self) -> list[Evaluation]:
@@ -141,7 +118,6 @@ def _add(history: RunHistory, event: Event) -> None:
     match event["event"]:
         case "run":
             history.name = event["name"]
-            history.began_at = history.began_at or event.get("began_at")
         case "phase":
             _begin_phase(history, event)
         case "sft":
@@ -174,27 +150,23 @@ def _add_failure(history: RunHistory, event: Event) -> None:
 def _begin_phase(history: RunHistory, event: Event) -> None:
     """Start a phase: discard what it recorded before, except the steps up to the one from which a run resumes it."""
     phase, step, planned = event["phase"], event.get("from_step", 0), event["num_steps"]
-    history.phase, history.planned[phase] = phase, planned
+    history.planned[phase] = planned
     history.phase_begins.setdefault(phase, event["time_s"])
     history.is_learner_down = False
     for kept in (history.steps, history.sft_losses):
-        all_of_it = kept.pop(phase, [])
-        before = [event for event in all_of_it if step and event["step"] <= step]
-        history.num_discarded += len(before) < len(all_of_it)
+        before = [event for event in kept.pop(phase, []) if step and event["step"] <= step]
         if before:
             kept[phase] = before
 
 
 def _add_round(history: RunHistory, event: Event) -> None:
     """Add a round and discard later ones: a resumed run repeats the rounds after its checkpoint."""
-    if not isinstance(index := event["round"], int):
-        raise TypeError(f"no number of a round: {index!r}")
+    index = event["round"]
     if next(reversed(history.rounds), -1) >= index:
         history.rounds = {done: kept for done, kept in history.rounds.items() if done < index}
-        history.num_discarded += 1
-    still = [item for item in history.evaluations if item.label not in ("round", VALIDATION) or item.round <= index]
-    history.num_discarded += len(still) < len(history.evaluations)
-    history.evaluations = still
+    history.evaluations = [
+        item for item in history.evaluations if item.label not in ("round", VALIDATION) or item.round <= index
+    ]
     history.rounds[index] = event
 
 
@@ -222,9 +194,3 @@ def _evaluation(event: Event, drawn_s: float) -> Evaluation:
 
 def _score(counts: Mapping[str, Any]) -> Score:
     return Score(num_correct=counts["num_correct"], num_problems=counts["num_problems"])
-
-
-def moving_mean(values: Sequence[float], width: int) -> list[float]:
-    """Return for each value the mean of the last `width` values up to it."""
-    windows = [values[max(0, index + 1 - width) : index + 1] for index in range(len(values))]
-    return [sum(window) / len(window) for window in windows]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-from actors.run_log import VALIDATION, Event
+from actors.run_log import LEARNER_FAILED, RESTARTED, VALIDATION, Event
 from deploy.printing import counted, duration, metric, printable, rough_duration
 from deploy.runs.result_tables import score_text
+from deploy.runs.stages import STAGES
 from deploy.wait_display import WaitDisplay
 from rollout.score import Score
 
@@ -22,22 +23,11 @@ _LONGEST_PROMPT, _LONGEST_COMPLETION = 60, 160
 _UNUSUAL = 2.0
 # Events that can arrive at any time, and do not end a wait.
 _ASYNC_EVENTS = ("run", "status", "failure", "pause", "pause_end", "scale", "loaded")
-# Prefixes of the failures after which the learner group restarts.
-_OF_LEARNERS = ("a learner worker failed", "the learner group restarted")
 _BETWEEN_PHASES = {
-    "evaluation": "preparing what comes next",
+    "evaluation": "preparing the next stage",
     "sft_data": "preparing SFT",
     "phase_end": "writing a checkpoint",
     "checkpoint": "evaluating",
-}
-_PHASES = {"untrained": "untrained", "sft": "SFT", "rl": "RL", "control": "control"}
-_LABELS = {
-    "untrained": "no training",
-    "start": "the start",
-    "sft": "SFT",
-    "round": "round",
-    "rl": "the rounds",
-    "control": "the control",
 }
 
 
@@ -109,9 +99,9 @@ class ProgressDisplay:
 
     def _next(self, event: Event) -> str:
         """Name what the run does after an event, unless it is a step of a phase; the run log records only its end."""
-        if event["event"] == "failure" and str(event["what"]).startswith(_OF_LEARNERS):
+        if event["event"] == "failure" and str(event["what"]).startswith((LEARNER_FAILED, RESTARTED)):
             self._phase = None
-            return "starting the learners again"
+            return "restarting the learners"
         return _BETWEEN_PHASES.get(event["event"], "") if self._phase is None else ""
 
     def _wait(self, what: str, *, at_once: bool = False) -> None:
@@ -122,7 +112,7 @@ class ProgressDisplay:
     def _begin(self, event: Event) -> None:
         self._phase, self._last_step_s = event, event["time_s"]
         self._last_line_s, self._validation_loss = float("-inf"), None
-        name, (total, unit) = _PHASES[event["phase"]], self._total(event)
+        name, (total, unit) = STAGES[event["phase"]].name, self._total(event)
         self._line(event, f"{name}: {total:g} {unit}")
         if self._bar is not None:
             self._bar.begin(name, total or None)
@@ -131,7 +121,7 @@ class ProgressDisplay:
         """Return the total work of a phase, and its unit."""
         if "limit_s" in phase:
             return max(1, round(phase["limit_s"])), "seconds"
-        return phase["num_steps"], "rounds" if phase["phase"] == "rl" else "steps"
+        return phase["num_steps"], STAGES[phase["phase"]].unit
 
     def _advance(self, event: Event, phase: Event) -> None:
         total, unit = self._total(phase)
@@ -145,7 +135,7 @@ class ProgressDisplay:
         elif event["time_s"] - self._last_line_s >= _LINE_EVERY_S:
             self._last_line_s = event["time_s"]
             left = _time_left(event, phase) if unit == "steps" else ""
-            self._line(event, f"{_PHASES[phase['phase']]} {round(done)}/{total:g} {unit}  {facts}{left}")
+            self._line(event, f"{STAGES[phase['phase']].name} {round(done)}/{total:g} {unit}  {facts}{left}")
 
     def _line(self, event: Event, text: str) -> None:
         self._print(f"{event['time_s']:8.1f} s  {text}")
@@ -226,7 +216,7 @@ def _failure(event: Event) -> str:
 
 
 def _pause(event: Event) -> str:
-    return f"the run pauses until this is well: {_what(event)}"
+    return f"the run is paused until this recovers: {_what(event)}"
 
 
 def _what(event: Event) -> str:
@@ -268,15 +258,15 @@ def _in_a_line(text: str) -> str:
 
 def _place(event: Event) -> str:
     if event["label"] not in ("round", VALIDATION):
-        return f"after {_LABELS[event['label']]}"
+        return STAGES[event["label"]].when
     return f"after round {event['round']}" if event["round"] else "before the rounds"
 
 
 def _stopped_at(event: Event) -> str:
     """Describe the position of a stopped run."""
     if event["step"] is not None:
-        return f"after {counted(event['step'], 'step')} of {_PHASES[event['phase']]}, kept in a checkpoint"
-    return f"after {counted(event['round'], 'round')}, kept in a checkpoint" if event["round"] else "at the beginning"
+        return f"after {counted(event['step'], 'step')} of {STAGES[event['phase']].name}, saved in a checkpoint"
+    return f"after {counted(event['round'], 'round')}, saved in a checkpoint" if event["round"] else "at the beginning"
 
 
 _FORMATTERS: dict[str, Callable[[Event], str]] = {
@@ -284,15 +274,15 @@ _FORMATTERS: dict[str, Callable[[Event], str]] = {
     "sft_eval": lambda event: f"validation loss after {event['step']} steps: {metric(event['loss'])}",
     "sft_samples": _samples,
     "evaluation": _evaluation,
-    "phase_end": lambda event: f"{_PHASES[event['phase']]} took {duration(event['seconds'])}",
+    "phase_end": lambda event: f"{STAGES[event['phase']].name} took {duration(event['seconds'])}",
     "stopped": lambda event: f"stopped {_stopped_at(event)}",
     "resume": lambda event: printable(event["what"]),
     "checkpoint": lambda event: f"checkpoint {event['path']}",
     "failure": _failure,
     "loaded": _loaded,
     "pause": _pause,
-    "scale": lambda event: f"{event['pool']}: {event['before']} before, {event['after']} from now on",
-    "pause_end": lambda event: f"the run goes on after {duration(event['seconds'])}",
+    "scale": lambda event: f"{event['pool']}: {event['before']} -> {event['after']}",
+    "pause_end": lambda event: f"the run resumed after {duration(event['seconds'])}",
     "done": lambda event: f"done in {duration(event['seconds'])}",
 }
 """Formatters of the events that print a line."""

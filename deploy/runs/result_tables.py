@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from actors.checkpoints.best import validated_best
 from actors.run_log import VALIDATION, Event
 from deploy.printing import counted, duration, metric, printable
 from deploy.runs.history import Evaluation, RunHistory, read_history
+from deploy.runs.stages import STAGES, policy_names
 from rollout.score import Score
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_SHORT = {"start": "start", "sft": "SFT", "rl": "RL", "control": "control"}
-NAMES = {"untrained": "untrained", "start": "start", "sft": "SFT", "rl": "RL", "control": "control: more SFT"}
-"""Display names of policies, by the label of their evaluation."""
-_HEADINGS = ("policy", "held-out accuracy", "95 % interval", "n", "time", "work")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Row:
-    name: str
-    evaluation: Evaluation
-    phase_end: Event | None
-    unit: str
-
-    def cells(self) -> tuple[str, ...]:
-        score, end = self.evaluation.score, self.phase_end
-        low, high = score.interval
-        time = duration(end["seconds"]) if end else ""
-        work = f"{end['num_steps']} {self.unit}" if end else ""
-        interval = f"{100 * low:.1f} to {100 * high:.1f} %"
-        return self.name, f"{100 * score.accuracy:.1f} %", interval, str(score.num_problems), time, work
+HEADINGS = ("policy", "held-out accuracy", "95 % interval", "n", "time", "work")
+"""Headings of `result_rows`."""
 
 
 def result_tables(events: Iterable[Event]) -> Iterator[Table]:
@@ -68,13 +50,26 @@ def _result_table(history: RunHistory, best: str | None) -> Table:
 
     lines = [f"{duration(history.seconds)} in all", *_validation_losses(history), *([best] if best else [])]
     table = Table(title=Text(printable(history.name)), caption="\n".join(lines))
-    for heading in _HEADINGS:
+    for heading in HEADINGS:
         # On 80 columns words may wrap, but numbers must not.
         is_wordy = heading in ("policy", "held-out accuracy")
         table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=not is_wordy)
-    for row in _rows(history):
-        table.add_row(*row.cells())
+    for row in result_rows(history):
+        table.add_row(*row)
     return table
+
+
+def result_rows(history: RunHistory) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each evaluated policy, with the time and work of its stage."""
+    for label, name in policy_names(history).items():
+        if (evaluation := history.final(label)) is None:
+            continue
+        score, end = evaluation.score, history.phase_ends.get(label)
+        low, high = score.interval
+        time = duration(end["seconds"]) if end else ""
+        work = f"{end['num_steps']} {STAGES[label].unit}" if end else ""
+        interval = f"{100 * low:.1f} to {100 * high:.1f} %"
+        yield name, f"{100 * score.accuracy:.1f} %", interval, str(score.num_problems), time, work
 
 
 def _validation_losses(history: RunHistory) -> Iterator[str]:
@@ -82,7 +77,7 @@ def _validation_losses(history: RunHistory) -> Iterator[str]:
     for phase, found in history.sft_losses.items():
         if len(found) > 1:
             first, *_, last = found
-            yield f"validation loss of {_SHORT[phase]}: {metric(first['loss'])} -> {metric(last['loss'])}"
+            yield f"validation loss of {STAGES[phase].name}: {metric(first['loss'])} -> {metric(last['loss'])}"
 
 
 def _schedule_table(history: RunHistory, names: Iterable[str]) -> Table:
@@ -90,15 +85,19 @@ def _schedule_table(history: RunHistory, names: Iterable[str]) -> Table:
     from rich.table import Table
 
     table = Table(title="held-out accuracy by schedule, %")
-    stages = [
-        (name, item) for label, name in _SHORT.items() if (item := history.final(label)) and len(item.schedules) > 1
-    ]
+    stages = evaluated_at_schedules(history)
     table.add_column("denoising")
     for name, _ in stages:
         table.add_column(name, justify="right")
     for name in names:
         table.add_row(name, *(_schedule_cell(item, name) for _, item in stages))
     return table
+
+
+def evaluated_at_schedules(history: RunHistory) -> list[tuple[str, Evaluation]]:
+    """Return the stages that were evaluated at several schedules, by name."""
+    found = ((stage.name, history.final(label)) for label, stage in STAGES.items())
+    return [(name, item) for name, item in found if item is not None and len(item.schedules) > 1]
 
 
 def _schedule_cell(item: Evaluation, name: str) -> str:
@@ -121,13 +120,3 @@ def score_text(score: Score) -> str:
     low, high = score.interval
     counts = f"{score.num_correct} of {score.num_problems}"
     return f"{100 * score.accuracy:.1f} % ({100 * low:.1f} to {100 * high:.1f}), {counts}"
-
-
-def _rows(history: RunHistory) -> Iterator[_Row]:
-    trained = "SFT + RL" if history.final("sft") else NAMES["rl"]
-    control = NAMES["control"] if history.planned.get("control") else f"{NAMES['control']}, same seconds"
-    for label, name in (NAMES | {"rl": trained, "control": control}).items():
-        evaluation = history.final(label)
-        if evaluation is not None:
-            unit = "rounds" if label == "rl" else "steps"
-            yield _Row(name=name, evaluation=evaluation, phase_end=history.phase_ends.get(label), unit=unit)

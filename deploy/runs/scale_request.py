@@ -69,8 +69,8 @@ def send_request(run_dir: Path, sizes: Mapping[Kind, int], within_s: float) -> S
         time.sleep(_POLL_S)
     withdraw(run_dir)
     raise UserError(
-        f"the run {run_dir.name} did not answer within {within_s:.0f} s, and is not asked any more; "
-        f"`{program()} status {run_dir.name}` says how it stands"
+        f"the run {run_dir.name} did not answer within {within_s:.0f} s, and the request was withdrawn; "
+        f"`{program()} status {run_dir.name}` shows its state"
     )
 
 

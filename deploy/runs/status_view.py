@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from actors.coordination.status import SILENT_S, ActorState, ActorStatus, RunStatus
 from deploy.printing import counted, duration, printable
 from deploy.runs.history import RunHistory
+from deploy.runs.stages import STAGES
 from deploy.runs.status import RunSnapshot
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 _MOST_ACTORS, _MOST_FAILURES, _LONGEST_FAILURE = 8, 3, 200
-_STAGES = {"untrained": "before training", "sft": "SFT", "rl": "rounds", "control": "control"}
 
 Rows = Iterator[tuple[str, str]]
 
@@ -55,14 +55,14 @@ def json_of(snapshot: RunSnapshot) -> str:
 
 def _state(snapshot: RunSnapshot) -> str:
     """Describe whether it runs, and how long it has been silent."""
-    heard = f"last heard of {duration(snapshot.age_s)} ago"
+    heard = f"last update {duration(snapshot.age_s)} ago"
     holder, is_finished = snapshot.holder, snapshot.history.is_finished
     if holder is not None:
         who = f"process {holder.pid} since {_clock(holder.began_at)}"
         if snapshot.status is None or snapshot.status.at < holder.began_at:
-            return f"starting ({who}); it has said nothing of itself yet"
+            return f"starting ({who}); no status yet"
         if is_finished:
-            return f"finished; it still has a process ({who}), as with --serve"
+            return f"finished; its process still runs ({who}), as with --serve"
         return f"running ({who}); " + (heard if snapshot.age_s < SILENT_S else f"silent: {heard}")
     if is_finished:
         return f"finished, {duration(snapshot.age_s)} ago"
@@ -92,16 +92,16 @@ def _rows(snapshot: RunSnapshot) -> Rows:
         for row in _in_rows([f"{track} {100 * share:.0f} %" for track, share in snapshot.idle.items()]):
             yield "idle", row
     if status is not None and snapshot.is_running:
-        for what in status.waits or ("nobody waits longer than usual",):
+        for what in status.waits or ("none longer than usual",):
             yield "waits", what
     yield from _failures(snapshot)
 
 
 def _stage(status: RunStatus, history: RunHistory) -> str:
-    name = _STAGES.get(status.stage, status.stage)
+    name = STAGES[status.stage].name if status.stage in STAGES else status.stage
     steps, planned = history.steps.get(status.stage, []), history.planned.get(status.stage, 0)
     if status.stage == "rl":
-        name = f"rounds, {status.round} of {status.num_rounds} done"
+        name = f"{name}, {status.round} of {status.num_rounds} rounds done"
     elif steps:
         name = f"{name}, step {steps[-1]['step']}" + (f" of {planned}" if planned else "")
     return f"{name}; policy version {status.policy_version}"
@@ -112,18 +112,18 @@ def _under_way(status: RunStatus) -> Rows:
         yield "learner", f"rank {rank}  {doing}"
     for kind in dict.fromkeys(actor.name.rpartition(" ")[0] for actor in status.pools):
         yield from _pool(f"{kind}s", [actor for actor in status.pools if actor.name.startswith(f"{kind} ")])
-    if status.portions:
-        yield "portions", ", ".join(f"{count} {state}" for state, count in status.portions.items())
+    if status.work_units:
+        yield "work units", ", ".join(f"{count} {state}" for state, count in status.work_units.items())
 
 
 def _pool(name: str, actors: list[ActorStatus]) -> Rows:
     """Count the actors by state, then list unreachable and busy ones, longest first."""
     by_state = {state: [actor for actor in actors if actor.state is state] for state in ActorState}
     yield name, ", ".join(f"{len(found)} {state}" for state, found in by_state.items())
-    for state in (ActorState.AWAY, ActorState.BUSY):
+    for state in (ActorState.UNREACHABLE, ActorState.BUSY):
         longest = sorted(by_state[state], key=lambda actor: -actor.seconds)
         for actor in longest[:_MOST_ACTORS]:
-            yield name, f"{actor.name}  {actor.portion or 'away'} for {duration(actor.seconds)}"
+            yield name, f"{actor.name}  {actor.work_unit or 'unreachable'} for {duration(actor.seconds)}"
         if len(longest) > _MOST_ACTORS:
             yield name, f"and {len(longest) - _MOST_ACTORS} more {state}"
 

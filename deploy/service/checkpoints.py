@@ -36,11 +36,12 @@ def _version_of(position: Position, directory: Path, events: list[Event]) -> Pol
 
 
 class Checkpoints:
-    """The checkpoints of a run, looked for by what a request wants."""
+    """Checkpoints of a run by version or alias. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._found: dict[str | int, tuple[float, PolicyVersion | None]] = {}
+        self._listed: tuple[float, tuple[int, ...]] = -math.inf, ()
 
     def locate(self, wanted: str | int) -> PolicyVersion | None:
         """The checkpoint of `base`, of `best` or of a version, as it was seconds ago; None where there is none.
@@ -54,6 +55,19 @@ class Checkpoints:
             self._found = {alias: self._found[alias] for alias in (BASE, BEST) if alias in self._found}
             self._found[wanted] = time.monotonic(), found
         return found
+
+    def versions(self) -> tuple[int, ...]:
+        """Return the policy versions that have checkpoints; cached for seconds, as each has a file to read."""
+        looked_at, versions = self._listed
+        if time.monotonic() - looked_at > _TTL_S:
+            found = servable_checkpoints(self._run_dir / CHECKPOINTS)
+            versions = tuple(position.policy_version for position, _ in found)
+            self._listed = time.monotonic(), versions
+        return versions
+
+    def find(self, version: int) -> PolicyVersion | None:
+        """Return the checkpoint of a version; None if there is none. An unknown version costs no look at the disk."""
+        return self.locate(version) if version in self.versions() else None
 
     def _look_for(self, wanted: str | int) -> PolicyVersion | None:
         events = read_events(self._run_dir)

@@ -16,7 +16,6 @@ from deploy.requests.renoising import RenoisingDefaults
 from deploy.runs.checkpoints import read_recipe
 from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.policy_events import RegistryReader
-from deploy.service.api.run_view import RunView
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_checkpoint
 from deploy.service.example import Examples
@@ -78,9 +77,9 @@ class Source:
         port = port or service.admin_port
         return None if port is None else Address(host=service.admin_host, port=port)
 
-    def run_view(self) -> RunView | None:
-        """The run as the page reads it."""
-        return RunView(self.path) if self.is_run else None
+    def checkpoints(self) -> Checkpoints | None:
+        """Return the checkpoints of the run; None for a checkpoint by itself."""
+        return Checkpoints(self.path) if self.is_run else None
 
     def registry(self) -> Registry | None:
         """Where the run's versions are announced; None of a checkpoint."""

@@ -339,7 +339,7 @@ class ShardedPolicy:
                 raise
             named = re.search(r"Ranks ([\d, ]+) failed", str(error))
             ranks = f"rank {named[1]}" if named else "some rank"
-            raise TimeoutError(f"{what}: {ranks} of the learner did not come within {timeout_s:g} s") from error
+            raise TimeoutError(f"{what}: {ranks} of the learner did not arrive within {timeout_s:g} s") from error
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Sum a small tensor over all ranks; the result is on its device."""

@@ -100,7 +100,7 @@ class RenoisingRow:
         tempered_CV = self._policy(self._prefix, self._canvas_C, conditioning_CV) / temperature
         predicted = predictions(tempered_CV.clone())
         if not bool(predicted.log_norm.isfinite().all()):
-            raise FloatingPointError(f"the policy predicts what is no number on canvas {self._number}: bad weights")
+            raise FloatingPointError(f"the policy has logits that are not finite on canvas {self._number}: bad weights")
         slots_C = torch.arange(len(self._canvas_C), device=self._canvas_C.device)
         sampled_C, argmax_C = self._random_source.tokens(self._number, index, predicted), tempered_CV.argmax(dim=-1)
         entropy_C = predicted.entropy(slots_C)

@@ -273,7 +273,7 @@ def test_by_direct_transport_samplers_fetch_from_the_ranks_and_a_rank_that_dies_
         assert ours.commit_logp == pytest.approx(theirs.commit_logp, abs=1e-6)
     ray.kill(ranks[1])
     other = watched(_DirectSampler).options(num_cpus=0).remote(spec, store, transport)
-    with pytest.raises(LookupError, match="who held its weights, and policy version 1 with it"):
+    with pytest.raises(LookupError, match="the owner of its weights is gone, and policy version 1 with it"):
         ray.get(other.generate.remote(_weights_id(spec, 1, 1.3), work_unit), timeout=180)
 
 
@@ -364,7 +364,7 @@ def test_a_sampler_that_is_at_work_when_its_turn_ends_is_restarted_and_wakes_to_
             await asyncio.sleep(0.1)
         with monkeypatch.context() as patch:
             patch.setattr("actors.coordination.pool._RELEASE_TIMEOUT_S", 2.0)
-            assert await pools.end_turn() == ["sampler 0 did not go to sleep at its turn's end and was restarted"]
+            assert await pools.end_turn() == ["sampler 0 did not free its GPU at the end of its turn and was restarted"]
         with pytest.raises(ray.exceptions.RayActorError):
             await hung
         for _ in range(2):

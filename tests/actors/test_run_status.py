@@ -29,8 +29,8 @@ STATUS_OF_A_RUN = RunStatus(
     num_rounds=400,
     policy_version=13,
     learner={"0": "round 12: training"},
-    portions={"waiting": 1, "running": 2, "ready": 0, "failed": 0},
-    pools=(ActorStatus(name="sampler 0", state=ActorState.BUSY, portion="portion 12:1", seconds=3.0),),
+    work_units={"waiting": 1, "running": 2, "ready": 0, "failed": 0},
+    pools=(ActorStatus(name="sampler 0", state=ActorState.BUSY, work_unit="work unit 12:1", seconds=3.0),),
     waits=("sampler 1 silent for 20 s",),
     max_staleness=1,
     staleness=0.5,
@@ -57,9 +57,9 @@ def test_what_cannot_be_read_is_nothing_said(text: str, tmp_path: Path) -> None:
 def test_each_actor_is_busy_away_or_idle() -> None:
     evaluated = Assignment(actor="sampler 1", key=WorkUnitKey(round=-1, index=4), seconds=1.0)
     assert actor_statuses(["sampler 0", "sampler 1", "grader 0"], [evaluated], {"grader 0": 7.0}) == (
-        ActorStatus(name="sampler 0", state=ActorState.IDLE, portion="", seconds=0.0),
-        ActorStatus(name="sampler 1", state=ActorState.BUSY, portion="evaluation portion 4", seconds=1.0),
-        ActorStatus(name="grader 0", state=ActorState.AWAY, portion="", seconds=7.0),
+        ActorStatus(name="sampler 0", state=ActorState.IDLE, work_unit="", seconds=0.0),
+        ActorStatus(name="sampler 1", state=ActorState.BUSY, work_unit="evaluation work unit 4", seconds=1.0),
+        ActorStatus(name="grader 0", state=ActorState.UNREACHABLE, work_unit="", seconds=7.0),
     )
 
 
@@ -114,7 +114,7 @@ def test_who_is_silent_is_named_with_what_waits_and_who_has_no_place_yet_with_wh
     assignments = [Assignment(actor="sampler 1", key=key, seconds=40.0)]
     silent = {"sampler 1": 45.2, "grader 0": 16.0, "sampler 3": 61.0}
     assert silence_texts(silent, {"sampler 3"}, assignments) == [
-        "sampler 1 silent for 45 s; portion 12:1 waits for it",
+        "sampler 1 silent for 45 s; work unit 12:1 waits for it",
         "grader 0 silent for 16 s",
-        "sampler 3 not up after 61 s; has the cluster room for it? `ray status` says",
+        "sampler 3 not up after 61 s; check with `ray status` that the cluster has room for it",
     ]

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Path, Query
+from fastapi import FastAPI, Path
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
@@ -21,7 +21,6 @@ from deploy.program import version_of
 from deploy.requests.body import ChatRequest, CompletionBody, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.requests.planner import RequestPlan
 from deploy.requests.responses import ResponsesRequest
-from deploy.runs.live_history import BEGINNING, Cursor
 from deploy.service.api import replies, response_replies
 from deploy.service.api.bounded_route import BoundedRoute
 from deploy.service.api.metrics import RequestObserver, ServiceMetrics
@@ -30,10 +29,10 @@ from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.policy_events import RegistryReader, one_event
 from deploy.service.api.policy_view import EngineWatch, known, newest, policy_body, version_body
 from deploy.service.api.response_writer import ResponseWriter
-from deploy.service.api.run_view import MAX_SAMPLES, RunView
 from deploy.service.api.server_sent_events import ServerSentEvents
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.api.writer import AnswerWriter, Events, as_json
+from deploy.service.checkpoints import Checkpoints
 from deploy.service.contract import Backend, EngineState
 from deploy.service.errors import ErrorBody, ServiceError, install_handlers
 from deploy.service.example import Examples
@@ -45,8 +44,6 @@ from deploy.service.link.cancellation import EndedError, unless
 from deploy.service.link.failover import with_failover
 
 _Number = Annotated[int, Path(ge=0, le=2**31 - 1)]
-_Cursor = Annotated[str, Query(pattern=r"^[0-9]{1,12}(\.[0-9]{1,12}){4}$")]
-_BEGINNING = str(BEGINNING)
 GRAMMAR_TIMEOUT_S = 60.0
 """A request waits so long for its grammar to be made, in seconds."""
 # What is tokenized in the time that a thread takes to begin.
@@ -65,8 +62,8 @@ class Service:
     """How the policy reads and writes."""
     planner: ServicePlanner
     """Makes jobs."""
-    run: RunView | None
-    """The run whose policy it is; None of a checkpoint by itself."""
+    checkpoints: Checkpoints | None
+    """The checkpoints of the run; None for a checkpoint by itself."""
     examples: Examples
     """Example prompts for the policy."""
     registry: RegistryReader | None
@@ -107,7 +104,6 @@ def create_app(service: Service) -> FastAPI:
     _add_models(app, service, watch)
     _add_tokens(app, service)
     _add_policy(app, service, watch, inference, listeners)
-    _add_run(app, service, watch)
     _add_health(app, watch, inference)
     app.include_router(page_router())
     describe(app)
@@ -259,7 +255,7 @@ def _add_models(app: FastAPI, service: Service, watch: EngineWatch) -> None:
     async def list_models() -> replies.Models:
         states = await _states(watch)
         live = {policy.version for state in states for policy in state.live}
-        stored = () if service.run is None else await asyncio.to_thread(service.run.versions)
+        stored = () if service.checkpoints is None else await asyncio.to_thread(service.checkpoints.versions)
         versions = {f"policy@v{version:06d}": version for version in sorted({*live, *stored}, reverse=True)}
         return replies.Models(object="list", data=[about(*one) for one in (aliases(states) | versions).items()])
 
@@ -324,63 +320,17 @@ def _add_policy(
             return listeners.hear(one_event(newest(await _states(watch)).policy, last_id, is_over))
         return listeners.hear(service.registry.events(last_id, is_over))
 
+    # Also without a run: a checkpoint's model card may have examples.
+    @app.get("/v1/policy/examples", **described(replies.PolicyExamples))
+    async def examples() -> replies.PolicyExamples:
+        task, prompts = await asyncio.to_thread(service.examples.single_turns)
+        return replies.PolicyExamples(task=task, prompts=prompts)
+
     @app.get("/v1/policy/{version}", **described(replies.PolicyOfVersion, 400, 404, 503))
     async def one(version: _Number) -> replies.PolicyOfVersion:
         states = await _states(watch)
         policy = await _found(service, states, version, "version")
         return version_body(policy, states)
-
-
-def _add_run(app: FastAPI, service: Service, watch: EngineWatch) -> None:
-    def run() -> RunView:
-        if service.run is None:
-            raise ServiceError(404, "A checkpoint is served here, without a run.", "no_run")
-        return service.run
-
-    @app.get("/v1/run", **described(replies.RunReply, 404))
-    async def summary() -> replies.RunReply:
-        return await asyncio.to_thread(run().summary)
-
-    # Also without a run: a checkpoint's model card may have examples.
-    @app.get("/v1/run/problems", **described(replies.RunProblems))
-    async def problems() -> replies.RunProblems:
-        task, prompts = await asyncio.to_thread(service.examples.single_turns)
-        return replies.RunProblems(task=task, prompts=prompts)
-
-    @app.get("/v1/run/events", **described(replies.RunEvents, 400, 404))
-    async def events(after: Annotated[int, Query(ge=0, le=2**31 - 1)] = 0) -> replies.RunEvents:
-        return await asyncio.to_thread(run().events, after)
-
-    @app.get("/v1/run/history", **described(replies.RunHistoryReply, 400, 404))
-    async def history(after: _Cursor = _BEGINNING) -> replies.RunHistoryReply:
-        return await asyncio.to_thread(run().history, Cursor.parse(after))
-
-    @app.get("/v1/run/samples", **described(replies.Samples, 400, 404))
-    async def samples(limit: Annotated[int, Query(ge=1, le=MAX_SAMPLES)] = 20) -> replies.Samples:
-        return await asyncio.to_thread(run().samples, limit)
-
-    @app.get("/v1/run/pools", **described(replies.PoolsReply, 404, 503))
-    async def pools() -> replies.PoolsReply:
-        run()
-        states = await _states(watch)
-        follower = newest(states).follower
-        return replies.PoolsReply(
-            replicas=[
-                replies.Replica(
-                    id=state.replica,
-                    policy_version=state.policy.version,
-                    healthy=not watch.is_stale,
-                    running=state.num_running,
-                    waiting=state.num_waiting,
-                )
-                for state in states
-            ],
-            follower=replies.Follower(
-                registry_reachable=follower.registry_reachable,
-                num_errors=follower.num_errors,
-                last_error=follower.last_error,
-            ),
-        )
 
 
 def _add_health(app: FastAPI, watch: EngineWatch, inference: _Inference) -> None:
@@ -437,8 +387,8 @@ async def _found(service: Service, states: Sequence[EngineState], version: int, 
             policy = await service.registry.version(version)
         except ConnectionError as error:
             away = error
-    if policy is None and service.run is not None:
-        policy = await asyncio.to_thread(service.run.checkpoint, version)
+    if policy is None and service.checkpoints is not None:
+        policy = await asyncio.to_thread(service.checkpoints.find, version)
     if policy is not None:
         return policy
     if away is not None:

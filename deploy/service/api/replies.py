@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -294,110 +294,11 @@ class PolicyOfVersion(_Version):
     is_serving: bool
 
 
-class RunReply(Body):
-    """The run whose policy it is."""
-
-    name: str
-    began_at: Any
-    phase: str | None
-    num_rounds: int | None
-    recipe: dict[str, Any]
-
-
-class RunProblems(Body):
+class PolicyExamples(Body):
     """Single-turn example prompts: held-out problems of the run's task, or a checkpoint's model card examples."""
 
     task: str | None
     prompts: list[str]
-
-
-class RunEvents(Body):
-    """Lines of its metrics.jsonl."""
-
-    events: list[dict[str, Any]]
-    next: int
-
-
-class DrawnRound(Body):
-    """What is drawn of a round; null where the algorithm has no such number."""
-
-    round: int
-    policy_version: int | None
-    reward: float | None
-    correct: float | None
-    kl: float | None
-    mean_staleness: float | None
-    tokens_per_s: float | None
-    loss: float | None
-
-
-class DrawnStep(Body):
-    """An optimizer step of SFT."""
-
-    step: int
-    loss: float | None
-
-
-class DrawnEvaluation(Body):
-    """An evaluation, as a curve has it."""
-
-    line: Literal["policy", "control", "validation"]
-    round: int
-    drawn_s: float
-    num_correct: int
-    num_problems: int
-    accuracy: float
-    low: float
-    high: float
-
-
-class RunHistoryReply(Body):
-    """What the run has come to; of its lists what is new after `after`."""
-
-    name: str
-    phase: str | None
-    is_finished: bool
-    seconds: float
-    num_planned_rounds: int | None
-    num_failures: int
-    num_unreadable: int
-    newest_round: dict[str, Any] | None
-    is_whole: bool
-    rounds: list[DrawnRound]
-    steps: list[DrawnStep]
-    evaluations: list[DrawnEvaluation]
-    next: str
-
-
-class Samples(Body):
-    """Lines of its samples.jsonl."""
-
-    samples: list[dict[str, Any]]
-
-
-class Replica(Body):
-    """An engine."""
-
-    id: str
-    policy_version: int
-    healthy: bool
-    running: int
-    waiting: int
-
-
-class Follower(Body):
-    """Who reads the registry."""
-
-    registry_reachable: bool
-    num_errors: int
-    last_error: str | None
-
-
-class PoolsReply(Body):
-    """The engines."""
-
-    replicas: list[Replica]
-    follower: Follower
 
 
 class Health(Body):

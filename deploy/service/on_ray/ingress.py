@@ -84,7 +84,7 @@ class Ingress:
             backend=Fleet(ServeDirectory(engines)),
             codec=codec,
             planner=source.planner(codec),
-            run=source.run_view(),
+            checkpoints=source.checkpoints(),
             examples=source.examples(),
             registry=source.registry_reader(),
         )

@@ -138,7 +138,7 @@ def test_a_round_that_is_asked_for_again_is_sampled_again_from_the_same_weights(
         assert (what, len(again)) == (Next.CONTINUE, len(references))
         assert sorted(map(str, case.sampler.asked[len(before) :])) == sorted(map(str, before))
         (failure,) = case.events("failure")
-        assert "the coordinator died and was started again" in failure["what"]
+        assert "the coordinator died and was restarted" in failure["what"]
 
     _run(scene())
 
@@ -382,12 +382,14 @@ def test_the_status_says_who_waits_for_whom(case: _Case, monkeypatch: pytest.Mon
         status = await coordinator.status()
         assert (status.stage, status.round, status.policy_version) == ("rl", 0, 1)
         assert status.learner == {"1": "round 0: waiting for completions"}
-        assert status.portions["running"] == coordinator._plan.work_units_per_round
-        assert [(actor.name, actor.portion) for actor in status.pools] == [
-            ("sampler 0", "portion 0:0"),
+        assert status.work_units["running"] == coordinator._plan.work_units_per_round
+        assert [(actor.name, actor.work_unit) for actor in status.pools] == [
+            ("sampler 0", "work unit 0:0"),
             ("grader 0", ""),
         ]
-        assert status.waits[0].startswith("round 0 waits for 0 s: portion 0:0 (sampler 0, 0 s), portion 0:1 (nobody is")
+        assert status.waits[0].startswith(
+            "round 0 has waited 0 s for work unit 0:0 (sampler 0, 0 s), work unit 0:1 (no free"
+        )
         status.write(case.spec.run_dir)
         assert RunStatus.read(case.spec.run_dir) == status
         waiting.cancel()
@@ -422,7 +424,10 @@ def test_what_two_learner_groups_have_raised_from_one_place_a_third_need_not(cas
                 await coordinator.record("checkpoint", {"phase": "sft", "path": "sft", "step": attempt, "seconds": 0.0})
             assert await coordinator.learner_failed(what, is_echo=False, is_transient=False) is may_go_on
             assert (
-                await coordinator.learner_failed("rank 1 lost another", is_echo=True, is_transient=False) is may_go_on
+                await coordinator.learner_failed(
+                    "rank 1 lost its connection to another rank", is_echo=True, is_transient=False
+                )
+                is may_go_on
             )
         assert await coordinator.gave_up() == nan
 
@@ -437,7 +442,7 @@ def test_a_learner_whose_gpu_has_too_little_memory_starts_again_with_half_its_mi
     tokens, canvas = case.spec.learner.micro_batch_tokens, case.spec.canvas_tokens
     if section == "sft":
         tokens, canvas = case.spec.sft.batch_size // case.spec.learner.num_workers * canvas, case.spec.sft_tokens
-    what, said = "round 3: the memory of rank 1's GPU ran out (CUDA out of memory)", []
+    what, said = "round 3: the GPU of rank 1 is out of memory (CUDA out of memory)", []
 
     async def scene() -> None:
         coordinator = case.coordinator()
@@ -445,8 +450,10 @@ def test_a_learner_whose_gpu_has_too_little_memory_starts_again_with_half_its_mi
         assert found == {}
         while expected >= canvas:
             assert await coordinator.learner_failed(what, is_echo=False, is_transient=False, too_large=section)
-            await coordinator.learner_failed("rank 0 lost another", is_echo=True, is_transient=False)
-            said.append(f"it is tried again with micro-batches of {expected // 2} tokens instead of {expected}")
+            await coordinator.learner_failed(
+                "rank 0 lost its connection to another rank", is_echo=True, is_transient=False
+            )
+            said.append(f"retrying with micro-batches of {expected // 2} tokens instead of {expected}")
             expected //= 2
             # It must survive a coordinator's death.
             coordinator = case.coordinator()
@@ -472,10 +479,10 @@ def test_what_a_resumed_run_does_again_is_said(case: _Case) -> None:
         await coordinator.learner_starting("one")
         await coordinator.learner_started("sft", {"round": 0, "policy_version": 1, "step": None})
         (event,) = case.events("resume")
-        assert event["what"] == "going on from checkpoint sft; round 0 is done again"
+        assert event["what"] == "going on from checkpoint sft; round 0 is repeated"
         await coordinator.learner_starting("two")
         await coordinator.learner_started("rl-000001", {"round": 1, "policy_version": 2, "step": None})
-        assert case.events("failure")[-1]["what"].endswith("restarted from checkpoint rl-000001; nothing is done again")
+        assert case.events("failure")[-1]["what"].endswith("restarted from checkpoint rl-000001; nothing is repeated")
 
     _run(scene())
 
@@ -493,7 +500,7 @@ def test_a_run_that_begins_again_from_its_start_says_so_and_a_new_one_does_not(c
         await resumed.learner_starting("two")
         await resumed.learner_started("initial", start)
         (event,) = case.events("resume")
-        assert event["what"] == "going on from checkpoint initial; round 0 is done again"
+        assert event["what"] == "going on from checkpoint initial; round 0 is repeated"
 
     _run(scene())
 
@@ -504,7 +511,9 @@ def test_a_rank_that_loses_another_reports_an_echo_which_ends_no_run(case: _Case
         for attempt in range(8):
             assert await coordinator.learner_starting(f"group {attempt}") == {}
             for _ in range(3):
-                await coordinator.learner_failed("rank 0 lost another", is_echo=True, is_transient=False)
+                await coordinator.learner_failed(
+                    "rank 0 lost its connection to another rank", is_echo=True, is_transient=False
+                )
         assert len(case.events("failure")) == 8, "once for each start"
 
     _run(scene())

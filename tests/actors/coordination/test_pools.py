@@ -301,12 +301,12 @@ def test_a_turn_ends_when_all_samplers_sleep_and_who_does_not_is_restarted(monke
     async def turns() -> None:
         samplers = [_Sleeper(), _Sleeper(hangs=True)]
         pools = Pools(_named("sampler", samplers), {}, sampling_timeout_s=10, grading_timeout_s=10, on_pause=print)
-        assert await pools.end_turn() == ["sampler 1 did not go to sleep at its turn's end and was restarted"]
+        assert await pools.end_turn() == ["sampler 1 did not free its GPU at the end of its turn and was restarted"]
         assert [sampler.num_sleeps for sampler in samplers] == [1, 1]
         assert await pools.end_turn() == []
         samplers[0].ready.is_up.clear()
         monkeypatch.setattr("actors.coordination.pool.START_S", 0.5)
-        with pytest.raises(TimeoutError, match="sampler 0 was not up again within 0 s, and may hold its GPU"):
+        with pytest.raises(TimeoutError, match="sampler 0 did not restart within 0 s, and may hold its GPU"):
             await pools.end_turn()
 
     asyncio.run(asyncio.wait_for(turns(), 60))

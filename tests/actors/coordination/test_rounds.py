@@ -173,7 +173,7 @@ def test_a_round_waits_for_programs_and_comparisons_too(
 ) -> None:
     monkeypatch.setattr(SumsConfig, "max_grading_s", 0.1)
     rounds = OpenRounds(_impatient(spec), plan, _Paused([math.inf]), lambda *_: None)
-    with pytest.raises(TimeoutError, match="round 0: no portion came back for 1 s"):
+    with pytest.raises(TimeoutError, match="round 0: no work unit finished for 1 s"):
         asyncio.run(asyncio.wait_for(_complete(rounds, 0), 60))
 
 
@@ -186,7 +186,7 @@ def test_a_round_has_all_of_its_patience_again_when_a_pause_ends(
         return len(await _complete(rounds, 0))
 
     if is_given_up:
-        with pytest.raises(TimeoutError, match="round 0: no portion came back for 0 s"):
+        with pytest.raises(TimeoutError, match="round 0: no work unit finished for 0 s"):
             asyncio.run(asyncio.wait_for(run(), 60))
     else:
         assert asyncio.run(asyncio.wait_for(run(), 60)) == spec.work_units_per_round

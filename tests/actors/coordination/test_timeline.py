@@ -71,9 +71,9 @@ def test_a_round_is_three_spans_that_end_when_it_is_published(timeline: Timeline
 def test_a_portion_an_evaluations_and_a_restart_are_told_apart(timeline: Timeline) -> None:
     away = WorkSpan(actor="sampler 1", key=None, began=53.0, ended=55.0, is_done=False)
     timeline.add_work_spans([_work("sampler 1", 4, 51.0, 53.0), away, _work("grader 0", -1, 51.0, 52.0)])
-    assert _times(timeline, "sampler 1") == [("portion 4:1", 1.0, 3.0), ("away", 3.0, 5.0)]
-    assert _times(timeline, "grader 0") == [("evaluation portion 1", 1.0, 2.0)]
-    assert [span.kind for span in timeline.spans()] == [SpanKind.WORK, SpanKind.AWAY, SpanKind.WORK]
+    assert _times(timeline, "sampler 1") == [("work unit 4:1", 1.0, 3.0), ("unreachable", 3.0, 5.0)]
+    assert _times(timeline, "grader 0") == [("evaluation work unit 1", 1.0, 2.0)]
+    assert [span.kind for span in timeline.spans()] == [SpanKind.WORK, SpanKind.UNREACHABLE, SpanKind.WORK]
 
 
 def test_a_track_does_one_thing_at_a_time(timeline: Timeline, clock: Clock) -> None:
@@ -121,7 +121,7 @@ def test_the_file_is_a_chrome_trace_with_a_named_thread_for_each_actor(
         "ph": "X",
         "pid": 1,
         "tid": names[1]["tid"],
-        "name": "portion 0:1",
+        "name": "work unit 0:1",
         "cat": "work",
         "ts": 1_000_000_250_000,
         "dur": 1_250_000,
@@ -149,11 +149,11 @@ def test_a_coordinator_that_restarts_goes_on_with_what_it_had_written(
     timeline.write(tmp_path)
     again = Timeline.read(tmp_path)
     assert again.spans() == read_trace(tmp_path / TIMELINE)
-    again.add_since(COORDINATOR, "away", SpanKind.AWAY, UNIX + 64)
+    again.add_since(COORDINATOR, "unreachable", SpanKind.UNREACHABLE, UNIX + 64)
     again.add_round(NUM_ROUNDS, ROUND)
     kept = [span.args["round"] for span in again.spans() if span.name.endswith("training")]
     assert kept == list(range(1, NUM_ROUNDS + 1))
-    assert _times(again, COORDINATOR)[0][:2] == ("away", 64.0)
+    assert _times(again, COORDINATOR)[0][:2] == ("unreachable", 64.0)
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"traceEvents": [1]}', '{"traceEvents": [{"name": "x"}]}'])

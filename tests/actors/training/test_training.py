@@ -387,7 +387,7 @@ def test_a_gpu_without_memory_is_told_from_other_failures_and_halves_change_no_g
     monkeypatch.setattr(Learner, "update", update)
     with pytest.raises(OutOfGpuMemoryError) as raised:
         _run(_spec(spec, tmp_path / "full", phases=(Phase.RL,)))
-    assert str(raised.value) == "round 0: the memory of rank 0's GPU ran out (CUDA out of memory)"
+    assert str(raised.value) == "round 0: the GPU of rank 0 is out of memory (CUDA out of memory)"
     assert raised.value.section == "learner"
 
 
@@ -407,7 +407,7 @@ def test_a_gpu_without_memory_in_sft_is_told_too_and_halves_change_no_gradient(
     monkeypatch.setattr(SftLearner, "step", step)
     with pytest.raises(OutOfGpuMemoryError) as raised:
         _run(_spec(spec, tmp_path / "full", phases=(Phase.SFT,)))
-    assert str(raised.value) == "sft, step 0: the memory of rank 0's GPU ran out (CUDA out of memory)"
+    assert str(raised.value) == "sft, step 0: the GPU of rank 0 is out of memory (CUDA out of memory)"
     assert raised.value.section == "sft"
 
 

@@ -120,7 +120,7 @@ def test_who_takes_turns_on_the_same_gpus_needs_memory_for_one_of_them_at_a_time
     assert together.if_colocated is None
     sampler, learner = together.processes
     assert sampler.num_bytes == alone.processes[0].num_bytes + 2e9, "what CUDA and NCCL keep of a learner asleep"
-    assert "CUDA of a sampler asleep" in [part.name for part in learner.parts]
+    assert "CUDA of an offloaded sampler" in [part.name for part in learner.parts]
     # Each fits the GPU alone, but not both together.
     small = GpuKind(name="small", memory_bytes=38 * 10**9, flop_per_s=1e15)
     one = ("rollout.num_samplers=1", "learner.num_workers=1")

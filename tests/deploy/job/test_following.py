@@ -110,8 +110,8 @@ def test_a_coordinator_that_hangs_is_told_of_and_replaced_and_its_successor_has_
     steps = [pass_by(1, "well"), *[pass_by(1) for _ in range(300)]]
     RunFollower(coordinator, 0, lambda event: said.append(event["what"])).follow(_Ended(*steps))  # type: ignore[arg-type]
     assert said[:3] == [
-        "the coordinator silent for 16 s; all wait for it",
-        "the coordinator silent for 32 s; all wait for it",
+        "the coordinator has been silent for 16 s",
+        "the coordinator has been silent for 32 s",
         "the coordinator was silent for 46 s and is replaced",
     ]
     assert coordinator.num_kills == 1
@@ -141,7 +141,7 @@ def test_a_driver_that_stood_still_itself_replaces_nobody(coordinator: _Coordina
 
 def test_who_waits_for_whom_is_said(coordinator: _Coordinator, clock: list[float]) -> None:
     said: list[dict[str, Any]] = []
-    coordinator.waits = ("sampler 1 silent for 45 s; portion 12:1 waits for it",)
+    coordinator.waits = ("sampler 1 silent for 45 s; work unit 12:1 waits for it",)
 
     def later() -> None:
         clock[0] += 6
@@ -161,7 +161,7 @@ def test_an_interrupt_waits_until_the_learner_has_stopped(coordinator: _Coordina
     fitted: Future[None] = Future()
     coordinator.on_stop = lambda: fitted.set_result(None)
     assert _interrupted(coordinator, fitted, Terminated) == [
-        "stopping: the learner writes a checkpoint; once more ends it at once"
+        "stopping: the learner writes a checkpoint; a second signal stops it at once"
     ]
 
 

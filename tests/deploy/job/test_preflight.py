@@ -119,7 +119,7 @@ def test_gpus_that_would_wait_in_every_round_are_refused(
     else:
         number, work_units, groups, take = found_s
         assert found == [
-            f"rollout.num_samplers is {number}, and only {work_units} portions of {6 * groups} completions can be "
+            f"rollout.num_samplers is {number}, and only {work_units} work units of {6 * groups} completions can be "
             f"sampled at a time: the other GPUs would wait; take {take}"
         ]
 

@@ -72,7 +72,7 @@ def test_the_recipe_of_llada_says_how_one_gpu_has_all_of_it() -> None:
         ((), r"rollout\.num_samplers is 2, learner\.num_workers 1; take the same number"),
         (
             ("rollout.num_samplers=1", "learner.max_staleness=1"),
-            r"learner\.max_staleness 1 is for those that go on meanwhile; take learner\.max_staleness=0 or gpus\.col",
+            r"learner\.max_staleness 1 lets them sample meanwhile; take learner\.max_staleness=0 or gpus\.col",
         ),
     ],
 )

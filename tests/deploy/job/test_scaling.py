@@ -153,7 +153,7 @@ def test_what_ray_says_to_it_is_an_answer_and_the_next_is_carried_out(
         # An invalid request file is ignored, and does not block later requests.
         (run_dir / ".scale.json").write_text('{"id": "x", "sizes": {"samplers": 0}}')
         time.sleep(0.1)
-        assert d1("scale", "tiny", "samplers=2").out.startswith("samplers: 3 now, 2 to be")
+        assert d1("scale", "tiny", "samplers=2").out.startswith("samplers: 3 -> 2")
     assert [scaled[:2] for scaled in ray.scaled] == [
         *(("sampler", 3), ("sampler", 2), ("sampler", 3), ("sampler", 2)),
     ], "the first is undone"

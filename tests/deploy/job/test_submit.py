@@ -192,7 +192,7 @@ def test_a_log_that_breaks_off_is_not_the_end_of_the_job(monkeypatch: pytest.Mon
     cluster.get_job_info = lambda job_id: Job(job_id, next(statuses))  # type: ignore[method-assign]
     written: list[str] = []
     assert follow(cluster, "a", written.append) == 0
-    assert "the log of a broke off" in "".join(written)
+    assert "the log stream of a ended" in "".join(written)
 
 
 class Away(FakeCluster):
@@ -218,7 +218,7 @@ def test_a_dashboard_that_is_away_for_a_while_is_asked_again(monkeypatch: pytest
     cluster.num_away = 4
     written: list[str] = []
     assert follow(cluster, "a", written.append) == 3
-    assert "the log of a broke off" in "".join(written)
+    assert "the log stream of a ended" in "".join(written)
 
 
 def test_a_dashboard_that_stays_away_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,8 @@ def test_a_dashboard_that_stays_away_is_one_sentence(monkeypatch: pytest.MonkeyP
     cluster = Away(jobs={"a": Job("a", "RUNNING")})
     cluster.num_away = 10**6
     with pytest.raises(
-        RunFailedError, match=r"^nobody has said for 0 s how job a stands: .*Connection refused.* follows it again$"
+        RunFailedError,
+        match=r"^the cluster has not reported the state of job a for 0 s: .*Connection refused.* follows it again$",
     ):
         follow(cluster, "a", lambda _: None)
 

@@ -46,7 +46,7 @@ def test_a_driver_that_dies_without_a_word_leaves_one_and_nothing_else(how: str,
     assert status == expected
     assert errors == (
         "d1: the run failed: its driver was killed, or ended by native code; "
-        f"Ray's last words are in {tmp_path}/driver.log; --resume goes on from the newest checkpoint\n"
+        f"Ray's output is in {tmp_path}/driver.log; --resume goes on from the newest checkpoint\n"
     )
     assert read_events(tmp_path)[-1]["what"] == "its driver was killed, or ended by native code"
     deadline = time.monotonic() + 60
@@ -58,7 +58,7 @@ def test_a_driver_that_dies_without_a_word_leaves_one_and_nothing_else(how: str,
 def test_a_service_whose_run_had_ended_is_not_told_to_resume(tmp_path: Path) -> None:
     append_event(tmp_path, "done", seconds=1.0)
     _, _, errors = _drive("killed", tmp_path)
-    assert "the run had ended well" in errors
+    assert "the run had finished" in errors
     assert "serve steady serves it again" in errors
     assert "--resume" not in errors
     assert [event["event"] for event in read_events(tmp_path)] == ["done"]

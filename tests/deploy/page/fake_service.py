@@ -17,26 +17,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response
 
 from deploy.page.routes import page_router
-from deploy.runs.live_history import BEGINNING, Cursor, LiveHistory
-from deploy.service.api.run_view import history_body
 
 KEY = "a-key-of-the-tests"
 _TICK_S = 0.005
 OPEN = 10**9
 TEXTS = ("The", " sum", " of", " 2", " and", " 3", " is", " 5", ".")
 STEPS = (3, 2, 0, 1, 1, 0, 2, 3, 4)
-SAMPLE = {
-    "round": 4,
-    "policy_version": 5,
-    "problem_id": "sudoku/1",
-    "prompt": "1230",
-    "completion": "<answer>1234</answer>",
-    "reward": 0.75,
-    "reward_parts": {"cells": 0.5, "format": 0.25},
-    "correct": False,
-    "outcome": "graded",
-    "step_map": [0, 1, 2],
-}
 
 Json = dict[str, Any]
 
@@ -76,16 +62,7 @@ class FakeService:
         self.paths: list[str] = []
         self.queries: list[str] = []
         self.num_gone = 0
-        self.run: Json | None = {"name": "tiny", "began_at": 0.0, "phase": "rl", "num_rounds": 400, "recipe": {}}
-        self.card: list[str] = []
-        """The prompts of a checkpoint's model card."""
-        self.events: list[Json] = []
-        self.samples: list[Json] = []
-        self.problems: Json = {"task": "sums", "prompts": ["1 + 2", "2 + 2"]}
-        self.pools: Json = {
-            "replicas": [],
-            "follower": {"registry_reachable": True, "num_errors": 0, "last_error": None},
-        }
+        self.examples: Json = {"task": "sums", "prompts": ["1 + 2", "2 + 2"]}
         self.policy: Json = {
             "run": "tiny",
             "policy_version": 12,
@@ -144,7 +121,6 @@ class FakeService:
             return StreamingResponse(self._stream(body), media_type="text/event-stream")
 
         self._add_policy(app)
-        self._add_run(app)
         return app
 
     async def _stream(self, body: Json) -> AsyncIterator[str]:
@@ -193,6 +169,10 @@ class FakeService:
         async def policy() -> Json:
             return self.policy
 
+        @app.get("/v1/policy/examples")
+        async def examples() -> Json:
+            return self.examples
+
         @app.get("/v1/policy/events")
         async def events(request: Request) -> Response:
             last = request.headers.get("last-event-id")
@@ -207,33 +187,6 @@ class FakeService:
                 yield f"id: {after}\nevent: {name}\n{_data(event)}"
             await asyncio.sleep(_TICK_S)
         self.cuts_policy_events = False
-
-    def _add_run(self, app: FastAPI) -> None:
-        def no_run() -> Response:
-            return _error(404, "This service has no run.", "no_run")
-
-        @app.get("/v1/run")
-        async def run() -> Any:
-            return self.run or no_run()
-
-        @app.get("/v1/run/problems")
-        async def problems() -> Any:
-            return self.problems if self.run else {"task": None, "prompts": self.card}
-
-        @app.get("/v1/run/history")
-        async def history(after: str = str(BEGINNING)) -> Any:
-            live = LiveHistory()
-            live.add(self.events)
-            return history_body(live, live.since(Cursor.parse(after))) if self.run else no_run()
-
-        @app.get("/v1/run/samples")
-        async def samples(limit: int) -> Any:
-            # ASCII: a lone surrogate is legal in JSON's escapes, but not in UTF-8.
-            return Response(json.dumps({"samples": self.samples[-limit:]})) if self.run else no_run()
-
-        @app.get("/v1/run/pools")
-        async def pools() -> Any:
-            return self.pools if self.run else no_run()
 
 
 def _data(value: Json) -> str:
@@ -261,42 +214,3 @@ def listening(service: FakeService) -> Iterator[str]:
         finally:
             service.is_closing = server.should_exit = True
             thread.join(10)
-
-
-def round_event(index: int, **fields: float) -> Json:
-    """Return a `round` event as a run writes it."""
-    return {
-        "event": "round",
-        "time_s": 60.0 + index,
-        "round": index,
-        "policy_version": index + 2,
-        "reward": 0.4 + 0.1 * index,
-        "reward_parts": {"cells": 0.4},
-        "correct": 0.1 * index,
-        "num_completions": 64,
-        "num_ungraded": {"timeout": 0, "error": 0},
-        "num_failed_groups": 0,
-        "num_retries": 0,
-        "pools": {
-            "samplers": {"size": 2, "away": 0, "busy": 0.83},
-            "graders": {"size": 4, "away": 1, "busy": 0.1},
-        },
-        "mean_staleness": 0.5,
-        "kl": 0.01 * index,
-        "loss": -0.1,
-        "tokens_per_s": 5000.0 + 100 * index,
-        **fields,
-    }
-
-
-def evaluation_event(label: str, time_s: float, num_correct: int, num_rounds: int = 0) -> Json:
-    """Return an `evaluation` event as a run writes it."""
-    return {
-        "event": "evaluation",
-        "time_s": time_s,
-        "label": label,
-        "policy_version": num_rounds,
-        "round": num_rounds,
-        "num_correct": num_correct,
-        "num_problems": 1000,
-    }

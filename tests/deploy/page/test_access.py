@@ -8,7 +8,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
-from tests.deploy.page.fake_service import SAMPLE, STEPS, TEXTS, FakeService, evaluation_event, frames, round_event
+from tests.deploy.page.fake_service import STEPS, TEXTS, FakeService, frames
 
 Open = Callable[..., Page]
 SIZES = {"desktop": {"width": 1180, "height": 800}, "phone": {"width": 360, "height": 740}}
@@ -31,13 +31,6 @@ def _violations(page: Page) -> list[str]:
     ],
 )
 def test_axe_finds_nothing_to_mend(open_page: Open, service: FakeService, scheme: str, size: str) -> None:
-    service.events = [evaluation_event("sft", 30.0, 87), *map(round_event, range(4))]
-    service.samples = [SAMPLE, {**SAMPLE, "correct": True, "completion": "line\n" * 40}]
-    service.pools["replicas"] = [
-        {"id": "one", "policy_version": 12, "healthy": True, "running": 3, "waiting": 0},
-        {"id": "two", "policy_version": 11, "healthy": False, "running": 0, "waiting": 4},
-    ]
-    service.policy_events = [("refused", {"version": 13, "round": 12, "time_s": 72.0, "why": "bad checksum"})]
     service.answers["policy"] = frames((*TEXTS, "<|endoftext|>"), (*STEPS, 0))
     service.text = "".join(TEXTS)
     service.allowed = 3
@@ -53,16 +46,10 @@ def test_axe_finds_nothing_to_mend(open_page: Open, service: FakeService, scheme
     expect(page.locator(".state").last).to_contain_text("complete")
     page.locator("#canvas-1 .slot.outside").hover()
     assert _violations(page) == []
-    page.click("#nav-run")
-    page.locator(".numbers summary").click()
-    expect(page.locator("#plot-reward")).to_have_attribute("data-points", "4")
-    assert _violations(page) == []
 
 
 @pytest.mark.parametrize("width", [320, 360, 768])
-def test_nothing_is_wider_than_the_screen(open_page: Open, service: FakeService, width: int) -> None:
-    service.events = [evaluation_event("sft", 30.0, 87), *map(round_event, range(4))]
-    service.samples = [SAMPLE]
+def test_nothing_is_wider_than_the_screen(open_page: Open, width: int) -> None:
     page = open_page(viewport={"width": width, "height": 740})
     page.check("#compare")
     page.locator("#options summary").click()
@@ -71,10 +58,6 @@ def test_nothing_is_wider_than_the_screen(open_page: Open, service: FakeService,
     expect(page.locator(".state").last).to_contain_text("complete")
     _fits(page)
     page.click("#key-toggle")
-    _fits(page)
-    page.click("#nav-run")
-    expect(page.locator("#plot-reward")).to_have_attribute("data-points", "4")
-    page.locator(".numbers summary").click()
     _fits(page)
 
 
@@ -98,18 +81,24 @@ def test_slots_fade_in_only_where_motion_is_welcome(
     assert new.evaluate("element => getComputedStyle(element).animationName") == animation
 
 
-def test_the_views_have_landmarks_headings_and_titles(open_page: Open) -> None:
+def test_the_page_has_landmarks_a_heading_a_title_and_a_skip_link(open_page: Open) -> None:
     page = open_page()
-    for role in ("banner", "navigation", "main"):
+    for role in ("banner", "main"):
         expect(page.get_by_role(role)).to_have_count(1)
     expect(page).to_have_title("Ask · d1")
     expect(page.get_by_role("heading", level=1)).to_have_count(1)
-    page.click("#nav-run")
-    expect(page).to_have_title("Run · d1")
-    expect(page.get_by_role("heading", level=1)).to_have_count(1)
-    expect(page.locator("#nav-run")).to_have_attribute("aria-current", "page")
-    page.reload()
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#content")).to_be_focused()
+
+
+def test_a_chosen_theme_is_kept(open_page: Open) -> None:
+    page = open_page(color_scheme="light")
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme-toggle")
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert light != dark
+    expect(page.locator("#theme-toggle")).to_have_accessible_name("Light theme")
+    page.reload()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == dark

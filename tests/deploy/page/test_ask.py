@@ -296,7 +296,7 @@ def test_what_cannot_be_sent_is_said_before_it_is(open_page: Open, service: Fake
     ("event", "said"),
     [
         (None, "The stream ended before the answer was complete."),
-        ({"message": "Its replica died.", "type": "server_error"}, "The service broke off. Its replica died."),
+        ({"message": "Its replica died.", "type": "server_error"}, "The service ended the stream. Its replica died."),
     ],
 )
 def test_a_stream_that_breaks_is_an_error_beside_what_came(
@@ -494,7 +494,7 @@ def test_everything_is_done_with_the_keyboard_alone(open_page: Open) -> None:
 def test_what_the_policy_does_is_said_and_its_problems_are_asked_with_a_click(
     open_page: Open, service: FakeService
 ) -> None:
-    service.problems = {"task": "sums", "prompts": ["1 + 2", "two\nlines", *map(str, range(9))]}
+    service.examples = {"task": "sums", "prompts": ["1 + 2", "two\nlines", *map(str, range(9))]}
     page = open_page()
     about = page.locator("#about")
     expect(about).to_have_text("The policy of tiny, trained on sums, solves 73.7 % of its held-out problems.")
@@ -507,12 +507,12 @@ def test_what_the_policy_does_is_said_and_its_problems_are_asked_with_a_click(
 
 
 def test_a_checkpoint_without_a_run_has_the_prompts_of_its_model_card(open_page: Open, service: FakeService) -> None:
-    service.run = None
-    page = open_page(expected=(NETWORK,))
+    service.examples = {"task": None, "prompts": []}
+    page = open_page()
     _ask(page)
     _expect_done(page)
     expect(page.locator("#chips")).to_be_hidden()
-    service.card = ["Write a story about a fox."]
+    service.examples = {"task": None, "prompts": ["Write a story about a fox."]}
     page.reload()
     page.click("text=Write a story about a fox.")
     _expect_done(page)
@@ -571,13 +571,6 @@ def test_on_a_phone_the_answer_comes_into_sight(open_page: Open) -> None:
     _ask(page)
     _expect_done(page)
     expect(page.locator(".column h3")).to_be_in_viewport()
-
-
-def test_the_header_stays_in_sight_when_the_view_changes(open_page: Open) -> None:
-    page = open_page(viewport={"width": 900, "height": 300})
-    page.click("#nav-run")
-    expect(page.locator("#view-run")).to_be_visible()
-    assert page.evaluate("scrollY") == 0
 
 
 def test_ctrl_enter_asks(open_page: Open) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from playwright.sync_api import Page, expect
 
-from tests.deploy.page.fake_service import SAMPLE, FakeService, frames, round_event
+from tests.deploy.page.fake_service import FakeService, frames
 
 Open = Callable[..., Page]
 HOSTILE = (
@@ -27,7 +27,7 @@ def _no_markup(page: Page) -> None:
     assert page.evaluate("window.hacked") is None
     inside = "#columns img, #columns script, #columns iframe, #columns b, #columns a, #columns style, #foreign"
     expect(page.locator(inside)).to_have_count(0)
-    expect(page.locator("#samples :is(img, script, iframe, a, svg, style)")).to_have_count(0)
+    expect(page.locator(".about :is(img, script, iframe, a, svg, style), #foreign")).to_have_count(0)
 
 
 def test_markup_in_a_completion_is_shown_as_it_is(open_page: Open, service: FakeService) -> None:
@@ -46,14 +46,11 @@ def test_markup_in_a_completion_is_shown_as_it_is(open_page: Open, service: Fake
 
 def test_overrides_of_direction_and_controls_are_made_visible(open_page: Open, service: FakeService) -> None:
     service.answers["policy"] = frames((DIRECTION,), (0,))
-    service.samples = [{**SAMPLE, "completion": DIRECTION, "prompt": DIRECTION}]
     page = open_page()
     page.fill("#prompt", "x")
     page.click("#ask")
     shown = "abc \\u202egnp.exe\\u202c \\u2066hidden\\u2069 \\u200b\\u0000\\u001b[2J \\ud800 end"
     expect(page.locator("#canvas-0")).to_have_text(shown)
-    page.click("#nav-run")
-    expect(page.locator("#samples .model-text")).to_have_text([shown, shown])
 
 
 def test_text_from_right_to_left_is_as_it_was(open_page: Open, service: FakeService) -> None:
@@ -66,16 +63,12 @@ def test_text_from_right_to_left_is_as_it_was(open_page: Open, service: FakeServ
 
 def test_a_hundred_kilobytes_are_cut_and_stay_in_their_box(open_page: Open, service: FakeService) -> None:
     service.answers["policy"] = frames(("x" * 100_000, " y" * 50_000), (0, 1))
-    service.samples = [{**SAMPLE, "completion": "z" * 100_000, "reward_parts": {"p" * 100_000: 1.0}}]
     page = open_page(viewport={"width": 360, "height": 740})
     page.fill("#prompt", "q" * 100_000)
     page.click("#ask")
     expect(page.locator(".state")).to_contain_text("complete")
     expect(page.locator("#canvas-0 .slot").first).to_contain_text("… 80,000 more characters")
     assert page.evaluate("document.querySelector('#canvas-0').clientHeight") < 700
-    _fits(page)
-    page.click("#nav-run")
-    expect(page.locator("#samples")).to_contain_text("… 96,000 more characters")
     _fits(page)
 
 
@@ -92,23 +85,15 @@ def test_many_slots_are_drawn_in_time(open_page: Open, service: FakeService) -> 
 
 def test_hostile_names_numbers_and_errors_are_text_too(open_page: Open, service: FakeService) -> None:
     service.models = ["policy", FOREIGN]
-    service.run = {"name": FOREIGN, "began_at": 0.0, "phase": FOREIGN, "num_rounds": FOREIGN, "recipe": {}}
-    service.policy |= {"last_error": FOREIGN, "refused": [{"version": FOREIGN, "why": FOREIGN}], "num_swaps": FOREIGN}
+    service.examples = {"task": FOREIGN, "prompts": [FOREIGN]}
+    service.policy |= {"run": FOREIGN, "policy_version": FOREIGN, "pinned": FOREIGN, "score": {"accuracy": FOREIGN}}
     service.policy_events = [("refused", {"version": FOREIGN, "round": 1, "time_s": FOREIGN, "why": FOREIGN})]
-    service.samples = [
-        {**SAMPLE, "prompt": FOREIGN, "outcome": FOREIGN, "reward": FOREIGN, "reward_parts": {FOREIGN: FOREIGN}}
-    ]
-    service.pools = {
-        "replicas": [{"id": FOREIGN, "policy_version": FOREIGN, "healthy": FOREIGN, "running": FOREIGN}],
-        "follower": {"registry_reachable": True, "last_error": FOREIGN},
-    }
-    service.events = [round_event(0), {**round_event(1), "reward": FOREIGN, "num_ungraded": FOREIGN}]
     service.breaks_after, service.breaks_with = 1, {"message": FOREIGN}
-    page = open_page("/#run")
-    expect(page.locator("#run-title")).to_have_text(FOREIGN)
-    expect(page.locator("#samples")).to_contain_text(FOREIGN)
-    expect(page.locator("#policy-events")).to_contain_text(FOREIGN)
-    page.click("#nav-ask")
+    page = open_page()
+    expect(page.locator("#about-run")).to_have_text(FOREIGN)
+    expect(page.locator("#about-task")).to_have_text(FOREIGN)
+    expect(page.locator("#chips button")).to_have_text(FOREIGN)
+    expect(page.locator("#serving")).to_have_text("version \u2013 · up to date")
     page.fill("#prompt", "x")
     page.click("#ask")
     expect(page.locator(".column [role=alert]")).to_contain_text(FOREIGN)

@@ -10,7 +10,6 @@ import pytest
 from playwright.sync_api import Page
 
 from deploy.printing import duration, printable
-from deploy.runs.history import moving_mean
 from tests.deploy.page.fake_service import STEPS, TEXTS, frames
 
 Open = Callable[..., Page]
@@ -79,32 +78,13 @@ def test_events_are_parsed_alike_however_the_text_is_cut(page: Page) -> None:
     assert found == [_slow_events(text) for text in texts]
 
 
-def test_numbers_are_those_of_the_reports(page: Page) -> None:
+def test_durations_are_those_of_the_reports(page: Page) -> None:
     seconds = [0.04, 9.94, 10.0, 59.4, 60.0, 184.7, 3599.6, 7621.0]
-    values = [random.Random(2).random() for _ in range(50)]
     found = page.evaluate(
-        """async ([seconds, values]) => {
-          const { duration, movingMean } = await import("/assets/numbers.js");
-          return [seconds.map(duration), movingMean(values, 7)];
-        }""",
-        [seconds, values],
+        """async (seconds) => seconds.map((await import("/assets/numbers.js")).duration)""",
+        seconds,
     )
-    assert found[0] == [duration(value) for value in seconds]
-    assert found[1] == pytest.approx(moving_mean(values, 7))
-
-
-def test_accuracies_are_drawn_from_left_to_right(page: Page) -> None:
-    # The control was evaluated last, and trained for less than RL.
-    found = page.evaluate(
-        """async () => {
-          const { CURVES } = await import("/assets/plots.js");
-          const item = (line, drawn_s, accuracy) => ({ line, drawn_s, accuracy, low: accuracy, high: accuracy });
-          const evaluations = [item("policy", 60, 0.1), item("policy", 180, 0.3), item("control", 120, 0.2)];
-          const accuracy = CURVES.find(({ id }) => id === "accuracy");
-          return [accuracy.data({ evaluations }), accuracy.bars({ evaluations })[1]];
-        }"""
-    )
-    assert found == [[[1, 2, 3], [0.1, None, 0.3], [None, 0.2, None], [None] * 3], [None, [0.2, 0.2], None]]
+    assert found == [duration(value) for value in seconds]
 
 
 def test_hostile_text_is_made_visible_as_on_a_terminal(page: Page) -> None:

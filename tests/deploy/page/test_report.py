@@ -22,7 +22,7 @@ def test_it_is_for_everyone_and_fits_a_phone(
         page.on("console", lambda message, errors=errors: errors.append(message.text))
         page.goto((directory.parents[1] / "report.html").as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
-        assert page.locator("figure svg").count() == 7
+        assert page.locator("figure svg").count() == 11
         found = Axe().run(page, options=RULES).response["violations"]
         assert [f"{each['id']}: {node['html']}" for each in found for node in each["nodes"]] == []
         assert errors == []

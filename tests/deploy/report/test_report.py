@@ -17,6 +17,7 @@ from deploy.evaluation.worker import Answer, AnsweredBatch
 from deploy.report.differences import fields_of
 from deploy.report.eval_results import pareto_front, read_eval_cells
 from deploy.report.examples import GradedCompletion, ReportExample, Token, make_examples
+from deploy.report.figures import smooth
 from deploy.report.report import write_report
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.listing import read_run
@@ -63,14 +64,34 @@ def test_a_run(d1: Callable, make_run: Callable, events: Events, workdir: Path) 
     page = Page((workdir / "here" / "report.html").read_text())
     _assert_is_self_contained(page)
     assert "tiny: SFT" in page.texts
-    assert "24.0 % (20.5 to 27.9), 120 of 500" in page.texts
-    assert "50.0 % (45.6 to 54.4), 250 of 500" in page.texts
+    row = page.texts.index("tiny: SFT + RL")
+    assert page.texts[row : row + 6] == ["tiny: SFT + RL", "50.0 %", "45.6 to 54.4 %", "500", "46 s", "12 rounds"]
     assert page.text.count("Parts of the reward: tiny") == 1
-    for title in ("Held-out accuracy", "Reward", "Share correct", "KL to the reference", "Seconds of a round: tiny"):
-        assert title in page.text
+    titles = ("Held-out accuracy", "SFT loss", "Reward", "Share correct", "KL to the reference", "Clipped tokens")
+    for title in (*titles, "Groups without signal", "Throughput", "Seconds of a round: tiny"):
+        assert title in page.texts
     assert "learner.lr" in page.text
     assert d1("report", "tiny", "--out", "again.html").status == 0
     assert (workdir / "again.html").read_text() == (workdir / "here" / "report.html").read_text()
+
+
+def test_what_has_no_data_has_no_plot(d1: Callable, make_run: Callable, recorder: Any, workdir: Path) -> None:
+    recorder.add("run", name="$\\frac$ [b]", seed=0, commit="", hardware="", versions={})
+    recorder.evaluation("start", 100)
+    make_run("tiny", recorder.events)
+    assert d1("report", "tiny").status == 0
+    texts = Page((workdir / "report.html").read_text()).texts
+    assert "Held-out accuracy" in texts
+    assert not {"SFT loss", "Reward", "Throughput"} & set(texts)
+    recorder.round(0, float("nan"))
+    make_run("odd", recorder.events)
+    assert d1("report", "odd", "--examples", "0").status == 0
+    assert "Reward" in Page((workdir / "report.html").read_text()).texts
+
+
+def test_a_moving_mean_is_over_a_twentieth() -> None:
+    assert smooth([1, 2, 3]) == [1, 2, 3]
+    assert smooth(range(40))[:4] == [0, 0.5, 1.5, 2.5]
 
 
 def test_two_runs_and_what_differs(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
@@ -81,8 +102,8 @@ def test_two_runs_and_what_differs(d1: Callable, make_run: Callable, events: Eve
     text = (workdir / "report.html").read_text()
     differing = text[text.index("What differs") : text.index("What they have in common")]
     assert re.findall(r"<td>(.*?)</td>", differing) == ["learner.lr", "0.0001", "0.0002"]
-    assert "first: RL" in Page(text).texts
-    assert "second: RL" in Page(text).texts
+    assert "first: SFT + RL" in Page(text).texts
+    assert "second: SFT + RL" in Page(text).texts
 
 
 def test_hostile_texts_stay_texts(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deploy.runs.history import moving_mean, read_history
+from deploy.runs.history import read_history
 
 Events = list[dict[str, Any]]
 
@@ -70,10 +70,6 @@ def test_nothing_has_no_history() -> None:
     history = read_history([])
     assert history.seconds == 0
     assert not history.is_finished
-
-
-def test_moving_mean() -> None:
-    assert moving_mean([1, 2, 3, 5], 2) == [1, 1.5, 2.5, 4]
 
 
 LEARNER_DIED = "a learner worker failed: RuntimeError: Connection reset by peer"

@@ -90,7 +90,7 @@ def test_ls_skips_what_is_no_run_and_survives_a_broken_one(make_run: Callable, e
 
 
 def test_ls_without_runs(workdir: Path, d1: Callable) -> None:
-    d1("runs", "ls").assert_refused("there is no directory runs; `d1 train` makes it, or say --runs-dir DIR")
+    d1("runs", "ls").assert_refused("there is no directory runs; `d1 train` makes it, or give --runs-dir DIR")
     (workdir / "runs").mkdir()
     assert d1("runs", "ls").out == "no runs in runs\n"
 
@@ -217,7 +217,7 @@ def test_the_weights_of_a_checkpoint_are_held_as_asked_and_a_runs_as_its_recipe_
     _add_checkpoint(Path("runs/tiny"))
     for named in ((), ("tiny",)):
         d1("serve", *named, "--dtype", "bfloat16").assert_refused(
-            "--dtype is for checkpoints; a run's policy is held as rollout.engine.dtype of its recipe says"
+            "--dtype is for checkpoints; a run has rollout.engine.dtype of its recipe"
         )
     assert served == []
     asked: list[str] = []

@@ -33,7 +33,7 @@ def test_a_log_has_a_line_for_each_phase_and_evaluation(events: Events) -> None:
     assert "SFT: 100 steps" in texts
     assert "RL: 12 rounds" in texts
     assert "control: 46 seconds" in texts
-    assert "held-out accuracy after no training: 0.0 % (0.0 to 0.8), 0 of 500" in texts
+    assert "held-out accuracy before training: 0.0 % (0.0 to 0.8), 0 of 500" in texts
     assert "held-out accuracy after round 6: 36.0 % (31.9 to 40.3), 180 of 500" in texts
     assert "held-out accuracy after the control: 28.0 % (24.2 to 32.1), 140 of 500" in texts
     assert "checkpoint checkpoints/rl-000012" in texts
@@ -124,8 +124,8 @@ def test_a_pause_says_whom_it_is_for_and_when_it_is_over(recorder: Any) -> None:
     recorder.add("pause", what="http://judge/v1 does not answer: refused\x1b[2J\nmore")
     recorder.add("pause_end", seconds=75.2)
     paused, goes_on = _shown(recorder.events, is_terminal=False).splitlines()
-    assert paused.endswith("the run pauses until this is well: http://judge/v1 does not answer: refused\\u001b[2J")
-    assert goes_on.endswith("the run goes on after 1 min 15 s")
+    assert paused.endswith("the run is paused until this recovers: http://judge/v1 does not answer: refused\\u001b[2J")
+    assert goes_on.endswith("the run resumed after 1 min 15 s")
 
 
 def test_a_status_is_shown_as_it_is() -> None:
@@ -164,7 +164,7 @@ def _waited_for(events: Events, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("evaluation", "preparing what comes next"),
+        ("evaluation", "preparing the next stage"),
         ("checkpoint", "evaluating"),
         ("phase_end", "writing a checkpoint"),
         ("round", "waiting for round 2"),
@@ -182,7 +182,7 @@ def test_an_end_that_takes_long_says_so(events: Events, monkeypatch: pytest.Monk
 
 def test_a_pool_of_another_size_is_one_line(recorder: Any) -> None:
     recorder.add("scale", pool="samplers", before=2, after=4)
-    assert _shown(recorder.events, is_terminal=False).endswith("samplers: 2 before, 4 from now on\n")
+    assert _shown(recorder.events, is_terminal=False).endswith("samplers: 2 -> 4\n")
 
 
 @pytest.mark.parametrize("what", ["a learner worker failed: OSError", "the learner group restarted from checkpoint x"])
@@ -190,7 +190,7 @@ def test_a_restart_of_the_learners_is_said(recorder: Any, monkeypatch: pytest.Mo
     recorder.add("phase", phase="rl", num_steps=12)
     recorder.round(0, 0.5)
     recorder.add("failure", what=what, attempt=1)
-    assert _waited_for(recorder.events, monkeypatch) == "starting the learners again"
+    assert _waited_for(recorder.events, monkeypatch) == "restarting the learners"
 
 
 def test_a_checkpoint_beside_the_training_ends_no_wait(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_a_run_within_its_first_stage_says_that_its_policy_is_untrained(
     within = Position(phase=Phase.SFT, round=0, policy_version=0, rl_seconds=0.0, step=30)
     _trained(tiny, ("initial", replace(within, phase=Phase.UNTRAINED, step=None)), ("sft-000030", within))
     assert find_checkpoint_of("tiny-20261122", _RUNS).name == "initial"
-    assert "the newest one within training is tiny-20261122/sft-000030" in capsys.readouterr().err
+    assert "the newest checkpoint within a stage is tiny-20261122/sft-000030" in capsys.readouterr().err
     assert find_checkpoint_of("tiny-20261122/sft-000030", _RUNS).name == "sft-000030"
     assert capsys.readouterr().err == ""
 
@@ -85,7 +85,7 @@ def test_a_run_within_its_first_stage_says_that_its_policy_is_untrained(
 def test_last_is_the_newest_checkpoint_and_best_what_validation_chose(tiny: Path) -> None:
     _trained(tiny)
     assert find("tiny-20261122/last", _RUNS).directory.name == "rl-000024"
-    with pytest.raises(UserError, match=r"has asked no validation problems, .* tiny-20261122/last is the newest"):
+    with pytest.raises(UserError, match=r"has no validation results, .* tiny-20261122/last is the newest"):
         find("tiny-20261122/best", _RUNS)
     for version, right in ((1, 3), (13, 5), (25, 4)):
         scored = {"policy_version": version, "round": version - 1, "num_correct": right, "num_problems": 10}

@@ -26,11 +26,11 @@ ROOT = Path(__file__).parents[3]
 WIDTH = 80
 
 
-def _actor(name: str, seconds: float = 0.0, portion: str = "", state: ActorState = ActorState.IDLE) -> ActorStatus:
-    return ActorStatus(name=name, state=state, portion=portion, seconds=seconds)
+def _actor(name: str, seconds: float = 0.0, work_unit: str = "", state: ActorState = ActorState.IDLE) -> ActorStatus:
+    return ActorStatus(name=name, state=state, work_unit=work_unit, seconds=seconds)
 
 
-BUSY = [_actor(f"sampler {index}", 3.0 + index, f"portion 12:{index}", ActorState.BUSY) for index in range(10)]
+BUSY = [_actor(f"sampler {index}", 3.0 + index, f"work unit 12:{index}", ActorState.BUSY) for index in range(10)]
 STATUS = RunStatus(
     at=0.0,
     stage="rl",
@@ -38,9 +38,9 @@ STATUS = RunStatus(
     num_rounds=400,
     policy_version=13,
     learner={"1": "round 12: training", "0": "round 12: training", "10": "round 12: waiting for completions"},
-    portions={"waiting": 3, "running": 10, "ready": 1, "failed": 0},
-    pools=(*BUSY, _actor("sampler 10"), _actor("grader 0", 125.0, state=ActorState.AWAY)),
-    waits=("sampler 9 silent for 20 s; portion 12:9 waits for it",),
+    work_units={"waiting": 3, "running": 10, "ready": 1, "failed": 0},
+    pools=(*BUSY, _actor("sampler 10"), _actor("grader 0", 125.0, state=ActorState.UNREACHABLE)),
+    waits=("sampler 9 silent for 20 s; work unit 12:9 waits for it",),
     max_staleness=1,
     staleness=0.5,
     num_restarts={"coordinator": 1, "learner": 0, "samplers": 2},
@@ -78,30 +78,31 @@ def test_everything_is_said_within_80_columns(run_dir: Path, d1: Callable) -> No
     assert ended.status == 0
     lines = [line.rstrip() for line in ended.out.splitlines()]
     assert all(len(line) <= WIDTH for line in lines), ended.out
-    assert lines[0].startswith("tiny: running; last heard of 0.0 s ago")
+    assert lines[0].startswith("tiny: running; last update 0.0 s ago")
     assert lines[1:] == [
-        "stage         rounds, 12 of 400 done; policy version 13",
+        "stage         RL, 12 of 400 rounds done; policy version 13",
         "learner       rank 0  round 12: training",
         "              rank 1  round 12: training",
         "              rank 10  round 12: waiting for completions",
-        "samplers      10 busy, 1 idle, 0 away",
-        *(f"              sampler {index}  portion 12:{index} for {3 + index} s" for index in (9, 8, 7)),
-        *(f"              sampler {index}  portion 12:{index} for {3 + index}.0 s" for index in (6, 5, 4, 3, 2)),
+        "samplers      10 busy, 1 idle, 0 unreachable",
+        *(f"              sampler {index}  work unit 12:{index} for {3 + index} s" for index in (9, 8, 7)),
+        *(f"              sampler {index}  work unit 12:{index} for {3 + index}.0 s" for index in (6, 5, 4, 3, 2)),
         "              and 2 more busy",
-        "graders       0 busy, 0 idle, 1 away",
-        "              grader 0  away for 2 min 05 s",
-        "portions      3 waiting, 10 running, 1 ready, 0 failed",
+        "graders       0 busy, 0 idle, 1 unreachable",
+        "              grader 0  unreachable for 2 min 05 s",
+        "work units    3 waiting, 10 running, 1 ready, 0 failed",
         "staleness     0.5 versions in the newest round, 1 at most",
         "restarts      coordinator 1, samplers 2",
         "newest round  sampling 2.5 s (66 %), training 1.2 s (32 %), publish 0.1 s (3 %)",
         "idle          share of the time of the newest round:",
         "              learner rank 0 20 %, sampler 0 100 %",
-        "waits         sampler 9 silent for 20 s; portion 12:9 waits for it",
+        "waits         sampler 9 silent for 20 s; work unit 12:9 waits for it",
     ]
 
 
 @pytest.mark.parametrize(
-    ("stage", "said"), [("sft", "SFT, step 100 of 100; policy"), ("control", "control; policy"), ("untrained", "befo")]
+    ("stage", "said"),
+    [("sft", "SFT, step 100 of 100; policy"), ("control", "control; policy"), ("untrained", "untrained; policy")],
 )
 def test_the_stage_is_said_with_how_far_it_has_come(run_dir: Path, d1: Callable, stage: str, said: str) -> None:
     replace(STATUS, at=_just_now(), stage=stage).write(run_dir)
@@ -123,7 +124,7 @@ def test_the_newest_failures_are_shown_harmless_and_short(run_dir: Path, d1: Cal
 def test_a_run_that_has_been_silent_is_not_called_running(run_dir: Path, d1: Callable) -> None:
     replace(STATUS, at=time.time() - 45).write(run_dir)
     said = d1("status").out
-    assert re.match(r"tiny: stopped or unreachable: last heard of [45]\d s ago", said)
+    assert re.match(r"tiny: stopped or unreachable: last update [45]\d s ago", said)
     assert "learner" not in said, "what it did then is not what it does"
     assert json.loads(d1("status", "--json").out)["is_running"] is False
 
@@ -138,12 +139,12 @@ def test_a_run_whose_process_is_of_this_machine_runs_until_that_ends(run_dir: Pa
     (run_dir / ".lock").write_text(json.dumps(held))
     replace(STATUS, at=time.time() - 45).write(run_dir)
     said = d1("status").out
-    assert re.search(r"silent: last heard of [45]\d s ago", " ".join(said.split()))
+    assert re.search(r"silent: last update [45]\d s ago", " ".join(said.split()))
     assert "waits" in said
     lock.close()
     replace(STATUS, at=_just_now()).write(run_dir)
     said = d1("status").out
-    assert said.startswith("tiny: stopped, last heard of 0.0 s ago")
+    assert said.startswith("tiny: stopped, last update 0.0 s ago")
     assert json.loads((run_dir / ".lock").read_text())["host"] == socket.gethostname()
 
 
@@ -153,14 +154,14 @@ def test_a_run_that_is_done_says_so(make_run: Callable, events: Events, d1: Call
     assert d1("status").out.startswith("tiny: finished, 0.0 s ago")
     lock = RunLock.take(directory)
     replace(STATUS, at=_just_now()).write(directory)
-    assert d1("status").out.startswith("tiny: finished; it still has a process (process ")
+    assert d1("status").out.startswith("tiny: finished; its process still runs (process ")
     lock.close()
 
 
 def test_a_run_that_has_said_nothing_of_itself_is_shown_too(run_dir: Path, d1: Callable) -> None:
     (run_dir / "status.json").unlink()
     os.utime(run_dir / "metrics.jsonl", (_just_now(), _just_now()))
-    assert d1("status").out.startswith("tiny: running; last heard of 0.0 s ago")
+    assert d1("status").out.startswith("tiny: running; last update 0.0 s ago")
     assert json.loads(d1("status", "--json").out)["status"] is None
 
 
@@ -175,7 +176,7 @@ def test_json_has_all_that_the_run_said(run_dir: Path, d1: Callable) -> None:
     assert said["status"]["pools"][0] == {
         "name": "sampler 0",
         "state": "busy",
-        "portion": "portion 12:0",
+        "work_unit": "work unit 12:0",
         "seconds": 3.0,
     }
     assert said["idle"] == {"learner rank 0": 0.2, "sampler 0": 1.0}
@@ -222,7 +223,7 @@ def test_watching_shows_it_again_until_ctrl_c(run_dir: Path, d1: Callable, monke
     ended = d1("status", "--watch")
     assert ended.status == 0
     assert waits == [2.0, 2.0]
-    assert "rounds, 77 of 400 done" in ended.out
+    assert "RL, 77 of 400 rounds done" in ended.out
 
 
 def test_it_waits_neither_for_torch_nor_for_ray(run_dir: Path) -> None:

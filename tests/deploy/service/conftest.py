@@ -24,7 +24,6 @@ from deploy.requests.defaults import Defaults
 from deploy.runs.checkpoints import read_recipe
 from deploy.service.api.app import Service, create_app, guarded
 from deploy.service.api.planner import ServicePlanner
-from deploy.service.api.run_view import RunView
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint
 from deploy.service.contract import BlocksDone, EngineLostError
@@ -148,7 +147,7 @@ def service(run_dir, host, codec):
         backend=host,
         codec=codec,
         planner=planner,
-        run=RunView(run_dir),
+        checkpoints=Checkpoints(run_dir),
         examples=Examples(run_dir),
         registry=None,
     )

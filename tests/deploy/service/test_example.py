@@ -6,6 +6,7 @@ import shlex
 import pytest
 import yaml
 
+from deploy.runs.checkpoints import read_recipe
 from deploy.service.example import Examples, example_request
 from deploy.service.on_ray.launch import banner
 from rewards import Split, make_task
@@ -37,8 +38,6 @@ def test_it_is_the_shortest_of_some(run_dir, task):
     _recipe(run_dir, task=task)
     (turn,) = json.loads(shlex.split(example_request(run_dir)[1])[0])["messages"]
     prompt = turn["content"]
-    from deploy.runs.checkpoints import read_recipe
-
     recipe = read_recipe(run_dir)
     count = min(8, recipe.evaluation.num_problems)
     problems = make_task(recipe.task).problems(Split.HELDOUT, count, seed=0)
@@ -110,3 +109,15 @@ def test_a_model_card_without_examples_has_none(card, tmp_path):
     (tmp_path / "README.md").write_text(card)
     assert Examples(tmp_path).single_turns() == (None, [])
     assert "2 + 3" in example_request(tmp_path)[1]
+
+
+def test_problems_are_held_out_ones_of_the_runs_task(run_dir, monkeypatch):
+    task, prompts = Examples(run_dir).single_turns()
+    recipe = read_recipe(run_dir)
+    heldout = make_task(recipe.task).problems(Split.HELDOUT, 8, seed=0)
+    assert task == recipe.task.name
+    assert prompts == [problem.messages[-1].content for problem in heldout if len(problem.messages) == 1]
+    assert len(prompts) == 8
+    # The task's data may be on another machine.
+    monkeypatch.setattr("deploy.service.example.make_task", lambda _: (_ for _ in ()).throw(ValueError("no data")))
+    assert Examples(run_dir).single_turns() == (recipe.task.name, [])

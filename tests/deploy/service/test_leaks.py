@@ -37,7 +37,7 @@ def application(policies):
         backend=EngineHost(versions, engine),
         codec=codec,
         planner=source.planner(codec),
-        run=source.run_view(),
+        checkpoints=source.checkpoints(),
         examples=source.examples(),
         registry=None,
     )

@@ -25,10 +25,7 @@ SHARES = {
     "/tokenize": 8,
     "/detokenize": 8,
     "/v1/models/{name}": 3,
-    "/v1/policy/{version}": 3,
-    "/v1/run/events": 3,
-    "/v1/run/history": 3,
-    "/v1/run/samples": 3,
+    "/v1/policy/{version}": 12,
 }
 CHECKS = [
     general.not_a_server_error,

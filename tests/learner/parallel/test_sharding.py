@@ -495,7 +495,7 @@ def test_a_rank_that_lags_is_not_waited_for_and_named_but_the_first_time(
     tmp_path: Path, is_first: bool, who: str
 ) -> None:
     run_ranks(_late_rank, str(tmp_path / "at"), tmp_path, is_first, num=3)
-    assert (tmp_path / "said").read_text() == f"round 7: {who} of the learner did not come within 8 s"
+    assert (tmp_path / "said").read_text() == f"round 7: {who} of the learner did not arrive within 8 s"
 
 
 def test_a_frozen_base_in_half_precision_changes_nothing(on_two_ranks: dict[str, Any]) -> None:

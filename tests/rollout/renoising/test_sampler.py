@@ -290,7 +290,7 @@ def test_bad_weights_are_said(renoising_checkpoint: Path) -> None:
     policy = load_renoising_policy(renoising_checkpoint)
     with torch.no_grad():
         policy.network.model.decoder.norm.weight.fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match="no number on canvas 0: bad weights"):
+    with pytest.raises(FloatingPointError, match="not finite on canvas 0: bad weights"):
         RenoisingSampler(policy, 0).complete(_requests()[0])
 
 

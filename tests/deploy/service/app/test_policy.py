@@ -1,6 +1,5 @@
-"""Routes of the policy, its versions and its run."""
+"""Routes of the policy and its versions."""
 
-import json
 import time
 from dataclasses import replace
 
@@ -145,53 +144,9 @@ def test_the_policy_is_shown_with_its_score_and_what_stays_out(client, versions,
     assert_error(client.get("/v1/policy/..%2f"), 404)
 
 
-def write_run(run_dir):
-    lines = [
-        {"event": "run", "time_s": 0.0, "name": "tiny", "began_at": 1.7e9},
-        {"event": "phase", "time_s": 1.0, "phase": "rl", "num_steps": 9},
-        {"event": "round", "time_s": 2.0, "reward": float("nan"), "parts": [{"x": float("inf")}]},
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run_dir / "metrics.jsonl").write_text(text + "no json\n[1]\n" + '{"event": "torn')
-    samples = "".join(json.dumps({"round": index, "completion": "<b>"}) + "\n" for index in range(30))
-    (run_dir / "samples.jsonl").write_text(samples)
-
-
-def test_a_run_is_read_as_it_stands(client, run_dir):
-    write_run(run_dir)
-    summary = client.get("/v1/run").json()
-    assert summary["recipe"]["task"] == {"name": "sums"}
-    summary.pop("recipe")
-    assert summary == {"name": "tiny", "began_at": 1.7e9, "phase": "rl", "num_rounds": 1}
-    body = client.get("/v1/run/events?after=0").json()
-    assert (len(body["events"]), body["next"]) == (3, 3)
-    assert body["events"][2] == {"event": "round", "time_s": 2.0, "reward": None, "parts": [{"x": None}]}
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('"}\n{"event": "done", "time_s": 3}\n')
-    body = client.get("/v1/run/events?after=3").json()
-    assert ([event["event"] for event in body["events"]], body["next"]) == (["torn", "done"], 5)
-    assert client.get("/v1/run/events?after=5").json() == {"events": [], "next": 5}
-    assert client.get("/v1/run").json()["phase"] == "done"
-    history = client.get("/v1/run/history").json()
-    # Unreadable: a round without its number, and an event without its time.
-    assert (history["phase"], history["is_finished"], history["num_unreadable"]) == ("rl", True, 2)
-    assert client.get(f"/v1/run/history?after={history['next']}").json() == history
-    samples = client.get("/v1/run/samples?limit=2").json()["samples"]
-    assert [sample["round"] for sample in samples] == [28, 29]
-    for path in (
-        "/v1/run/samples?limit=0",
-        "/v1/run/samples?limit=x",
-        "/v1/run/events?after=-1",
-        "/v1/run/history?after=1",
-    ):
-        assert_error(client.get(path), 400)
-    pools = client.get("/v1/run/pools").json()
-    assert pools["replicas"] == [{"id": "local", "policy_version": 1, "healthy": True, "running": 0, "waiting": 0}]
-    assert pools["follower"] == {"registry_reachable": True, "num_errors": 2, "last_error": "it was away"}
-
-
-def test_a_checkpoint_by_itself_has_no_run(service):
-    inside = guarded(create_app(replace(service, run=None)), ApiKeys.of(TOKEN, "test"), RateLimits("1000/second"))
+def test_a_checkpoint_by_itself_has_the_versions_of_its_engine(service):
+    inside = guarded(create_app(replace(service, checkpoints=None)), ApiKeys.of(TOKEN, "test"), RateLimits("9/second"))
     with TestClient(inside, headers=BEARER) as client:
-        for path in ("", "/events", "/samples", "/pools"):
-            assert_error(client.get(f"/v1/run{path}"), 404, "no_run")
+        names = [model["id"] for model in client.get("/v1/models").json()["data"]]
+        assert "policy@v000001" in names
+        assert_error(client.get("/v1/policy/2"), 404, "model_not_found")

@@ -188,7 +188,7 @@ def test_every_route_is_closed_but_those_that_are_meant_to_be_open(app, make_cli
             if not is_open(method, path):
                 assert client.request(method, path).status_code == 401, (method, path)
                 walked.add(path)
-    assert {"/v1/completions", "/metrics", "/v1/policy/1", "/v1/run/samples", "/tokenize", "/version"} <= walked
+    assert {"/v1/completions", "/metrics", "/v1/policy/1", "/v1/policy/examples", "/tokenize", "/version"} <= walked
     opened = {route.path for route in routes_of(app) if is_open("GET", route.path)}
     assert opened == {"/health", "/health/ready", "/ping", "/-/healthz", "/", "/assets/{name:path}"}
     assert client.get("/").headers["content-security-policy"]

@@ -28,7 +28,7 @@ def test_a_pinned_version_stays_when_an_engine_dies(serve_cluster, run_dir, add_
     admin = f"http://127.0.0.1:{admin_port}/admin"
 
     def serving():
-        return [one["policy_version"] for one in call(f"{url}/v1/run/pools")[1]["replicas"]]
+        return [one["policy_version"] for one in call(f"{admin}/policy", token=ADMIN_TOKEN)[1]["engines"]]
 
     wait_until(lambda: is_up(f"{admin}/policy") and serving() == [2, 2], "both engines and the admin listener")
     assert call(f"{admin}/policy", token=TOKEN)[0] == 401

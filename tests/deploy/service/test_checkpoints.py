@@ -1,0 +1,24 @@
+"""Checkpoints of a run: which versions it has, without a look at the disk for each question."""
+
+import math
+
+from actors.checkpoints.selection import servable_checkpoints
+from deploy.service import checkpoints
+from deploy.service.checkpoints import Checkpoints
+
+
+def test_the_disk_is_not_read_for_every_question_about_versions(run_dir, add_checkpoint, monkeypatch):
+    found = Checkpoints(run_dir)
+    assert found.versions() == (1,)
+    assert found.find(1).phase == "sft"
+    read = []
+    look = servable_checkpoints
+    monkeypatch.setattr(checkpoints, "servable_checkpoints", lambda path: read.append(path) or look(path))
+    add_checkpoint(run_dir, 2)
+    assert found.versions() == (1,)
+    assert found.find(2) is None
+    assert read == []
+    found._listed = -math.inf, ()
+    assert found.versions() == (1, 2)
+    assert len(read) == 1
+    assert found.find(2).version == 2
