@@ -85,7 +85,10 @@ def run(
         if not lock.is_exclusive:
             what = f"the file system of {spec.run_dir} has no locks: let nothing else train this run meanwhile"
             on_event({"event": "status", "what": what})
-        _run_locked(recipe, spec, mirror, began_at=began_at, resume=resume, serve=serve, on_event=on_event)
+        num_seen = len(read_events(spec.run_dir))
+        if not resume:
+            _record_start(recipe, stages, began_at)
+        _run_locked(recipe, spec, mirror, num_seen=num_seen, serve=serve, on_event=on_event)
 
 
 def _run_locked(
@@ -93,15 +96,11 @@ def _run_locked(
     spec: RunSpec,
     mirror: Mirror | None,
     *,
-    began_at: float,
-    resume: bool,
+    num_seen: int,
     serve: bool,
     on_event: Callable[[Event], None],
 ) -> None:
     point_latest_at(spec.run_dir)
-    num_seen = len(read_events(spec.run_dir))
-    if not resume:
-        _record_start(recipe, began_at)
     adopt_orphans()
     on_event(_waiting("starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"))
     with (
@@ -239,13 +238,14 @@ def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
 
 
-def _record_start(recipe: Recipe, began_at: float) -> None:
+def _record_start(recipe: Recipe, stages: Stages, began_at: float) -> None:
     log = RunLog(recipe.run_dir)
     versions = {name: version_of(name) for name in ("d1", "ray", "torch", "transformers")}
     log.append(
         "run",
         name=recipe.name,
         seed=recipe.seed,
+        stages=stages,
         began_at=began_at,
         commit=_git_commit(),
         hardware=f"{os.cpu_count()} cores, {platform.machine()}, {recipe.device}",
