@@ -1,7 +1,11 @@
-"""FLOP of a round, counted from the recipe alone: denoising its completions, and training on them.
+"""FLOP and seconds of a run's phases, from the recipe alone: denoising completions, and training on them.
 
 Every completion is assumed to fill its canvas, prompt included: an upper bound. FLOP are counted as in
 `learner/flops.py`; training is planned by the method's own estimator on a group of such completions.
+
+Seconds are FLOP over the share of peak FLOP/s that one GPU reached. The shares and the times per layer are fitted to
+LLaDA-8B's shape on one H200 (docs/benchmarks.md, one GPU); `tests/deploy/capacity/test_measured.py` compares. Other
+kinds of GPU are scaled by their peak FLOP/s.
 
 Shape letters: B completions, L completion slots.
 """
@@ -14,7 +18,9 @@ import torch
 
 from actors.run_config import RunConfig
 from actors.spec import sampler_facts
-from deploy.capacity.shape import num_adapters
+from deploy.capacity.gpus import GpuKind
+from deploy.capacity.memory import published_bytes
+from deploy.capacity.shape import ParameterCounts, num_adapters
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, Terms, make_terms
@@ -25,6 +31,14 @@ from learner.parallel.teacher import completed_texts
 from learner.round import WEIGHING
 from rollout.canvas import Canvas
 from rollout.request import Cache, SamplingParams
+
+# An adapter of 1,342 MB: 1.02 s from the GPU to the host, 0.40 s for its checksums.
+_PUBLISHED_BYTES_PER_S = 1.342e9 / 1.42
+# Share of the peak FLOP/s, by whether the network is compiled.
+_SAMPLING_SHARE, _LEARNING_SHARE = {False: 0.54, True: 0.63}, {False: 0.47, True: 0.54}
+# An eager step waits for the host, which takes this long to launch the kernels of a layer. A step by CUDA graphs does
+# not, but its small kernels take extra time per layer, most of all those that read a KV cache.
+_LAUNCHES_OF_LAYER_S, _SMALL_OF_LAYER_S, _SMALL_OF_CACHED_LAYER_S = 0.6e-3, 0.1e-3, 0.3e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,11 +67,6 @@ def steps_of(recipe: RunConfig, shape: TransformerConfig, params: SamplingParams
     if shape.is_block_causal and recipe.rollout.engine.block_cache:
         return _block_causal_steps(recipe, shape, params)
     return _completion_steps(recipe, shape, params)
-
-
-def num_steps(params: SamplingParams) -> int:
-    """Return the maximum number of denoise steps of a completion."""
-    return sampler_facts(params).max_denoise_steps
 
 
 def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, with_recompute: bool = False) -> float:
@@ -128,7 +137,7 @@ def _without_gradient(
 
 def _completion_steps(recipe: RunConfig, shape: TransformerConfig, params: SamplingParams) -> list[Steps]:
     length, block = recipe.rollout.max_prompt_tokens + params.gen_length, params.block_length
-    steps, blocks = num_steps(params), params.num_blocks
+    steps, blocks = sampler_facts(params).max_denoise_steps, params.num_blocks
     rows = 2 if params.cfg_scale else 1
     whole = rows * _step_flops(recipe, shape, length, length, block)
     if params.cache is Cache.NONE:
@@ -186,7 +195,7 @@ def full_group(recipe: RunConfig) -> RolloutBatch:
     Their tokens differ, because equal canvases would be counted once.
     """
     rows, prompt, params = recipe.learner.group_size, recipe.rollout.max_prompt_tokens, recipe.rollout.params[0]
-    length = params.gen_length
+    length, num_steps = params.gen_length, sampler_facts(params).max_denoise_steps
     slots = torch.arange(length).expand(rows, -1)
     zeros_BL, zeros_B = torch.zeros(rows, length), torch.zeros(rows)
     return RolloutBatch(
@@ -201,11 +210,67 @@ def full_group(recipe: RunConfig) -> RolloutBatch:
         correct=zeros_B.bool(),
         truncated=zeros_B.bool(),
         group_ids=torch.zeros(rows, dtype=torch.int64),
-        step_map=slots * num_steps(params) // length,
+        step_map=slots * num_steps // length,
         commit_logp=zeros_BL,
         commit_entropy=zeros_BL,
         commit_law_entropy=zeros_BL,
         fallback=zeros_BL.bool(),
-        num_forwards=torch.full((rows,), num_steps(params)),
+        num_forwards=torch.full((rows,), num_steps),
         policy_versions=torch.zeros(rows, dtype=torch.int64),
     )
+
+
+def completion_s(
+    recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, params: SamplingParams, num_rows: int
+) -> float:
+    """Estimate the seconds per completion when `num_rows` are denoised at a time."""
+    seconds, layers, is_compiled = 0.0, shape.num_layers, recipe.rollout.engine.compile
+    rate = _SAMPLING_SHARE[is_compiled] * kind.flop_per_s
+    for steps in steps_of(recipe, shape, params):
+        computing_s = num_rows * steps.flops / rate
+        if is_compiled:
+            of_layer_s = _SMALL_OF_CACHED_LAYER_S if steps.is_cached else _SMALL_OF_LAYER_S
+            seconds += steps.count * (computing_s + layers * of_layer_s)
+        else:
+            seconds += steps.count * max(computing_s, layers * _LAUNCHES_OF_LAYER_S)
+    return seconds / num_rows
+
+
+def sampling_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_samplers: int) -> float:
+    """Estimate the seconds of a round's completions on one GPU, in the work units of `num_samplers` samplers."""
+    completions = recipe.learner.groups_per_round * recipe.learner.group_size
+    work_unit = recipe.groups_per_work_unit_for(num_samplers) * recipe.learner.group_size
+    num_rows = min(recipe.rollout.engine.num_slots, work_unit)
+    each = [completion_s(recipe, shape, kind, params, num_rows) for params in recipe.rollout.params]
+    return completions * sum(each) / len(each)
+
+
+def learning_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind) -> float:
+    """Estimate the seconds of a round's updates on one GPU."""
+    return learning_flops(recipe, shape, with_recompute=True) / _learning_rate(recipe, kind)
+
+
+def sft_step_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_workers: int) -> float:
+    """Estimate the seconds of an optimizer step of SFT, on documents of maximum length."""
+    of_worker = -(-recipe.sft.batch_size // num_workers)
+    return sft_flops(recipe, shape, of_worker) / _learning_rate(recipe, kind)
+
+
+def evaluation_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_samplers: int) -> float:
+    """Estimate the seconds of an evaluation such as those between the rounds, at the first of its schedules only."""
+    _, _, num_problems = recipe.evaluation.selection_problems
+    work_unit = min(recipe.rollout.batch_size, num_problems)
+    num_work_units = -(-num_problems // work_unit)
+    of_busiest = min(num_problems, -(-num_work_units // num_samplers) * work_unit)
+    num_rows = min(recipe.rollout.engine.num_slots, work_unit)
+    return of_busiest * completion_s(recipe, shape, kind, recipe.evaluated_params[0], num_rows)
+
+
+def publishing_s(recipe: RunConfig, shape: TransformerConfig) -> float | None:
+    """Estimate the seconds from the learner's GPU to the weight store; None for full weights, not measured."""
+    lora = recipe.model.lora
+    return published_bytes(recipe, ParameterCounts.of(shape, lora)) / _PUBLISHED_BYTES_PER_S if lora.rank else None
+
+
+def _learning_rate(recipe: RunConfig, kind: GpuKind) -> float:
+    return _LEARNING_SHARE[recipe.sharding.compile] * kind.flop_per_s

@@ -283,8 +283,8 @@ def _carry_out(
     for warning in warnings:
         sys.stderr.write(f"d1: {printable(warning)}\n")
     if dry_run:
-        from deploy.capacity.dry_run import print_dry_run
         from deploy.capacity.needs import needs_of
+        from deploy.capacity.view import print_dry_run
 
         refusal = _refusal(recipe, stages, start_from, resume=resume)
         problems += [refusal] if refusal and not any(refusal in problem for problem in problems) else []

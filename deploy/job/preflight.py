@@ -13,8 +13,7 @@ from actors.resources import OBJECT_STORE
 from actors.spec import sampler_facts
 from deploy import machine
 from deploy.capacity.available import Resources
-from deploy.capacity.learner_memory import learner_memory
-from deploy.capacity.memory import engine_memory, largest, sampler_memory, why_too_large
+from deploy.capacity.memory import engine_memory, largest, learner_memory, sampler_memory, why_too_large
 from deploy.capacity.needs import CPU_TOLERANCE, Needs, needs_of
 from deploy.capacity.shape import policy_shape
 from deploy.errors import reason

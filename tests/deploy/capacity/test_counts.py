@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from actors.spec import sampler_facts
-from deploy.capacity.activations import kept_bytes, saved_bytes_of_token
 from deploy.capacity.flops import full_group, learning_flops, sampling_flops
+from deploy.capacity.memory import kept_bytes, saved_bytes_of_token
 from deploy.capacity.shape import ParameterCounts, policy_shape
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe

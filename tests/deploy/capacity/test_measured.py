@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import models
+from deploy.capacity.flops import completion_s, learning_s, publishing_s
 from deploy.capacity.gpus import GPU_KINDS
-from deploy.capacity.learner_memory import learner_memory
-from deploy.capacity.seconds import completion_s, learning_s, publishing_s
+from deploy.capacity.memory import learner_memory
 from deploy.capacity.shape import ParameterCounts, policy_shape
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe

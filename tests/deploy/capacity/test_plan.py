@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks import models
 from deploy.capacity.gpus import GPU_KINDS, GpuKind, smallest_memory
-from deploy.capacity.learner_memory import learner_memory
-from deploy.capacity.memory import ProcessMemory, engine_memory, sampler_memory
+from deploy.capacity.memory import ProcessMemory, engine_memory, learner_memory, sampler_memory
 from deploy.capacity.needs import needs_of
 from deploy.capacity.plan import Plan, make_plan
 from deploy.capacity.shape import ParameterCounts, policy_shape
