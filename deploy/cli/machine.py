@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -14,17 +15,17 @@ from deploy.wait_display import wait_display
 
 def doctor(runs_dir: RunsDir = Path("runs")) -> None:
     """Check whether this machine is fit for d1. Exit status 1 if a check fails; warnings do not count."""
-    checks = []
+    checks = {}
     with wait_display("checking this machine") as waiting:
         from rich.console import Console
 
         from deploy.doctor import CheckOutcome, checks_table, run_checks
 
-        for check in run_checks(runs_dir):
-            checks.append(check)
-            waiting.change(f"checking this machine; last: {check.name}")
+        for name, check in run_checks(runs_dir):
+            checks[name] = check
+            waiting.change(f"checking this machine; last: {name}")
     Console().print(checks_table(checks))
-    counts = {verdict: sum(check.verdict is verdict for check in checks) for verdict in CheckOutcome}
+    counts = Counter(check.outcome for check in checks.values())
     typer.echo(
         f"{counts[CheckOutcome.FAILED]} failed, {counts[CheckOutcome.WARNING]} warnings, {counts[CheckOutcome.OK]} ok"
     )

@@ -19,8 +19,8 @@ from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, rea
 from actors.spec import Phase, RunSpec
 from deploy.capacity.needs import checkpoint_bytes
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
-from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
-from deploy.job.following import checkpoint_on_stop, following, wait_for
+from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt, wait_until_done
+from deploy.job.following import checkpoint_on_stop, following
 from deploy.job.judges import judge_servers
 from deploy.job.mirroring import mirrored
 from deploy.job.node_watch import node_processes, watching
@@ -164,7 +164,8 @@ def _run_on_ray(
                     {"event": "status", "what": _start_service(recipe, url, lambda what: on_event(_waiting(what)))}
                 )
             on_event(_waiting(f"starting {learners}; then comes the first evaluation"))
-            wait_for(fitted)
+            wait_until_done(fitted)
+            fitted.result()
             _call(actors.coordinator.finish.remote())
         draw_curves(read_events(spec.run_dir), spec.run_dir / "curves.png")
     except (RayError, TrainingFailedError, LearnerFailedError, RunFailedError, TimeoutError) as error:

@@ -47,7 +47,7 @@ def preflight(
     """
     needs = needs_of(recipe, serve=serve, num_machines=available.num_machines)
     problems = [
-        *_resource_problems(recipe, needs, available),
+        *resource_problems(recipe, needs, available),
         *_gpu_memory_problems(recipe, available, serve=serve),
         *_pool_problems(recipe),
         *_registry_problems(available),
@@ -70,7 +70,7 @@ def _port_problems(service: ServiceSection) -> Iterator[str]:
             yield f"{who} cannot listen on {host}:{port}: {obstacle}; take another service.{field}"
 
 
-def _resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> Iterator[str]:
+def resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> Iterator[str]:
     where = available.where
     samplers = counted(recipe.rollout.num_samplers, "sampler")
     pools = f"{samplers}, {counted(recipe.learner.num_workers, 'learner worker')}"
