@@ -20,13 +20,14 @@ from actors.run_config import RunConfig
 from actors.spec import sampler_facts
 from deploy.capacity.gpus import GpuKind
 from deploy.capacity.memory import published_bytes
-from deploy.capacity.shape import ParameterCounts, num_adapters
+from deploy.capacity.shape import num_adapters
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, Terms, make_terms
 from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
+from learner.model.sizes import ParameterCounts
 from learner.parallel.teacher import completed_texts
 from learner.round import WEIGHING
 from rollout.canvas import Canvas

@@ -15,16 +15,16 @@ from actors.resources import (
     store_resources,
 )
 from deploy.capacity.memory import (
-    FLOAT32,
     Part,
     main_memory_of_learner,
     published_bytes,
     sampler_weight_bytes,
     versions_at_a_time,
 )
-from deploy.capacity.shape import ParameterCounts, begins_merged, policy_shape
+from deploy.capacity.shape import begins_merged, policy_shape
 from deploy.recipe.recipe import Recipe
 from learner.model.config import TransformerConfig
+from learner.model.sizes import FLOAT32, ParameterCounts
 from rewards import make_task
 
 CPU_TOLERANCE = 1e-6
