@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from actors.spec import sampler_facts
-from deploy.capacity.flops import full_group, learning_flops, sampling_flops
+from deploy.capacity.flops import learning_flops, sampling_flops
 from deploy.capacity.shape import policy_shape
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
@@ -19,6 +19,7 @@ from learner.learner import Learner
 from learner.model.networks import make_model
 from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy
+from learner.planned_flops import full_group
 from rollout.config import EngineConfig
 from rollout.request import Request
 from rollout.sampler import Sampler
@@ -50,7 +51,9 @@ def test_the_arithmetic_of_learning_is_what_the_learner_counts(recipe_file: Path
     shape = policy_shape(recipe)
     model = make_model(shape)
     init_weights(model, 0)
-    group = full_group(recipe)
+    params = recipe.rollout.sampling
+    num_steps = sampler_facts(params).max_denoise_steps
+    group = full_group(recipe.learner.group_size, recipe.rollout.max_prompt_tokens, params.gen_length, num_steps)
     batch = replace(
         group, rewards=torch.arange(group.num_rows) / group.num_rows, correct=torch.arange(group.num_rows) % 2 == 0
     )
