@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from deploy.cli.options import RunsDir
-from deploy.errors import UserError, reason
 from deploy.wait_display import wait_display
 
 
@@ -33,26 +31,17 @@ def doctor(runs_dir: RunsDir = Path("runs")) -> None:
         raise typer.Exit(1)
 
 
-def schema(
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here instead of printing it.")] = None,
-) -> None:
+def schema() -> None:
     """Print the recipes' JSON schema.
 
     An editor that knows the YAML language server checks and completes a recipe whose first line is
 
     # yaml-language-server: $schema=recipe.schema.json
 
-    with the path or URL of the file that `d1 schema --output recipe.schema.json` writes.
+    with the path or URL of the file that `d1 schema > recipe.schema.json` writes.
     """
     import json
 
     from deploy.recipe.schema import recipe_schema
 
-    text = json.dumps(recipe_schema(), indent=2) + "\n"
-    if output is None:
-        typer.echo(text, nl=False)
-        return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the schema to {output}: {reason(error)}") from error
+    typer.echo(json.dumps(recipe_schema(), indent=2))
