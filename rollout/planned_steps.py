@@ -12,7 +12,7 @@ from rollout.request import Cache, SamplingParams
 class PlannedSteps(NamedTuple):
     """Denoise steps that compute the same number of slots."""
 
-    count: float
+    num_steps: float
     """Their number, at most."""
     num_computed: int
     """Slots that a step computes."""

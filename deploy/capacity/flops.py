@@ -33,7 +33,7 @@ _LAUNCHES_OF_LAYER_S, _SMALL_OF_LAYER_S, _SMALL_OF_CACHED_LAYER_S = 0.6e-3, 0.1e
 def sampling_flops(recipe: RunConfig, shape: TransformerConfig) -> float:
     """Count the FLOP of denoising a round's completions, averaged over the schedules."""
     total = sum(
-        steps.count * _step_flops(recipe, shape, params, steps)
+        steps.num_steps * _step_flops(recipe, shape, params, steps)
         for params in recipe.rollout.params
         for steps in _steps_of(recipe, shape, params)
     )
@@ -95,9 +95,9 @@ def completion_s(
         computing_s = num_rows * _step_flops(recipe, shape, params, steps) / rate
         if is_compiled:
             of_layer_s = _SMALL_OF_CACHED_LAYER_S if steps.is_cached else _SMALL_OF_LAYER_S
-            seconds += steps.count * (computing_s + layers * of_layer_s)
+            seconds += steps.num_steps * (computing_s + layers * of_layer_s)
         else:
-            seconds += steps.count * max(computing_s, layers * _LAUNCHES_OF_LAYER_S)
+            seconds += steps.num_steps * max(computing_s, layers * _LAUNCHES_OF_LAYER_S)
     return seconds / num_rows
 
 

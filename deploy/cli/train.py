@@ -147,9 +147,10 @@ def adapt(
             overrides=tuple(overrides or ()),
         )
         recipe = adaptation.recipe()
-    if not trains(recipe):
-        _write_alone(adaptation, recipe, resume=resume, dry_run=dry_run)
-        return
+    is_run = trains(recipe)
+    if not is_run and (resume or dry_run):
+        option = "--resume" if resume else "--dry-run"
+        raise UserError(f"{option} is for training, and sft.num_steps is 0; leave one of them out")
     resume = resume and not adaptation.is_generating_responses
     if resume:
         _fetch(recipe, dry_run=dry_run)
@@ -158,8 +159,11 @@ def adapt(
     missing = [parent for parent in recipe.run_dir.parents if not parent.exists()]
     try:
         start_from = None if resume else _policy_of(adaptation, recipe, dry_run=dry_run)
-        stages = Stages.ALL if recipe.learner.num_rounds else Stages.SFT
-        _carry_out(recipe, stages, again=again, start_from=start_from, resume=resume, dry_run=dry_run)
+        if is_run:
+            stages = Stages.ALL if recipe.learner.num_rounds else Stages.SFT
+            _carry_out(recipe, stages, again=again, start_from=start_from, resume=resume, dry_run=dry_run)
+        elif start_from is not None:
+            _place(start_from, recipe.run_dir)
     except KeyboardInterrupt as interrupt:
         if adaptation.is_generating_responses:
             sys.stderr.write(f"d1: stopped; the responses so far are kept; resume with: {again} --resume\n")
@@ -172,22 +176,6 @@ def adapt(
                 parent.rmdir()
     if not dry_run:
         _print_next_steps(recipe.run_dir)
-
-
-def _write_alone(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_run: bool) -> None:
-    """Write the policy without training it: OUT is then a checkpoint and not a run."""
-    from deploy.runs.run_directory import scratch_policy
-
-    if resume or dry_run:
-        option = "--resume" if resume else "--dry-run"
-        raise UserError(f"{option} is for training, and sft.num_steps is 0; leave one of them out")
-    try:
-        _policy_of(adaptation, recipe, dry_run=False).rename(recipe.run_dir)
-    except OSError as error:
-        raise UserError(f"{adaptation.out} cannot be written: {reason(error)}") from error
-    finally:
-        shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
-    _print_next_steps(recipe.run_dir)
 
 
 def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path:
@@ -210,6 +198,14 @@ def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path
     new = ", a new row" if mask.is_new_row else ""
     sys.stderr.write(f"d1: the mask token is {printable(mask.token)} (id {mask.id}{new})\n")
     return directory
+
+
+def _place(policy: Path, out: Path) -> None:
+    """Move a policy that is not trained to OUT, which is then a checkpoint and not a run."""
+    try:
+        policy.rename(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {reason(error)}") from error
 
 
 def _print_next_steps(run_dir: Path) -> None:
