@@ -5,7 +5,7 @@ Everything else that shows numbers (TensorBoard, W&B, tables, curves) is derived
 
 | event | other fields |
 |---|---|
-| run | name, seed, commit, hardware, versions, began_at (unix time) |
+| run | name, seed, stages: all, sft, rl; commit, hardware, versions, began_at (unix time) |
 | phase | phase: sft, rl, control; num_steps (optimizer steps or rounds, 0 where a time limits it: limit_s, spent_s) |
 | sft_data | num_examples, num_held_out, num_overlong, mean_tokens, padding_share, packed_padding_share |
 | sft | phase, step, loss, grad_norm, lr, tokens_per_s |

@@ -90,15 +90,18 @@ def forward_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasS
     )
 
 
-def update_flops(config: TransformerConfig, lora: LoraConfig, canvases: CanvasSums) -> float:
-    """Count the FLOP of a forward of canvases and its backward.
+def update_flops(
+    config: TransformerConfig, lora: LoraConfig, canvases: CanvasSums, *, recomputes: bool = False
+) -> float:
+    """Count the FLOP of a forward of canvases and its backward; `recomputes` adds a second forward of the blocks.
 
     A backward is twice its forward: the gradients of a layer's input and of its weight. Under LoRA frozen weights have
     no gradient. The first block's input gradients are counted, although nothing below it is trained.
     """
     forward = forward_flops(config, lora, canvases)
     frozen = 2 if lora.rank else 3
-    return frozen * (forward.layers + forward.head) + 3 * (forward.attention + forward.adapter)
+    update = frozen * (forward.layers + forward.head) + 3 * (forward.attention + forward.adapter)
+    return update + recomputes * (forward.body + forward.adapter)
 
 
 def _slots_of_last_block(canvases: CanvasSums) -> dict[str, int]:

@@ -30,23 +30,11 @@ def task_prompts(config: TaskConfig, count: int) -> list[Conversation]:
         raise UserError(str(error)) from error
 
 
-def file_prompts(path: Path, count: int | None = None) -> list[Conversation]:
+def file_prompts(path: Path) -> list[Conversation]:
     """Return the prompts of a file: `.txt` with one on each line, or rows with `prompt` or `messages`.
 
-    Args:
-        path: the file, or anything else that `sft.data` can name.
-        count: take so many of the first prompts; None: all.
-
-    Raises:
-        UserError: there is no such file, it cannot be read, or it has fewer.
+    `path` may be anything else that `sft.data` can name. Raises UserError if it cannot be read or has no prompts.
     """
-    found = _file_prompts(path)
-    if count is not None and len(found) < count:
-        raise UserError(f"{path} has {len(found)} prompts; ask for at most as many, not {count}")
-    return found[:count]
-
-
-def _file_prompts(path: Path) -> list[Conversation]:
     try:
         found = _lines(path) if path.suffix.lower() == ".txt" else [_prompt(row) for row in rows_of(path)]
     except OSError as error:

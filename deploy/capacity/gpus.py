@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuKind:
+class GpuKind(NamedTuple):
     """One kind of GPU."""
 
     name: str
@@ -21,13 +20,13 @@ class GpuKind:
 GPU_KINDS = {
     kind.name: kind
     for kind in (
-        GpuKind(name="L4", memory_bytes=24 * 10**9, flop_per_s=121e12),
-        GpuKind(name="L40S", memory_bytes=48 * 10**9, flop_per_s=362e12),
-        GpuKind(name="A100-40G", memory_bytes=40 * 2**30, flop_per_s=312e12),
-        GpuKind(name="A100-80G", memory_bytes=80 * 2**30, flop_per_s=312e12),
-        GpuKind(name="H100", memory_bytes=80 * 2**30, flop_per_s=989e12),
-        GpuKind(name="H200", memory_bytes=141 * 10**9, flop_per_s=989e12),
-        GpuKind(name="B200", memory_bytes=180 * 10**9, flop_per_s=2250e12),
+        GpuKind("L4", 24 * 10**9, 121e12),
+        GpuKind("L40S", 48 * 10**9, 362e12),
+        GpuKind("A100-40G", 40 * 2**30, 312e12),
+        GpuKind("A100-80G", 80 * 2**30, 312e12),
+        GpuKind("H100", 80 * 2**30, 989e12),
+        GpuKind("H200", 141 * 10**9, 989e12),
+        GpuKind("B200", 180 * 10**9, 2250e12),
     )
 }
 """The kinds that plans support."""

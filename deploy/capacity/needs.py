@@ -14,12 +14,17 @@ from actors.resources import (
     sampler_resources,
     store_resources,
 )
-from deploy.capacity.activations import FLOAT32
-from deploy.capacity.learner_memory import main_memory_of_learner
-from deploy.capacity.memory import Part, published_bytes, sampler_weight_bytes, versions_at_a_time
-from deploy.capacity.shape import ParameterCounts, begins_merged, policy_shape
+from deploy.capacity.memory import (
+    Part,
+    main_memory_of_learner,
+    published_bytes,
+    sampler_weight_bytes,
+    versions_at_a_time,
+)
+from deploy.capacity.shape import begins_merged, policy_shape
 from deploy.recipe.recipe import Recipe
 from learner.model.config import TransformerConfig
+from learner.model.sizes import FLOAT32, ParameterCounts
 from rewards import make_task
 
 CPU_TOLERANCE = 1e-6
@@ -56,7 +61,7 @@ class Needs:
 def needs_of(recipe: Recipe, *, serve: bool = False, num_machines: int = 1) -> Needs:
     """Derive what a run needs, and with `serve` its service; engines on CPUs reserve next to nothing from Ray."""
     samplers, workers = recipe.rollout.num_samplers, recipe.learner.num_workers
-    gpus, is_on_gpus = recipe.gpus, recipe.device == "cuda"
+    gpus = recipe.gpus
     sampler = sampler_resources(recipe.device, gpus.sampler_request)
     worker = learner_resources(recipe.device, gpus.learner_request)
     shares = [gpus.sampler_request] * samplers + [gpus.learner_request] * workers
@@ -66,7 +71,7 @@ def needs_of(recipe: Recipe, *, serve: bool = False, num_machines: int = 1) -> N
     shape = _shape(recipe)
     return Needs(
         cpus=round(cpus + samplers * sampler["num_cpus"] + workers * worker["CPU"], 3),
-        gpus=num_gpus_for(shares) if is_on_gpus else 0,
+        gpus=num_gpus_for(shares) if recipe.device == "cuda" else 0,
         memory=(*_processes(recipe), *(() if shape is None else _weights(recipe, shape))),
         object_store_bytes=0 if shape is None else _object_store_bytes(recipe, shape, num_machines),
         disk_bytes=0 if shape is None else _disk_bytes(recipe, shape),
@@ -89,33 +94,31 @@ def _shape(recipe: Recipe) -> TransformerConfig | None:
 
 def _processes(recipe: Recipe) -> Iterator[Part]:
     """Yield the main memory of a run's processes without a policy."""
-    num_with_torch, num_without = recipe.rollout.num_samplers + recipe.learner.num_workers, recipe.grading.num_graders
-    with_torch, without = num_with_torch * _PROCESS_BYTES, (num_without + 2) * _PROCESS_WITHOUT_TORCH_BYTES
-    problems = _problem_copies(recipe) * _problem_bytes(recipe)
-    yield Part(
-        name="processes",
-        num_bytes=_RAY_BYTES + with_torch + without,
-        helps="fewer rollout.num_samplers, learner.num_workers or grading.num_graders",
-    )
-    yield Part(name="problems", num_bytes=problems, helps="fewer num_train_problems or evaluation.num_problems")
+    num_with_torch = recipe.rollout.num_samplers + recipe.learner.num_workers
+    # Without torch: the graders, the coordinator and the weight store.
+    processes = num_with_torch * _PROCESS_BYTES + (recipe.grading.num_graders + 2) * _PROCESS_WITHOUT_TORCH_BYTES
+    fewer = "fewer rollout.num_samplers, learner.num_workers or grading.num_graders"
+    yield Part("processes", _RAY_BYTES + processes, fewer)
+    # The driver, the coordinator and each learner worker hold every problem.
+    problems = (2 + recipe.learner.num_workers) * _problem_bytes(recipe)
+    yield Part("problems", problems, "fewer num_train_problems or evaluation.num_problems")
 
 
 def _weights(recipe: Recipe, shape: TransformerConfig) -> Iterator[Part]:
     """Yield the main memory of the policy. Reading a checkpoint takes only page cache, which is reclaimable."""
     counts, lora = ParameterCounts.of(shape, recipe.model.lora), recipe.model.lora
     smaller = "a smaller model.lora.rank" if lora.rank else "LoRA (model.lora.rank)"
-    yield Part(name="policy versions", num_bytes=_version_bytes(recipe, counts), helps=smaller)
+    yield Part("policy versions", _version_bytes(recipe, counts), smaller)
     # Gathered on rank 0, and written in the background.
-    yield Part(name="a checkpoint that is written", num_bytes=_checkpoint_bytes(recipe, counts), helps=smaller)
-    learner_helps = "gpus.colocate=false" if recipe.gpus.colocate else "sharding.cpu_offload=false"
-    learner_helps = learner_helps if recipe.device == "cuda" else smaller
-    yield Part(
-        name="weights and moments of the learner", num_bytes=main_memory_of_learner(recipe, shape), helps=learner_helps
-    )
+    yield Part("a checkpoint that is written", _checkpoint_bytes(recipe, counts), smaller)
+    learner_helps = smaller
+    if recipe.device == "cuda":
+        learner_helps = "gpus.colocate=false" if recipe.gpus.colocate else "sharding.cpu_offload=false"
+    yield Part("weights and moments of the learner", main_memory_of_learner(recipe, shape), learner_helps)
     if recipe.device == "cpu":
         # The next version is read in place from the object store, and takes no copy.
         sampled = recipe.rollout.num_samplers * sampler_weight_bytes(recipe, counts)
-        yield Part(name="policies of the samplers", num_bytes=sampled, helps="fewer rollout.num_samplers")
+        yield Part("policies of the samplers", sampled, "fewer rollout.num_samplers")
 
 
 def _version_bytes(recipe: Recipe, counts: ParameterCounts) -> float:
@@ -151,23 +154,17 @@ def _disk_bytes(recipe: Recipe, shape: TransformerConfig) -> int:
     num_ends = (recipe.sft.num_steps > 0) + recipe.control.enabled
     is_written = recipe.model.checkpoint is None or begins_merged(recipe)
     initial = FLOAT32 * counts.policy if is_written else 0
-    return num_resumable * _checkpoint_bytes(recipe, counts) + num_ends * FLOAT32 * _saved(counts) + initial
+    return (
+        num_resumable * _checkpoint_bytes(recipe, counts)
+        + num_ends * FLOAT32 * (counts.adapter or counts.policy)
+        + initial
+    )
 
 
 def _checkpoint_bytes(recipe: Recipe, counts: ParameterCounts) -> int:
     """Return the size of trained parameters, AdamW's moments, and a reference that was synced: all in float32."""
     has_moved = recipe.learner.reference_sync_rounds > 0
-    return FLOAT32 * (3 + has_moved) * _saved(counts)
-
-
-def _saved(counts: ParameterCounts) -> int:
-    """Return the number of parameters in a checkpoint: the adapter's, or all."""
-    return counts.adapter or counts.policy
-
-
-def _problem_copies(recipe: Recipe) -> int:
-    """Count the processes that hold every problem: the driver, the coordinator and each learner worker."""
-    return 2 + recipe.learner.num_workers
+    return FLOAT32 * (3 + has_moved) * (counts.adapter or counts.policy)
 
 
 def _problem_bytes(recipe: Recipe) -> int:

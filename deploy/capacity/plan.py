@@ -5,16 +5,22 @@ Times exclude grading, and the loading of checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from actors.resources import GpuSection
 from actors.run_config import RunConfig
-from deploy.capacity.flops import learning_flops, sampling_flops
+from deploy.capacity.flops import (
+    evaluation_s,
+    learning_flops,
+    learning_s,
+    publishing_s,
+    sampling_flops,
+    sampling_s,
+    sft_step_s,
+)
 from deploy.capacity.gpus import GpuKind
-from deploy.capacity.learner_memory import learner_memory
-from deploy.capacity.memory import ProcessMemory, sampler_memory, why_too_large
-from deploy.capacity.seconds import evaluation_s, learning_s, publishing_s, sampling_s, sft_step_s
+from deploy.capacity.memory import ProcessMemory, learner_memory, sampler_memory, why_too_large
 from deploy.capacity.shape import policy_shape
 from deploy.errors import UserError
 from deploy.printing import counted
@@ -90,8 +96,8 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
     policy as the recipe shards it.
     """
     shape = policy_shape(recipe)
-    shares, is_colocated = _shares(recipe, shape, num_gpus), recipe.gpus.colocate
-    splits = _fastest_first(_splits(shares, shape, num_gpus, kind))
+    shares, is_colocated = _with_shares(recipe, shape, num_gpus), recipe.gpus.colocate
+    splits = _splits(shares, shape, num_gpus, kind)
     if not splits:
         raise UserError(
             f"sharding.workers_per_copy {recipe.sharding.workers_per_copy} is more learner workers than a round can "
@@ -99,7 +105,8 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
         )
     others = []
     if not is_colocated and not recipe.learner.max_staleness:
-        others = _fastest_first(_splits(_colocated(recipe), shape, num_gpus, kind))
+        gpus = GpuSection(colocate=True, engine=recipe.gpus.engine)
+        others = _splits(recipe.model_copy(update={"gpus": gpus}), shape, num_gpus, kind)
     return Plan(
         num_gpus=num_gpus,
         kind=kind,
@@ -117,21 +124,21 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
     )
 
 
-def _splits(recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: GpuKind) -> Iterator[GpuSplit]:
-    where = f"one {kind.name}"
-    learner = recipe.learner
+def _splits(recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: GpuKind) -> list[GpuSplit]:
+    """Return all splits: those that fit first, then the fastest first."""
+    where, learner, found = f"one {kind.name}", recipe.learner, []
     # Indivisible units of learner work: more workers than units would be idle in every round.
     units = learner.groups_per_round * (1 if learner.objective.compares_groups else learner.group_size)
     learning_alone_s = learning_s(recipe, shape, kind)
     sampler = why_too_large(sampler_memory(recipe, shape), kind.memory_bytes, where)
+    is_ahead = learner.max_staleness > 0 and num_gpus > 1
     for num_samplers, num_workers in _pairs(recipe, num_gpus, units):
-        too_large = why_too_large(learner_memory(recipe, shape, num_workers), kind.memory_bytes, where)
-        is_ahead = learner.max_staleness > 0 and num_gpus > 1
         # The busiest sampler ends the round. Samplers that run ahead continue with the next round.
         of_busiest = 1 / num_samplers if is_ahead else _of_busiest_sampler(recipe, num_samplers)
         sampled_s = sampling_s(recipe, shape, kind, num_samplers) * of_busiest
-        learned_s = learning_alone_s * _of_busiest(units, num_workers)
-        yield GpuSplit(
+        learned_s = learning_alone_s * -(-units // num_workers) / units
+        too_large = why_too_large(learner_memory(recipe, shape, num_workers), kind.memory_bytes, where)
+        split = GpuSplit(
             num_samplers=num_samplers,
             num_workers=num_workers,
             num_gpus=min(num_gpus, num_workers if recipe.gpus.colocate else num_samplers + num_workers),
@@ -140,24 +147,21 @@ def _splits(recipe: RunConfig, shape: TransformerConfig, num_gpus: int, kind: Gp
             round_s=max(sampled_s, learned_s) if is_ahead else sampled_s + learned_s,
             why_not=sampler or too_large,
         )
+        found.append(split)
+    return sorted(found, key=lambda split: (split.why_not is not None, split.round_s))
 
 
 def _pairs(recipe: RunConfig, num_gpus: int, units: int) -> Iterator[tuple[int, int]]:
     """Yield pairs of sampler and worker counts; workers form whole copies of the policy, and are at most `units`."""
     of_copy = recipe.sharding.workers_per_copy or 1
     if recipe.gpus.colocate:
-        for number in range(1, 1 + min(num_gpus, units, _most_samplers(recipe))):
-            if number % of_copy == 0:
-                yield number, number
+        for number in range(of_copy, 1 + min(num_gpus, units, _most_samplers(recipe)), of_copy):
+            yield number, number
         return
     for num_samplers in range(1, 1 + min(max(1, num_gpus - 1), _most_samplers(recipe))):
         num_workers = min(max(1, num_gpus - num_samplers), units)
         if num_workers >= of_copy:
             yield num_samplers, num_workers - num_workers % of_copy
-
-
-def _fastest_first(splits: Iterable[GpuSplit]) -> list[GpuSplit]:
-    return sorted(splits, key=lambda split: (split.why_not is not None, split.round_s))
 
 
 def _most_samplers(recipe: RunConfig) -> int:
@@ -167,32 +171,22 @@ def _most_samplers(recipe: RunConfig) -> int:
 
 def _of_busiest_sampler(recipe: RunConfig, num_samplers: int) -> float:
     """Return the busiest sampler's share of a round's groups, in whole work units."""
-    groups, of_portion = recipe.learner.groups_per_round, recipe.groups_per_work_unit_for(num_samplers)
-    num_work_units = -(-groups // of_portion)
-    return min(1.0, -(-num_work_units // num_samplers) * of_portion / groups)
+    groups, of_work_unit = recipe.learner.groups_per_round, recipe.groups_per_work_unit_for(num_samplers)
+    num_work_units = -(-groups // of_work_unit)
+    return min(1.0, -(-num_work_units // num_samplers) * of_work_unit / groups)
 
 
-def _of_busiest(num_units: int, num_processes: int) -> float:
-    """Return the busiest process's share of `num_units`."""
-    return -(-num_units // num_processes) / num_units
-
-
-def _shares(recipe: RunConfig, shape: TransformerConfig, num_gpus: int) -> RunConfig:
+def _with_shares(recipe: RunConfig, shape: TransformerConfig, num_gpus: int) -> RunConfig:
     """Return the recipe with whole GPUs; a colocated recipe keeps its shares.
 
     On a single GPU a recipe keeps its shares if they fit, else they are in proportion to the memory of both processes.
     """
+    is_shared = num_gpus == 1 and recipe.gpus.sampler + recipe.gpus.learner <= 1
+    if recipe.gpus.colocate or is_shared:
+        return recipe
     shares = {"sampler": 1.0, "learner": 1.0}
-    if recipe.gpus.colocate:
-        return recipe
-    if num_gpus == 1 and recipe.gpus.sampler + recipe.gpus.learner <= 1:
-        return recipe
     if num_gpus == 1:
         sampler, learner = sampler_memory(recipe, shape).num_bytes, learner_memory(recipe, shape, 1).num_bytes
         of_sampler = min(0.95, max(0.05, round(sampler / (sampler + learner), 2)))
         shares = {"sampler": of_sampler, "learner": round(1 - of_sampler, 2)}
     return recipe.model_copy(update={"gpus": recipe.gpus.model_copy(update=shares)})
-
-
-def _colocated(recipe: RunConfig) -> RunConfig:
-    return recipe.model_copy(update={"gpus": GpuSection(colocate=True, engine=recipe.gpus.engine)})

@@ -1,14 +1,26 @@
-"""Text view of a capacity plan: memory by process, seconds by split, the best split and its limit."""
+"""Text views of a capacity plan (`d1 plan`), and of what a recipe needs against what is available (`--dry-run`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from rich.console import Console, Group, RenderableType
+from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from deploy.capacity.available import Resources
 from deploy.capacity.memory import ProcessMemory
-from deploy.capacity.plan import GpuSplit, Plan
-from deploy.printing import counted, duration
+from deploy.capacity.needs import Needs
+from deploy.machine import free_bytes
+from deploy.printing import counted, duration, gigabytes
+from deploy.recipe.overrides import resolved_yaml
+from deploy.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    # It imports torch, which a dry run for CPUs does not need.
+    from deploy.capacity.plan import GpuSplit, Plan
 
 _MOST_SPLITS = 6
 
@@ -93,3 +105,29 @@ def _override(best: GpuSplit, plan: Plan) -> str:
 
 def _numbers(split: GpuSplit) -> str:
     return f"rollout.num_samplers={split.num_samplers} learner.num_workers={split.num_workers}"
+
+
+def print_dry_run(recipe: Recipe, needs: Needs, available: Resources, problems: Sequence[str]) -> None:
+    """Print the resolved recipe, what it needs against what is available, and the problems."""
+    console = Console()
+    text = resolved_yaml(recipe)
+    if console.is_terminal:
+        console.print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+    else:
+        # Plain YAML: the output up to the table can be piped into a file and used as a recipe.
+        console.print(Text(text), soft_wrap=True)
+    table = Table("resource", "the recipe needs", f"{available.where} has")
+    table.add_row("CPUs", f"{needs.cpus:g}", f"{available.cpus:g}")
+    table.add_row("GPUs", str(needs.gpus), str(available.gpus))
+    table.add_row("memory", f"{gigabytes(needs.memory_bytes)} or more", gigabytes(available.memory_bytes))
+    table.add_row(
+        "object store of one machine", gigabytes(needs.object_store_bytes), gigabytes(available.object_store_bytes)
+    )
+    table.add_row(
+        "disk for checkpoints", f"up to {gigabytes(needs.disk_bytes)}", gigabytes(free_bytes(recipe.run_dir.parent))
+    )
+    console.print(table)
+    for problem in problems:
+        console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)
+    if not problems:
+        console.print("Nothing stands in its way. Nothing was started or written.")

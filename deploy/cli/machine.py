@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from deploy.cli.options import RunsDir
-from deploy.errors import UserError, reason
 from deploy.wait_display import wait_display
 
 
 def doctor(runs_dir: RunsDir = Path("runs")) -> None:
     """Check whether this machine is fit for d1. Exit status 1 if a check fails; warnings do not count."""
-    checks = []
+    checks = {}
     with wait_display("checking this machine") as waiting:
         from rich.console import Console
 
         from deploy.doctor import CheckOutcome, checks_table, run_checks
 
-        for check in run_checks(runs_dir):
-            checks.append(check)
-            waiting.change(f"checking this machine; last: {check.name}")
+        for name, check in run_checks(runs_dir):
+            checks[name] = check
+            waiting.change(f"checking this machine; last: {name}")
     Console().print(checks_table(checks))
-    counts = {verdict: sum(check.verdict is verdict for check in checks) for verdict in CheckOutcome}
+    counts = Counter(check.outcome for check in checks.values())
     typer.echo(
         f"{counts[CheckOutcome.FAILED]} failed, {counts[CheckOutcome.WARNING]} warnings, {counts[CheckOutcome.OK]} ok"
     )
@@ -32,26 +31,17 @@ def doctor(runs_dir: RunsDir = Path("runs")) -> None:
         raise typer.Exit(1)
 
 
-def schema(
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it here instead of printing it.")] = None,
-) -> None:
+def schema() -> None:
     """Print the recipes' JSON schema.
 
     An editor that knows the YAML language server checks and completes a recipe whose first line is
 
     # yaml-language-server: $schema=recipe.schema.json
 
-    with the path or URL of the file that `d1 schema --output recipe.schema.json` writes.
+    with the path or URL of the file that `d1 schema > recipe.schema.json` writes.
     """
     import json
 
     from deploy.recipe.schema import recipe_schema
 
-    text = json.dumps(recipe_schema(), indent=2) + "\n"
-    if output is None:
-        typer.echo(text, nl=False)
-        return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the schema to {output}: {reason(error)}") from error
+    typer.echo(json.dumps(recipe_schema(), indent=2))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from deploy.cli.options import RunName, RunsDir
-from deploy.errors import UserError, reason
+from deploy.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from deploy.runs.scale_request import Kind
 
 _EVERY_S = 2.0
@@ -29,28 +32,29 @@ def status(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(metavar="OUT.json", help="Write what the actors did in the newest rounds, as a Chrome trace."),
-    ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Show the state of a run: stage, round, which actor waits for which, restarts, seconds of each phase.
 
     It is read from the run directory, so it works on any machine that can access that.
     """
+    from rich.console import Console
+
     from deploy.runs.listing import newest_run
     from deploy.runs.references import find_run
+    from deploy.runs.status import read_snapshot
+    from deploy.runs.status_view import json_of, status_view
 
-    if as_json + watch + (timeline is not None) > 1:
-        raise UserError("--json, --watch and --timeline exclude each other; give one of them")
+    if as_json and watch:
+        raise UserError("--json and --watch exclude each other; give one of them")
     run_dir = newest_run(runs_dir) if name is None else find_run(name, runs_dir)
-    if timeline is not None:
-        typer.echo(_written(run_dir, timeline))
-    elif watch:
-        _watch(run_dir)
+    console = Console(highlight=False)
+    if watch:
+        _watch(run_dir, console)
+    elif as_json:
+        typer.echo(json_of(read_snapshot(run_dir)))
     else:
-        _print(run_dir, as_json=as_json)
+        console.print(status_view(read_snapshot(run_dir)))
 
 
 def scale(
@@ -101,21 +105,7 @@ def _sizes(words: list[str]) -> dict[Kind, int]:
     return sizes
 
 
-def _print(run_dir: Path, *, as_json: bool) -> None:
-    from rich.console import Console
-
-    from deploy.runs.status import read_snapshot
-    from deploy.runs.status_view import json_of, status_view
-
-    snapshot = read_snapshot(run_dir)
-    if as_json:
-        typer.echo(json_of(snapshot))
-    else:
-        Console(highlight=False).print(status_view(snapshot))
-
-
-def _watch(run_dir: Path) -> None:
-    from rich.console import Console
+def _watch(run_dir: Path, console: Console) -> None:
     from rich.live import Live
 
     from deploy.runs.status import read_snapshot
@@ -123,26 +113,7 @@ def _watch(run_dir: Path) -> None:
 
     if not sys.stdout.isatty():
         raise UserError("--watch is for a terminal, and this is none; --json prints the same for a program, once")
-    with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="visible") as live:
-        try:
-            while True:
-                live.update(status_view(read_snapshot(run_dir)), refresh=True)
-                time.sleep(_EVERY_S)
-        except KeyboardInterrupt:
-            return
-
-
-def _written(run_dir: Path, out: Path) -> str:
-    """Copy a run's trace to `out`. Returns a sentence about its contents."""
-    from actors.coordination.timeline import TIMELINE, num_rounds, read_trace
-    from deploy.printing import counted
-
-    spans = read_trace(run_dir / TIMELINE)
-    if not spans:
-        raise UserError(f"the run in {run_dir} has no {TIMELINE} yet: it begins with the first evaluation or round")
-    try:
-        out.write_text((run_dir / TIMELINE).read_text(encoding="utf-8"), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--timeline {out} cannot be written: {reason(error)}") from error
-    what = f"{counted(num_rounds(spans), 'round')}, {counted(len(spans), 'span')}"
-    return f"{out}: {what}; open it at https://ui.perfetto.dev or in chrome://tracing"
+    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live, suppress(KeyboardInterrupt):
+        while True:
+            live.update(status_view(read_snapshot(run_dir)), refresh=True)
+            time.sleep(_EVERY_S)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,22 +23,7 @@ if TYPE_CHECKING:
     from deploy.recipe.recipe import Recipe, Stages
 
 _EXIT_TERMINATED = 143
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TrainOptions:
-    """Options of a training command, besides the recipe."""
-
-    command: str
-    """Command that resumes the run when `--resume` is appended."""
-    stages: Stages
-    """Stages to run."""
-    start_from: Path | None = None
-    """A checkpoint that becomes policy version 0."""
-    resume: bool
-    """Whether to resume a run that has begun."""
-    serve: bool = False
-    """Whether to answer HTTP requests meanwhile."""
+_INITIAL = Path("checkpoints", "initial")
 
 
 def train(
@@ -69,30 +53,26 @@ def train(
     overrides = [*(overrides or []), *(["control.enabled=true"] if control else [])]
     if control and start_from is not None:
         raise UserError("--control is more SFT, which --from skips; leave one of them out")
-    with wait_display("reading the recipe"):
-        from deploy.recipe.overrides import load_recipe
-        from deploy.recipe.recipe import Stages
-        from deploy.runs.references import with_resolved_checkpoint
-
-        recipe = with_resolved_checkpoint(load_recipe(recipe_path, overrides))
-    checkpoint = None
-    if start_from is not None:
-        with wait_display(f"looking for {start_from}"):
-            checkpoint = _found_checkpoint(start_from)
-    recipe, renamed = _not_through_link(recipe)
+    recipe, renamed = _read_recipe(recipe_path, overrides)
     if resume or resume_or_start:
         _fetch(recipe, dry_run=dry_run)
+        resume = resume or recipe.run_dir.is_dir()
     words = ["train", str(recipe_path), *overrides, *renamed]
     words += ["--from", str(start_from)] if start_from is not None else []
     words += ["--serve"] if serve else []
-    options = _TrainOptions(
-        command=command(*words),
-        stages=Stages.ALL if start_from is None else Stages.RL,
-        start_from=checkpoint,
-        resume=resume or (resume_or_start and recipe.run_dir.is_dir()),
-        serve=serve,
+    from deploy.recipe.recipe import Stages
+
+    checkpoint, stages = None, Stages.ALL
+    if resume:
+        # A resumed run starts where it began, whether or not --from is repeated.
+        if _recorded_stages(recipe) is Stages.RL:
+            checkpoint, stages = recipe.run_dir / _INITIAL, Stages.RL
+    elif start_from is not None:
+        with wait_display(f"looking for {start_from}"):
+            checkpoint, stages = _found_checkpoint(start_from), Stages.RL
+    _carry_out(
+        recipe, stages, again=command(*words), start_from=checkpoint, resume=resume, serve=serve, dry_run=dry_run
     )
-    _carry_out(recipe, options, dry_run)
 
 
 def sft(
@@ -103,21 +83,17 @@ def sft(
     resume: Resume = False,
 ) -> None:
     """Run stage 1 of a recipe alone: masked SFT on its labels."""
-    with wait_display("reading the recipe"):
-        from deploy.recipe.overrides import load_recipe
-        from deploy.recipe.recipe import Stages
-        from deploy.runs.references import with_resolved_checkpoint
-
-        recipe = with_resolved_checkpoint(load_recipe(recipe_path, overrides or []))
+    recipe, renamed = _read_recipe(recipe_path, overrides)
     if not recipe.sft.num_steps:
         raise UserError(
             f"{recipe_path}: sft.num_steps is 0, which leaves `{program()} sft` nothing to do; give it steps"
         )
-    recipe, renamed = _not_through_link(recipe)
     if resume:
         _fetch(recipe, dry_run=dry_run)
+    from deploy.recipe.recipe import Stages
+
     again = command("sft", str(recipe_path), *(overrides or []), *renamed)
-    _carry_out(recipe, _TrainOptions(command=again, stages=Stages.SFT, resume=resume), dry_run)
+    _carry_out(recipe, Stages.SFT, again=again, resume=resume, dry_run=dry_run)
 
 
 def adapt(
@@ -177,43 +153,35 @@ def adapt(
             overrides=tuple(overrides or ()),
         )
         recipe = adaptation.recipe()
-    if not trains(recipe):
-        _write_alone(adaptation, recipe, resume=resume, dry_run=dry_run)
-        return
+    is_run = trains(recipe)
+    if not is_run and (resume or dry_run):
+        option = "--resume" if resume else "--dry-run"
+        raise UserError(f"{option} is for training, and sft.num_steps is 0; leave one of them out")
     resume = resume and not adaptation.is_generating_responses
     if resume:
         _fetch(recipe, dry_run=dry_run)
         adaptation.check_resumable()
-    stages = Stages.ALL if recipe.learner.num_rounds else Stages.SFT
     again = command(*adaptation.command_words)
+    missing = [parent for parent in recipe.run_dir.parents if not parent.exists()]
     try:
         start_from = None if resume else _policy_of(adaptation, recipe, dry_run=dry_run)
-        options = _TrainOptions(command=again, stages=stages, start_from=start_from, resume=resume)
-        _carry_out(recipe, options, dry_run)
+        if is_run:
+            stages = Stages.ALL if recipe.learner.num_rounds else Stages.SFT
+            _carry_out(recipe, stages, again=again, start_from=start_from, resume=resume, dry_run=dry_run)
+        elif start_from is not None:
+            _place(start_from, recipe.run_dir)
     except KeyboardInterrupt as interrupt:
         if adaptation.is_generating_responses:
             sys.stderr.write(f"d1: stopped; the responses so far are kept; resume with: {again} --resume\n")
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
     finally:
         shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
+        # What a dry run or a refusal made for it, if nothing else is there.
+        with suppress(OSError):
+            for parent in missing:
+                parent.rmdir()
     if not dry_run:
         _print_next_steps(recipe.run_dir)
-
-
-def _write_alone(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_run: bool) -> None:
-    """Write the policy without training it: OUT is then a checkpoint and not a run."""
-    from deploy.runs.run_directory import scratch_policy
-
-    if resume or dry_run:
-        option = "--resume" if resume else "--dry-run"
-        raise UserError(f"{option} is for training, and sft.num_steps is 0; leave one of them out")
-    try:
-        _policy_of(adaptation, recipe, dry_run=False).rename(recipe.run_dir)
-    except OSError as error:
-        raise UserError(f"{adaptation.out} cannot be written: {reason(error)}") from error
-    finally:
-        shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
-    _print_next_steps(recipe.run_dir)
 
 
 def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path:
@@ -238,6 +206,14 @@ def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path
     return directory
 
 
+def _place(policy: Path, out: Path) -> None:
+    """Move a policy that is not trained to OUT, which is then a checkpoint and not a run."""
+    try:
+        policy.rename(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {reason(error)}") from error
+
+
 def _print_next_steps(run_dir: Path) -> None:
     where = os.path.relpath(run_dir)
     for words, what in (
@@ -258,9 +234,16 @@ def _fetch(recipe: Recipe, *, dry_run: bool) -> None:
             fetch_run(recipe)
 
 
-def _not_through_link(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """Replace the name of a link, such as `latest`, by the name of its run. Returns the recipe, and overrides that do
-    the same."""
+def _read_recipe(path: Path, overrides: list[str] | None) -> tuple[Recipe, list[str]]:
+    """Read a recipe, and replace the name of a link, such as `latest`, by the name of its run.
+
+    Returns the recipe, and overrides that rename it likewise.
+    """
+    with wait_display("reading the recipe"):
+        from deploy.recipe.overrides import load_recipe
+        from deploy.runs.references import with_resolved_checkpoint
+
+        recipe = with_resolved_checkpoint(load_recipe(path, overrides or []))
     link = recipe.runs_dir / recipe.name
     target = link.resolve()
     # A link to another directory is a layout of disks, and not another name of a run.
@@ -269,31 +252,45 @@ def _not_through_link(recipe: Recipe) -> tuple[Recipe, list[str]]:
     return recipe.model_copy(update={"name": target.name}), [f"name={target.name}"]
 
 
-def _starting_from(recipe: Recipe, checkpoint: Path) -> Recipe:
-    """Return the recipe with another checkpoint, for an estimate of its needs."""
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpoint": str(checkpoint)})})
+def _recorded_stages(recipe: Recipe) -> Stages | None:
+    """Return the stages that an existing run began with; None without a record of its start."""
+    from actors.run_log import read_events
+    from deploy.recipe.recipe import Stages
+
+    recorded = next((event.get("stages") for event in read_events(recipe.run_dir) if event["event"] == "run"), None)
+    return Stages(recorded) if recorded else None
 
 
-def _carry_out(recipe: Recipe, options: _TrainOptions, dry_run: bool) -> None:
+def _carry_out(
+    recipe: Recipe,
+    stages: Stages,
+    *,
+    again: str,
+    start_from: Path | None = None,
+    resume: bool,
+    serve: bool = False,
+    dry_run: bool,
+) -> None:
+    """Check a recipe, and run it or print what it needs. `again` is the command that resumes it with `--resume`."""
     with wait_display("checking whether the recipe can run here"):
         from deploy.capacity.available import cluster_resources
         from deploy.job.preflight import preflight
         from deploy.printing import counted
 
         available = cluster_resources(os.environ.get("RAY_ADDRESS"))
-        counted_as = recipe if options.start_from is None else _starting_from(recipe, options.start_from)
+        model = recipe.model.model_copy(update={"checkpoint": start_from and str(start_from)})
+        counted_as = recipe if start_from is None else recipe.model_copy(update={"model": model})
         warnings: list[str] = []
-        problems = preflight(
-            counted_as, available, resume=options.resume, serve=options.serve, on_warning=warnings.append
-        )
+        problems = preflight(counted_as, available, resume=resume, serve=serve, on_warning=warnings.append)
     for warning in warnings:
         sys.stderr.write(f"d1: {printable(warning)}\n")
     if dry_run:
-        from deploy.capacity.dry_run import print_dry_run
         from deploy.capacity.needs import needs_of
+        from deploy.capacity.view import print_dry_run
 
-        problems += [more for more in _refusals(recipe, options) if not any(more in problem for problem in problems)]
-        needs = needs_of(counted_as, serve=options.serve, num_machines=available.num_machines)
+        refusal = _refusal(recipe, stages, start_from, resume=resume)
+        problems += [refusal] if refusal and not any(refusal in problem for problem in problems) else []
+        needs = needs_of(counted_as, serve=serve, num_machines=available.num_machines)
         print_dry_run(recipe, needs, available, problems)
         if problems:
             raise UserError(f"{recipe.name} cannot run: {counted(len(problems), 'problem')}, listed above")
@@ -301,25 +298,26 @@ def _carry_out(recipe: Recipe, options: _TrainOptions, dry_run: bool) -> None:
     if problems:
         more = len(problems) - 1
         raise UserError(problems[0] + (f" ({more} more: --dry-run lists all)" if more else ""))
-    _run(recipe, options)
+    _run(recipe, stages, again=again, start_from=start_from, resume=resume, serve=serve)
 
 
-def _refusals(recipe: Recipe, options: _TrainOptions) -> Iterator[str]:
-    """Yield reasons to refuse the run directory that would remain once the actors' needs are met."""
+def _refusal(recipe: Recipe, stages: Stages, start_from: Path | None, *, resume: bool) -> str:
+    """Return why the run directory would be refused once the actors' needs are met; empty if it would not."""
     from deploy.job.preflight import MAX_CHECKED_PROBLEMS
     from deploy.runs.run_directory import check_creatable, check_resumable, make_spec
 
-    spec = make_spec(recipe, options.stages)
+    spec = make_spec(recipe, stages)
     try:
-        if options.resume:
+        if resume:
             check_resumable(recipe, spec)
         else:
-            check_creatable(recipe, spec, options.start_from, MAX_CHECKED_PROBLEMS)
+            check_creatable(recipe, spec, start_from, MAX_CHECKED_PROBLEMS)
     except UserError as error:
-        yield str(error)
+        return str(error)
+    return ""
 
 
-def _run(recipe: Recipe, options: _TrainOptions) -> None:
+def _run(recipe: Recipe, stages: Stages, *, again: str, start_from: Path | None, resume: bool, serve: bool) -> None:
     with wait_display("loading Ray and torch"):
         from rich.console import Console
         from rich.text import Text
@@ -345,23 +343,16 @@ def _run(recipe: Recipe, options: _TrainOptions) -> None:
                 for table in result_tables(read_events(recipe.run_dir)):
                     console.print(table)
                 console.print(Text(f"run directory: {recipe.run_dir}"), soft_wrap=True)
-                if not options.serve:
+                if not serve:
                     display.wait_for_end()
 
         try:
-            job.run(
-                recipe,
-                stages=options.stages,
-                start_from=options.start_from,
-                resume=options.resume,
-                serve=options.serve,
-                on_event=show,
-            )
+            job.run(recipe, stages=stages, start_from=start_from, resume=resume, serve=serve, on_event=show)
         except KeyboardInterrupt as interrupt:
             display.stop()
             if is_done(read_events(recipe.run_dir)):
                 return
-            console.print(Text(f"stopped; resume with: {options.command} --resume"), soft_wrap=True)
+            console.print(Text(f"stopped; resume with: {again} --resume"), soft_wrap=True)
             status = _EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
             raise typer.Exit(status) from interrupt
 

@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from actors.coordination.status import HUNG_S, SILENT_S, RunStatus
 from actors.run_log import Event
 from deploy.interrupts import wait_until_done
+from deploy.job.background import in_background
 from learner.parallel.timeouts import transfer_timeout_s
 
 _POLL_S = 0.5
@@ -65,17 +66,15 @@ class RunFollower:
                 return
 
     def _show(self, events: list[Event]) -> None:
+        import ray
+
         for event in events:
             self._on_event(event)
         self._num_seen += len(events)
         now = time.monotonic()
-        if now - self._asked_at > _STATUS_EVERY_S:
-            self._asked_at = now
-            self._show_waits()
-
-    def _show_waits(self) -> None:
-        import ray
-
+        if now - self._asked_at <= _STATUS_EVERY_S:
+            return
+        self._asked_at = now
         try:
             status: RunStatus = ray.get(self._coordinator.status.remote(), timeout=_POLL_S)
         except ray.exceptions.RayError:
@@ -101,24 +100,9 @@ class RunFollower:
         self._on_event({"event": "waits", "what": what})
 
 
-@contextmanager
-def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]) -> Iterator[None]:
+def following(coordinator: Any, num_seen: int, on_event: Callable[[Event], None]) -> AbstractContextManager[None]:
     """Follow a run, from a background thread, until the block ends."""
-    ended = threading.Event()
-    follower = RunFollower(coordinator, num_seen, on_event)
-    thread = threading.Thread(target=follower.follow, args=(ended,), name="d1-events", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(timeout=2 * _LAST_LOOK_S)
-
-
-def wait_for(fitted: Future[None]) -> None:
-    """Wait for the learner group. Re-raises its error."""
-    if wait_until_done(fitted):
-        fitted.result()
+    return in_background(RunFollower(coordinator, num_seen, on_event).follow, "d1-events", 2 * _LAST_LOOK_S)
 
 
 @contextmanager
@@ -129,33 +113,24 @@ def checkpoint_on_stop(
 
     `checkpoint_bytes` is the size of that checkpoint, with which the timeout grows.
     """
+    import ray
+
+    def say(what: str) -> None:
+        on_event({"event": "status", "what": what})
+
     try:
         yield
     except KeyboardInterrupt:
-        if _request_stop(coordinator):
-            on_event(
-                {
-                    "event": "status",
-                    "what": "stopping: the learner writes a checkpoint; a second signal stops it at once",
-                }
-            )
-            _wait(fitted, on_event, transfer_timeout_s(STOP_GRACE_S, checkpoint_bytes))
+        try:
+            has_learner = ray.get(coordinator.stop.remote(), timeout=STOP_GRACE_S)
+        except ray.exceptions.RayError:
+            has_learner = True  # The request may have arrived all the same.
+        # Before a learner has started nothing can be lost.
+        if has_learner:
+            say("stopping: the learner writes a checkpoint; a second signal stops it at once")
+            within_s = transfer_timeout_s(STOP_GRACE_S, checkpoint_bytes)
+            if not wait_until_done(fitted, within_s):
+                say(f"the learner wrote no checkpoint within {within_s:.0f} s; --resume goes on from an earlier one")
+            elif (error := fitted.exception()) is not None:
+                say(f"the learner failed as it stopped: {type(error).__name__}")
         raise
-
-
-def _request_stop(coordinator: Any) -> bool:
-    """Request a stop, and return whether there is a learner to wait for: before its start nothing can be lost."""
-    import ray
-
-    try:
-        return bool(ray.get(coordinator.stop.remote(), timeout=STOP_GRACE_S))
-    except ray.exceptions.RayError:
-        return True  # The request may have arrived all the same.
-
-
-def _wait(fitted: Future[None], on_event: Callable[[Event], None], within_s: float) -> None:
-    if not wait_until_done(fitted, within_s):
-        what = f"the learner wrote no checkpoint within {within_s:.0f} s; --resume goes on from an earlier one"
-        on_event({"event": "status", "what": what})
-    elif (error := fitted.exception()) is not None:
-        on_event({"event": "status", "what": f"the learner failed as it stopped: {type(error).__name__}"})

@@ -19,8 +19,8 @@ from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, rea
 from actors.spec import Phase, RunSpec
 from deploy.capacity.needs import checkpoint_bytes
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
-from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
-from deploy.job.following import checkpoint_on_stop, following, wait_for
+from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt, wait_until_done
+from deploy.job.following import checkpoint_on_stop, following
 from deploy.job.judges import judge_servers
 from deploy.job.mirroring import mirrored
 from deploy.job.node_watch import node_processes, watching
@@ -84,7 +84,10 @@ def run(
         if not lock.is_exclusive:
             what = f"the file system of {spec.run_dir} has no file locks: make sure that nothing else trains this run"
             on_event({"event": "status", "what": what})
-        _run_locked(recipe, spec, mirror, began_at=began_at, resume=resume, serve=serve, on_event=on_event)
+        num_seen = len(read_events(spec.run_dir))
+        if not resume:
+            _record_start(recipe, stages, began_at)
+        _run_locked(recipe, spec, mirror, num_seen=num_seen, serve=serve, on_event=on_event)
 
 
 def _run_locked(
@@ -92,15 +95,11 @@ def _run_locked(
     spec: RunSpec,
     mirror: Mirror | None,
     *,
-    began_at: float,
-    resume: bool,
+    num_seen: int,
     serve: bool,
     on_event: Callable[[Event], None],
 ) -> None:
     point_latest_at(spec.run_dir)
-    num_seen = len(read_events(spec.run_dir))
-    if not resume:
-        _record_start(recipe, began_at)
     adopt_orphans()
     on_event(_waiting("starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"))
     with (
@@ -164,7 +163,8 @@ def _run_on_ray(
                     {"event": "status", "what": _start_service(recipe, url, lambda what: on_event(_waiting(what)))}
                 )
             on_event(_waiting(f"starting {learners}; the first evaluation follows"))
-            wait_for(fitted)
+            wait_until_done(fitted)
+            fitted.result()
             _call(actors.coordinator.finish.remote())
     except (RayError, TrainingFailedError, LearnerFailedError, RunFailedError, TimeoutError) as error:
         # A raylet that receives SIGTERM ends its workers before itself: let `watching` name the raylet as the cause.
@@ -237,13 +237,14 @@ def _cause(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
 
 
-def _record_start(recipe: Recipe, began_at: float) -> None:
+def _record_start(recipe: Recipe, stages: Stages, began_at: float) -> None:
     log = RunLog(recipe.run_dir)
     versions = {name: version_of(name) for name in ("d1", "ray", "torch", "transformers")}
     log.append(
         "run",
         name=recipe.name,
         seed=recipe.seed,
+        stages=stages,
         began_at=began_at,
         commit=_git_commit(),
         hardware=f"{os.cpu_count()} cores, {platform.machine()}, {recipe.device}",

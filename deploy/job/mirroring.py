@@ -34,59 +34,40 @@ def mirrored(
     if mirror is None:
         yield on_event
         return
-    copier = _Copier(mirror, run_dir, on_failure)
+    wanted, ended, failure = threading.Event(), threading.Event(), ""
+
+    def push() -> None:
+        nonlocal failure
+        is_last = False
+        while not is_last:
+            wanted.wait()
+            wanted.clear()
+            is_last, failure = ended.is_set(), ""
+            try:
+                mirror.push(run_dir)
+            except Exception as error:  # of whichever fsspec backend
+                words = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+                failure = f"the checkpoints are not copied to {mirror.url}: {': '.join(words)}"
+                on_failure(failure)
 
     def heard(event: Event) -> None:
         on_event(event)
         if event["event"] == "checkpoint":
-            copier.wanted.set()
+            wanted.set()
 
+    thread = threading.Thread(target=push, name="d1-mirror", daemon=True)
+    thread.start()
     # Copy the initial policy.
-    copier.wanted.set()
-    copier.start()
+    wanted.set()
     try:
         yield heard
     finally:
         on_event({"event": "status", "what": f"copying checkpoints to {mirror.url}"})
-        if why := copier.end():
+        ended.set()
+        wanted.set()
+        sizes = (path.stat().st_size for path in (run_dir / CHECKPOINTS).rglob("*") if path.is_file())
+        within_s = transfer_timeout_s(_LAST_S, sum(sizes))
+        thread.join(within_s)
+        late = f"the checkpoints are not copied to {mirror.url} within {within_s:.0f} s"
+        if why := late if thread.is_alive() else failure:
             on_event({"event": "status", "what": why})
-
-
-class _Copier(threading.Thread):
-    """Thread that copies on request, and once more before it ends."""
-
-    def __init__(self, mirror: Mirror, run_dir: Path, on_failure: Callable[[str], object]) -> None:
-        super().__init__(name="d1-mirror", daemon=True)
-        self._mirror, self._run_dir, self._on_failure = mirror, run_dir, on_failure
-        self.wanted = threading.Event()
-        self._must_end, self._failure = False, ""
-
-    def run(self) -> None:
-        """Copy on each request, until `end`."""
-        is_last = False
-        while not is_last:
-            self.wanted.wait()
-            self.wanted.clear()
-            is_last = self._must_end
-            self._failure = ""
-            try:
-                self._mirror.push(self._run_dir)
-            except Exception as error:  # of whichever fsspec backend
-                self._failure = f"the checkpoints are not copied to {self._mirror.url}: {_in_a_line(error)}"
-                self._on_failure(self._failure)
-
-    def end(self) -> str:
-        """Wait for the last copy, as long as all bytes may take. Return why it failed; empty on success."""
-        self._must_end = True
-        self.wanted.set()
-        files = [path for path in (self._run_dir / CHECKPOINTS).rglob("*") if path.is_file()]
-        within_s = transfer_timeout_s(_LAST_S, sum(path.stat().st_size for path in files))
-        self.join(within_s)
-        if self.is_alive():
-            return f"the checkpoints are not copied to {self._mirror.url} within {within_s:.0f} s"
-        return self._failure
-
-
-def _in_a_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

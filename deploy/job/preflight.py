@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -13,8 +13,7 @@ from actors.resources import OBJECT_STORE
 from actors.spec import sampler_facts
 from deploy import machine
 from deploy.capacity.available import Resources
-from deploy.capacity.learner_memory import learner_memory
-from deploy.capacity.memory import engine_memory, largest, sampler_memory, why_too_large
+from deploy.capacity.memory import engine_memory, largest, learner_memory, sampler_memory, why_too_large
 from deploy.capacity.needs import CPU_TOLERANCE, Needs, needs_of
 from deploy.capacity.shape import policy_shape
 from deploy.errors import reason
@@ -48,17 +47,23 @@ def preflight(
     """
     needs = needs_of(recipe, serve=serve, num_machines=available.num_machines)
     problems = [
-        *_resource_problems(recipe, needs, available),
+        *resource_problems(recipe, needs, available),
         *_gpu_memory_problems(recipe, available, serve=serve),
         *_pool_problems(recipe),
-        *_registry_problems(available),
-        *(list(_run_dir_problems(recipe, resume)) or _disk_problems(recipe, needs, resume=resume)),
-        *_input_problems(recipe, on_warning),
     ]
-    problems += _judge_problems(recipe, available)
+    try:
+        check_registry(available.num_machines)
+    except (ValueError, ConnectionError) as error:
+        problems.append(str(error))
+    problems += list(_run_dir_problems(recipe, resume)) or _disk_problems(recipe, needs, resume=resume)
+    problems += _input_problems(recipe, on_warning)
     # On a cluster the service may already be up for this run; Ray Serve itself refuses a foreign one.
-    if serve and available.is_ours:
-        problems += _port_problems(recipe.service)
+    problems += _port_problems(recipe.service) if serve and available.is_ours else ()
+    for name, judge, _ in wanted_servers(recipe.reward).values() if not available.is_ours else ():
+        problems.append(
+            f"reward.terms.{name}.vllm: d1 starts it on this machine alone, and graders of {available.where} may be on "
+            f"others; start it yourself (vllm serve {judge.model}) and name its address in base_url"
+        )
     return problems
 
 
@@ -71,7 +76,7 @@ def _port_problems(service: ServiceSection) -> Iterator[str]:
             yield f"{who} cannot listen on {host}:{port}: {obstacle}; take another service.{field}"
 
 
-def _resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> Iterator[str]:
+def resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> Iterator[str]:
     where = available.where
     samplers = counted(recipe.rollout.num_samplers, "sampler")
     pools = f"{samplers}, {counted(recipe.learner.num_workers, 'learner worker')}"
@@ -94,21 +99,16 @@ def _resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> It
             "a smaller model"
         )
     if needs.object_store_bytes > available.object_store_bytes:
+        lora, engine = recipe.model.lora, recipe.rollout.engine
+        ways = ["a smaller model.lora.rank" if lora.rank else "LoRA (model.lora.rank)"]
+        ways += ["rollout.engine.dtype=bfloat16"] if engine.dtype == "float32" and not lora.rank else []
+        ways += ["a smaller learner.max_staleness"] if recipe.learner.max_staleness else []
         largest_store = "that" if available.num_machines == 1 else "the largest"
         yield (
             f"policy versions take {gigabytes(needs.object_store_bytes)} of Ray's object store on one machine, and "
             f"{largest_store} of {where} has {gigabytes(available.object_store_bytes)}; take "
-            f"{_fewer_published(recipe)}, or start Ray with a larger --object-store-memory"
+            f"{', '.join(ways)}, or start Ray with a larger --object-store-memory"
         )
-
-
-def _fewer_published(recipe: Recipe) -> str:
-    """List settings that make the policy versions in the object store smaller, or fewer."""
-    lora, engine = recipe.model.lora, recipe.rollout.engine
-    ways = ["a smaller model.lora.rank" if lora.rank else "LoRA (model.lora.rank)"]
-    ways += ["rollout.engine.dtype=bfloat16"] if engine.dtype == "float32" and not lora.rank else []
-    ways += ["a smaller learner.max_staleness"] if recipe.learner.max_staleness else []
-    return ", ".join(ways)
 
 
 def _gpu_memory_problems(recipe: Recipe, available: Resources, *, serve: bool) -> Iterator[str]:
@@ -152,13 +152,6 @@ def _pool_problems(recipe: Recipe) -> Iterator[str]:
         f"{recipe.groups_per_work_unit * learner.group_size} completions can be sampled at a time: the other GPUs "
         f"would wait; take learner.groups_per_round={more} or rollout.num_samplers={work_units}{also}"
     )
-
-
-def _registry_problems(available: Resources) -> Iterator[str]:
-    try:
-        check_registry(available.num_machines)
-    except (ValueError, ConnectionError) as error:
-        yield str(error)
 
 
 def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:
@@ -214,7 +207,10 @@ def _task_problems(recipe: Recipe, on_warning: Callable[[str], object] | None) -
                 "right completion in its file; give sft.data, or take sft.num_steps=0"
             )
         if split is Split.TRAIN and recipe.reward.terms:
-            yield from _reward_problems(recipe, task.grade(problems[0], "").parts)
+            try:
+                recipe.reward.check(task.grade(problems[0], "").parts)
+            except ValueError as error:
+                yield f"reward.{error}"
     if on_warning is not None:
         for warning in task.warnings():
             on_warning(warning)
@@ -233,23 +229,6 @@ def _looked_at(task: Task, split: Split, count: int, seed: int) -> list[Problem]
         return task.problems(split, min(count, MAX_CHECKED_PROBLEMS), seed)
     except TooFewProblemsError as error:
         raise TooFewProblemsError(task=task.name, split=split, available=error.available, count=count) from error
-
-
-def _reward_problems(recipe: Recipe, task_parts: Collection[str]) -> Iterator[str]:
-    try:
-        recipe.reward.check(task_parts)
-    except ValueError as error:
-        yield f"reward.{error}"
-
-
-def _judge_problems(recipe: Recipe, available: Resources) -> Iterator[str]:
-    servers = list(wanted_servers(recipe.reward).values())
-    if servers and not available.is_ours:
-        name, judge, _ = servers[0]
-        yield (
-            f"reward.terms.{name}.vllm: d1 starts it on this machine alone, and graders of {available.where} may be on "
-            f"others; start it yourself (vllm serve {judge.model}) and name its address in base_url"
-        )
 
 
 def _refusals(recipe: Recipe, shape: TransformerConfig | None) -> Iterator[str]:
@@ -279,54 +258,45 @@ def _input_problems(recipe: Recipe, on_warning: Callable[[str], object] | None) 
     except ValueError as error:
         obstacle = f"model.checkpoint: {error}"
     yield from islice(_refusals(recipe, policy), 1)
-    yield from _speed_problems(recipe)
+    least = recipe.learner.filters.min_speed_range
+    if least and not any(isinstance(term, SpeedConfig) for term in recipe.reward.terms.values()):
+        yield (
+            f"learner.filters.min_speed_range is {least:g} and the reward has no term of kind speed; add "
+            "reward.terms.fast='{kind: speed}', or take learner.filters.min_speed_range=0"
+        )
     if recipe.sft.data is not None:
         try:
             read_demonstrations(recipe.sft.data)
         except ValueError as error:
             yield f"sft.data: {error}"
-    if recipe.wandb_project is not None and find_spec("wandb") is None:
-        yield "wandb_project is set and the package wandb is missing; pip install 'd1[wandb]', or leave it out"
-    if recipe.model.lora.base_weights == "nf4" and find_spec("bitsandbytes") is None:
-        yield "model.lora.base_weights is nf4 and the package bitsandbytes is missing; pip install 'd1[quantized]'"
-    yield from _transport_problems(recipe)
+    yield from _package_and_transport_problems(recipe)
     if obstacle:
         yield obstacle
-    if policy is not None:
-        yield from _policy_problems(recipe, policy)
-
-
-def _transport_problems(recipe: Recipe) -> Iterator[str]:
-    transport = recipe.weight_transport
-    if transport == OBJECT_STORE:
+    if policy is None:
         return
-    if recipe.model.lora.rank:
-        yield f"weight_transport is {transport}, and an adapter goes through the object store; leave it out"
-    if transport == "nixl" and find_spec("nixl") is None:
-        yield "weight_transport is nixl and the package nixl is missing; pip install nixl, or leave it out"
-    if transport == "cuda_ipc" and needs_of(recipe).gpus != 1:
-        yield (
-            "weight_transport is cuda_ipc, which reaches processes on the same GPU alone, and this recipe's are not on "
-            "one; take nixl, or leave it out"
-        )
-
-
-def _policy_problems(recipe: Recipe, policy: TransformerConfig) -> Iterator[str]:
-    if refusal := recipe.model.lora.incompatibility(policy):
-        yield refusal
-    if refusal := recipe.sharding.incompatibility(policy, recipe.model.lora):
-        yield refusal
-    if policy.moe is not None and recipe.rollout.engine.compile and recipe.rollout.engine.dtype == "float32":
+    lora, engine = recipe.model.lora, recipe.rollout.engine
+    yield from filter(None, (lora.incompatibility(policy), recipe.sharding.incompatibility(policy, lora)))
+    if policy.moe is not None and engine.compile and engine.dtype == "float32":
         yield (
             "rollout.engine.compile is true, and experts are compiled in bfloat16 only; "
             "take rollout.engine.dtype=bfloat16"
         )
 
 
-def _speed_problems(recipe: Recipe) -> Iterator[str]:
-    least = recipe.learner.filters.min_speed_range
-    if least and not any(isinstance(term, SpeedConfig) for term in recipe.reward.terms.values()):
+def _package_and_transport_problems(recipe: Recipe) -> Iterator[str]:
+    """Report packages that a field of the recipe needs, and weight transports that have nothing to go over."""
+    transport, lora = recipe.weight_transport, recipe.model.lora
+    for is_set, field, package, fix in (
+        (recipe.wandb_project is not None, "wandb_project is set", "wandb", "'d1[wandb]', or leave it out"),
+        (lora.base_weights == "nf4", "model.lora.base_weights is nf4", "bitsandbytes", "'d1[quantized]'"),
+        (transport == "nixl", "weight_transport is nixl", "nixl", "nixl, or leave it out"),
+    ):
+        if is_set and find_spec(package) is None:
+            yield f"{field} and the package {package} is missing; pip install {fix}"
+    if transport != OBJECT_STORE and lora.rank:
+        yield f"weight_transport is {transport}, and an adapter goes through the object store; leave it out"
+    if transport == "cuda_ipc" and needs_of(recipe).gpus != 1:
         yield (
-            f"learner.filters.min_speed_range is {least:g} and the reward has no term of kind speed; add "
-            "reward.terms.fast='{kind: speed}', or take learner.filters.min_speed_range=0"
+            "weight_transport is cuda_ipc, which reaches processes on the same GPU alone, and this recipe's are not on "
+            "one; take nixl, or leave it out"
         )

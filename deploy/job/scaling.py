@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from actors.run_log import Event
 from actors.spec import RunSpec
 from deploy.capacity.available import Resources, resources_of
-from deploy.capacity.needs import CPU_TOLERANCE, needs_of
+from deploy.capacity.needs import needs_of
 from deploy.errors import reason
-from deploy.printing import counted, gigabytes
+from deploy.job.background import in_background
+from deploy.job.preflight import resource_problems
+from deploy.printing import counted
 from deploy.program import program
 from deploy.recipe.recipe import Recipe
 from deploy.runs.scale_request import KINDS, Kind, ScaleAnswer, ScaleRequest, read_request, withdraw, write_answer
@@ -119,7 +121,9 @@ class Scaler:
             )
         if all(wanted[kind] <= self.sizes[kind] for kind in KINDS):
             return ""
-        return _beyond(self._with(wanted), self._available(), serves=self._scale_engines is not None)
+        recipe, available = self._with(wanted), self._available()
+        needs = needs_of(recipe, serve=self._scale_engines is not None, num_machines=available.num_machines)
+        return next(resource_problems(recipe, needs, available), "")
 
     def _with(self, sizes: dict[Kind, int]) -> Recipe:
         """Return the recipe with these numbers of actors, to compute what it needs."""
@@ -143,25 +147,6 @@ class Scaler:
             )
 
 
-def _beyond(recipe: Recipe, available: Resources, *, serves: bool) -> str:
-    """Explain which resource does not suffice for the recipe's actors; empty if they fit."""
-    needs = needs_of(recipe, serve=serves)
-    shortages = [
-        (f"{needs.cpus:g} CPUs", f"{available.cpus:g}", needs.cpus > available.cpus + CPU_TOLERANCE),
-        (counted(needs.gpus, "GPU"), f"{available.gpus}", needs.gpus > available.gpus),
-        (
-            f"{gigabytes(needs.memory_bytes)} of memory",
-            gigabytes(available.memory_bytes),
-            needs.memory_bytes > available.memory_bytes,
-        ),
-    ]
-    sizes = f"{counted(recipe.rollout.num_samplers, 'sampler')} and {counted(recipe.grading.num_graders, 'grader')}"
-    for needed, has, is_short in shortages:
-        if is_short:
-            return f"with {sizes} the run would need {needed}, and {available.where} has {has}"
-    return ""
-
-
 @contextmanager
 def scaling(
     recipe: Recipe,
@@ -173,21 +158,17 @@ def scaling(
     """Carry out `d1 scale` requests from a background thread until the block ends; then kill the actors added."""
     withdraw(spec.run_dir)
     scaler = Scaler(recipe, spec, actors, lambda: resources_of(os.environ.get("RAY_ADDRESS")), scale_engines)
-    ended = threading.Event()
 
-    def follow() -> None:
+    def follow(ended: threading.Event) -> None:
         while not ended.wait(_POLL_S):
             if (request := read_request(spec.run_dir)) is not None:
                 _answer(scaler, request, spec, on_event)
 
-    thread = threading.Thread(target=follow, name="d1-scale", daemon=True)
-    thread.start()
     try:
-        yield
-    finally:
-        ended.set()
         # Two calls and their undoing.
-        thread.join(timeout=4 * _CALL_TIMEOUT_S)
+        with in_background(follow, "d1-scale", 4 * _CALL_TIMEOUT_S):
+            yield
+    finally:
         scaler.end_started()
 
 

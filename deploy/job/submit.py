@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from deploy.errors import RunFailedError, UserError
 from deploy.printing import printable
 from deploy.program import program
-
-if TYPE_CHECKING:
-    from deploy.recipe.recipe import Recipe
 from learner.model.hub import is_hub_id
 from learner.objectives import DistillationConfig
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobSubmissionClient
+
+    from deploy.recipe.recipe import Recipe
 
 # Ray itself excludes what git ignores; these are for a tree that is no git checkout.
 _EXCLUDES = ["/runs", "/.venv", "/.git"]
@@ -29,27 +32,7 @@ _POLL_S = 2.0
 _HEAD_RESTART_TIMEOUT_S = 300.0
 
 
-class JobClient(Protocol):
-    """The part of Ray's JobSubmissionClient that is used here."""
-
-    def list_jobs(self) -> list[Any]:
-        """All jobs that the cluster knows; each has `submission_id` and `status`."""
-        ...
-
-    def submit_job(self, *, entrypoint: str, submission_id: str, runtime_env: dict[str, Any]) -> str:
-        """Submit a job; returns its id."""
-        ...
-
-    def get_job_info(self, job_id: str) -> Any:
-        """Return a job's `status`, `message` and `driver_exit_code`."""
-        ...
-
-    def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
-        """Stream a job's output, from its beginning until it ends."""
-        ...
-
-
-def connect(address: str | None) -> JobClient:
+def connect(address: str | None) -> JobSubmissionClient:
     """Connect Ray's job client, which takes the token from RAY_AUTH_TOKEN or ~/.ray/auth_token.
 
     Raises UserError if no cluster answers, or it rejects the token.
@@ -62,7 +45,7 @@ def connect(address: str | None) -> JobClient:
         os.environ["RAY_API_SERVER_ADDRESS"] = address
     where = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "this machine"
     try:
-        client: JobClient = JobSubmissionClient(address)
+        return JobSubmissionClient(address)
     except AuthenticationError as error:
         raise UserError(
             f"the cluster at {where} refused the connection; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the "
@@ -72,11 +55,10 @@ def connect(address: str | None) -> JobClient:
         raise UserError(
             f"no Ray cluster answers at {where}; start one with `ray start --head`, or say --address http://HOST:8265"
         ) from error
-    return client
 
 
 def submit(
-    client: JobClient,
+    client: JobSubmissionClient,
     recipe: Recipe,
     recipe_path: Path,
     overrides: Sequence[str],
@@ -112,16 +94,34 @@ def submit(
     return job_id
 
 
-def follow(client: JobClient, job_id: str, write: Callable[[str], None]) -> int:
-    """Write a job's log until it ends; return its exit code. Raises RunFailedError if the cluster stops answering."""
-    import asyncio
+def follow(client: JobSubmissionClient, job_id: str, write: Callable[[str], None]) -> int:
+    """Write a job's log until it ends; return its exit code.
 
-    return asyncio.run(_follow(client, job_id, write))
+    Raises RunFailedError if the cluster does not answer for `_HEAD_RESTART_TIMEOUT_S`.
+    """
+    asyncio.run(_write_log(client, job_id, write))
+    heard_at = time.monotonic()
+    while True:
+        try:
+            info = client.get_job_info(job_id)
+        except (RuntimeError, OSError) as error:
+            if time.monotonic() - heard_at > _HEAD_RESTART_TIMEOUT_S:
+                first_line = str(error).partition("\n")[0]
+                raise RunFailedError(
+                    f"the cluster has not reported the state of job {job_id} for {_HEAD_RESTART_TIMEOUT_S:.0f} s: "
+                    f"{first_line}; it may still run, and the same command follows it again"
+                ) from error
+        else:
+            heard_at, status = time.monotonic(), str(info.status)
+            if status == _SUCCEEDED:
+                return 0
+            if status in _FAILED_STATES:
+                write(f"\njob {job_id} {status.lower()}: {printable(info.message or '')}\n")
+                return int(info.driver_exit_code or 1)
+        time.sleep(_POLL_S)
 
 
-async def _follow(client: JobClient, job_id: str, write: Callable[[str], None]) -> int:
-    import asyncio
-
+async def _write_log(client: JobSubmissionClient, job_id: str, write: Callable[[str], None]) -> None:
     from aiohttp import ClientError
 
     try:
@@ -130,33 +130,6 @@ async def _follow(client: JobClient, job_id: str, write: Callable[[str], None]) 
     except (RuntimeError, OSError, ClientError) as error:
         # The stream broke; the job may still run.
         write(f"\nthe log stream of {job_id} ended ({printable(str(error))}); waiting for the job\n")
-    while True:
-        info = await _info(client, job_id)
-        status = str(info.status)
-        if status == _SUCCEEDED:
-            return 0
-        if status in _FAILED_STATES:
-            write(f"\njob {job_id} {status.lower()}: {printable(info.message or '')}\n")
-            return int(info.driver_exit_code or 1)
-        await asyncio.sleep(_POLL_S)
-
-
-async def _info(client: JobClient, job_id: str) -> Any:
-    """Query a job's state, with retries for `_HEAD_RESTART_TIMEOUT_S` while the cluster does not answer."""
-    import asyncio
-
-    deadline = time.monotonic() + _HEAD_RESTART_TIMEOUT_S
-    while True:
-        try:
-            return await asyncio.to_thread(client.get_job_info, job_id)
-        except (RuntimeError, OSError) as error:
-            if time.monotonic() > deadline:
-                first_line = str(error).partition("\n")[0]
-                raise RunFailedError(
-                    f"the cluster has not reported the state of job {job_id} for {_HEAD_RESTART_TIMEOUT_S:.0f} s: "
-                    f"{first_line}; it may still run, and the same command follows it again"
-                ) from error
-        await asyncio.sleep(_POLL_S)
 
 
 def _relative(recipe_path: Path) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from learner.model.checkpoint_files import ADAPTER, ADAPTER_METADATA_KEY, checkpoint_chain, load_config
 from learner.model.config import Family
 from learner.model.families import FAMILIES, FamilyFormat
-from learner.model.hub import ADAPTER_WEIGHTS
+from learner.model.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from learner.model.lora import adapter_names, set_adapter, set_start_adapter
 from learner.model.lora_config import BaseWeights
 from learner.model.peft_directory.config import find_base, is_peft
@@ -186,8 +186,6 @@ def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: 
 
     Raises ValueError if the original model fuses several of our layers into one.
     """
-    from peft import LoraConfig as PeftLoraConfig
-
     names = FAMILIES[family]
     layers = sorted({name.rpartition(".lora_")[0] for name in adapter.matrices})
     outer = [layer for layer in layers if f"{layer}.weight" in names.outer_names]
@@ -198,14 +196,17 @@ def write_peft_adapter(directory: Path, adapter: Adapter, family: Family, base: 
     pattern = rf"{re.escape(names.block_prefix)}\.\d+\.({'|'.join(map(re.escape, inner))})"
     for layer in outer:
         pattern += "|" + re.escape(names.outer_names[f"{layer}.weight"].removesuffix(".weight"))
-    PeftLoraConfig(
-        base_model_name_or_path=base,
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft only divides it
-        lora_dropout=0.0,
-        target_modules=pattern,
-        inference_mode=True,
-    ).save_pretrained(str(directory))
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": pattern,
+        "inference_mode": True,
+    }
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {}
     for layer in layers:
         weight = f"{layer}.weight"

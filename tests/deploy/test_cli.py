@@ -140,6 +140,19 @@ def test_resume_needs_a_run_and_resume_or_start_does_not(
     assert [resume for _, _, resume, _ in job.calls] == [False, True, True]
 
 
+def test_a_run_that_skipped_sft_is_resumed_without_naming_its_start(
+    recipe_file: Path, d1: Callable, install_job: Callable, config: TransformerConfig
+) -> None:
+    job = install_job(FakeJob([{"event": "run", "stages": "rl"}]))
+    initial = recipe_file.parent / "runs" / "tiny" / "checkpoints" / "initial"
+    initial.mkdir(parents=True)
+    (initial / "config.json").write_text(json.dumps(write_config(config)))
+    (initial.parents[1] / "metrics.jsonl").write_text('{"event": "run", "stages": "rl"}\n')
+    for words in ((), ("--from", "deleted-meanwhile")):
+        assert d1("train", "tiny.yaml", "--resume", *words).status == 0
+    assert job.calls == [(Stages.RL, initial, True, False)] * 2
+
+
 def test_ctrl_c_says_how_to_resume(recipe_file: Path, d1: Callable, events: Events, install_job: Callable) -> None:
     install_job(FakeJob(events[:20], interrupt=True))
     ended = d1("train", "tiny.yaml", "task={name: sums}")

@@ -17,12 +17,12 @@ from deploy.doctor import Check, CheckOutcome
 
 
 def _named(name: str) -> Check:
-    return next(check for check in doctor.run_checks(Path("runs")) if check.name == name)
+    return dict(doctor.run_checks(Path("runs")))[name]
 
 
 @pytest.fixture(autouse=True)
 def _without_slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_embedded_registry", lambda name: Check(name=name, found=""))
+    monkeypatch.setattr(doctor, "_embedded_registry", lambda: Check(""))
 
 
 def test_this_machine_can_run_its_own_tests(workdir: Path, d1: Callable) -> None:
@@ -48,7 +48,7 @@ def test_what_is_said_of_torch_is_what_pyproject_says(monkeypatch: pytest.Monkey
     oldest = next(item.version for item in torch if item.operator == ">=")
     for version, verdict in {oldest: CheckOutcome.OK, "2.10.9": CheckOutcome.FAILED}.items():
         monkeypatch.setattr("importlib.metadata.version", lambda _name, version=version: version)
-        assert _named("torch").verdict is verdict
+        assert _named("torch").outcome is verdict
     assert _named("torch").fix == f"d1 needs torch {torch}"
 
 
@@ -68,12 +68,12 @@ def test_versions_that_nothing_is_said_of_are_told_and_are_no_failure(
     assert ended.status == 0
     for name in ("Python", "ray", "torch", "transformers"):
         check = _named(name)
-        assert (check.verdict, check.found[0].isdigit()) == (CheckOutcome.WARNING, True)
+        assert (check.outcome, check.found[0].isdigit()) == (CheckOutcome.WARNING, True)
         assert "package metadata" in check.fix
 
 
 def test_a_check_that_raises_has_failed_and_the_others_are_made(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = {check.name for check in doctor.run_checks(Path("runs"))}
+    whole = dict(doctor.run_checks(Path("runs"))).keys()
 
     def refuses(*_: object) -> None:
         raise PermissionError("not for you\nat all")
@@ -85,9 +85,11 @@ def test_a_check_that_raises_has_failed_and_the_others_are_made(d1: Callable, mo
     ended = d1("doctor")
     assert ended.status == 1
     assert "10 failed" in ended.out
-    checks = list(doctor.run_checks(Path("runs")))
-    assert {check.name for check in checks} == whole
-    assert {check.found for check in checks if check.verdict is CheckOutcome.FAILED} == {"PermissionError: not for you"}
+    checks = dict(doctor.run_checks(Path("runs")))
+    assert checks.keys() == whole
+    assert {check.found for check in checks.values() if check.outcome is CheckOutcome.FAILED} == {
+        "PermissionError: not for you"
+    }
 
 
 def test_a_warning_is_none(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,24 +104,24 @@ def test_a_warning_is_none(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_memory(gibibytes: int, verdict: CheckOutcome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.machine, "memory_bytes", lambda: gibibytes * 2**30)
-    assert _named("memory").verdict is verdict
+    assert _named("memory").outcome is verdict
 
 
 def test_little_shared_memory_names_dockers_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.machine, "shared_memory_bytes", lambda: 64 * 2**20)
     check = _named("/dev/shm")
-    assert check.verdict is CheckOutcome.WARNING
+    assert check.outcome is CheckOutcome.WARNING
     assert "--shm-size" in check.fix
     monkeypatch.setattr(doctor.machine, "shared_memory_bytes", lambda: None)
-    assert _named("/dev/shm").verdict is CheckOutcome.NOTE
+    assert _named("/dev/shm").outcome is CheckOutcome.NOTE
 
 
 def test_a_port_in_use_is_a_warning() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        check = doctor._port("port", port=server.getsockname()[1], use="the service")
-    assert check.verdict is CheckOutcome.WARNING
+        check = doctor._port(server.getsockname()[1], "the service")
+    assert check.outcome is CheckOutcome.WARNING
     assert check.found == "address already in use, wanted for the service"
 
 
@@ -132,7 +134,7 @@ def test_a_redis_that_does_not_answer_fails_without_showing_its_password(
     assert "D1_REDIS_URL" in ended.out
     assert "s3cret" not in ended.out + ended.err
     monkeypatch.setenv("D1_REDIS_URL", "not a url")
-    assert _named("D1_REDIS_URL").verdict is CheckOutcome.FAILED
+    assert _named("D1_REDIS_URL").outcome is CheckOutcome.FAILED
 
 
 def test_a_container_has_what_its_cgroup_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,9 +272,6 @@ def test_prompts_of_files(tmp_path: Path) -> None:
     plain = tmp_path / "prompts.txt"
     plain.write_text("\ufefftell me a story\n\n  and another \r\n", encoding="utf-8")
     assert file_prompts(plain) == [user_turn("tell me a story"), user_turn("and another")]
-    assert file_prompts(plain, 1) == [user_turn("tell me a story")]
-    with pytest.raises(UserError, match="has 2 prompts; ask for at most as many, not 3"):
-        file_prompts(plain, 3)
     turn, answer = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}
     rows = [
         {"prompt": "why?"},

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import models
+from deploy.capacity.flops import completion_s, learning_s, publishing_s
 from deploy.capacity.gpus import GPU_KINDS
-from deploy.capacity.learner_memory import learner_memory
-from deploy.capacity.seconds import completion_s, learning_s, publishing_s
-from deploy.capacity.shape import ParameterCounts, policy_shape
+from deploy.capacity.memory import learner_memory
+from deploy.capacity.shape import policy_shape
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 from learner.model.families.llada import write_config
 from learner.model.lora_config import TARGETS
+from learner.model.sizes import ParameterCounts
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llada-gsm8k.yaml"
 H200 = GPU_KINDS["H200"]

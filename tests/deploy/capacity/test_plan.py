@@ -10,15 +10,15 @@ import pytest
 
 from benchmarks import models
 from deploy.capacity.gpus import GPU_KINDS, GpuKind, smallest_memory
-from deploy.capacity.learner_memory import learner_memory
-from deploy.capacity.memory import ProcessMemory, engine_memory, sampler_memory
+from deploy.capacity.memory import ProcessMemory, engine_memory, learner_memory, sampler_memory
 from deploy.capacity.needs import needs_of
 from deploy.capacity.plan import Plan, make_plan
-from deploy.capacity.shape import ParameterCounts, policy_shape
+from deploy.capacity.shape import policy_shape
 from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 from learner.model.families.llada import write_config
+from learner.model.sizes import ParameterCounts
 
 LLADA_8B = models.LLADA_8B.config(4096)
 RECIPES = Path(__file__).parents[3] / "recipes"

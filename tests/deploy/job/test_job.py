@@ -70,7 +70,8 @@ def test_a_run_begins_where_d1_has_no_package_metadata(recipe_file: Path, monkey
     monkeypatch.setattr(metadata, "version", version)
     recipe = load_recipe(recipe_file, [])
     recipe.run_dir.mkdir(parents=True)
-    job._record_start(recipe, began_at=0.0)
+    job._record_start(recipe, Stages.RL, began_at=0.0)
     (begun,) = (event for event in read_events(recipe.run_dir) if event["event"] == "run")
+    assert begun["stages"] == "rl"
     assert begun["versions"]["d1"] == "unknown"
     assert begun["versions"]["torch"] == found("torch")

@@ -115,7 +115,8 @@ def test_what_cannot_be_is_refused_in_a_sentence_and_nothing_is_done(
 ) -> None:
     with under_way():
         d1("scale", "tiny", "graders=2", "samplers=8").assert_refused(
-            "with 8 samplers and 2 graders the run would need 4.4 CPUs, and the cluster at 10.0.0.1:6379 has 4"
+            "the recipe needs 4.4 CPUs (8 samplers, 2 learner workers, 2 graders, 2 more) and the cluster at "
+            "10.0.0.1:6379 has 4; take fewer"
         )
         d1("scale", "tiny", "engines=2").assert_refused("engines: this run has no service", "train --serve")
         for word in (

@@ -18,7 +18,7 @@ import pytest
 
 import deploy.cli.status
 from actors.coordination.status import ActorState, ActorStatus, RunStatus
-from actors.coordination.timeline import TIMELINE, Timeline, WorkSpan, read_trace
+from actors.coordination.timeline import Timeline, WorkSpan
 from deploy.runs.lock import RunLock
 
 Events = list[dict[str, Any]]
@@ -192,21 +192,11 @@ def test_without_a_name_it_is_the_run_with_the_newest_event(
     assert d1("status").out.startswith("older: ")
 
 
-def test_the_timeline_is_copied_and_said_where_to_open_it(run_dir: Path, d1: Callable) -> None:
-    _write_timeline(run_dir)
-    ended = d1("status", "tiny", "--timeline", "out.json")
-    assert ended.out == "out.json: 1 round, 4 spans; open it at https://ui.perfetto.dev or in chrome://tracing\n"
-    assert read_trace(Path("out.json")) == read_trace(run_dir / TIMELINE)
-
-
 def test_what_cannot_be_done_is_refused_in_a_sentence(run_dir: Path, d1: Callable) -> None:
     d1("status", "tini").assert_refused("there is no run tini in runs", "did you mean tiny?")
     d1("status", "--runs-dir", "nowhere").assert_refused("there is no run in nowhere")
     d1("status", "--watch").assert_refused("--watch is for a terminal", "--json")
     d1("status", "--watch", "--json").assert_refused("give one of them")
-    d1("status", "--timeline", "out.json").assert_refused(f"the run in {Path('runs/tiny')} has no timeline.json yet")
-    _write_timeline(run_dir)
-    d1("status", "--timeline", "no/out.json").assert_refused("--timeline no/out.json cannot be written: no such file")
 
 
 def test_watching_shows_it_again_until_ctrl_c(run_dir: Path, d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

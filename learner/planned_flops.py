@@ -1,0 +1,92 @@
+"""FLOP of a round's updates, planned by the method's own estimator on a group of completions that fill their canvases.
+
+They are counted as in `learner/flops.py`, and equal those that `Learner` counts on such a group.
+
+Shape letters: B completions, L completion slots.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from learner.batch import GroupedBatch, RolloutBatch
+from learner.config import LearnerConfig
+from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms
+from learner.flops import CanvasSums, forward_flops, update_flops
+from learner.model.config import TransformerConfig
+from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
+from learner.parallel.teacher import completed_texts
+from learner.round import WEIGHING
+
+
+def planned_flops(
+    config: LearnerConfig,
+    shape: TransformerConfig,
+    lora: LoraConfig,
+    facts: SamplerFacts,
+    group: RolloutBatch,
+    *,
+    recomputes: bool,
+) -> float:
+    """Count the FLOP of all inner updates on a group, with old and reference likelihoods.
+
+    `recomputes`: whether to include what activation checkpointing recomputes.
+    """
+    batch, estimator, objective = GroupedBatch.of(group), config.estimator, config.objective
+
+    def terms(update: InnerUpdate) -> Terms:
+        return make_terms(batch, shape, estimator.corrupt(batch, update, facts))
+
+    def forward(trained: LoraConfig, canvases: CanvasSums) -> float:
+        return forward_flops(shape, trained, canvases).total
+
+    updates = [InnerUpdate(index, config.inner_updates) for index in range(config.inner_updates)]
+    keys = [estimator.mask_key(update) for update in updates]
+    of_key = {
+        key: CanvasSums.of(terms(update).views) for key, update in reversed(list(zip(keys, updates, strict=True)))
+    }
+    total = sum(update_flops(shape, lora, of_key[key], recomputes=recomputes) for key in keys)
+    if objective.needs_old:
+        # Without those that the first step gives for free.
+        total += sum(forward(lora, canvases) for key, canvases in of_key.items() if key != keys[0])
+        total += (1 - 1 / config.num_minibatches) * forward(lora, of_key[keys[0]])
+    if objective.needs_reference and not objective.precomputes_row_weights:
+        total += sum(forward(FULL_FINE_TUNING, canvases) for canvases in of_key.values())
+    if objective.needs_teacher:
+        # The teacher is taken to have the policy's shape. In each update it scores each completion once, without masks.
+        texts = (completed_texts(terms(update), batch, shape.pad_token_id) for update in updates)
+        total += sum(forward(FULL_FINE_TUNING, CanvasSums.of(views)) for views in texts)
+    if objective.precomputes_row_weights:
+        weighed = CanvasSums.of(terms(InnerUpdate(WEIGHING, config.inner_updates)).views)
+        total += forward(lora, weighed) + forward(FULL_FINE_TUNING, weighed)
+    return total
+
+
+def full_group(num_rows: int, prompt_tokens: int, gen_length: int, num_steps: int) -> RolloutBatch:
+    """Build a group whose completions fill their canvases, denoised from left to right in even shares.
+
+    Their tokens differ, because equal canvases would be counted once.
+    """
+    rows, prompt, length = num_rows, prompt_tokens, gen_length
+    slots = torch.arange(length).expand(rows, -1)
+    zeros_BL, zeros_B = torch.zeros(rows, length), torch.zeros(rows)
+    return RolloutBatch(
+        # Any tokens that are not special.
+        prompt_ids=torch.full((rows, prompt), 2),
+        prompt_lengths=torch.full((rows,), prompt),
+        completion_ids=2 + torch.arange(rows)[:, None].expand(-1, length),
+        completion_lengths=torch.full((rows,), length),
+        sample_keys=torch.arange(rows),
+        rewards=zeros_B,
+        reward_parts=zeros_B[:, None],
+        correct=zeros_B.bool(),
+        truncated=zeros_B.bool(),
+        group_ids=torch.zeros(rows, dtype=torch.int64),
+        step_map=slots * num_steps // length,
+        commit_logp=zeros_BL,
+        commit_entropy=zeros_BL,
+        commit_law_entropy=zeros_BL,
+        fallback=zeros_BL.bool(),
+        num_forwards=torch.full((rows,), num_steps),
+        policy_versions=torch.zeros(rows, dtype=torch.int64),
+    )
