@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from deploy.service.api.replies import ChatChunk, PolicyEvent, TextChunk
-from deploy.service.api.response_replies import ResponseEvent
 from deploy.service.errors import ErrorBody
 from deploy.service.gateway.access import is_open
 
@@ -25,7 +24,7 @@ _ERRORS = {
 }
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 _REFERENCE = "#/components/schemas/{model}"
-_EVENTS = (ChatChunk, ErrorBody, PolicyEvent, ResponseEvent, TextChunk)
+_EVENTS = (ChatChunk, ErrorBody, PolicyEvent, TextChunk)
 
 
 def described(

@@ -40,13 +40,23 @@ Answer = TextAnswer | ChatAnswer
 Part = TextPart | ChatPart
 
 
-class Writer:
-    """Reads the events of a job, whatever format they are written in."""
+class AnswerWriter:
+    """Convert the events of one request to its answer, whole or streamed."""
 
-    def __init__(self, codec: TextCodec, plan: RequestPlan) -> None:
-        """Read what comes of a plan, as the policy writes."""
+    def __init__(self, codec: TextCodec, plan: RequestPlan, model: str, run: str, *, is_chat: bool) -> None:
+        """Create a writer.
+
+        Args:
+            codec: tokenization of the policy.
+            plan: the planned request.
+            model: the model's name in the answer.
+            run: name of the run, the first part of the fingerprint.
+            is_chat: whether the answer is one of `/v1/chat/completions`.
+        """
         self._codec, self._plan = codec, plan
+        self._model, self._run, self._is_chat = model, run, is_chat
         self._created = int(time.time())
+        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._begin(None)
 
     async def begin(self, events: Events) -> None:
@@ -57,68 +67,6 @@ class Writer:
             raise ServiceError.of(first)
         assert isinstance(first, Began), "nothing comes before it"
         self._begin(first.policy)
-
-    async def _read(self, events: Events) -> None:
-        """All that the answer needs. Raises ServiceError."""
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, Refused):
-                    raise ServiceError.of(event)
-                if isinstance(event, Began):
-                    # A second time, what came before is void.
-                    self._begin(event.policy)
-                elif not isinstance(event, CanvasSeen):
-                    self._choices[event.choice].take(event)
-                    if all(choice.is_finished for choice in self._choices):
-                        break
-
-    def _begin(self, policy: PolicyVersion | None) -> None:
-        self.policy = policy
-        """The version that answers; None before it has begun."""
-        self._choices = [ChoiceText(self._codec, self._plan, index) for index in range(len(self._plan.requests))]
-
-    def _begun(self) -> PolicyVersion:
-        assert self.policy is not None, "nothing is written before it has begun"
-        return self.policy
-
-    def _fingerprint(self, run: str) -> str:
-        """What names the weights that answered."""
-        policy = self._begun()
-        digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
-        return f"{run}-v{policy.version}{digest}"
-
-    def _usage(self) -> Usage:
-        """What the answer took."""
-        num_tokens = sum(choice.num_tokens for choice in self._choices)
-        num_forwards = sum(choice.num_forwards for choice in self._choices)
-        return Usage(
-            prompt_tokens=self._plan.num_prompt_tokens,
-            completion_tokens=num_tokens,
-            total_tokens=self._plan.num_prompt_tokens + num_tokens,
-            diffusion=DiffusionUsage(
-                num_forwards=num_forwards,
-                num_blocks=sum(choice.num_blocks for choice in self._choices),
-                tokens_per_forward=round(num_tokens / num_forwards, 3) if num_forwards else 0.0,
-            ),
-        )
-
-
-class AnswerWriter(Writer):
-    """The answer to one request for completions, as its events come."""
-
-    def __init__(self, codec: TextCodec, plan: RequestPlan, model: str, run: str, *, is_chat: bool) -> None:
-        """Write an answer.
-
-        Args:
-            codec: how the policy writes.
-            plan: what was asked.
-            model: the model's name in the answer.
-            run: what the fingerprint begins with.
-            is_chat: whether it is one of `/v1/chat/completions`.
-        """
-        super().__init__(codec, plan)
-        self._model, self._run, self._is_chat = model, run, is_chat
-        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
 
     async def answer(self, events: Events) -> Answer:
         """The whole answer. Raises ServiceError."""
@@ -226,9 +174,53 @@ class AnswerWriter(Writer):
             "id": self._id,
             "created": self._created,
             "model": self._model,
-            "system_fingerprint": self._fingerprint(self._run),
+            "system_fingerprint": self._fingerprint(),
             "policy_version": self._begun().version,
         }
+
+    async def _read(self, events: Events) -> None:
+        """Read all events of the answer. Raises ServiceError."""
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Refused):
+                    raise ServiceError.of(event)
+                if isinstance(event, Began):
+                    # A job that began again starts from nothing.
+                    self._begin(event.policy)
+                elif not isinstance(event, CanvasSeen):
+                    self._choices[event.choice].take(event)
+                    if all(choice.is_finished for choice in self._choices):
+                        break
+
+    def _begin(self, policy: PolicyVersion | None) -> None:
+        self.policy = policy
+        """The version that answers; None before `begin`."""
+        self._choices = [ChoiceText(self._codec, self._plan, index) for index in range(len(self._plan.requests))]
+
+    def _begun(self) -> PolicyVersion:
+        assert self.policy is not None, "the job has begun"
+        return self.policy
+
+    def _fingerprint(self) -> str:
+        """Name the weights that answered."""
+        policy = self._begun()
+        digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
+        return f"{self._run}-v{policy.version}{digest}"
+
+    def _usage(self) -> Usage:
+        """Count tokens and forwards."""
+        num_tokens = sum(choice.num_tokens for choice in self._choices)
+        num_forwards = sum(choice.num_forwards for choice in self._choices)
+        return Usage(
+            prompt_tokens=self._plan.num_prompt_tokens,
+            completion_tokens=num_tokens,
+            total_tokens=self._plan.num_prompt_tokens + num_tokens,
+            diffusion=DiffusionUsage(
+                num_forwards=num_forwards,
+                num_blocks=sum(choice.num_blocks for choice in self._choices),
+                tokens_per_forward=round(num_tokens / num_forwards, 3) if num_forwards else 0.0,
+            ),
+        )
 
 
 def as_json(body: BaseModel) -> bytes:
