@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, Field, PositiveInt, model_validator
 
 from actors.run_config import STRICT, RunConfig
 from deploy.recipe.web_names import Hostname, Origin, ServedName
@@ -21,20 +21,6 @@ class Stages(StrEnum):
     """SFT alone."""
     RL = "rl"
     """The rounds alone, from a given checkpoint."""
-
-
-class CanarySection(BaseModel):
-    """Canary check: problems that a new version must solve about as often as the serving one."""
-
-    model_config = STRICT
-
-    num_problems: PositiveInt
-    """Number of problems: the first of the run's validation problems, or without any of its held-out ones, at
-    temperature 0."""
-    max_drop: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """A version is rejected if its share of solved problems is lower than the serving one's by more than this."""
-    timeout_s: PositiveFloat = 120.0
-    """Time to answer them, in seconds; a slower version is rejected."""
 
 
 class ServiceSection(BaseModel):
@@ -64,8 +50,6 @@ class ServiceSection(BaseModel):
     allowed_origins: tuple[Origin, ...] = ()
     """Origins of other pages that may call the service and read its answers (CORS), such as `https://example.org`, or
     `*`."""
-    canary: CanarySection | None = None
-    """Check that a new version must pass before it serves; absent: none. A pinned version is not checked."""
 
     @model_validator(mode="after")
     def _ports(self) -> ServiceSection:
@@ -85,16 +69,6 @@ class Recipe(RunConfig):
     Credentials belong in the environment, not in the URL."""
     service: ServiceSection = ServiceSection()
     """The HTTP service."""
-
-    @model_validator(mode="after")
-    def _canary(self) -> Recipe:
-        canary, (kind, field, most) = self.service.canary, self.evaluation.selection_problems
-        if canary is not None and canary.num_problems > most:
-            raise ValueError(
-                f"service.canary.num_problems {canary.num_problems} exceeds evaluation.{field} {most}, the {kind} "
-                "problems, of which they are the first"
-            )
-        return self
 
     @property
     def run_dir(self) -> Path:

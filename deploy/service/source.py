@@ -121,7 +121,6 @@ class Source:
         # Here and not above: of a service's processes its engines alone compute, and load torch.
         import torch
 
-        from deploy.service.engine.canary import HeldoutCanary
         from deploy.service.engine.loaded_version import network_of
         from deploy.service.engine.loading import VersionLoader
         from deploy.service.engine.versions import Versions
@@ -137,23 +136,13 @@ class Source:
             recipe = read_recipe(self.path)
             engine, most_live = recipe.rollout.engine, recipe.service.max_live_versions
             locate: Locate = Checkpoints(self.path).locate
-            wanted = recipe.service.canary
-            canary = None if wanted is None else HeldoutCanary(recipe, wanted, checkpoint)
         else:
-            canary = None
             engine, most_live = EngineConfig(dtype=self.dtype), _MAX_LIVE_OF_CHECKPOINT
             locate = _nothing
         loader = VersionLoader(checkpoint, engine, device)
         sampler = loader.load(policy)
         torch.set_num_threads(threads_for(network_of(sampler), num_threads))
-        return Versions(
-            sampler,
-            policy,
-            load=loader.load,
-            locate=locate,
-            most_live=most_live,
-            canary=canary,
-        )
+        return Versions(sampler, policy, load=loader.load, locate=locate, most_live=most_live)
 
 
 def _nothing(_wanted: str | int) -> None:

@@ -20,12 +20,8 @@ def score_of(policy: PolicyVersion | None) -> replies.ScoreReply | None:
     if policy is None or policy.num_correct is None or not policy.num_problems:
         return None
     score = Score(num_correct=policy.num_correct, num_problems=policy.num_problems)
-    return _score_body(policy.version, score)
-
-
-def _score_body(version: int, score: Score) -> replies.ScoreReply:
     return replies.ScoreReply(
-        policy_version=version,
+        policy_version=policy.version,
         num_correct=score.num_correct,
         num_problems=score.num_problems,
         accuracy=score.accuracy,
@@ -51,7 +47,6 @@ def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
         phase=policy.phase,
         checksum=policy.manifest_digest,
         score=score_of(state.scored),
-        canary=_canary_of(policy, states),
         lag=replies.Lag(published=published, behind=max(0, published - policy.version)),
         aliases={name: version for name, version in aliases.items() if version is not None},
         pinned=state.follower.admin.pinned,
@@ -61,12 +56,6 @@ def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
         refused=[replies.RefusedVersionReply(version=refused.version, why=refused.why) for refused in state.refused],
         last_error=state.follower.last_error,
     )
-
-
-def _canary_of(policy: PolicyVersion, states: Sequence[EngineState]) -> replies.ScoreReply | None:
-    """The first engine to serve a version asks it; those that follow need not."""
-    scores = [one.canary for one in states if one.canary is not None and one.policy.has_same_weights(policy)]
-    return _score_body(policy.version, scores[0]) if scores else None
 
 
 def known(version: int, states: Sequence[EngineState]) -> PolicyVersion | None:

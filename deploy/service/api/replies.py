@@ -276,7 +276,6 @@ class Policy(_Version):
     """What serves."""
 
     run: str
-    canary: ScoreReply | None
     lag: Lag
     aliases: dict[str, int]
     pinned: int | None

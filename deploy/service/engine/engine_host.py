@@ -77,7 +77,6 @@ class EngineHost:
             replica=self._replica,
             policy=versions.policy,
             scored=versions.scored,
-            canary=versions.canary,
             announced=versions.announced,
             live=versions.live,
             base=versions.located(BASE),

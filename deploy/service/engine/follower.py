@@ -1,24 +1,21 @@
-"""The follower: a thread that loads the version that is wanted and swaps it in, off the path of requests.
+"""Follower: a thread that loads the version to serve and swaps it in, apart from the requests.
 
-What is tried, in this order, until one serves. "Served" is the version that the alias `policy` points to: what the
-service's other engines answer with.
+The first of these versions that can be served is served. The alias `policy` points to the version that the service's
+other engines serve.
 
-| an operator has | the newest announcement is        | tried                                        |
-|-----------------|-----------------------------------|----------------------------------------------|
-| pinned a version| any                               | the pinned one, then the served one          |
-| paused          | any                               | the served one                               |
-| done neither    | the served one                    | that, with no canary: it has passed elsewhere|
-| done neither    | another                           | the newest, by its canary; then the served   |
-| done neither    | another, and this engine is new   | the served one; the canary can wait          |
+| operator         | candidates                                                    |
+|------------------|---------------------------------------------------------------|
+| pinned a version | the pinned one, then that of the alias `policy`               |
+| paused           | that of the alias `policy`                                    |
+| neither          | the newest announced one, then that of the alias `policy`     |
 
-| what came of trying | what follows                                                                    |
-|---------------------|---------------------------------------------------------------------------------|
-| it serves           | the alias moves to it, if it is still wanted and no other engine was faster      |
-| it is out of reach  | this engine gives it up, and tries the next                                     |
-| it is refused       | the same; the registry tells the other engines, unless they serve it             |
-| there is no room    | it is tried again at the next look; what serves goes on                         |
-| no longer wanted    | the next look decides                                                           |
-| the registry is away| counted; what serves goes on, and a registry that comes back empty is filled     |
+| outcome                  | consequence                                                                    |
+|--------------------------|--------------------------------------------------------------------------------|
+| it serves                | the alias moves to it, unless another engine moved it first                    |
+| its weights are missing  | this engine gives it up and tries the next candidate                           |
+| it is refused            | likewise; the registry records the refusal, unless other engines serve it      |
+| no room in memory        | it is tried again one second later; the present version serves on              |
+| the registry is away     | counted as an error; the present version serves on. An empty registry is filled |
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ from actors.registry.records import (
 from actors.registry.registry import Registry
 from deploy.service.contract import FollowerStatus
 from deploy.service.engine.loaded_version import (
-    NoLongerWantedError,
     NoRoomError,
     NoSuchVersionError,
     RefusedVersionError,
@@ -57,7 +53,7 @@ _MAX_GIVEN_UP = 20
 
 
 _Choice = tuple[PolicyVersion, bool]
-"""A version, and whether somebody chose it: it is then not compared with others."""
+"""A version, and whether it is pinned or served by other engines: a version that was given up is then tried again."""
 
 
 class VersionFollower:
@@ -76,7 +72,6 @@ class VersionFollower:
         self._newest: PolicyVersion | None = None
         self._standing = RegistrySnapshot(aliases={}, admin=DEFAULT_ADMIN_STATE, refused=frozenset())
         self._is_filled = self._has_looked = False
-        self._compares = True
         # Gone or bad for good: only other weights, or another place to load them from, help.
         self._given_up = deque[object](maxlen=_MAX_GIVEN_UP)
         self._status = FollowerStatus(
@@ -104,14 +99,6 @@ class VersionFollower:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
-
-    def catch_up(self) -> bool:
-        """As `follow_once`, of an engine that begins: what takes long, to compare a version with another, can wait."""
-        self._compares = False
-        try:
-            return self.follow_once(0)
-        finally:
-            self._compares = True
 
     def follow_once(self, block_ms: int) -> bool:
         """Read what is wanted and serve it; what fails is counted. False when something failed."""
@@ -172,7 +159,7 @@ class VersionFollower:
         while (choice := self._choice()) is not None and not self._serves(*choice):
             policy, is_chosen = choice
             try:
-                self._versions.adopt(policy, is_chosen=is_chosen, still_wanted=self._is_unhindered)
+                self._versions.adopt(policy)
             except (NoSuchVersionError, RefusedVersionError) as error:
                 self._count(str(error), registry_reachable=True)
                 # What is out of reach of this engine may be in reach of others, or of this one later.
@@ -182,19 +169,9 @@ class VersionFollower:
             except NoRoomError:
                 structlog.get_logger().info("swap_waits", policy_version=policy.version)
                 return False
-            except NoLongerWantedError:
-                return False
             else:
                 return True
         return False
-
-    def _is_unhindered(self) -> bool:
-        """Whether no operator holds the service, as far as can be heard."""
-        try:
-            admin = self._registry.admin()
-        except ConnectionError:
-            return not self._stopping.is_set()
-        return admin == DEFAULT_ADMIN_STATE and not self._stopping.is_set()
 
     def _choice(self) -> _Choice | None:
         """The first of what is wanted that can be served; None: what serves now."""
@@ -209,9 +186,7 @@ class VersionFollower:
         if admin.pinned is not None:
             yield self._version(admin.pinned), True
         elif not admin.is_paused and self._newest is not None:
-            is_chosen = self._is_served_elsewhere(self._newest)
-            if is_chosen or self._compares or not self._versions.has_canary:
-                yield self._newest, is_chosen
+            yield self._newest, self._is_served_elsewhere(self._newest)
         if served is not None:
             yield self._version(served), True
 

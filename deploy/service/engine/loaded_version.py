@@ -1,9 +1,9 @@
-"""A loaded policy version, and the canary that it must pass before it answers."""
+"""A loaded policy version, and the check of its weights before it serves."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,6 @@ from rollout.renoising.request import RenoisingParams, RenoisingRequest
 from rollout.renoising.sampler import RenoisingSampler
 from rollout.request import Completion, Progress, Request, SamplingParams
 from rollout.sampler import Sampler
-from rollout.score import Score
 
 AnySampler = Sampler | RenoisingSampler
 """Of a policy that fills masked slots, or of one that renoises canvases."""
@@ -46,35 +45,6 @@ class Batch(Protocol):
         """Denoise all for a step, and return what is done with its index."""
 
 
-class CanaryError(Exception):
-    """A version has no score on the canary; says why."""
-
-
-class NoLongerWantedError(Exception):
-    """Something else is to serve since; nothing has changed."""
-
-
-StillWanted = Callable[[], bool]
-"""Whether what is being done is still wanted; it may take a moment to say."""
-
-
-class Canary(Protocol):
-    """Problems that an announced version must solve about as often as the version that serves."""
-
-    def score(self, sampler: Sampler, still_wanted: StillWanted) -> Score:
-        """How many of the problems a version solves.
-
-        Raises:
-            CanaryError: that cannot be said.
-            NoLongerWantedError: it is not wanted any more.
-        """
-        ...
-
-    def objection(self, score: Score, serving: Score) -> str | None:
-        """Why a version is too bad to serve after another, in a clause; None where it is not."""
-        ...
-
-
 class NoSuchVersionError(LookupError):
     """There is no such version, or its weights are gone."""
 
@@ -94,8 +64,6 @@ class LoadedVersion:
         self.sampler, self.policy = sampler, policy
         self.batch: Batch | None = None
         """Its rows; the engine's thread alone uses it."""
-        self.canary: Score | None = None
-        """On the canary; None where it was not asked."""
         self.num_jobs = 0
         self.used_at_s = time.monotonic()
 
@@ -103,22 +71,6 @@ class LoadedVersion:
     def config(self) -> AnyConfig:
         """The policy's."""
         return network_of(self.sampler).config
-
-
-def objection_to(live: LoadedVersion, serving: LoadedVersion, canary: Canary, still_wanted: StillWanted) -> str | None:
-    """Why a version is too bad to serve after another, in a clause; None where it is not. Each is asked once.
-
-    Raises NoLongerWantedError.
-    """
-    scores = []
-    try:
-        for one in (serving, live):
-            assert isinstance(one.sampler, Sampler), "runs have canaries, and of no other policies"
-            one.canary = one.canary or canary.score(one.sampler, still_wanted)
-            scores.append(one.canary)
-    except CanaryError as error:
-        return f"the canary came to no end: {error}"
-    return canary.objection(scores[1], scores[0])
 
 
 def network_of(sampler: AnySampler) -> Transformer | RenoisingPolicy:

@@ -15,16 +15,12 @@ from actors.registry.records import POLICY, PolicyVersion
 from deploy.service.contract import RefusedVersion
 from deploy.service.engine.loaded_version import (
     AnySampler,
-    Canary,
     LoadedVersion,
     NoRoomError,
     NoSuchVersionError,
     RefusedVersionError,
-    StillWanted,
     finite_probe,
-    objection_to,
 )
-from rollout.score import Score
 
 Load = Callable[[PolicyVersion], AnySampler]
 """The sampler of a version. Raises LookupError when its weights are gone, ValueError when they are damaged."""
@@ -51,7 +47,6 @@ class Versions:
         load: Load,
         locate: Locate,
         most_live: int = 4,
-        canary: Canary | None = None,
     ) -> None:
         """Serve `policy` first.
 
@@ -61,10 +56,8 @@ class Versions:
             load: makes the sampler of others.
             locate: finds others.
             most_live: versions in memory, those included that only old requests still use; at least 2.
-            canary: what an announced version is asked before it serves; None: nothing.
         """
         self._load, self._locate, self._most_live = load, locate, most_live
-        self._canary = canary
         # One load at a time; never held while a request is served.
         self._loading = threading.Lock()
         self._changed = threading.Condition()
@@ -80,16 +73,6 @@ class Versions:
     def policy(self) -> PolicyVersion:
         """What a request for the newest version would get now."""
         return self._current.policy
-
-    @property
-    def has_canary(self) -> bool:
-        """Whether an announced version is compared with the one that serves."""
-        return self._canary is not None
-
-    @property
-    def canary(self) -> Score | None:
-        """How the version that serves did on the canary; None where it was not asked."""
-        return self._current.canary
 
     @property
     def live(self) -> tuple[PolicyVersion, ...]:
@@ -119,29 +102,17 @@ class Versions:
         self.announced = policy
         self._take_over(policy)
 
-    def adopt(
-        self, policy: PolicyVersion, *, is_chosen: bool = False, still_wanted: StillWanted = lambda: True
-    ) -> None:
-        """Load a version beside the one that serves, look at it, and let it take over.
-
-        One thread at a time adopts.
-
-        Args:
-            policy: the version.
-            is_chosen: whether somebody chose it; then it may be worse than the one that serves.
-            still_wanted: asked while it is compared, which takes long.
+    def adopt(self, policy: PolicyVersion) -> None:
+        """Load and check a version next to the serving one, then serve it. One thread at a time may call this.
 
         Raises:
             NoSuchVersionError: its weights are gone.
             RefusedVersionError: it must not serve; `refused` says so from now on.
             NoRoomError: every version in memory is in use; nothing has changed.
-            NoLongerWantedError: it is not wanted any more; nothing has changed.
         """
         try:
             live = self._bring(policy, _SWAP_TIMEOUT_S)
             try:
-                if not is_chosen:
-                    self._compare(live, still_wanted)
                 self._serve(live)
             finally:
                 self.release(live)
@@ -212,12 +183,6 @@ class Versions:
                 with self._changed:
                     live = _used(made)
             return live
-
-    def _compare(self, live: LoadedVersion, still_wanted: StillWanted) -> None:
-        if self._canary is None or live is self._current:
-            return
-        if why := objection_to(live, self._current, self._canary, still_wanted):
-            raise RefusedVersionError(f"Policy version {live.policy.version} is not served: {why}")
 
     def _serve(self, live: LoadedVersion) -> None:
         with self._changed:

@@ -44,7 +44,7 @@ class EngineReplica:
         if (registry := source.registry()) is not None:
             self._follower = follower = VersionFollower(registry, versions, source.path)
             # Not healthy before it has what its siblings serve: a new replica never answers with an older version.
-            follower.catch_up()
+            follower.follow_once(0)
             follower.ensure_running()
             follower_status = lambda: follower.status  # noqa: E731 - it is asked each time
         replica = serve.get_replica_context().replica_id.unique_id

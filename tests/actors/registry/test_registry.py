@@ -203,7 +203,7 @@ def test_what_happens_to_versions_is_told_in_order(registry):
     registry.score(4, 1, 2)
     registry.announce(replace(POLICY, version=4, round=3))
     registry.move("policy", 4, expected=3, why="newer")
-    registry.move("canary", 3, expected=None)
+    registry.move("steady", 3, expected=None)
     assert registry.refuse(4, "worse by 9 points")
     told = [(event.kind, event.version, event.round, event.why) for event in registry.events("0", 0)]
     assert told == [

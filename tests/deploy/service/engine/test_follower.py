@@ -157,7 +157,7 @@ def test_versions_out_of_reach_are_not_refused_and_engines_serve_them_once_they_
     registry.add_checkpoint(4, "/somewhere")
     # Before another engine has moved the alias.
     new, new_follower = engine()
-    assert new_follower.catch_up()
+    assert new_follower.follow_once(0)
     assert old_follower.follow_once(0)
     assert new.policy.version == old.policy.version == registry.aliases()["policy"] == 4
 
@@ -372,7 +372,7 @@ def test_a_paused_service_keeps_what_it_has_and_new_engines_take_the_same(
     follower.follow_once(0)
     assert (versions.policy.version, versions.announced.version) == (2, 3)
     new = engine_of()
-    assert VersionFollower(registry, new, run_dir).catch_up()
+    assert VersionFollower(registry, new, run_dir).follow_once(0)
     assert new.policy.version == 2
     registry.pause(False)
     follower.follow_once(0)
