@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Self
 
@@ -42,7 +42,7 @@ class PolicyVersion:
     def from_json(cls, text: str | bytes) -> Self:
         """Decode a JSON object. Raises ValueError if it is not a policy version."""
         values = json.loads(text)
-        if not isinstance(values, dict) or values.keys() != {field.name for field in fields(cls)}:
+        if not isinstance(values, dict) or values.keys() != {known.name for known in fields(cls)}:
             raise ValueError("a policy version needs exactly the fields " + ", ".join(f.name for f in fields(cls)))
         for name, value in values.items():
             if not _is_of_type(name, value):
@@ -126,6 +126,10 @@ class AdminState:
     """The policy version to serve, whatever is announced; None: the newest."""
     is_paused: bool
     """Whether the service keeps its current version."""
+    why: str = field(default="", compare=False)
+    """Reason of the last change; empty: none was given."""
+    changed_at: float = field(default=0.0, compare=False)
+    """Time of the last change (unix time); 0: never changed."""
 
 
 DEFAULT_ADMIN_STATE = AdminState(pinned=None, is_paused=False)

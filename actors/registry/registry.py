@@ -185,6 +185,11 @@ class Registry:
         """Pause the service's updates to newer versions, or resume them."""
         self._run(scripts.PAUSE, int(is_paused), why[:_MAX_WHY])
 
+    def set_admin(self, state: AdminState) -> None:
+        """Record an operator's settings, and emit an event for each change. Raises LookupError as `pin`."""
+        self.pin(state.pinned, state.why)
+        self.pause(state.is_paused, state.why)
+
     # Events.
 
     def refuse(self, version: int, why: str, digest: str | None = None) -> bool:
@@ -209,7 +214,6 @@ class Registry:
     def restore(
         self,
         versions: Sequence[PolicyVersion],
-        admin: AdminState,
         newest: int | None = None,
         began_at: float | None = None,
         best: int | None = None,
@@ -226,9 +230,8 @@ class Registry:
         last = newest if newest is not None else max(with_checkpoint, default="")
         base = max((policy.version for policy in versions if policy.phase in _BASE_PHASES), default="")
         facts = [fact for policy in versions for fact in (policy.version, policy.to_json())]
-        pinned = "" if admin.pinned is None else admin.pinned
         found = "" if best is None else best
-        return self._run(scripts.RESTORE, _time(began_at), last, base, found, pinned, int(admin.is_paused), *facts)
+        return self._run(scripts.RESTORE, _time(began_at), last, base, found, *facts)
 
     def close(self) -> None:
         """Close the connections."""

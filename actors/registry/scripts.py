@@ -169,10 +169,10 @@ return 1
 RESTORE = (
     _PRELUDE
     + """
-local began, newest, base, best, pinned, is_paused = unpack(ARGV)
+local began, newest, base, best = unpack(ARGV)
 begin(began)
 local num_added = 0
-for i = 7, #ARGV, 2 do
+for i = 5, #ARGV, 2 do
   local version, text = ARGV[i], ARGV[i + 1]
   local known = redis.call('HGET', facts, version)
   if not known then
@@ -192,10 +192,6 @@ if best ~= '' and redis.call('HEXISTS', facts, best) == 1 then
   redis.call('HSET', aliases, 'best', best)
   if before and before ~= best then tell('moved', best, '') end
 end
-if pinned ~= '' and redis.call('HEXISTS', facts, pinned) == 1 then
-  redis.call('HSETNX', aliases, 'pinned', pinned)
-end
-if is_paused == '1' then redis.call('SET', paused, '1') end
 if newest ~= '' and redis.call('HSETNX', aliases, 'newest', newest) == 1 then
   announce(redis.call('HGET', facts, newest))
 end

@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, PositiveInt, model_validator
+from pydantic import BaseModel, Field, PositiveInt
 
 from actors.run_config import STRICT, RunConfig
 from deploy.recipe.web_names import Hostname, Origin, ServedName
@@ -32,10 +32,6 @@ class ServiceSection(BaseModel):
     """Address to listen on."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Port to listen on."""
-    admin_host: str = "127.0.0.1"
-    """Address of the admin listener."""
-    admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Port of the admin listener, which pins, rolls back and pauses; absent: no admin listener."""
     num_replicas: PositiveInt = 1
     """Replicas of the policy."""
     max_live_versions: Annotated[int, Field(ge=2)] = 4
@@ -50,12 +46,6 @@ class ServiceSection(BaseModel):
     allowed_origins: tuple[Origin, ...] = ()
     """Origins of other pages that may call the service and read its answers (CORS), such as `https://example.org`, or
     `*`."""
-
-    @model_validator(mode="after")
-    def _ports(self) -> ServiceSection:
-        if self.admin_port == self.port:
-            raise ValueError(f"admin_port {self.admin_port} is the service's port too; take another for one of them")
-        return self
 
 
 class Recipe(RunConfig):

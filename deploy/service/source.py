@@ -20,7 +20,6 @@ from deploy.service.api.run_view import RunView
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_checkpoint
 from deploy.service.example import Examples
-from deploy.service.gateway.address import Address
 from deploy.service.gateway.callers import Callers
 from learner.model.checkpoint_files import generation_defaults
 from learner.model.renoising.config import RenoisingConfig
@@ -63,20 +62,12 @@ class Source:
         """How often each key may ask."""
         return read_recipe(self.path).service.rate_limit if self.is_run else _RATE_OF_CHECKPOINT
 
-    def callers(self, host: str, *, is_admin: bool = False) -> Callers:
-        """Who may ask a listener on `host`. Other origins are for the service alone."""
+    def callers(self, host: str) -> Callers:
+        """Host names and origins that a listener on `host` accepts."""
         if not self.is_run:
             return Callers.of(host, (), ())
         service = read_recipe(self.path).service
-        return Callers.of(host, service.allowed_hosts, () if is_admin else service.allowed_origins)
-
-    def admin_address(self, port: int | None = None) -> Address | None:
-        """Where the admin listener listens, on `port` or on the recipe's; None where there is to be none."""
-        if not self.is_run:
-            return None
-        service = read_recipe(self.path).service
-        port = port or service.admin_port
-        return None if port is None else Address(host=service.admin_host, port=port)
+        return Callers.of(host, service.allowed_hosts, service.allowed_origins)
 
     def run_view(self) -> RunView | None:
         """The run as the page reads it."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
-from actors.registry.records import BASE, BEST, DEFAULT_ADMIN_STATE, PolicyVersion
+from actors.registry.records import BASE, BEST, DEFAULT_ADMIN_STATE
 from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, num_open_after
 from deploy.service.engine.engine import BusyError, Engine
 from deploy.service.engine.loaded_version import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError
@@ -61,14 +61,6 @@ class EngineHost:
 
     async def aclose(self) -> None:
         """As `Backend.aclose`: there is nothing."""
-
-    async def prepare(self, policy: PolicyVersion) -> str | None:
-        """Load a version, so that it can take over at once. Why it cannot, in a sentence; None where it can."""
-        try:
-            await asyncio.to_thread(self.versions.prepare, policy)
-        except (NoSuchVersionError, RefusedVersionError, NoRoomError, TimeoutError) as error:
-            return str(error)
-        return None
 
     def state(self) -> EngineState:
         """How it stands."""

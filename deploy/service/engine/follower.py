@@ -28,7 +28,7 @@ from pathlib import Path
 
 import structlog
 
-from actors.registry.files import rebuild
+from actors.registry.files import read_admin, rebuild
 from actors.registry.records import (
     DEFAULT_ADMIN_STATE,
     NEWEST,
@@ -147,12 +147,29 @@ class VersionFollower:
         before, self._standing = self._standing, self._registry.snapshot()
         if NEWEST in before.aliases and NEWEST not in self._standing.aliases:
             self._is_filled = False
+        self._take_settings()
+        if before.admin != self._standing.admin:
+            # An operator's change is also a request to try again.
+            self._given_up.clear()
         self._status = replace(self._status, registry_reachable=True, admin=self._standing.admin)
         if not self._has_looked and self._newest is not None:
             self._has_looked = True
             # A new engine does not try what the others have refused.
             if self._newest.version in self._standing.refused and not self._is_served_elsewhere(self._newest):
                 self._given_up.append(_key(self._newest, is_chosen=False))
+
+    def _take_settings(self) -> None:
+        """Copy the operator's settings from the run directory to the registry, which emits the events once."""
+        try:
+            wanted = read_admin(self._run_dir)
+        except ValueError as error:
+            # Reported once, not every second.
+            if str(error) != self._status.last_error:
+                self._count(str(error), registry_reachable=True)
+            return
+        if wanted != self._standing.admin:
+            self._registry.set_admin(wanted)
+            self._standing = replace(self._standing, admin=wanted)
 
     def _obey(self) -> bool:
         """Let the version that is wanted take over. Whether another serves now."""
@@ -176,8 +193,7 @@ class VersionFollower:
     def _choice(self) -> _Choice | None:
         """The first of what is wanted that can be served; None: what serves now."""
         for policy, is_chosen in self._wanted():
-            # What somebody chose was perhaps mended, and is then in memory.
-            if _key(policy, is_chosen) not in self._given_up or (is_chosen and self._versions.holds(policy)):
+            if _key(policy, is_chosen) not in self._given_up:
                 return policy, is_chosen
         return None
 

@@ -121,14 +121,6 @@ class Versions:
             raise
         self._take_over(policy)
 
-    def prepare(self, policy: PolicyVersion) -> None:
-        """Load a version, so that it can take over at once. Raises as `acquire` does."""
-        self.release(self._bring(policy, _BRING_TIMEOUT_S))
-
-    def holds(self, policy: PolicyVersion) -> bool:
-        """Whether a version is in memory."""
-        return self._find(policy) is not None
-
     def acquire_live(self, wanted: str | int) -> LoadedVersion | None:
         """As `acquire`, at once; None where the version may have to be loaded or looked for."""
         with self._changed:

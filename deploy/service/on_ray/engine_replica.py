@@ -9,7 +9,6 @@ import ray
 import torch
 from ray import serve
 
-from actors.registry.records import PolicyVersion
 from deploy.service.contract import DRAIN_TIMEOUT_S, EngineState, FollowerStatus
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
@@ -61,10 +60,6 @@ class EngineReplica:
     async def state(self) -> EngineState:
         """How it stands."""
         return self._host.state()
-
-    async def prepare(self, policy: PolicyVersion) -> str | None:
-        """As `EngineHost.prepare`."""
-        return await self._host.prepare(policy)
 
     def check_health(self) -> None:
         """Serve asks every second, and replaces what raises."""

@@ -119,14 +119,12 @@ def test_a_torn_checkpoint_is_no_place_to_load_from(run_dir: Path) -> None:
 
 
 def test_an_empty_registry_is_filled_once(run_dir: Path, registry: Registry) -> None:
-    write_admin(run_dir, AdminState(pinned=1, is_paused=True))
     assert rebuild(registry, run_dir) == 5
     newest = latest(registry)
     # The newest loadable version: version 4's weights were only in a store that may be lost.
     assert newest is not None
     assert (newest.version, Path(str(newest.checkpoint)).name) == (3, "rl-000002")
-    assert registry.aliases() == {"newest": 3, "base": 1, "pinned": 1}
-    assert registry.admin() == AdminState(pinned=1, is_paused=True)
+    assert registry.aliases() == {"newest": 3, "base": 1}
     before = _everything(registry)
     assert rebuild(registry, run_dir) == 0
     assert _everything(registry) == before
@@ -210,13 +208,6 @@ def test_what_was_heard_of_keeps_its_checkpoint(run_dir: Path, registry: Registr
     assert latest(registry) == replace(on_disk, weight_store="d1-weights-tiny")
 
 
-def test_versions_are_filled_in_where_the_operators_file_is_damaged(run_dir: Path, registry: Registry) -> None:
-    (run_dir / "admin.json").write_text("{")
-    with pytest.raises(ValueError, match=r"admin\.json is damaged"):
-        rebuild(registry, run_dir)
-    assert registry.aliases() == {"newest": 3, "base": 1}
-
-
 def test_a_service_serves_on_when_redis_has_lost_its_data(
     run_dir: Path, server: ValkeyServer, registry: Registry
 ) -> None:
@@ -256,6 +247,14 @@ def test_a_registry_that_knows_an_earlier_run_of_the_name_is_filled_anew(run_dir
     registry.pin(1)
     assert rebuild(registry, run_dir) == 0
     assert registry.aliases() == {"newest": 3, "base": 1, "policy": 3, "pinned": 1}
+
+
+def test_an_operators_settings_are_read_as_they_were_written(run_dir: Path) -> None:
+    assert read_admin(run_dir) == DEFAULT_ADMIN_STATE
+    state = AdminState(pinned=1, is_paused=True, why="it adds well", changed_at=1700000000.25)
+    write_admin(run_dir, state)
+    found = read_admin(run_dir)
+    assert (found, found.why, found.changed_at) == (state, "it adds well", 1700000000.25)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"pinned": 1}', '{"pinned": 1, "is_paused": true, "more": 1}'])

@@ -339,7 +339,7 @@ def test_a_run_takes_nothing_over_from_an_earlier_one_of_its_name(registry):
     assert registry.follow(last_id, 0)[-1][1] == first
     assert [(event.kind, event.version) for event in registry.events(last_event, 0)] == [(EventKind.PUBLISHED, 0)]
     # A late write of the earlier run removes nothing.
-    registry.restore([POLICY], AdminState(pinned=None, is_paused=False), None, 1700000000.25)
+    registry.restore([POLICY], None, 1700000000.25)
     assert latest(registry) == first
 
 

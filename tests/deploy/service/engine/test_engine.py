@@ -381,15 +381,6 @@ def test_a_version_in_memory_is_found_without_a_look_at_the_disk(versions, make_
     assert versions.acquire_live("base") is versions.acquire_live(3) is None
 
 
-def test_a_prepared_version_takes_over_without_loading(versions, make_policy):
-    versions.prepare(make_policy(2))
-    assert (versions.policy.version, versions.holds(make_policy(2))) == (1, True)
-    assert all(not live.num_jobs for live in versions._live)
-    versions._load = None
-    versions.adopt(make_policy(2))
-    assert versions.policy.version == 2
-
-
 def test_a_version_that_is_asked_for_and_gone_is_no_refused_one(versions, make_policy):
     def gone(policy):
         raise LookupError("the store moved on")

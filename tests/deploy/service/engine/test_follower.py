@@ -72,6 +72,16 @@ def follow(versions, registry, run_dir):
     return make
 
 
+@pytest.fixture
+def want(run_dir):
+    """Write an operator's settings, as `d1 policy` does."""
+
+    def write(pinned=None, is_paused=False):
+        write_admin(run_dir, AdminState(pinned=pinned, is_paused=is_paused, changed_at=time.time()))
+
+    return write
+
+
 def kinds(registry):
     return [(event.kind, event.version) for event in registry.events("0", 0)]
 
@@ -347,58 +357,62 @@ def test_an_engine_that_lags_does_not_move_the_alias_back(engine_of, registry, r
 # Pins by an operator.
 
 
-def test_a_pinned_version_serves_whatever_is_announced(versions, follow, registry, make_policy):
+def test_a_pinned_version_serves_whatever_is_announced(versions, follow, registry, want, make_policy):
     follower = follow(make_policy(2), make_policy(3))
     follower.follow_once(0)
-    registry.pin(2)
+    want(pinned=2)
     follower.follow_once(0)
     registry.announce(make_policy(4))
     follower.follow_once(0)
     assert (versions.policy.version, versions.announced.version) == (2, 4)
     assert follower.status.admin == AdminState(pinned=2, is_paused=False)
     assert registry.aliases()["policy"] == 2
-    registry.pin(None)
+    want()
     follower.follow_once(0)
     assert (versions.policy.version, registry.aliases()["policy"]) == (4, 4)
 
 
 def test_a_paused_service_keeps_what_it_has_and_new_engines_take_the_same(
-    versions, follow, registry, engine_of, run_dir, make_policy
+    versions, follow, registry, engine_of, run_dir, want, make_policy
 ):
     follower = follow(make_policy(2))
     follower.follow_once(0)
-    registry.pause(True)
+    want(is_paused=True)
     registry.announce(make_policy(3))
     follower.follow_once(0)
     assert (versions.policy.version, versions.announced.version) == (2, 3)
     new = engine_of()
     assert VersionFollower(registry, new, run_dir).follow_once(0)
     assert new.policy.version == 2
-    registry.pause(False)
+    want()
     follower.follow_once(0)
     assert versions.policy.version == 3
 
 
-def test_weights_that_a_resumed_run_makes_anew_do_not_replace_what_is_held(versions, follow, registry, make_policy):
+def test_weights_that_a_resumed_run_makes_anew_do_not_replace_what_is_held(
+    versions, follow, registry, want, make_policy
+):
     follower = follow(make_policy(2, manifest_digest="a"))
     follower.follow_once(0)
-    registry.pause(True)
+    want(is_paused=True)
     registry.announce(make_policy(2, manifest_digest="b"))
     follower.follow_once(0)
     assert versions.policy.manifest_digest == "a"
-    registry.pause(False)
+    want()
     follower.follow_once(0)
     assert versions.policy.manifest_digest == "b"
 
 
 def test_a_service_goes_on_with_a_new_run_of_the_name_and_without_the_pin_of_the_old(
-    versions, follow, registry, make_policy
+    versions, follow, registry, run_dir, want, make_policy
 ):
     follower = follow()
     registry.announce(make_policy(9, manifest_digest="old"), 1.0)
-    registry.pin(9)
+    want(pinned=9)
     assert follower.follow_once(0)
     assert versions.policy.version == 9
+    # A new run has a new directory.
+    (run_dir / "admin.json").unlink()
     registry.announce(make_policy(2, manifest_digest="new"), 2.0)
     assert follower.follow_once(0)
     assert (versions.policy.version, follower.status.num_errors) == (2, 0)
@@ -406,20 +420,20 @@ def test_a_service_goes_on_with_a_new_run_of_the_name_and_without_the_pin_of_the
     assert follower.status.admin == DEFAULT_ADMIN_STATE
 
 
-def test_a_pin_outlives_the_registrys_data(versions, follow, registry, run_dir, add_checkpoint, make_policy):
+def test_a_pin_outlives_the_registrys_data(versions, follow, registry, run_dir, add_checkpoint, want):
     add_checkpoint(run_dir, 2)
-    write_admin(run_dir, AdminState(pinned=1, is_paused=False))
+    want(pinned=1)
     follower = follow()
     assert follower.follow_once(0)
     assert (versions.policy.version, versions.announced.version) == (1, 2)
     assert registry.admin().pinned == 1
 
 
-def test_a_pinned_version_that_is_gone_leaves_what_the_others_serve(
-    versions, follow, registry, engine_of, run_dir, make_policy
+def test_a_pinned_version_that_is_gone_leaves_what_the_others_serve_until_it_is_pinned_again(
+    versions, follow, registry, engine_of, run_dir, want, make_policy
 ):
     follow(make_policy(2), make_policy(3)).follow_once(0)
-    registry.pin(2)
+    want(pinned=2)
     new = engine_of()
     load, lost = new._load, [2]
 
@@ -433,11 +447,41 @@ def test_a_pinned_version_that_is_gone_leaves_what_the_others_serve(
     assert not follower.follow_once(0)
     assert new.policy.version == 3
     assert follower.follow_once(0)
-    # The version can be loaded again, and another caller has loaded it.
     lost.clear()
-    new.prepare(make_policy(2))
+    assert follower.follow_once(0)
+    assert new.policy.version == 3
+    want()
+    assert follower.follow_once(0)
+    want(pinned=2)
     assert follower.follow_once(0)
     assert new.policy.version == 2
+
+
+def test_a_refused_version_is_tried_again_once_it_is_pinned(versions, follow, registry, want, make_policy):
+    follower = follow(make_policy(2))
+    load = versions._load
+
+    def damaged(policy):
+        raise ValueError("the checksum differs")
+
+    versions._load = damaged
+    assert not follower.follow_once(0)
+    assert follower.follow_once(0)
+    versions._load = load
+    want(pinned=2)
+    assert follower.follow_once(0)
+    assert (versions.policy.version, versions.refused) == (2, ())
+
+
+def test_many_engines_tell_of_an_operators_change_once(engine_of, registry, run_dir, want):
+    followers = [VersionFollower(registry, engine_of(), run_dir) for _ in range(3)]
+    for pinned, is_paused in ((1, False), (1, True), (None, False)):
+        want(pinned, is_paused)
+        for follower in followers:
+            assert follower.follow_once(0)
+            assert follower.status.admin == AdminState(pinned=pinned, is_paused=is_paused)
+    told = [one for one in kinds(registry) if one[0] not in (EventKind.REBUILT, EventKind.SERVING)]
+    assert told == [("pinned", 1), ("paused", None), ("unpinned", 1), ("resumed", None)]
 
 
 def test_a_new_engine_does_not_serve_what_the_others_have_refused(
