@@ -33,11 +33,10 @@ from actors.registry.records import (
     DEFAULT_ADMIN_STATE,
     NEWEST,
     POLICY,
-    MalformedEntryError,
     PolicyVersion,
-    RegistrySnapshot,
 )
 from actors.registry.registry import Registry
+from actors.registry.state import RegistryState
 from deploy.service.contract import FollowerStatus
 from deploy.service.engine.loaded_version import (
     NoRoomError,
@@ -57,36 +56,36 @@ _Choice = tuple[PolicyVersion, bool]
 
 
 class VersionFollower:
-    """Reads the registry, swaps to the version that is wanted, and tells the registry what is served."""
+    """Follower of the registry: swaps to the version that should be served, and reports what is served."""
 
     def __init__(self, registry: Registry, versions: Versions, run_dir: Path) -> None:
-        """Follow `registry` into `versions`, once it is told to.
+        """Create a follower, which does nothing until it is started.
 
         Args:
-            registry: of the run.
-            versions: those of this engine.
-            run_dir: what an empty registry is filled from.
+            registry: registry of the run.
+            versions: versions of this engine.
+            run_dir: run directory, with the operator's settings; an empty registry is filled from it.
         """
         self._registry, self._versions, self._run_dir = registry, versions, run_dir
         self._last_id = "0"
         self._newest: PolicyVersion | None = None
-        self._standing = RegistrySnapshot(aliases={}, admin=DEFAULT_ADMIN_STATE, refused=frozenset())
+        self._standing = RegistryState({})
         self._is_filled = self._has_looked = False
-        # Gone or bad for good: only other weights, or another place to load them from, help.
+        # Versions that cannot be loaded: only other weights, another place or an operator's change helps.
         self._given_up = deque[object](maxlen=_MAX_GIVEN_UP)
         self._status = FollowerStatus(
-            registry_reachable=False, num_errors=0, last_error=None, admin=self._standing.admin
+            registry_reachable=False, num_errors=0, last_error=None, admin=DEFAULT_ADMIN_STATE
         )
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def status(self) -> FollowerStatus:
-        """How it fares."""
+        """Errors so far, and whether the registry is reachable."""
         return self._status
 
     def ensure_running(self) -> None:
-        """Start the thread, or start it again if it has died."""
+        """Start the thread, or restart it if it has died."""
         if self._thread is not None and self._thread.is_alive():
             return
         if self._thread is not None:
@@ -95,25 +94,25 @@ class VersionFollower:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
 
     def follow_once(self, block_ms: int) -> bool:
-        """Read what is wanted and serve it; what fails is counted. False when something failed."""
+        """Read the registry and serve the right version. Failures are counted; returns False after one."""
         num_errors = self._status.num_errors
         try:
             self._fill()
             self._read(block_ms)
             if self._obey():
-                # Loading took its time.
+                # The state may have changed during loading.
                 self._read(0)
             self._tell_serving()
-        # The boundary at which failures become data: whatever fails, the service goes on with what it has.
+        # Boundary at which failures become data: the service keeps its version, whatever fails.
         except Exception as error:
             is_away = isinstance(error, ConnectionError)
-            # It may come back empty.
+            # The registry may come back empty.
             self._is_filled = self._is_filled and not is_away
             self._count(str(error) or type(error).__name__, registry_reachable=not is_away)
         return self._status.num_errors == num_errors
@@ -124,7 +123,7 @@ class VersionFollower:
                 self._stopping.wait(_RETRY_S)
 
     def _fill(self) -> None:
-        """Give a registry that is new, or has lost its data, what the run directory says."""
+        """Fill a registry that is new, or has lost its data, from the run directory."""
         if self._is_filled:
             return
         try:
@@ -136,50 +135,47 @@ class VersionFollower:
         self._is_filled = True
 
     def _read(self, block_ms: int) -> None:
-        try:
-            entries = self._registry.follow(self._last_id, block_ms)
-        except MalformedEntryError as error:
-            self._last_id = error.entry_id
-            raise
-        for entry_id, policy in entries:
-            self._last_id, self._newest = entry_id, policy
-            self._versions.learn(policy)
+        """Wait for an event, and read the state."""
+        self._last_id = self._registry.wait(self._last_id, block_ms)
         before, self._standing = self._standing, self._registry.snapshot()
-        if NEWEST in before.aliases and NEWEST not in self._standing.aliases:
-            self._is_filled = False
         self._take_settings()
-        if before.admin != self._standing.admin:
+        standing = self._standing
+        if standing.newest is not None and standing.newest != self._newest:
+            self._newest = standing.newest
+            self._versions.learn(self._newest)
+        if NEWEST in before.aliases and NEWEST not in standing.aliases:
+            self._is_filled = False
+        if standing.admin != before.admin:
             # An operator's change is also a request to try again.
             self._given_up.clear()
-        self._status = replace(self._status, registry_reachable=True, admin=self._standing.admin)
+        self._status = replace(self._status, registry_reachable=True, admin=standing.admin)
         if not self._has_looked and self._newest is not None:
             self._has_looked = True
             # A new engine does not try what the others have refused.
-            if self._newest.version in self._standing.refused and not self._is_served_elsewhere(self._newest):
+            if self._newest.version in standing.refused and not self._is_served_elsewhere(self._newest):
                 self._given_up.append(_key(self._newest, is_chosen=False))
 
     def _take_settings(self) -> None:
         """Copy the operator's settings from the run directory to the registry, which emits the events once."""
         try:
             wanted = read_admin(self._run_dir)
-        except ValueError as error:
-            # Reported once, not every second.
+            if wanted.changed_at > self._standing.admin.changed_at:
+                self._registry.set_admin(wanted)
+                self._standing = self._registry.snapshot()
+        except (LookupError, ValueError) as error:
+            # The file is damaged, or pins an unknown version. Reported once, not every second.
             if str(error) != self._status.last_error:
                 self._count(str(error), registry_reachable=True)
-            return
-        if wanted != self._standing.admin:
-            self._registry.set_admin(wanted)
-            self._standing = replace(self._standing, admin=wanted)
 
     def _obey(self) -> bool:
-        """Let the version that is wanted take over. Whether another serves now."""
+        """Swap to the first candidate that can be served. Returns whether another version serves now."""
         while (choice := self._choice()) is not None and not self._serves(*choice):
             policy, is_chosen = choice
             try:
                 self._versions.adopt(policy)
             except (NoSuchVersionError, RefusedVersionError) as error:
                 self._count(str(error), registry_reachable=True)
-                # What is out of reach of this engine may be in reach of others, or of this one later.
+                # Missing weights are no refusal: other engines may reach them, or this one later.
                 if isinstance(error, RefusedVersionError) and not self._is_served_elsewhere(policy):
                     self._registry.refuse(policy.version, str(error), policy.manifest_digest)
                 self._given_up.append(_key(policy, is_chosen))
@@ -191,7 +187,7 @@ class VersionFollower:
         return False
 
     def _choice(self) -> _Choice | None:
-        """The first of what is wanted that can be served; None: what serves now."""
+        """Return the first candidate that was not given up; None: keep the serving version."""
         for policy, is_chosen in self._wanted():
             if _key(policy, is_chosen) not in self._given_up:
                 return policy, is_chosen
@@ -209,11 +205,11 @@ class VersionFollower:
     def _version(self, number: int) -> PolicyVersion:
         current = self._versions.policy
         if current.version == number:
-            # A resumed run may announce other weights under the number: what is held is what serves.
+            # A resumed run may announce other weights under the number; the serving ones are kept.
             return current
         policy = self._registry.version(number)
         if policy is None:
-            raise LookupError(f"policy version {number} is wanted, and the registry does not know it")
+            raise LookupError(f"policy version {number} should be served, but the registry does not know it")
         return policy
 
     def _is_served_elsewhere(self, policy: PolicyVersion) -> bool:
@@ -223,13 +219,13 @@ class VersionFollower:
         return policy.has_same_weights(self._versions.policy)
 
     def _tell_serving(self) -> None:
-        """Point the alias to what serves, if that is what is wanted: an engine that lags says nothing."""
+        """Point the alias `policy` to the serving version, unless this engine lags behind."""
         policy, before = self._versions.policy, self._standing.aliases.get(POLICY)
         choice = self._choice()
         is_wanted = before is None if choice is None else self._serves(*choice)
         if is_wanted and before != policy.version:
-            # Where it has moved meanwhile another engine was faster.
-            self._registry.move(POLICY, policy.version, expected=before)
+            # This does nothing if another engine has moved it meanwhile.
+            self._registry.serve(policy.version, expected=before)
 
     def _count(self, message: str, *, registry_reachable: bool) -> None:
         structlog.get_logger().warning("follower_error", error=message)

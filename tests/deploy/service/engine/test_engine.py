@@ -308,11 +308,11 @@ def test_a_bad_version_stays_out_and_says_so(versions, make_policy, make_sampler
     with torch.no_grad():
         sampler.model.embed.weight[3, 3] = torch.nan
     versions._load = lambda policy: sampler
-    with pytest.raises(RefusedVersionError, match="weights that are no numbers"):
+    with pytest.raises(RefusedVersionError, match="weights that are not finite"):
         versions.adopt(make_policy(2))
     assert (versions.policy.version, versions.num_swaps) == (1, 0)
     assert [(refused.version, refused.why) for refused in versions.refused] == [
-        (2, "Policy version 2 is not served: policy version 2 has weights that are no numbers")
+        (2, "Policy version 2 is not served: policy version 2 has weights that are not finite")
     ]
 
 
@@ -321,7 +321,7 @@ def test_a_version_that_predicts_no_number_stays_out(versions, make_policy, make
     with torch.no_grad():
         sampler.model.head.weight.fill_(3e38)
     versions._load = lambda policy: sampler
-    with pytest.raises(RefusedVersionError, match="predicts what is no number"):
+    with pytest.raises(RefusedVersionError, match="predictions that are not finite"):
         versions.adopt(make_policy(2))
 
 
