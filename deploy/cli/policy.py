@@ -39,7 +39,6 @@ def pin(
             f"the run {run_dir.name} has no policy version {version}; it has checkpoints of {kept or 'none'}"
         )
     _change(run_dir, why, pinned=version)
-    typer.echo(f"{run_dir.name}: pinned to policy version {version}; its service swaps within seconds")
     if known[version].checkpoint is None:
         typer.echo(f"note: version {version} has no checkpoint, so only a running training can still provide it")
 
@@ -69,7 +68,7 @@ def _found(name: str, runs_dir: Path) -> Path:
 
 
 def _change(run_dir: Path, why: str, **changes: Any) -> None:
-    """Write the operator's settings, which the engines read. A damaged file is replaced."""
+    """Write the operator's settings, which the engines read, and print them. A damaged file is replaced."""
     from actors.registry.files import read_admin, write_admin
     from actors.registry.records import DEFAULT_ADMIN_STATE
 
@@ -77,7 +76,13 @@ def _change(run_dir: Path, why: str, **changes: Any) -> None:
         before = read_admin(run_dir)
     except ValueError:
         before = DEFAULT_ADMIN_STATE
+    # Engines ignore older settings, and another operator's clock may be ahead.
+    changed_at = max(time.time(), before.changed_at + 0.001)
+    state = replace(before, why=why, changed_at=changed_at, **changes)
     try:
-        write_admin(run_dir, replace(before, why=why, changed_at=time.time(), **changes))
+        write_admin(run_dir, state)
     except OSError as error:
         raise UserError(f"{run_dir} cannot be written to: {reason(error)}") from error
+    pinned = "not pinned" if state.pinned is None else f"pinned to policy version {state.pinned}"
+    paused = "paused" if state.is_paused else "not paused"
+    typer.echo(f"{run_dir.name}: {pinned}, {paused}; its service follows within seconds")
