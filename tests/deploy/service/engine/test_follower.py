@@ -1,6 +1,7 @@
 """Version follower: with a registry, with a failing one, and with followers of other engines."""
 
 import time
+from contextlib import closing
 
 import pytest
 import redis
@@ -12,6 +13,7 @@ from deploy.service.checkpoints import Checkpoints, latest_checkpoint
 from deploy.service.engine.follower import VersionFollower
 from deploy.service.engine.loading import VersionLoader
 from deploy.service.engine.versions import Versions
+from deploy.service.source import Source
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 from tests.announced import latest
@@ -216,6 +218,19 @@ def test_a_version_that_is_refused_is_counted_and_not_asked_for_again(versions, 
 def make_sampler_of(versions):
     """Return the served weights under any version number."""
     return lambda policy: Sampler(versions._current.sampler.model, policy.version)
+
+
+def test_a_version_that_was_announced_between_two_reads_is_found(registry_server, run_dir, add_checkpoint, make_policy):
+    directory = add_checkpoint(run_dir, 2)
+    source = Source(directory=str(run_dir), is_run=True, registry_url=registry_server.url)
+    with closing(source.registry()) as registry:
+        for version in (2, 3, 4):
+            registry.announce(make_policy(version, weight_store="d1-weights-tiny"))
+    locate = source.versions("cpu")._locate
+    found = locate(2), locate(3)
+    assert [policy.weight_store for policy in found] == ["d1-weights-tiny"] * 2
+    assert [policy.checkpoint for policy in found] == [str(directory), None]
+    assert (locate(9), locate("base").version) == (None, 1)
 
 
 def test_other_failures_to_load_are_tried_again(versions, follow, make_policy, make_sampler):
