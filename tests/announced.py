@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from actors.registry.records import NEWEST, PolicyVersion
+from actors.registry.records import PolicyVersion
 from actors.registry.registry import Registry
 
 
 def latest(registry: Registry) -> PolicyVersion | None:
-    """Return the version announced last, or None."""
-    newest = registry.aliases().get(NEWEST)
-    return None if newest is None else registry.version(newest)
+    """Return the version that was announced last; None if there is none."""
+    return registry.snapshot().newest

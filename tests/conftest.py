@@ -27,7 +27,7 @@ gc.disable()
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 
-_RUNS, _RAY = "test_end_to_end", ("test_on_ray", "test_admin_on_ray", "test_cluster_on_ray")
+_RUNS, _RAY = "test_end_to_end", ("test_on_ray", "test_pin_on_ray", "test_cluster_on_ray")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

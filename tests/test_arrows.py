@@ -40,7 +40,6 @@ SERVICE = {
     "engine": {"contract", "link"},
     "example": set(),
     "api": {"checkpoints", "contract", "errors", "example", "gateway", "link"},
-    "admin": {"api", "contract", "errors", "gateway"},
 }
 # Modules and calls that can run code found in a file or text. (`yaml.load` is left to ruff: the loader decides.)
 DANGEROUS_IMPORTS = {
@@ -191,7 +190,7 @@ def test_no_module_has_the_name_of_one_of_the_standard_library() -> None:
         ("actors.weights.store, actors.registry.server", {"torch"}),
         # A process that receives an actor's handle imports the actor's class.
         ("actors.coordination.coordinator, actors.sampler, actors.grader", {"torch"}),
-        ("deploy.service.on_ray.ingress, deploy.service.on_ray.admin_replica", {"torch"}),
+        ("deploy.service.on_ray.ingress", {"torch"}),
         ("deploy.job.job, deploy.job.preflight", {"torch"}),
         # `d1 --help` must answer immediately.
         ("deploy.cli", {"torch", "ray", "transformers", "matplotlib", "fastapi"}),

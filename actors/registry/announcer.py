@@ -108,11 +108,7 @@ class Announcer:
             self._fill()
 
     def _fill(self) -> None:
-        try:
-            rebuild(self._registry, self._run_dir)
-        except ValueError:
-            self._lacks_history = False  # All but the operator's settings is filled in.
-            raise
+        rebuild(self._registry, self._run_dir)
         self._lacks_history = False
 
     def _enqueue(self, call: Callable[[], Any]) -> asyncio.Task[None]:

@@ -24,21 +24,15 @@ def rebuild(registry: Registry, run_dir: Path, newest: PolicyVersion | None = No
     Checkpoints are not verified here, but on loading. `newest` is the version that the caller knows to be the newest:
     without it, a registry that has lost its data would go back to the newest checkpoint.
 
-    Returns how many versions were absent. Raises ConnectionError as the registry does. Raises ValueError if
-    RUN/admin.json is damaged, after all else is filled in.
+    Returns how many versions were absent. Raises ConnectionError as the registry does.
     """
     events = read_events(run_dir)
-    versions, newest_number, began = history_of(run_dir, events), None, began_at(events)
+    versions, newest_number = history_of(run_dir, events), None
     if newest is not None:
         known = {policy.version: policy for policy in versions}
         known[newest.version] = newest.with_checkpoint_of(known.get(newest.version))
         versions, newest_number = list(known.values()), newest.version
-    try:
-        admin = read_admin(run_dir)
-    except ValueError:
-        registry.restore(versions, DEFAULT_ADMIN_STATE, newest_number, began, validated_best(events))
-        raise
-    return registry.restore(versions, admin, newest_number, began, validated_best(events))
+    return registry.restore(versions, newest_number, began_at(events), validated_best(events))
 
 
 def history_of(run_dir: Path, events: list[Event]) -> list[PolicyVersion]:
@@ -62,18 +56,18 @@ def history_of(run_dir: Path, events: list[Event]) -> list[PolicyVersion]:
 def read_admin(run_dir: Path) -> AdminState:
     """Read an operator's settings of the run's service. Raises ValueError if the file is damaged."""
     path = run_dir / ADMIN
-    if not path.is_file():
-        return DEFAULT_ADMIN_STATE
     try:
         state = AdminState(**json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
+    except FileNotFoundError:
+        return DEFAULT_ADMIN_STATE
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}; pin and pause again, or delete it") from error
     return state
 
 
 def write_admin(run_dir: Path, state: AdminState) -> None:
-    """Write an operator's settings atomically: Redis is never the only copy."""
-    # A unique name, as two replicas may write at once.
+    """Write an operator's settings of the run's service atomically. Its engines read them every second."""
+    # A unique name, as two operators may write at once.
     temporary = run_dir / f".{ADMIN}.{secrets.token_hex(8)}"
     with temporary.open("w", encoding="utf-8") as file:
         file.write(json.dumps(asdict(state)) + "\n")

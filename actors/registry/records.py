@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Self
 
-NEWEST, POLICY, BASE, BEST, PINNED = "newest", "policy", "base", "best", "pinned"
-"""Aliases: the version announced last, the one served, the one that the rounds started from, the one that solves most
-validation problems, and the one that an operator has pinned."""
+NEWEST, POLICY, BASE, BEST = "newest", "policy", "base", "best"
+"""Aliases: the version announced last, the one served, the one that the rounds started from, and the one that solves
+most validation problems."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +41,7 @@ class PolicyVersion:
     def from_json(cls, text: str | bytes) -> Self:
         """Decode a JSON object. Raises ValueError if it is not a policy version."""
         values = json.loads(text)
-        if not isinstance(values, dict) or values.keys() != {field.name for field in fields(cls)}:
+        if not isinstance(values, dict) or values.keys() != {known.name for known in fields(cls)}:
             raise ValueError("a policy version needs exactly the fields " + ", ".join(f.name for f in fields(cls)))
         for name, value in values.items():
             if not _is_of_type(name, value):
@@ -56,6 +55,12 @@ class PolicyVersion:
         """
         digests = {self.manifest_digest, other.manifest_digest} - {None}
         return self.version == other.version and len(digests) < 2
+
+    def filled_from(self, other: PolicyVersion) -> PolicyVersion:
+        """Return a copy with the fields of `other` that this lacks, if both have the same weights."""
+        if not self.has_same_weights(other):
+            return self
+        return replace(self, **{name: value for name, value in asdict(other).items() if getattr(self, name) is None})
 
     def with_checkpoint_of(self, on_disk: PolicyVersion | None) -> PolicyVersion:
         """Return a copy with the checkpoint of `on_disk`, if this has none and both have the same weights."""
@@ -76,7 +81,7 @@ class EventKind(StrEnum):
     REFUSED = "refused"
     """A service refused to serve it."""
     MOVED = "moved"
-    """Another alias moved to it."""
+    """The alias `best` moved to it."""
     PINNED = "pinned"
     """An operator pinned the service to it."""
     UNPINNED = "unpinned"
@@ -126,26 +131,18 @@ class AdminState:
     """The policy version to serve, whatever is announced; None: the newest."""
     is_paused: bool
     """Whether the service keeps its current version."""
+    why: str = field(default="", compare=False)
+    """Reason of the last change; empty: none was given."""
+    changed_at: float = field(default=0.0, compare=False)
+    """Time of the last change (unix time); 0: never changed."""
 
 
 DEFAULT_ADMIN_STATE = AdminState(pinned=None, is_paused=False)
 """Default settings: the service follows the newest version."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RegistrySnapshot:
-    """Consistent snapshot of what a service should serve."""
-
-    aliases: Mapping[str, int]
-    """The version of each alias."""
-    admin: AdminState
-    """The operator's settings."""
-    refused: frozenset[int]
-    """The versions that a service has refused."""
-
-
 class MalformedEntryError(ValueError):
-    """The next entry of a stream is unreadable; a reader can continue after `entry_id`."""
+    """The next event is unreadable; a reader can continue after `entry_id`."""
 
     def __init__(self, entry_id: str, reason: str) -> None:
         super().__init__(f"entry {entry_id} of the registry cannot be read: {reason}")

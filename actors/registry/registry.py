@@ -1,18 +1,18 @@
 """Policy registry on Redis: a run's versions, the aliases that point to them, and their events.
 
-Announcements and events are streams, not pub/sub: a reader that was disconnected continues where it stopped and misses
-nothing. Each change is one atomic script (`actors/registry/scripts.py`). The registry is never the only copy of
-anything: weights are in the weight store and in checkpoints, the rest is in the run directory, from which
-`actors/registry/files.py` rebuilds it. Its records are in `actors/registry/records.py`.
+A run has two keys: a hash with the current state (`actors/registry/state.py`), and a stream with the events, which a
+disconnected reader continues where it stopped. All writes go through `Registry._change`, one optimistic transaction on
+both. The registry is never the only copy of anything: weights are in the weight store and in checkpoints, and the rest
+is in the run directory, from which `actors/registry/files.py` rebuilds it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,34 +20,32 @@ import redis
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
-from actors.registry import scripts
 from actors.registry.records import (
     BASE,
     BEST,
     NEWEST,
-    PINNED,
+    POLICY,
     AdminState,
+    EventKind,
     MalformedEntryError,
     PolicyVersion,
     RegistryEvent,
-    RegistrySnapshot,
 )
+from actors.registry.state import SUMMARY, RegistryState, decoded, version_field
 
 URL_VARIABLE = "D1_REDIS_URL"
 URL_ADVICE = f"{URL_VARIABLE} should be redis://[:PASSWORD@]HOST:PORT of a server that runs, or unset"
-# Aliases that `move` must not change: each has its own method.
-_KEPT = frozenset({NEWEST, BASE, BEST, PINNED})
-_ALIAS = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _ENTRY_ID = re.compile(r"\d{1,20}(-\d{1,20})?")
+_FIELD = "json"
+_MAX_EVENTS = 10_000
 _MAX_READ = 1000
-_MAX_WHY = 500
 _MAX_BLOCK_MS = 2000
 # Longer than a blocking read, or redis-py ends the read as a timeout.
 _SOCKET_TIMEOUT_S = 3.0
 # Phases of the policies that the rounds may start from: the last of these is `base`. Names of `actors.spec.Phase`,
 # which imports more than a reader of the registry needs.
 _BASE_PHASES = ("untrained", "sft")
-_Entry = TypeVar("_Entry")
+_Result = TypeVar("_Result")
 
 
 class Registry:
@@ -58,25 +56,75 @@ class Registry:
         parts = urlsplit(url)
         # Without the password, because error messages show it.
         self._address = f"{parts.hostname}:{parts.port}"
-        self._keys = [f"d1:{run}:{name}" for name in scripts.KEYS]
-        self._facts, self._stream, self._aliases, self._paused, self._events, self._refused, _ = self._keys
+        self._state, self._events = f"d1:{run}:state", f"d1:{run}:events"
         # RESP 2: replies have the same form on every server.
-        self._redis = redis.Redis.from_url(
+        self._redis: Any = redis.Redis.from_url(
             url,
             socket_timeout=_SOCKET_TIMEOUT_S,
             socket_connect_timeout=_SOCKET_TIMEOUT_S,
             # Enough for a connection that broke while idle; by default redis-py sleeps for seconds.
             retry=Retry(ExponentialBackoff(cap=0.2, base=0.05), retries=2),
             protocol=2,
+            decode_responses=True,
+            # An entry that is not UTF-8 is malformed JSON.
+            encoding_errors="replace",
         )
-        self._scripts = {text: self._redis.register_script(text) for text in scripts.ALL}
 
     def ping(self) -> None:
         """Raise ConnectionError, with a sentence, unless the registry answers."""
         with self._explained():
             self._redis.ping()
 
-    # Versions.
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()
+
+    # Reading.
+
+    def version(self, number: int) -> PolicyVersion | None:
+        """Return what is known of a version; None if nothing is."""
+        with self._explained():
+            return decoded(self._redis.hget(self._state, version_field(number)))
+
+    def snapshot(self) -> RegistryState:
+        """Return the current state, of the versions only the newest."""
+        with self._explained():
+            texts = self._redis.hmget(self._state, SUMMARY)
+            fields = {name: text for name, text in zip(SUMMARY, texts, strict=True) if text is not None}
+            if NEWEST in fields:
+                field = version_field(int(fields[NEWEST]))
+                fields[field] = self._redis.hget(self._state, field) or ""
+        return RegistryState(fields)
+
+    def events(self, last_id: str) -> list[RegistryEvent]:
+        """Return the events after entry `last_id` ("0": from the first that is kept), oldest first.
+
+        Raises MalformedEntryError if the very next entry is unreadable; readable entries before such a one are returned
+        first. Raises ValueError if `last_id` is not an entry id.
+        """
+        events: list[RegistryEvent] = []
+        for entry in self._entries(last_id, None):
+            try:
+                events.append(_event(entry))
+            except MalformedEntryError:
+                if not events:
+                    raise
+                break
+        return events
+
+    def last_events(self, count: int) -> list[RegistryEvent]:
+        """Return the last `count` events, oldest first. Raises MalformedEntryError."""
+        with self._explained():
+            entries = self._redis.xrevrange(self._events, count=count)
+        return [_event(entry) for entry in reversed(entries)]
+
+    def wait(self, last_id: str, block_ms: int) -> str:
+        """Wait for an event after entry `last_id`, up to `block_ms` (1 to 2000; 0 does not wait). Returns the id of the
+        last one read, or `last_id`."""
+        entries = self._entries(last_id, min(block_ms, _MAX_BLOCK_MS) or None)
+        return str(entries[-1][0]) if entries else last_id
+
+    # Writing.
 
     def announce(self, policy: PolicyVersion, began_at: float | None = None) -> bool:
         """Make `policy` the newest version.
@@ -92,170 +140,189 @@ class Registry:
         Returns:
             False if the registry had no version of the run before: it is new, or has lost its data.
         """
-        digest, is_base = policy.manifest_digest or "", int(policy.phase in _BASE_PHASES)
-        return bool(self._run(scripts.ANNOUNCE, _time(began_at), policy.version, policy.to_json(), digest, is_base))
+
+        def change(state: RegistryState) -> bool:
+            state.begin(began_at)
+            known = state.version(policy.version)
+            if known is not None and known.has_same_weights(policy):
+                state.put(policy.filled_from(known))
+            else:
+                state.put(policy)
+                # Other weights than those that were refused under this number.
+                state.set_refused(policy.version, False)
+                state.emit(EventKind.PUBLISHED, policy.version)
+            if policy.phase in _BASE_PHASES:
+                state.move(BASE, policy.version)
+            return state.move(NEWEST, policy.version) is not None
+
+        return self._change(change)
 
     def score(self, version: int, num_correct: int, num_problems: int) -> bool:
-        """Record a version's score, and announce the version again if it is the newest.
-
-        Returns whether it was announced. An older version is not: that would put its weights back into service.
-        """
+        """Record a version's score. Returns False if the version is unknown."""
         return self._update(version, num_correct=num_correct, num_problems=num_problems)
 
     def add_checkpoint(self, version: int, directory: str) -> bool:
-        """Record a version's checkpoint directory, and announce the version if it is the newest, as `score` does.
+        """Record a version's checkpoint directory. Returns False if the version is unknown.
 
         A service on another cluster cannot reach the weight store, and can load the version from then on. A refusal of
         the version is lifted, because the checkpoint may be intact.
         """
         return self._update(version, checkpoint=directory)
 
-    def version(self, number: int) -> PolicyVersion | None:
-        """Return what is known of a version; None if nothing is."""
-        with self._explained():
-            text: Any = self._redis.hget(self._facts, str(number))
-        return None if text is None else PolicyVersion.from_json(text)
+    def serve(self, version: int, *, expected: int | None) -> bool:
+        """Point `policy` to a version if it now points to `expected` (None: to nothing); returns whether it did.
 
-    def versions(self) -> list[PolicyVersion]:
-        """Return all known versions, oldest first."""
-        with self._explained():
-            texts: Any = self._redis.hvals(self._facts)
-        return sorted((PolicyVersion.from_json(text) for text in texts), key=lambda policy: policy.version)
-
-    def follow(self, last_id: str, block_ms: int) -> list[tuple[str, PolicyVersion]]:
-        """Return the announcements after entry `last_id` ("0": from the first that is kept), oldest first.
-
-        Waits up to `block_ms` for one (at most 2000; 0 does not wait). Raises MalformedEntryError if the very next
-        entry is unreadable; readable entries before such a one are returned first. Raises ValueError if `last_id` is
-        not an entry id.
+        Emits `serving` and `retired`. Raises LookupError if the version is unknown.
         """
-        return self._read(self._stream, last_id, block_ms, lambda name, text: (name, PolicyVersion.from_json(text)))
 
-    # Aliases.
+        def change(state: RegistryState) -> bool:
+            if state.version(version) is None:
+                raise LookupError(f"policy version {version} is not known, so it cannot be served")
+            if state.aliases.get(POLICY) != expected:
+                return False
+            if state.move(POLICY, version) != version:
+                state.emit(EventKind.SERVING, version)
+                if expected is not None:
+                    state.emit(EventKind.RETIRED, expected)
+            return True
 
-    def aliases(self) -> dict[str, int]:
-        """Return the version of each alias."""
-        return dict(self.snapshot().aliases)
-
-    def move(self, alias: str, to: int, *, expected: int | None, why: str = "") -> bool:
-        """Point `alias` to version `to` if it now points to `expected` (None: to nothing); returns whether it did.
-
-        A move of `policy` emits the events `serving` and `retired`, one of another alias `moved`.
-
-        Raises:
-            LookupError: version `to` is unknown.
-            ValueError: `alias` is not a valid name, or only its own method may move it.
-        """
-        if alias in _KEPT or not _ALIAS.fullmatch(alias):
-            raise ValueError(f"{alias[:64]!r} is no alias that can be moved: take a name of a-z, 0-9, _ and -")
-        moved = self._run(scripts.MOVE, alias, to, "" if expected is None else expected, why[:_MAX_WHY])
-        if moved < 0:
-            raise LookupError(f"policy version {to} is not known, so {alias} cannot point to it")
-        return bool(moved)
+        return self._change(change)
 
     def choose_best(self, version: int) -> bool:
         """Point `best` to a version, and emit `moved`. Returns False if it is unknown. Only the run's coordinator calls
         it."""
-        now = self.aliases().get(BEST, "")
-        return self._run(scripts.MOVE, BEST, version, now, "") > 0
 
-    # Operator settings.
+        def change(state: RegistryState) -> bool:
+            if state.version(version) is None:
+                return False
+            if state.move(BEST, version) != version:
+                state.emit(EventKind.MOVED, version)
+            return True
 
-    def admin(self) -> AdminState:
-        """Return the pinned version, and whether the service is paused."""
-        return self.snapshot().admin
-
-    def snapshot(self) -> RegistrySnapshot:
-        """Return a consistent snapshot of aliases, operator settings and refused versions."""
-        with self._explained(), self._redis.pipeline(transaction=True) as pipe:
-            pipe.hgetall(self._aliases)
-            pipe.exists(self._paused)
-            pipe.smembers(self._refused)
-            pairs, paused, refused = pipe.execute()
-        aliases = {name.decode(): int(version) for name, version in pairs.items()}
-        admin = AdminState(pinned=aliases.get(PINNED), is_paused=bool(paused))
-        return RegistrySnapshot(aliases=aliases, admin=admin, refused=frozenset(map(int, refused)))
-
-    def pin(self, version: int | None, why: str = "") -> None:
-        """Pin the service to a version; None unpins it. Raises LookupError if the version is unknown."""
-        if self._run(scripts.PIN, "" if version is None else version, why[:_MAX_WHY]) < 0:
-            raise LookupError(f"policy version {version} is not known, so it cannot be pinned")
-
-    def pause(self, is_paused: bool, why: str = "") -> None:
-        """Pause the service's updates to newer versions, or resume them."""
-        self._run(scripts.PAUSE, int(is_paused), why[:_MAX_WHY])
-
-    # Events.
+        return self._change(change)
 
     def refuse(self, version: int, why: str, digest: str | None = None) -> bool:
         """Record that the service does not serve a version, with the digest of its weights if known.
 
         Returns False if it was refused before, or if other weights have been announced under the number since.
         """
-        return bool(self._run(scripts.REFUSE, version, why[:_MAX_WHY], digest or ""))
 
-    def events(self, last_id: str, block_ms: int) -> list[RegistryEvent]:
-        """Return the events after entry `last_id`, oldest first; waits and raises as `follow` does."""
-        return self._read(self._events, last_id, block_ms, RegistryEvent.from_json)
+        def change(state: RegistryState) -> bool:
+            known = state.version(version)
+            if known is not None and not known.has_same_weights(replace(known, manifest_digest=digest)):
+                return False
+            is_new = state.set_refused(version, True)
+            if is_new:
+                state.emit(EventKind.REFUSED, version, why)
+            return is_new
 
-    def last_events(self, count: int) -> list[RegistryEvent]:
-        """Return the last `count` events, oldest first. Raises MalformedEntryError."""
-        with self._explained():
-            entries: Any = self._redis.xrevrange(self._events, count=count)
-        return [_parse(entry, RegistryEvent.from_json) for entry in reversed(entries)]
+        return self._change(change)
 
-    # Rebuilding.
+    def set_admin(self, admin: AdminState) -> None:
+        """Record an operator's settings unless newer ones are known, and emit an event for each change.
+
+        Raises LookupError if the pinned version is unknown.
+        """
+
+        def change(state: RegistryState) -> None:
+            before = state.admin
+            if admin.changed_at <= before.changed_at:
+                # Its reader has an outdated copy of the file.
+                return
+            if admin.pinned is not None and state.version(admin.pinned) is None:
+                raise LookupError(f"policy version {admin.pinned} is not known, so it cannot be pinned")
+            state.set_admin(admin)
+            if admin.pinned is not None and admin.pinned != before.pinned:
+                state.emit(EventKind.PINNED, admin.pinned, admin.why)
+            elif admin.pinned is None and before.pinned is not None:
+                state.emit(EventKind.UNPINNED, before.pinned, admin.why)
+            if admin.is_paused != before.is_paused:
+                state.emit(EventKind.PAUSED if admin.is_paused else EventKind.RESUMED, None, admin.why)
+
+        self._change(change)
 
     def restore(
         self,
         versions: Sequence[PolicyVersion],
-        admin: AdminState,
         newest: int | None = None,
         began_at: float | None = None,
         best: int | None = None,
     ) -> int:
-        """Add absent versions, fill in missing fields of others, and announce one version if none was announced.
+        """Add absent versions, fill in missing fields of others, and set the newest one if there is none.
 
-        Existing data stays, unless it is of a run that began before `began_at`, as in `announce`. The announced version
-        is `newest`, or else the newest of `versions` with a checkpoint. The alias `best` moves to `best`. Both must be
-        among `versions`. The current newest version is announced again if fields of it were filled in.
+        Existing data stays, unless it is of a run that began before `began_at`, as in `announce`. The newest version is
+        `newest`, or else the newest of `versions` with a checkpoint. The alias `best` moves to `best`. Both must be
+        among `versions`.
 
         Returns how many versions were absent; 0 if there was nothing to do.
         """
-        with_checkpoint = (policy.version for policy in versions if policy.checkpoint is not None)
-        last = newest if newest is not None else max(with_checkpoint, default="")
-        base = max((policy.version for policy in versions if policy.phase in _BASE_PHASES), default="")
-        facts = [fact for policy in versions for fact in (policy.version, policy.to_json())]
-        pinned = "" if admin.pinned is None else admin.pinned
-        found = "" if best is None else best
-        return self._run(scripts.RESTORE, _time(began_at), last, base, found, pinned, int(admin.is_paused), *facts)
+        base = max((policy.version for policy in versions if policy.phase in _BASE_PHASES), default=None)
+        last = newest
+        if last is None:
+            last = max((policy.version for policy in versions if policy.checkpoint is not None), default=None)
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._redis.close()
+        def change(state: RegistryState) -> int:
+            state.begin(began_at)
+            num_added = 0
+            for policy in versions:
+                known = state.version(policy.version)
+                num_added += known is None
+                state.put(policy if known is None else known.filled_from(policy))
+            if base is not None and BASE not in state.aliases:
+                state.move(BASE, base)
+            if best is not None and state.move(BEST, best) not in (best, None):
+                state.emit(EventKind.MOVED, best)
+            if last is not None and NEWEST not in state.aliases:
+                state.move(NEWEST, last)
+            if num_added:
+                state.emit(EventKind.REBUILT, last, f"{num_added} versions from the run directory")
+            return num_added
 
-    def _update(self, version: int, **news: str | int) -> bool:
-        return bool(self._run(scripts.UPDATE, version, json.dumps(news)))
+        return self._change(change)
 
-    def _run(self, script: str, *values: str | int) -> int:
+    def _update(self, version: int, **news: Any) -> bool:
+        def change(state: RegistryState) -> bool:
+            known = state.version(version)
+            if known is None:
+                return False
+            state.put(replace(known, **news))
+            if news.get("checkpoint", known.checkpoint) != known.checkpoint:
+                # The weights were refused as they came from elsewhere.
+                state.set_refused(version, False)
+            return True
+
+        return self._change(change)
+
+    def _change(self, change: Callable[[RegistryState], _Result]) -> _Result:
+        """Change the state and append the events in one transaction: a change that another client has overtaken is
+        computed again."""
+
+        def attempt(pipe: Any) -> _Result:
+            before = pipe.hgetall(self._state)
+            state = RegistryState(before)
+            result = change(state)
+            pipe.multi()
+            if state.is_of_new_run:
+                # Not deleted: ids go on rising, so that readers continue.
+                pipe.xtrim(self._events, maxlen=0)
+            if changed := {name: text for name, text in state.fields.items() if before.get(name) != text}:
+                pipe.hset(self._state, mapping=changed)
+            if removed := before.keys() - state.fields.keys():
+                pipe.hdel(self._state, *removed)
+            for event in state.events:
+                pipe.xadd(self._events, {_FIELD: event}, maxlen=_MAX_EVENTS)
+            return result
+
         with self._explained():
-            return int(self._scripts[script](keys=self._keys, args=list(values)))
+            found: _Result = self._redis.transaction(attempt, self._state, value_from_callable=True)
+            return found
 
-    def _read(self, stream: str, last_id: str, block_ms: int, parse: Callable[[str, bytes], _Entry]) -> list[_Entry]:
+    def _entries(self, last_id: str, block_ms: int | None) -> list[tuple[str, dict[str, str]]]:
         if not _ENTRY_ID.fullmatch(last_id):
             raise ValueError(f"{last_id[:64]!r} is no id of an entry: those are two numbers, 1700000000000-0")
-        block = min(block_ms, _MAX_BLOCK_MS) or None
         with self._explained():
-            reply: Any = self._redis.xread({stream: last_id}, count=_MAX_READ, block=block)
-        parsed: list[_Entry] = []
-        for entry in reply[0][1] if reply else []:
-            try:
-                parsed.append(_parse(entry, parse))
-            except MalformedEntryError:
-                if not parsed:
-                    raise
-                break
-        return parsed
+            reply: Any = self._redis.xread({self._events: last_id}, count=_MAX_READ, block=block_ms)
+        return list(reply[0][1]) if reply else []
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -264,22 +331,15 @@ class Registry:
         except redis.AuthenticationError as error:
             raise ConnectionError(f"the registry at {self._address} refused the password") from error
         except redis.RedisError as error:
-            # Redis rejects the many arguments of a script before it checks authentication.
-            if "unauthenticated" in str(error):
-                raise ConnectionError(f"the registry at {self._address} refused the password") from error
             raise ConnectionError(f"the registry at {self._address} cannot be used: {error}") from error
 
 
-def _parse(entry: tuple[bytes, dict[bytes, bytes]], parse: Callable[[str, bytes], _Entry]) -> _Entry:
-    name = entry[0].decode()
+def _event(entry: tuple[str, dict[str, str]]) -> RegistryEvent:
+    name, fields = entry
     try:
-        return parse(name, entry[1].get(scripts.FIELD, b"null"))
+        return RegistryEvent.from_json(name, fields.get(_FIELD, "null"))
     except ValueError as error:
         raise MalformedEntryError(name, str(error)) from error
-
-
-def _time(began_at: float | None) -> str:
-    return "" if began_at is None else repr(began_at)
 
 
 def check_registry(num_machines: int) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from actors import NAMESPACE
 from actors.weights.offering import offered_rows
 from learner.model.checkpoint_files import BaseCheckpoint
 from learner.parallel.timeouts import transfer_timeout_s
@@ -148,19 +147,6 @@ class WeightStore:
             raise VersionMissingError(f"policy version {version} is not in the store; it has {sorted(self._versions)}")
         # In a list: a bare reference would be resolved on the way and copied through this actor.
         return self._versions[version]
-
-    def versions(self) -> list[int]:
-        """Return the versions in the store."""
-        return sorted(self._versions)
-
-
-def stored_versions(store: str, timeout_s: float) -> frozenset[int]:
-    """Return the versions in the store with that Ray name; none if there is no such store or it does not answer."""
-    try:
-        actor: Any = ray.get_actor(store, namespace=NAMESPACE)
-        return frozenset(ray.get(actor.versions.remote(), timeout=timeout_s))
-    except (ValueError, ray.exceptions.RayError):
-        return frozenset()
 
 
 def store_name(run: str) -> str:

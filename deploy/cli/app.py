@@ -11,6 +11,7 @@ from deploy.cli import (
     export,
     machine,
     plan,
+    policy,
     report,
     runs,
     sample,
@@ -44,6 +45,7 @@ app.command()(tasks.grade)
 app.command()(tasks.tasks)
 app.command()(runs.serve)
 app.add_typer(runs.app, name="runs")
+app.add_typer(policy.app, name="policy")
 app.command()(plan.plan)
 app.command()(status.status)
 app.command()(status.scale)

@@ -299,7 +299,7 @@ def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) ->
     service, source = recipe.service, _source(recipe, registry)
     replicas, share = service.num_replicas, recipe.gpus.engine
     url = deploy_source(source, service.host, service.port, replicas, num_gpus=share, say=say)
-    return banner(recipe.run_dir, url, source.admin_address())
+    return banner(recipe.run_dir, url)
 
 
 def _scale_engines(source: Source, num_replicas: int) -> None:

@@ -68,12 +68,8 @@ def preflight(
 
 
 def _port_problems(service: ServiceSection) -> Iterator[str]:
-    listeners = [("the service", "port", service.host, service.port)]
-    if service.admin_port is not None:
-        listeners.append(("the admin listener", "admin_port", service.admin_host, service.admin_port))
-    for who, field, host, port in listeners:
-        if obstacle := machine.why_not_bindable(host, port):
-            yield f"{who} cannot listen on {host}:{port}: {obstacle}; take another service.{field}"
+    if obstacle := machine.why_not_bindable(service.host, service.port):
+        yield f"the service cannot listen on {service.host}:{service.port}: {obstacle}; take another service.port"
 
 
 def resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> Iterator[str]:

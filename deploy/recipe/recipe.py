@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, Field, PositiveInt
 
 from actors.run_config import STRICT, RunConfig
 from deploy.recipe.web_names import Hostname, Origin, ServedName
@@ -23,20 +23,6 @@ class Stages(StrEnum):
     """The rounds alone, from a given checkpoint."""
 
 
-class CanarySection(BaseModel):
-    """Canary check: problems that a new version must solve about as often as the serving one."""
-
-    model_config = STRICT
-
-    num_problems: PositiveInt
-    """Number of problems: the first of the run's validation problems, or without any of its held-out ones, at
-    temperature 0."""
-    max_drop: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """A version is rejected if its share of solved problems is lower than the serving one's by more than this."""
-    timeout_s: PositiveFloat = 120.0
-    """Time to answer them, in seconds; a slower version is rejected."""
-
-
 class ServiceSection(BaseModel):
     """The HTTP service that answers from the current policy."""
 
@@ -46,10 +32,6 @@ class ServiceSection(BaseModel):
     """Address to listen on."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Port to listen on."""
-    admin_host: str = "127.0.0.1"
-    """Address of the admin listener."""
-    admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Port of the admin listener, which pins, rolls back and pauses; absent: no admin listener."""
     num_replicas: PositiveInt = 1
     """Replicas of the policy."""
     max_live_versions: Annotated[int, Field(ge=2)] = 4
@@ -64,14 +46,6 @@ class ServiceSection(BaseModel):
     allowed_origins: tuple[Origin, ...] = ()
     """Origins of other pages that may call the service and read its answers (CORS), such as `https://example.org`, or
     `*`."""
-    canary: CanarySection | None = None
-    """Check that a new version must pass before it serves; absent: none. A pinned version is not checked."""
-
-    @model_validator(mode="after")
-    def _ports(self) -> ServiceSection:
-        if self.admin_port == self.port:
-            raise ValueError(f"admin_port {self.admin_port} is the service's port too; take another for one of them")
-        return self
 
 
 class Recipe(RunConfig):
@@ -85,16 +59,6 @@ class Recipe(RunConfig):
     Credentials belong in the environment, not in the URL."""
     service: ServiceSection = ServiceSection()
     """The HTTP service."""
-
-    @model_validator(mode="after")
-    def _canary(self) -> Recipe:
-        canary, (kind, field, most) = self.service.canary, self.evaluation.selection_problems
-        if canary is not None and canary.num_problems > most:
-            raise ValueError(
-                f"service.canary.num_problems {canary.num_problems} exceeds evaluation.{field} {most}, the {kind} "
-                "problems, of which they are the first"
-            )
-        return self
 
     @property
     def run_dir(self) -> Path:

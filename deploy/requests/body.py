@@ -40,7 +40,7 @@ _Prompt = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 
 
 class CompletionBody(Structured):
-    """Common fields of completion, chat and responses requests. Unsupported fields are rejected by name."""
+    """Common fields of completion and chat requests. Unsupported fields are rejected by name."""
 
     ignored_values = OF_REQUESTS
     prompt_field: ClassVar[str] = "prompt"

@@ -58,16 +58,7 @@ OF_REQUESTS: IgnoredValues = {
         "prompt_logprobs repetition_detection sampling_logprobs_mode task thinking watermark web_search_options"
     ),
 }
-"""Neutral values of completion, chat and responses requests."""
-
-OF_RESPONSES: IgnoredValues = {
-    **{name: values for name, values in OF_REQUESTS.items() if name != "metadata"},
-    **_only("background enable_response_messages", False),
-    **_only("context_management previous_input_messages", []),
-    **_only("truncation", "auto", "disabled"),
-    **_only("conversation previous_response_id prompt"),
-}
-"""Values of `/v1/responses`, which has `metadata`. `truncation: auto` means `truncate_prompt_tokens: -1`."""
+"""Neutral values of completion and chat requests."""
 
 OF_TOKENIZING: IgnoredValues = OF_REQUESTS | _only("return_token_strs", False)
 """Neutral values of `/tokenize`."""
@@ -79,9 +70,6 @@ OF_TURNS: IgnoredValues = {
     **_only("audio function_call refusal"),
 }
 """Neutral values of a chat turn."""
-
-OF_ITEMS: IgnoredValues = _any("id phase status")
-"""Neutral values of an item of `/v1/responses`. The items of an answer have these fields."""
 
 OF_PARTS: IgnoredValues = _any("cache_control") | _only("annotations logprobs", [])
 """Neutral values of a part of a turn."""

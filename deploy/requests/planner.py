@@ -17,7 +17,6 @@ from deploy.requests.errors import RequestError, request_error_of
 from deploy.requests.families import AnyConfig, AnyRequest, block_length_of, check_any_request
 from deploy.requests.parameters import RENOISING_KEYS, Values, sampler_names, to_params, to_renoising_params
 from deploy.requests.renoising import RenoisingDefaults, check_keys
-from deploy.requests.responses import ResponsesRequest
 from deploy.requests.structured.structure import Structure
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import MODEL_TYPE
@@ -217,9 +216,7 @@ class Planner:
                     body.turns, "messages", template=body.template_variables, adds_special=adds_special
                 )
             ]
-        if isinstance(body, ResponsesRequest):
-            return [self._codec.encode_chat(body.turns, "input", template=body.template_variables, adds_special=False)]
-        assert isinstance(body, CompletionRequest), "there are three kinds"
+        assert isinstance(body, CompletionRequest), "there are two kinds"
         return [self._prompt(prompt, body) for prompt in body.prompts]
 
     def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:

@@ -1,4 +1,4 @@
-"""Conversation turns and chat template variables of chats, `/tokenize` and `/v1/responses`."""
+"""Conversation turns and chat template variables of chats and `/tokenize`."""
 
 from __future__ import annotations
 
@@ -54,34 +54,14 @@ class TextContentPart(RequestBody):
 _Parts = Annotated[list[TextContentPart], Field(max_length=MAX_PARTS)]
 
 
-class Turn(RequestBody):
-    """Conversation turn in any format: a role, and text in parts."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Parts
-
-    @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
-    @classmethod
-    def _content(cls, content: Any) -> Any:
-        if not isinstance(content, str | list):
-            raise ValueError("must be a string or a list of parts")
-        parts = [content] if isinstance(content, str) else content
-        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-
-    @property
-    def turn(self) -> dict[str, str]:
-        """Turn in the format of a chat template. Parts are joined by newlines, as vLLM does for text templates."""
-        # OpenAI's `developer` role is the new name of `system`.
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "\n".join(part.text for part in self.content)}
-
-
-class ChatMessage(Turn):
-    """Chat turn. The content may be null for an assistant turn without text."""
+class ChatMessage(RequestBody):
+    """Chat turn: a role, and text in parts. The content may be null for an assistant turn without text."""
 
     ignored_values = OF_TURNS
     field_prefix = "messages."
 
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Parts
     name: str | None = None
     """Passed to the chat template, like `reasoning`."""
     reasoning: str | None = None
@@ -96,13 +76,24 @@ class ChatMessage(Turn):
             return turn | {"content": ""}
         return turn
 
+    @field_validator("content", mode="before", json_schema_input_type=str | _Parts)
+    @classmethod
+    def _content(cls, content: Any) -> Any:
+        if not isinstance(content, str | list):
+            raise ValueError("must be a string or a list of parts")
+        parts = [content] if isinstance(content, str) else content
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
     @property
     def turn(self) -> dict[str, str]:
-        """See `Turn`, with the name and the reasoning."""
+        """Turn in the format of a chat template. Parts are joined by newlines, as vLLM does for text templates."""
+        # OpenAI's `developer` role is the new name of `system`.
+        role = "system" if self.role == "developer" else self.role
+        turn = {"role": role, "content": "\n".join(part.text for part in self.content)}
         thought = self.reasoning or self.reasoning_content
         # vLLM passes both names to a template.
         more = {"name": self.name, "reasoning": thought, "reasoning_content": thought}
-        return super().turn | {key: value for key, value in more.items() if value is not None}
+        return turn | {key: value for key, value in more.items() if value is not None}
 
 
 def _conversation(messages: list[ChatMessage]) -> list[ChatMessage]:

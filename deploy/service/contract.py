@@ -10,7 +10,6 @@ from actors.registry.records import AdminState, PolicyVersion
 from rollout.grammar.grammar import Grammar
 from rollout.renoising.request import RenoisingRequest
 from rollout.request import Committed, Completion, Progress, Request
-from rollout.score import Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,8 +146,6 @@ class EngineState:
     """What a request for `policy` gets now."""
     scored: PolicyVersion | None
     """The version that was last evaluated, of those heard of."""
-    canary: Score | None
-    """How `policy` did on the canary; None where it was not asked."""
     announced: PolicyVersion | None
     """The version that was announced last; None before the first."""
     live: tuple[PolicyVersion, ...]

@@ -1,8 +1,9 @@
-"""What a service answers from, a run or a checkpoint by itself: opened in each of its processes."""
+"""Source of a service: a run, or a single checkpoint. Each process of the service opens it."""
 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +20,6 @@ from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_checkpoint
 from deploy.service.example import Examples
-from deploy.service.gateway.address import Address
 from deploy.service.gateway.callers import Callers
 from learner.model.checkpoint_files import generation_defaults
 from learner.model.renoising.config import RenoisingConfig
@@ -37,69 +37,61 @@ _RATE_OF_CHECKPOINT = "6000/minute"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A run's directory, or a checkpoint's."""
+    """Directory of a run or of a checkpoint."""
 
     directory: str
     is_run: bool
     registry_url: str | None
-    """Where the run's versions are announced; None of a checkpoint, which has no others."""
+    """URL of the run's registry; None for a checkpoint."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """In what a checkpoint's weights are held; a run's recipe says how its are."""
+    """Precision of a checkpoint's weights in memory; a run has that of its recipe."""
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The directory."""
         return Path(self.directory)
 
     @property
     def name(self) -> str:
-        """What the service calls it."""
+        """Name of the run or the checkpoint, in the service's answers."""
         name = read_recipe(self.path).name if self.is_run else _NAME.sub("-", self.path.name).strip("-.")
         return name or "checkpoint"
 
     @property
     def rate_limit(self) -> str:
-        """How often each key may ask."""
+        """Rate limit of each key."""
         return read_recipe(self.path).service.rate_limit if self.is_run else _RATE_OF_CHECKPOINT
 
-    def callers(self, host: str, *, is_admin: bool = False) -> Callers:
-        """Who may ask a listener on `host`. Other origins are for the service alone."""
+    def callers(self, host: str) -> Callers:
+        """Host names and origins that a listener on `host` accepts."""
         if not self.is_run:
             return Callers.of(host, (), ())
         service = read_recipe(self.path).service
-        return Callers.of(host, service.allowed_hosts, () if is_admin else service.allowed_origins)
-
-    def admin_address(self, port: int | None = None) -> Address | None:
-        """Where the admin listener listens, on `port` or on the recipe's; None where there is to be none."""
-        if not self.is_run:
-            return None
-        service = read_recipe(self.path).service
-        port = port or service.admin_port
-        return None if port is None else Address(host=service.admin_host, port=port)
+        return Callers.of(host, service.allowed_hosts, service.allowed_origins)
 
     def checkpoints(self) -> Checkpoints | None:
         """Return the checkpoints of the run; None for a checkpoint by itself."""
         return Checkpoints(self.path) if self.is_run else None
 
     def registry(self) -> Registry | None:
-        """Where the run's versions are announced; None of a checkpoint."""
+        """Client of the run's registry; None for a checkpoint."""
         return None if self.registry_url is None else Registry(self.registry_url, self.name)
 
     def registry_reader(self) -> RegistryReader | None:
-        """The same for an event loop."""
+        """Asynchronous reader of the registry; None for a checkpoint."""
         registry = self.registry()
         return None if registry is None else RegistryReader(registry)
 
     def codec(self) -> TextCodec:
-        """How its policy reads and writes: all checkpoints of a run have the same tokenizer."""
+        """Tokenization of the policy: all checkpoints of a run have the same tokenizer."""
         return TextCodec(servable_checkpoints(self.path / CHECKPOINTS)[-1][1] if self.is_run else self.path)
 
     def newest(self) -> PolicyVersion:
-        """The version to begin with. Raises UserError where a run has none."""
+        """Return the version to begin with. Raises UserError if a run has none."""
         return latest_checkpoint(self.path) if self.is_run else plain_checkpoint(self.path)
 
     def planner(self, codec: TextCodec) -> ServicePlanner:
-        """Makes the jobs of requests."""
+        """Create the planner of requests."""
         defaults: Defaults | RenoisingDefaults
         if self.is_run:
             defaults = Defaults.of_run(read_recipe(self.path).evaluated_params[0])
@@ -116,11 +108,10 @@ class Source:
         return Examples(self.path)
 
     def versions(self, device: str | torch.device, num_threads: int = 1) -> Versions:
-        """The versions of an engine, the newest of them loaded; on a CPU it computes with so many threads at most."""
-        # Here and not above: of a service's processes its engines alone compute, and load torch.
+        """Create the versions of an engine and load the newest; on a CPU it uses up to `num_threads` threads."""
+        # Imported here because only engines need torch.
         import torch
 
-        from deploy.service.engine.canary import HeldoutCanary
         from deploy.service.engine.loaded_version import network_of
         from deploy.service.engine.loading import VersionLoader
         from deploy.service.engine.versions import Versions
@@ -130,29 +121,32 @@ class Source:
         assert policy.checkpoint is not None, "it was found as a checkpoint"
         checkpoint = Path(policy.checkpoint)
         if self.is_run:
-            # Checkpoints of a stage under way are deleted in time.
+            # Checkpoints of the current stage are deleted later.
             initial = self.path / CHECKPOINTS / "initial"
             checkpoint = initial if initial.is_dir() else checkpoint
             recipe = read_recipe(self.path)
             engine, most_live = recipe.rollout.engine, recipe.service.max_live_versions
-            locate: Locate = Checkpoints(self.path).locate
-            wanted = recipe.service.canary
-            canary = None if wanted is None else HeldoutCanary(recipe, wanted, checkpoint)
+            locate: Locate = _located_by(Checkpoints(self.path), self.registry())
         else:
-            canary = None
             engine, most_live = EngineConfig(dtype=self.dtype), _MAX_LIVE_OF_CHECKPOINT
             locate = _nothing
         loader = VersionLoader(checkpoint, engine, device)
         sampler = loader.load(policy)
         torch.set_num_threads(threads_for(network_of(sampler), num_threads))
-        return Versions(
-            sampler,
-            policy,
-            load=loader.load,
-            locate=locate,
-            most_live=most_live,
-            canary=canary,
-        )
+        return Versions(sampler, policy, load=loader.load, locate=locate, most_live=most_live)
+
+
+def _located_by(checkpoints: Checkpoints, registry: Registry | None) -> Locate:
+    """Look for a version in the registry, which knows the weight store that has it, and in the run's checkpoints."""
+
+    def locate(wanted: str | int) -> PolicyVersion | None:
+        on_disk, announced = checkpoints.locate(wanted), None
+        if registry is not None and isinstance(wanted, int):
+            with suppress(ConnectionError):
+                announced = registry.version(wanted)
+        return on_disk if announced is None else announced.with_checkpoint_of(on_disk)
+
+    return locate
 
 
 def _nothing(_wanted: str | int) -> None:

@@ -18,9 +18,6 @@ MAX_CHOICES = 256
 MAX_CHOICE_LENGTH = 1024
 _ANY_OBJECT = {"type": "object"}
 
-_Kind = Literal["text", "json_object", "json_schema"]
-_Name = Annotated[str, Field(max_length=256)]
-
 
 def _shallow(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema. Raises ValueError if it is nested too deeply for recursive code."""
@@ -58,7 +55,7 @@ class JsonSchema(RequestBody):
 
     field_prefix = "response_format.json_schema."
 
-    name: _Name | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
     description: str | None = None
     """Accepted and not used, like the name."""
     json_schema: Annotated[_Schema, Field(alias="schema")]
@@ -71,65 +68,28 @@ class ResponseFormat(RequestBody):
 
     field_prefix = "response_format."
 
-    type: _Kind
+    type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     bare_schema: Annotated[_Schema | None, Field(alias="schema")] = None
     """Schema without a name, as in SGLang."""
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
-        _expect_schema(self.type, self._schema, "json_schema", "response_format")
+        if (self._schema is not None) != (self.type == "json_schema"):
+            message = "`response_format` has a `json_schema` where its `type` is `json_schema`, and only there"
+            raise RequestError(message, param="response_format")
         return self
 
     @property
     def structure(self) -> Structure | None:
         """Structure of the text; None: unconstrained."""
-        return _structure_of(self.type, self._schema, "response_format")
+        if self.type == "text":
+            return None
+        return Structure.of_schema(_ANY_OBJECT if self._schema is None else self._schema, "response_format")
 
     @property
     def _schema(self) -> dict[str, Any] | None:
         return self.bare_schema if self.json_schema is None else self.json_schema.json_schema
-
-
-class TextFormat(RequestBody):
-    """`text.format` of `/v1/responses`: `response_format` flattened to one object."""
-
-    field_prefix = "text.format."
-
-    type: _Kind
-    name: _Name | None = None
-    description: str | None = None
-    json_schema: Annotated[_Schema | None, Field(alias="schema")] = None
-    strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> TextFormat:
-        _expect_schema(self.type, self.json_schema, "schema", "text.format")
-        return self
-
-
-class TextOptions(RequestBody):
-    """`text` of `/v1/responses`."""
-
-    ignored_values: ClassVar = {"verbosity": ("medium",)}
-    field_prefix = "text."
-
-    format: TextFormat | None = None
-
-    @property
-    def structure(self) -> Structure | None:
-        """Structure of the text; None: unconstrained."""
-        return None if self.format is None else _structure_of(self.format.type, self.format.json_schema, "text")
-
-
-def _expect_schema(kind: _Kind, schema: object, key: str, field: str) -> None:
-    if (schema is not None) != (kind == "json_schema"):
-        message = f"`{field}` has a `{key}` where its `type` is `json_schema`, and only there"
-        raise RequestError(message, param=field.partition(".")[0])
-
-
-def _structure_of(kind: _Kind, schema: dict[str, Any] | None, field: str) -> Structure | None:
-    return None if kind == "text" else Structure.of_schema(_ANY_OBJECT if schema is None else schema, field)
 
 
 class StructuredOutputs(RequestBody):

@@ -20,15 +20,13 @@ from deploy.page.routes import page_router
 from deploy.program import version_of
 from deploy.requests.body import ChatRequest, CompletionBody, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deploy.requests.planner import RequestPlan
-from deploy.requests.responses import ResponsesRequest
-from deploy.service.api import replies, response_replies
+from deploy.service.api import replies
 from deploy.service.api.bounded_route import BoundedRoute
 from deploy.service.api.metrics import RequestObserver, ServiceMetrics
 from deploy.service.api.openapi import describe, described
 from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.policy_events import RegistryReader, one_event
 from deploy.service.api.policy_view import EngineWatch, known, newest, policy_body, version_body
-from deploy.service.api.response_writer import ResponseWriter
 from deploy.service.api.server_sent_events import ServerSentEvents
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.api.writer import AnswerWriter, Events, as_json
@@ -136,7 +134,8 @@ class _Inference:
         is_streamed = False
         try:
             plan = await self._plan(ask, request)
-            writer = self._writer(ask, plan)
+            model, run = ask.model or POLICY, service.planner.name
+            writer = AnswerWriter(service.codec, plan, model, run, is_chat=isinstance(ask, ChatRequest))
             job = service.planner.job(ask, plan)
             events = with_failover(service.backend, job, may_restart=not ask.stream)
             if not ask.stream:
@@ -148,12 +147,6 @@ class _Inference:
         finally:
             if not is_streamed:
                 self._num_open -= 1
-
-    def _writer(self, ask: CompletionBody, plan: RequestPlan) -> AnswerWriter | ResponseWriter:
-        codec, model, run = self._service.codec, ask.model or POLICY, self._service.planner.name
-        if isinstance(ask, ResponsesRequest):
-            return ResponseWriter(codec, plan, ask, model, run)
-        return AnswerWriter(codec, plan, model, run, is_chat=isinstance(ask, ChatRequest))
 
     async def _plan(self, ask: CompletionBody, request: Request) -> RequestPlan:
         is_short = int(request.headers.get("content-length", MAX_BODY_BYTES)) <= _SHORT_BYTES
@@ -224,13 +217,6 @@ def _add_inference(app: FastAPI, inference: _Inference) -> None:
         **described(replies.ChatAnswer, *_REFUSALS, events=(replies.ChatChunk, ErrorBody)),
     )
     async def chat(ask: ChatRequest, request: Request) -> Response:
-        return await inference.complete(ask, request)
-
-    @app.post(
-        "/v1/responses",
-        **described(response_replies.Response, *_REFUSALS, events=(response_replies.ResponseEvent,), is_ended=False),
-    )
-    async def responses(ask: ResponsesRequest, request: Request) -> Response:
         return await inference.complete(ask, request)
 
 
@@ -397,7 +383,7 @@ async def _found(service: Service, states: Sequence[EngineState], version: int, 
     raise ServiceError(404, f"There is no policy version {version} here.", "model_not_found", param=param)
 
 
-def _version_header(writer: AnswerWriter | ResponseWriter) -> dict[str, str]:
+def _version_header(writer: AnswerWriter) -> dict[str, str]:
     assert writer.policy is not None, "it has begun"
     return {"x-policy-version": str(writer.policy.version)}
 

@@ -1,4 +1,4 @@
-"""The OpenAPI schema of the service: what each route answers, and who may ask."""
+"""OpenAPI schema of the service: the answers of each route, and which need a key."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from deploy.service.api.replies import ChatChunk, PolicyEvent, TextChunk
-from deploy.service.api.response_replies import ResponseEvent
 from deploy.service.errors import ErrorBody
 from deploy.service.gateway.access import is_open
 
 _ERRORS = {
-    400: "What was asked is not valid, or not supported; the message says what.",
-    401: "The request has no key that opens.",
+    400: "The request is invalid or not supported; the message says why.",
+    401: "The request has no valid key.",
     404: "There is no such model, version or run here.",
-    408: "The body came too slowly.",
+    408: "The body arrived too slowly.",
     413: "The body is too large.",
     429: "Too many requests; Retry-After says when to try again.",
-    503: "No engine answers, or the service is shutting down; Retry-After says when to try again.",
+    503: "No engine is available, or the service is shutting down; Retry-After says when to try again.",
 }
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 _REFERENCE = "#/components/schemas/{model}"
-_EVENTS = (ChatChunk, ErrorBody, PolicyEvent, ResponseEvent, TextChunk)
+_EVENTS = (ChatChunk, ErrorBody, PolicyEvent, TextChunk)
 
 
 def described(
     body: type[BaseModel] | None, *statuses: int, events: tuple[type[BaseModel], ...] = (), is_ended: bool = True
 ) -> dict[str, Any]:
-    """The arguments of a route for its decorator. What every closed route says is added by `describe`.
+    """Return the arguments of a route's decorator. `describe` adds what all routes that need a key have in common.
 
     Args:
-        body: what it answers; None where that is no JSON.
-        statuses: what it fails with, besides.
-        events: of what kinds its server-sent events are, where it streams or can be asked to.
-        is_ended: whether the last of them is `[DONE]`.
+        body: model of the answer; None if it is not JSON.
+        statuses: statuses of its errors.
+        events: models of its server-sent events, if it can stream.
+        is_ended: whether a stream ends with `[DONE]`.
     """
     answer: dict[str, Any] = {"description": "The answer."}
     answer |= {} if body is None else {"model": body}
@@ -47,7 +46,7 @@ def described(
 
 
 def _stream_of(events: tuple[type[BaseModel], ...], is_ended: bool) -> dict[str, Any]:
-    """Server-sent events, as OpenAPI 3.2 describes them."""
+    """Describe server-sent events as in OpenAPI 3.2."""
     kinds = [{"$ref": _REFERENCE.format(model=kind.__name__)} for kind in events]
     json = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": kinds}}
     data = {"anyOf": [{"const": "[DONE]"}, json]} if is_ended else json
@@ -56,7 +55,7 @@ def _stream_of(events: tuple[type[BaseModel], ...], is_ended: bool) -> dict[str,
 
 
 def describe(app: FastAPI) -> None:
-    """Make the schema of `app` say what is true of all routes: who may ask, and that 422 is never said."""
+    """Add to the schema of `app` which routes need a key, and remove status 422, which is never sent."""
     plain: Callable[[], dict[str, Any]] = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -69,14 +68,14 @@ def describe(app: FastAPI) -> None:
 
 def _corrected(schema: dict[str, Any]) -> dict[str, Any]:
     components = schema["components"]
-    # FastAPI does not look into streams.
+    # FastAPI adds no models of streams.
     _, chunks = models_json_schema([(kind, "serialization") for kind in _EVENTS], ref_template=_REFERENCE)
     components["schemas"] |= chunks["$defs"]
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
-            # FastAPI's own answer to what is not valid; ours is 400.
+            # FastAPI's status of an invalid request; this service sends 400.
             responses.pop("422", None)
             if not is_open(method.upper(), path):
                 operation["security"] = [{"key": []}]

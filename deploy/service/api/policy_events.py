@@ -1,4 +1,4 @@
-"""The event stream of the policy's versions: the registry's events, with the registry's ids, from every ingress."""
+"""Event stream of the policy versions: the registry's events with its ids, which are the same on every ingress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deploy.service.api.server_sent_events import PING_S, comment, frame
 
 _ENTRY_ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 _MAX_ID_PART = 2**64 - 1
-# Of what was before, to whoever does not say what they have seen.
+# Past events for a client without Last-Event-ID.
 _NUM_BEFORE = 50
 _POLL_S = 0.5
 _RETRY_S = 2.0
@@ -27,25 +27,25 @@ _Id = tuple[int, int]
 
 
 class RegistryReader:
-    """A run's registry, read without holding up an event loop, for any number of listeners."""
+    """Asynchronous reader of a run's registry, for any number of clients."""
 
     def __init__(self, registry: Registry) -> None:
-        """Read `registry`, once somebody listens or asks."""
+        """Create a reader, which connects at the first call."""
         self._registry = registry
-        # Of its own: a registry that is away holds up threads, and requests need the others.
+        # Its own threads: an unreachable registry blocks them, and requests need the others.
         self._threads = ThreadPoolExecutor(max_workers=_NUM_THREADS, thread_name_prefix="registry-reader")
         self._away_until = 0.0
 
     async def version(self, number: int) -> PolicyVersion | None:
-        """What the registry knows of a version. Raises ConnectionError where it is away."""
+        """Return the metadata of a version. Raises ConnectionError if the registry is unreachable."""
         return await self._call(lambda: self._registry.version(number))
 
     async def events(
         self, last_id: str | None, is_over: Callable[[], bool] = lambda: False
     ) -> AsyncGenerator[bytes, None]:
-        """Server-sent events after the entry `last_id`; the newest there are, and what follows, for no such entry.
+        """Stream the events after entry `last_id` as server-sent events; without such an entry, begin with the newest.
 
-        They end when `is_over`: the client asks again, and somebody else goes on.
+        The stream ends when `is_over`; the client then reconnects to another ingress.
         """
         yield comment("d1")
         seen, has_begun, told_at = _parsed(last_id), False, time.monotonic()
@@ -68,7 +68,7 @@ class RegistryReader:
             await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _begin(self, seen: _Id | None) -> list[RegistryEvent]:
@@ -76,7 +76,7 @@ class RegistryReader:
             before = await self._call(lambda: self._registry.last_events(_NUM_BEFORE))
         except MalformedEntryError as error:
             return await self._after(_parsed(error.entry_id) or (0, 0))
-        # An id that is yet to come is of a registry that has lost its data since.
+        # A larger id than the last one is from a registry that has lost its data since.
         if seen is None or not before or seen > _id_of(before[-1]):
             return before
         return await self._after(seen)
@@ -84,16 +84,16 @@ class RegistryReader:
     async def _after(self, seen: _Id) -> list[RegistryEvent]:
         while True:
             try:
-                return await self._call(self._registry.events, f"{seen[0]}-{seen[1]}", 0)
+                return await self._call(self._registry.events, f"{seen[0]}-{seen[1]}")
             except MalformedEntryError as error:
                 structlog.get_logger().warning("registry_event_unreadable", error=str(error))
                 seen = _parsed(error.entry_id) or seen
 
     async def _call(self, read: Callable[..., _Result], *arguments: Any) -> _Result:
         def call() -> _Result:
-            # Whoever waited for a thread does not wait for the registry too.
+            # Calls that waited for a thread fail at once.
             if time.monotonic() < self._away_until:
-                raise ConnectionError("the registry was away a moment ago")
+                raise ConnectionError("the registry was unreachable a moment ago")
             try:
                 return read(*arguments)
             except ConnectionError:
@@ -104,14 +104,14 @@ class RegistryReader:
 
 
 def event_body(event: RegistryEvent) -> dict[str, Any]:
-    """What an event says."""
+    """Return the body of an event."""
     return {"version": event.version, "round": event.round, "why": event.why, "time_s": round(event.time_s, 3)}
 
 
 async def one_event(
     policy: PolicyVersion, last_id: str | None, is_over: Callable[[], bool]
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a checkpoint by itself until `is_over`: it serves, and that is all that ever happens."""
+    """Stream the only event of a single checkpoint, `serving`, and then pings until `is_over`."""
     event_id = f"checkpoint-{policy.version}"
     yield comment("d1")
     if last_id != event_id:
@@ -126,7 +126,7 @@ async def one_event(
 
 
 def _parsed(entry_id: str | None) -> _Id | None:
-    """The two numbers of an id; None of what is none."""
+    """Return the two numbers of an id; None if it is invalid."""
     match = _ENTRY_ID.fullmatch(entry_id or "")
     if match is None:
         return None
@@ -136,5 +136,5 @@ def _parsed(entry_id: str | None) -> _Id | None:
 
 def _id_of(event: RegistryEvent) -> _Id:
     parsed = _parsed(event.id)
-    assert parsed is not None, "the server made it"
+    assert parsed is not None, "ids of the server are valid"
     return parsed

@@ -1,4 +1,4 @@
-"""What the service says of its policy and its versions."""
+"""Views of the policy and its versions, from the states of the engines."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ _STALE_S = 15.0
 
 
 def score_of(policy: PolicyVersion | None) -> replies.ScoreReply | None:
-    """Held-out accuracy at temperature 0; None of a version without one."""
+    """Return the held-out accuracy at temperature 0; None if the version was not evaluated."""
     if policy is None or policy.num_correct is None or not policy.num_problems:
         return None
     score = Score(num_correct=policy.num_correct, num_problems=policy.num_problems)
-    return _score_body(policy.version, score)
-
-
-def _score_body(version: int, score: Score) -> replies.ScoreReply:
     return replies.ScoreReply(
-        policy_version=version,
+        policy_version=policy.version,
         num_correct=score.num_correct,
         num_problems=score.num_problems,
         accuracy=score.accuracy,
@@ -34,12 +30,12 @@ def _score_body(version: int, score: Score) -> replies.ScoreReply:
 
 
 def newest(states: Sequence[EngineState]) -> EngineState:
-    """The engine whose policy was published last: there is more than one answer while a swap goes round."""
+    """Return the state of the engine with the newest policy: engines differ during a swap."""
     return max(states, key=lambda state: (state.policy.round, state.policy.version))
 
 
 def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
-    """`GET /v1/policy`."""
+    """Return the body of `GET /v1/policy`."""
     state = newest(states)
     policy, announced = state.policy, state.announced
     published = policy.version if announced is None else announced.version
@@ -51,7 +47,6 @@ def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
         phase=policy.phase,
         checksum=policy.manifest_digest,
         score=score_of(state.scored),
-        canary=_canary_of(policy, states),
         lag=replies.Lag(published=published, behind=max(0, published - policy.version)),
         aliases={name: version for name, version in aliases.items() if version is not None},
         pinned=state.follower.admin.pinned,
@@ -63,14 +58,8 @@ def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
     )
 
 
-def _canary_of(policy: PolicyVersion, states: Sequence[EngineState]) -> replies.ScoreReply | None:
-    """The first engine to serve a version asks it; those that follow need not."""
-    scores = [one.canary for one in states if one.canary is not None and one.policy.has_same_weights(policy)]
-    return _score_body(policy.version, scores[0]) if scores else None
-
-
 def known(version: int, states: Sequence[EngineState]) -> PolicyVersion | None:
-    """What the engines know of a version; None where they know nothing."""
+    """Return the metadata of a version that the engines know; None if they do not know it."""
     for state in states:
         for policy in (*state.live, *([state.announced] if state.announced else [])):
             if policy.version == version:
@@ -79,7 +68,7 @@ def known(version: int, states: Sequence[EngineState]) -> PolicyVersion | None:
 
 
 def version_body(policy: PolicyVersion, states: Sequence[EngineState]) -> replies.PolicyOfVersion:
-    """`GET /v1/policy/{version}`."""
+    """Return the body of `GET /v1/policy/{version}`."""
     return replies.PolicyOfVersion(
         policy_version=policy.version,
         round=policy.round,
@@ -92,27 +81,26 @@ def version_body(policy: PolicyVersion, states: Sequence[EngineState]) -> replie
 
 
 class EngineWatch:
-    """Asks the engines how they stand."""
+    """Cached states of the engines."""
 
     def __init__(self, backend: Backend) -> None:
-        """Ask `backend`, once somebody asks: an engine that is asked denoises a little later."""
+        """Read from `backend` on demand, because each call delays an engine's denoising a little."""
         self._backend = backend
         self._states: list[EngineState] = []
         self._asked_at = self._answered_at = -_STALE_S
         self._asking = asyncio.Lock()
 
     async def states(self) -> list[EngineState]:
-        """How the engines stand, at most a moment ago; the last that is known where none answers now."""
+        """Return the states, up to 0.2 s old; the last known ones if no engine answers."""
         async with self._asking:
-            # Who waited while another asked has its answer, or that there is none: where no engine is left, each
-            # question takes seconds.
+            # A caller that waited for another one shares its result: without an engine, each call takes seconds.
             if time.monotonic() - self._asked_at > _FRESH_S:
                 await self._ask()
         return self._states
 
     @property
     def is_stale(self) -> bool:
-        """Whether no engine has answered for a while."""
+        """Whether no engine has answered for 15 s."""
         return time.monotonic() - self._answered_at > _STALE_S
 
     async def _ask(self) -> None:

@@ -1,4 +1,4 @@
-"""The bodies of answers: the models that the OpenAPI schema is made of, and that are built and returned."""
+"""Bodies of answers: pydantic models, from which the OpenAPI schema is generated."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Body(BaseModel):
-    """What is answered."""
+    """Base class of the bodies."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class DiffusionUsage(Body):
-    """What denoising took."""
+    """Cost of denoising."""
 
     num_forwards: int
     num_blocks: int
@@ -22,7 +22,7 @@ class DiffusionUsage(Body):
 
 
 class Usage(Body):
-    """Tokens, and the forwards that they took."""
+    """Token counts, and the cost of denoising."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -31,7 +31,7 @@ class Usage(Body):
 
 
 class StepMap(Body):
-    """Of each token of the text: the denoise step that committed it, and how sure the policy was."""
+    """Denoise step that committed each token of the text, and the policy's confidence."""
 
     step_map: list[int]
     token_ids: list[int]
@@ -40,7 +40,7 @@ class StepMap(Body):
 
 
 class TextLogprobs(Body):
-    """Of each token of a completion: its text, where that begins, and its log-probability when it was committed."""
+    """Text, offset and log-probability of each token of a completion, at the step that committed it."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -49,7 +49,7 @@ class TextLogprobs(Body):
 
 
 class TokenLogprob(Body):
-    """A token of a reply, and its log-probability when it was committed."""
+    """Token of a reply, and its log-probability at the step that committed it."""
 
     token: str
     logprob: float
@@ -58,7 +58,7 @@ class TokenLogprob(Body):
 
 
 class ChatLogprobs(Body):
-    """Those of a reply's tokens."""
+    """Log-probabilities of the tokens of a reply."""
 
     content: list[TokenLogprob]
     refusal: None
@@ -68,7 +68,7 @@ class _Choice(Body):
     index: int
     finish_reason: Literal["stop", "length"]
     diffusion: StepMap | None = None
-    """With `diffusion.return_step_map`."""
+    """Set with `diffusion.return_step_map`."""
 
 
 class TextChoice(_Choice):
@@ -79,7 +79,7 @@ class TextChoice(_Choice):
 
 
 class Reply(Body):
-    """What the policy says."""
+    """Message of the policy."""
 
     role: Literal["assistant"]
     content: str
@@ -98,41 +98,41 @@ class _Answer(Body):
     model: str
     system_fingerprint: str
     policy_version: int
-    """The version that made all of it."""
+    """Policy version that generated the whole answer."""
     usage: Usage
 
 
 class TextAnswer(_Answer):
-    """The answer of `POST /v1/completions`."""
+    """Answer of `POST /v1/completions`."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
 
 
 class ChatAnswer(_Answer):
-    """The answer of `POST /v1/chat/completions`."""
+    """Answer of `POST /v1/chat/completions`."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
 
 
 class Slot(Body):
-    """A slot of a canvas."""
+    """Slot of a canvas."""
 
     text: str
     masked: bool
     step: int
-    """The denoise step that its token stands there since; -1 where it is masked, or the token was given. A policy that
-    renoises takes tokens back: then the slot is masked again."""
+    """Denoise step since which it has held its token; -1 if it is masked, or the token was given. A renoising policy
+    can mask the slot again."""
     confidence: float | None
 
 
 class CanvasReply(Body):
-    """The whole canvas after a denoise step; the last of a stream can have the step map too."""
+    """Whole canvas after a denoise step; the last one of a stream can include the step map."""
 
     step: int
     num_steps: int | None
-    """None where it is not known beforehand."""
+    """None if it is not known in advance."""
     slots: list[Slot]
     step_map: list[int] | None = None
     token_ids: list[int] | None = None
@@ -147,26 +147,26 @@ class _Part(Body):
 
 
 class TextPart(_Part):
-    """More of a completion, or the whole of it on a canvas."""
+    """Next part of a completion, or all of it with a canvas."""
 
     text: str
     logprobs: TextLogprobs | None
-    """In the last of a choice, those of all its tokens."""
+    """In the last part of a choice: those of all its tokens."""
 
 
 class Delta(Body):
-    """More of a reply."""
+    """Next text of a reply."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChatPart(_Part):
-    """More of a reply, or the whole of it on a canvas."""
+    """Next part of a reply, or all of it with a canvas."""
 
     delta: Delta
     logprobs: ChatLogprobs | None
-    """In the last of a choice, those of all its tokens."""
+    """In the last part of a choice: those of all its tokens."""
 
 
 class _Chunk(Body):
@@ -176,51 +176,51 @@ class _Chunk(Body):
     system_fingerprint: str
     policy_version: int
     usage: Usage | None = None
-    """With `stream_options.include_usage` in every chunk: null, and in the last the usage. Without it absent."""
+    """Present with `stream_options.include_usage`: null, except in the last chunk."""
 
 
 class TextChunk(_Chunk):
-    """An event of a stream of `POST /v1/completions`."""
+    """Event of a stream of `POST /v1/completions`."""
 
     object: Literal["text_completion"]
     choices: list[TextPart]
 
 
 class ChatChunk(_Chunk):
-    """An event of a stream of `POST /v1/chat/completions`."""
+    """Event of a stream of `POST /v1/chat/completions`."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatPart]
 
 
 class PolicyEvent(BaseModel):
-    """What happened to a version, or to all of them; the event's name says what."""
+    """Event of a policy version, or of all of them; its kind is the event's name."""
 
     version: int | None
-    """The policy version; null where it happened to all of them."""
+    """The policy version; null if the event concerns all versions."""
     round: int | None
     """The round that published it."""
     why: str | None
-    """A sentence."""
+    """The reason, as a sentence."""
     time_s: float
-    """When, in seconds since 1970."""
+    """Time of the event (unix time)."""
 
 
 class Model(Body):
-    """A name of a policy version."""
+    """Name of a policy version."""
 
     id: str
     object: Literal["model"]
     created: int
-    """When this service began, in seconds since 1970."""
+    """Start time of this service (unix time)."""
     owned_by: str
     policy_version: int | None
     max_model_len: int
-    """Tokens of prompt and canvas together, at most."""
+    """Maximum tokens of prompt and canvas together."""
 
 
 class Models(Body):
-    """All of them."""
+    """List of the models."""
 
     object: Literal["list"]
     data: list[Model]
@@ -251,14 +251,14 @@ class ScoreReply(Body):
 
 
 class Lag(Body):
-    """How far the service is behind what was announced."""
+    """Lag of the service behind the newest announced version."""
 
     published: int
     behind: int
 
 
 class RefusedVersionReply(Body):
-    """A version that stays out."""
+    """Version that was refused, and the reason."""
 
     version: int
     why: str
@@ -273,10 +273,9 @@ class _Version(Body):
 
 
 class Policy(_Version):
-    """What serves."""
+    """The serving version."""
 
     run: str
-    canary: ScoreReply | None
     lag: Lag
     aliases: dict[str, int]
     pinned: int | None
@@ -288,7 +287,7 @@ class Policy(_Version):
 
 
 class PolicyOfVersion(_Version):
-    """A version that an engine or the registry knows."""
+    """Version that an engine, the registry or the run directory knows."""
 
     is_live: bool
     is_serving: bool

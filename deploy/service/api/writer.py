@@ -1,4 +1,4 @@
-"""The writer: the events of a job as OpenAI's objects, one answer or a stream of chunks."""
+"""Writer of answers: converts the events of a job to OpenAI's objects, one answer or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -40,88 +40,36 @@ Answer = TextAnswer | ChatAnswer
 Part = TextPart | ChatPart
 
 
-class Writer:
-    """Reads the events of a job, whatever format they are written in."""
+class AnswerWriter:
+    """Convert the events of one request to its answer, whole or streamed."""
 
-    def __init__(self, codec: TextCodec, plan: RequestPlan) -> None:
-        """Read what comes of a plan, as the policy writes."""
+    def __init__(self, codec: TextCodec, plan: RequestPlan, model: str, run: str, *, is_chat: bool) -> None:
+        """Create a writer.
+
+        Args:
+            codec: tokenization of the policy.
+            plan: the planned request.
+            model: the model's name in the answer.
+            run: name of the run, the first part of the fingerprint.
+            is_chat: whether the answer is one of `/v1/chat/completions`.
+        """
         self._codec, self._plan = codec, plan
+        self._model, self._run, self._is_chat = model, run, is_chat
         self._created = int(time.time())
+        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._begin(None)
 
     async def begin(self, events: Events) -> None:
-        """Wait for the version that answers a stream: an error still has its status then. Raises ServiceError."""
+        """Wait for the version of a stream, so that an error still gets an HTTP status. Raises ServiceError."""
         first = await anext(events)
         if isinstance(first, Refused):
             await events.aclose()
             raise ServiceError.of(first)
-        assert isinstance(first, Began), "nothing comes before it"
+        assert isinstance(first, Began), "it is the first event"
         self._begin(first.policy)
 
-    async def _read(self, events: Events) -> None:
-        """All that the answer needs. Raises ServiceError."""
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, Refused):
-                    raise ServiceError.of(event)
-                if isinstance(event, Began):
-                    # A second time, what came before is void.
-                    self._begin(event.policy)
-                elif not isinstance(event, CanvasSeen):
-                    self._choices[event.choice].take(event)
-                    if all(choice.is_finished for choice in self._choices):
-                        break
-
-    def _begin(self, policy: PolicyVersion | None) -> None:
-        self.policy = policy
-        """The version that answers; None before it has begun."""
-        self._choices = [ChoiceText(self._codec, self._plan, index) for index in range(len(self._plan.requests))]
-
-    def _begun(self) -> PolicyVersion:
-        assert self.policy is not None, "nothing is written before it has begun"
-        return self.policy
-
-    def _fingerprint(self, run: str) -> str:
-        """What names the weights that answered."""
-        policy = self._begun()
-        digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
-        return f"{run}-v{policy.version}{digest}"
-
-    def _usage(self) -> Usage:
-        """What the answer took."""
-        num_tokens = sum(choice.num_tokens for choice in self._choices)
-        num_forwards = sum(choice.num_forwards for choice in self._choices)
-        return Usage(
-            prompt_tokens=self._plan.num_prompt_tokens,
-            completion_tokens=num_tokens,
-            total_tokens=self._plan.num_prompt_tokens + num_tokens,
-            diffusion=DiffusionUsage(
-                num_forwards=num_forwards,
-                num_blocks=sum(choice.num_blocks for choice in self._choices),
-                tokens_per_forward=round(num_tokens / num_forwards, 3) if num_forwards else 0.0,
-            ),
-        )
-
-
-class AnswerWriter(Writer):
-    """The answer to one request for completions, as its events come."""
-
-    def __init__(self, codec: TextCodec, plan: RequestPlan, model: str, run: str, *, is_chat: bool) -> None:
-        """Write an answer.
-
-        Args:
-            codec: how the policy writes.
-            plan: what was asked.
-            model: the model's name in the answer.
-            run: what the fingerprint begins with.
-            is_chat: whether it is one of `/v1/chat/completions`.
-        """
-        super().__init__(codec, plan)
-        self._model, self._run, self._is_chat = model, run, is_chat
-        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-
     async def answer(self, events: Events) -> Answer:
-        """The whole answer. Raises ServiceError."""
+        """Return the complete answer. Raises ServiceError."""
         await self._read(events)
         if self._is_chat:
             replies = [
@@ -140,7 +88,7 @@ class AnswerWriter(Writer):
         return TextAnswer(object="text_completion", choices=texts, usage=self._usage(), **self._head())
 
     async def chunks(self, events: Events) -> AsyncGenerator[bytes, None]:
-        """A stream of server-sent events, after `begin`. It ends with [DONE], or with an error and nothing after."""
+        """Stream server-sent events, after `begin`. The last one is `[DONE]` or an error."""
         try:
             async with aclosing(events):
                 if self._is_chat:
@@ -148,7 +96,7 @@ class AnswerWriter(Writer):
                     yield b"".join(self._chunk([self._part(index, role)]) for index in range(len(self._choices)))
                 if self._plan.shows_canvas:
                     yield b"".join(self._chunk([part]) for part in self._empty())
-                # What comes of one event goes out together: each write costs both sides a wake-up.
+                # The chunks of one event are sent together: each write wakes up both sides.
                 last = b""
                 async for event in events:
                     if isinstance(event, Refused):
@@ -169,19 +117,19 @@ class AnswerWriter(Writer):
             raise
 
     def _empty(self) -> Iterator[Part]:
-        """Every canvas before its first denoise step."""
+        """Return every canvas before its first denoise step."""
         for index, request in enumerate(self._plan.requests):
             slots = canvas_before(self._codec, request)
             yield self._part(index, Delta(content=text_of_canvas(slots)), diffusion=self._canvas(index, slots, 0))
 
     def _parts(self, event: Event) -> list[Part]:
-        """What a chunk says of an event; nothing where there is nothing new."""
+        """Convert an event to parts of a chunk; none if there is nothing new."""
         if isinstance(event, CanvasSeen):
             slots = canvas_of(self._codec, event.progress, self._plan.num_slots)
             num_steps = event.progress.num_steps
             shown = Delta(content=text_of_canvas(slots))
             return [self._part(event.choice, shown, diffusion=self._canvas(event.choice, slots, num_steps))]
-        assert isinstance(event, BlocksDone | Done), "the others come first or last"
+        assert isinstance(event, BlocksDone | Done), "other events come first or last"
         choice = self._choices[event.choice]
         if choice.is_finished:
             return []
@@ -198,7 +146,7 @@ class AnswerWriter(Writer):
         return self._part(index, Delta(content=choice.text), **end | {"diffusion": canvas})
 
     def _part(self, index: int, delta: Delta, **end: Any) -> Part:
-        """A choice of a chunk."""
+        """Create a choice of a chunk."""
         said = {"index": index, "logprobs": None, "finish_reason": None} | end
         return ChatPart(delta=delta, **said) if self._is_chat else TextPart(text=delta.content or "", **said)
 
@@ -206,7 +154,7 @@ class AnswerWriter(Writer):
         return CanvasReply(step=num_steps, num_steps=self._plan.num_steps(index), slots=slots, **step_map)
 
     def _end_of(self, choice: ChoiceText) -> dict[str, Any]:
-        """What a choice says once its text has ended."""
+        """Return the fields of a finished choice."""
         logprobs: TextLogprobs | ChatLogprobs | None = None
         if self._plan.returns_logprobs:
             logprobs = choice.chat_logprobs() if self._is_chat else choice.text_logprobs()
@@ -214,25 +162,69 @@ class AnswerWriter(Writer):
         return said | ({"diffusion": choice.step_map()} if self._plan.returns_step_map else {})
 
     def _chunk(self, choices: list[Part], usage: Usage | None = None) -> bytes:
-        # OpenAI's chunks have null there but for the last.
+        # In OpenAI's chunks it is null, except in the last one.
         said = self._head() | {"choices": choices} | ({"usage": usage} if self._plan.includes_usage else {})
         if self._is_chat:
             return _data(ChatChunk(object="chat.completion.chunk", **said))
         return _data(TextChunk(object="text_completion", **said))
 
     def _head(self) -> dict[str, Any]:
-        """What every object says of itself."""
+        """Return the fields that every object has."""
         return {
             "id": self._id,
             "created": self._created,
             "model": self._model,
-            "system_fingerprint": self._fingerprint(self._run),
+            "system_fingerprint": self._fingerprint(),
             "policy_version": self._begun().version,
         }
 
+    async def _read(self, events: Events) -> None:
+        """Read all events of the answer. Raises ServiceError."""
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Refused):
+                    raise ServiceError.of(event)
+                if isinstance(event, Began):
+                    # A job that began again starts from nothing.
+                    self._begin(event.policy)
+                elif not isinstance(event, CanvasSeen):
+                    self._choices[event.choice].take(event)
+                    if all(choice.is_finished for choice in self._choices):
+                        break
+
+    def _begin(self, policy: PolicyVersion | None) -> None:
+        self.policy = policy
+        """The version that answers; None before `begin`."""
+        self._choices = [ChoiceText(self._codec, self._plan, index) for index in range(len(self._plan.requests))]
+
+    def _begun(self) -> PolicyVersion:
+        assert self.policy is not None, "the job has begun"
+        return self.policy
+
+    def _fingerprint(self) -> str:
+        """Name the weights that answered."""
+        policy = self._begun()
+        digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
+        return f"{self._run}-v{policy.version}{digest}"
+
+    def _usage(self) -> Usage:
+        """Count tokens and forwards."""
+        num_tokens = sum(choice.num_tokens for choice in self._choices)
+        num_forwards = sum(choice.num_forwards for choice in self._choices)
+        return Usage(
+            prompt_tokens=self._plan.num_prompt_tokens,
+            completion_tokens=num_tokens,
+            total_tokens=self._plan.num_prompt_tokens + num_tokens,
+            diffusion=DiffusionUsage(
+                num_forwards=num_forwards,
+                num_blocks=sum(choice.num_blocks for choice in self._choices),
+                tokens_per_forward=round(num_tokens / num_forwards, 3) if num_forwards else 0.0,
+            ),
+        )
+
 
 def as_json(body: BaseModel) -> bytes:
-    """A body as it is sent: what was not said of it is left out, and not null."""
+    """Encode a body, without the fields that were not set."""
     return body.model_dump_json(exclude_unset=True).encode()
 
 

@@ -1,4 +1,4 @@
-"""An engine with its versions, as an ingress asks it. It knows no Ray and no HTTP."""
+"""Engine with its policy versions, as an ingress calls it. It uses neither Ray nor HTTP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
-from actors.registry.records import BASE, BEST, DEFAULT_ADMIN_STATE, PolicyVersion
+from actors.registry.records import BASE, BEST, DEFAULT_ADMIN_STATE
 from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, num_open_after
 from deploy.service.engine.engine import BusyError, Engine
 from deploy.service.engine.loaded_version import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError
@@ -15,7 +15,7 @@ from deploy.service.engine.versions import Versions
 
 
 class EngineHost:
-    """One engine and its versions."""
+    """An engine and its versions."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class EngineHost:
         self._follower_status = follower_status or _no_follower
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Event]]:
-        """As `Backend.stream`. Left early, the job's slots are free at the next step."""
+        """See `Backend.stream`. Closing the generator frees the job's slots at the next step."""
         found = await self._acquire(job)
         if isinstance(found, Refused):
             yield [found]
@@ -56,28 +56,19 @@ class EngineHost:
             self.engine.cancel(ticket)
 
     async def states(self) -> list[EngineState]:
-        """As `Backend.states`."""
+        """See `Backend.states`."""
         return [self.state()]
 
     async def aclose(self) -> None:
-        """As `Backend.aclose`: there is nothing."""
-
-    async def prepare(self, policy: PolicyVersion) -> str | None:
-        """Load a version, so that it can take over at once. Why it cannot, in a sentence; None where it can."""
-        try:
-            await asyncio.to_thread(self.versions.prepare, policy)
-        except (NoSuchVersionError, RefusedVersionError, NoRoomError, TimeoutError) as error:
-            return str(error)
-        return None
+        """See `Backend.aclose`. There is nothing to close."""
 
     def state(self) -> EngineState:
-        """How it stands."""
+        """Return the engine's state."""
         versions, engine = self.versions, self.engine
         return EngineState(
             replica=self._replica,
             policy=versions.policy,
             scored=versions.scored,
-            canary=versions.canary,
             announced=versions.announced,
             live=versions.live,
             base=versions.located(BASE),
@@ -94,12 +85,12 @@ class EngineHost:
         try:
             if job.began_with is None and (live := versions.acquire_live(wanted)) is not None:
                 return live
-            # It may have to be loaded, which takes its time.
+            # It may have to be loaded, which takes seconds.
             loading = asyncio.ensure_future(asyncio.to_thread(versions.acquire, wanted, job.began_with))
             try:
                 return await asyncio.shield(loading)
             except asyncio.CancelledError:
-                # The thread goes on, and what it acquires is nobody's.
+                # The thread continues; release what it acquires.
                 loading.add_done_callback(self._release)
                 raise
         except (NoSuchVersionError, RefusedVersionError) as error:
@@ -113,18 +104,18 @@ class EngineHost:
 
 
 class Mailbox:
-    """Events from the engine's thread to one reader on an event loop."""
+    """Queue of events from the engine's thread to one reader on an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._events, self._has_some = loop, deque[Event](), asyncio.Event()
 
     def put(self, event: Event) -> None:
-        """From any thread. A loop that has ended wants nothing more."""
+        """Add an event, from any thread. Events for a closed loop are dropped."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._put, event)
 
     async def take(self) -> list[Event]:
-        """All that came, one at least. The engine ends every job in time, so it does not wait for ever."""
+        """Wait for at least one event and return all. It ends, because the engine ends every job in time."""
         await self._has_some.wait()
         self._has_some.clear()
         events = list(self._events)
@@ -133,7 +124,7 @@ class Mailbox:
 
     def _put(self, event: Event) -> None:
         if isinstance(event, CanvasSeen):
-            # A reader that is slow sees fewer denoise steps, and the engine keeps none for it.
+            # A slow reader sees fewer denoise steps; they are not queued.
             of_choice = (one for one in reversed(self._events) if not isinstance(one, Began | Refused))
             last = next((one for one in of_choice if one.choice == event.choice), None)
             if isinstance(last, CanvasSeen):

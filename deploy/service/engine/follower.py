@@ -1,24 +1,21 @@
-"""The follower: a thread that loads the version that is wanted and swaps it in, off the path of requests.
+"""Follower: a thread that loads the version to serve and swaps it in, apart from the requests.
 
-What is tried, in this order, until one serves. "Served" is the version that the alias `policy` points to: what the
-service's other engines answer with.
+The first of these versions that can be served is served. The alias `policy` points to the version that the service's
+other engines serve.
 
-| an operator has | the newest announcement is        | tried                                        |
-|-----------------|-----------------------------------|----------------------------------------------|
-| pinned a version| any                               | the pinned one, then the served one          |
-| paused          | any                               | the served one                               |
-| done neither    | the served one                    | that, with no canary: it has passed elsewhere|
-| done neither    | another                           | the newest, by its canary; then the served   |
-| done neither    | another, and this engine is new   | the served one; the canary can wait          |
+| operator         | candidates                                                    |
+|------------------|---------------------------------------------------------------|
+| pinned a version | the pinned one, then that of the alias `policy`               |
+| paused           | that of the alias `policy`                                    |
+| neither          | the newest announced one, then that of the alias `policy`     |
 
-| what came of trying | what follows                                                                    |
-|---------------------|---------------------------------------------------------------------------------|
-| it serves           | the alias moves to it, if it is still wanted and no other engine was faster      |
-| it is out of reach  | this engine gives it up, and tries the next                                     |
-| it is refused       | the same; the registry tells the other engines, unless they serve it             |
-| there is no room    | it is tried again at the next look; what serves goes on                         |
-| no longer wanted    | the next look decides                                                           |
-| the registry is away| counted; what serves goes on, and a registry that comes back empty is filled     |
+| outcome                  | consequence                                                                    |
+|--------------------------|--------------------------------------------------------------------------------|
+| it serves                | the alias moves to it, unless another engine moved it first                    |
+| its weights are missing  | this engine gives it up and tries the next candidate                           |
+| it is refused            | likewise; the registry records the refusal, unless other engines serve it      |
+| no room in memory        | it is tried again one second later; the present version serves on              |
+| the registry is away     | counted as an error; the present version serves on. An empty registry is filled |
 """
 
 from __future__ import annotations
@@ -31,19 +28,17 @@ from pathlib import Path
 
 import structlog
 
-from actors.registry.files import rebuild
+from actors.registry.files import read_admin, rebuild
 from actors.registry.records import (
     DEFAULT_ADMIN_STATE,
     NEWEST,
     POLICY,
-    MalformedEntryError,
     PolicyVersion,
-    RegistrySnapshot,
 )
 from actors.registry.registry import Registry
+from actors.registry.state import RegistryState
 from deploy.service.contract import FollowerStatus
 from deploy.service.engine.loaded_version import (
-    NoLongerWantedError,
     NoRoomError,
     NoSuchVersionError,
     RefusedVersionError,
@@ -57,41 +52,40 @@ _MAX_GIVEN_UP = 20
 
 
 _Choice = tuple[PolicyVersion, bool]
-"""A version, and whether somebody chose it: it is then not compared with others."""
+"""A version, and whether it is pinned or served by other engines: a version that was given up is then tried again."""
 
 
 class VersionFollower:
-    """Reads the registry, swaps to the version that is wanted, and tells the registry what is served."""
+    """Follower of the registry: swaps to the version that should be served, and reports what is served."""
 
     def __init__(self, registry: Registry, versions: Versions, run_dir: Path) -> None:
-        """Follow `registry` into `versions`, once it is told to.
+        """Create a follower, which does nothing until it is started.
 
         Args:
-            registry: of the run.
-            versions: those of this engine.
-            run_dir: what an empty registry is filled from.
+            registry: registry of the run.
+            versions: versions of this engine.
+            run_dir: run directory, with the operator's settings; an empty registry is filled from it.
         """
         self._registry, self._versions, self._run_dir = registry, versions, run_dir
         self._last_id = "0"
         self._newest: PolicyVersion | None = None
-        self._standing = RegistrySnapshot(aliases={}, admin=DEFAULT_ADMIN_STATE, refused=frozenset())
+        self._standing = RegistryState({})
         self._is_filled = self._has_looked = False
-        self._compares = True
-        # Gone or bad for good: only other weights, or another place to load them from, help.
+        # Versions that cannot be loaded: only other weights, another place or an operator's change helps.
         self._given_up = deque[object](maxlen=_MAX_GIVEN_UP)
         self._status = FollowerStatus(
-            registry_reachable=False, num_errors=0, last_error=None, admin=self._standing.admin
+            registry_reachable=False, num_errors=0, last_error=None, admin=DEFAULT_ADMIN_STATE
         )
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def status(self) -> FollowerStatus:
-        """How it fares."""
+        """Errors so far, and whether the registry is reachable."""
         return self._status
 
     def ensure_running(self) -> None:
-        """Start the thread, or start it again if it has died."""
+        """Start the thread, or restart it if it has died."""
         if self._thread is not None and self._thread.is_alive():
             return
         if self._thread is not None:
@@ -100,33 +94,25 @@ class VersionFollower:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
 
-    def catch_up(self) -> bool:
-        """As `follow_once`, of an engine that begins: what takes long, to compare a version with another, can wait."""
-        self._compares = False
-        try:
-            return self.follow_once(0)
-        finally:
-            self._compares = True
-
     def follow_once(self, block_ms: int) -> bool:
-        """Read what is wanted and serve it; what fails is counted. False when something failed."""
+        """Read the registry and serve the right version. Failures are counted; returns False after one."""
         num_errors = self._status.num_errors
         try:
             self._fill()
             self._read(block_ms)
             if self._obey():
-                # Loading took its time.
+                # The state may have changed during loading.
                 self._read(0)
             self._tell_serving()
-        # The boundary at which failures become data: whatever fails, the service goes on with what it has.
+        # Boundary at which failures become data: the service keeps its version, whatever fails.
         except Exception as error:
             is_away = isinstance(error, ConnectionError)
-            # It may come back empty.
+            # The registry may come back empty.
             self._is_filled = self._is_filled and not is_away
             self._count(str(error) or type(error).__name__, registry_reachable=not is_away)
         return self._status.num_errors == num_errors
@@ -137,7 +123,7 @@ class VersionFollower:
                 self._stopping.wait(_RETRY_S)
 
     def _fill(self) -> None:
-        """Give a registry that is new, or has lost its data, what the run directory says."""
+        """Fill a registry that is new, or has lost its data, from the run directory."""
         if self._is_filled:
             return
         try:
@@ -149,58 +135,61 @@ class VersionFollower:
         self._is_filled = True
 
     def _read(self, block_ms: int) -> None:
-        try:
-            entries = self._registry.follow(self._last_id, block_ms)
-        except MalformedEntryError as error:
-            self._last_id = error.entry_id
-            raise
-        for entry_id, policy in entries:
-            self._last_id, self._newest = entry_id, policy
-            self._versions.learn(policy)
+        """Wait for an event, and read the state."""
+        self._last_id = self._registry.wait(self._last_id, block_ms)
         before, self._standing = self._standing, self._registry.snapshot()
-        if NEWEST in before.aliases and NEWEST not in self._standing.aliases:
+        self._take_settings()
+        standing = self._standing
+        if standing.newest is not None and standing.newest != self._newest:
+            self._newest = standing.newest
+            self._versions.learn(self._newest)
+        if NEWEST in before.aliases and NEWEST not in standing.aliases:
             self._is_filled = False
-        self._status = replace(self._status, registry_reachable=True, admin=self._standing.admin)
+        if standing.admin != before.admin:
+            # An operator's change is also a request to try again.
+            self._given_up.clear()
+        self._status = replace(self._status, registry_reachable=True, admin=standing.admin)
         if not self._has_looked and self._newest is not None:
             self._has_looked = True
             # A new engine does not try what the others have refused.
-            if self._newest.version in self._standing.refused and not self._is_served_elsewhere(self._newest):
+            if self._newest.version in standing.refused and not self._is_served_elsewhere(self._newest):
                 self._given_up.append(_key(self._newest, is_chosen=False))
 
+    def _take_settings(self) -> None:
+        """Copy the operator's settings from the run directory to the registry, which emits the events once."""
+        try:
+            wanted = read_admin(self._run_dir)
+            if wanted.changed_at > self._standing.admin.changed_at:
+                self._registry.set_admin(wanted)
+                self._standing = self._registry.snapshot()
+        except (LookupError, ValueError) as error:
+            # The file is damaged, or pins an unknown version. Reported once, not every second.
+            if str(error) != self._status.last_error:
+                self._count(str(error), registry_reachable=True)
+
     def _obey(self) -> bool:
-        """Let the version that is wanted take over. Whether another serves now."""
+        """Swap to the first candidate that can be served. Returns whether another version serves now."""
         while (choice := self._choice()) is not None and not self._serves(*choice):
             policy, is_chosen = choice
             try:
-                self._versions.adopt(policy, is_chosen=is_chosen, still_wanted=self._is_unhindered)
+                self._versions.adopt(policy)
             except (NoSuchVersionError, RefusedVersionError) as error:
                 self._count(str(error), registry_reachable=True)
-                # What is out of reach of this engine may be in reach of others, or of this one later.
+                # Missing weights are no refusal: other engines may reach them, or this one later.
                 if isinstance(error, RefusedVersionError) and not self._is_served_elsewhere(policy):
                     self._registry.refuse(policy.version, str(error), policy.manifest_digest)
                 self._given_up.append(_key(policy, is_chosen))
             except NoRoomError:
                 structlog.get_logger().info("swap_waits", policy_version=policy.version)
                 return False
-            except NoLongerWantedError:
-                return False
             else:
                 return True
         return False
 
-    def _is_unhindered(self) -> bool:
-        """Whether no operator holds the service, as far as can be heard."""
-        try:
-            admin = self._registry.admin()
-        except ConnectionError:
-            return not self._stopping.is_set()
-        return admin == DEFAULT_ADMIN_STATE and not self._stopping.is_set()
-
     def _choice(self) -> _Choice | None:
-        """The first of what is wanted that can be served; None: what serves now."""
+        """Return the first candidate that was not given up; None: keep the serving version."""
         for policy, is_chosen in self._wanted():
-            # What somebody chose was perhaps mended, and is then in memory.
-            if _key(policy, is_chosen) not in self._given_up or (is_chosen and self._versions.holds(policy)):
+            if _key(policy, is_chosen) not in self._given_up:
                 return policy, is_chosen
         return None
 
@@ -209,20 +198,18 @@ class VersionFollower:
         if admin.pinned is not None:
             yield self._version(admin.pinned), True
         elif not admin.is_paused and self._newest is not None:
-            is_chosen = self._is_served_elsewhere(self._newest)
-            if is_chosen or self._compares or not self._versions.has_canary:
-                yield self._newest, is_chosen
+            yield self._newest, self._is_served_elsewhere(self._newest)
         if served is not None:
             yield self._version(served), True
 
     def _version(self, number: int) -> PolicyVersion:
         current = self._versions.policy
         if current.version == number:
-            # A resumed run may announce other weights under the number: what is held is what serves.
+            # A resumed run may announce other weights under the number; the serving ones are kept.
             return current
         policy = self._registry.version(number)
         if policy is None:
-            raise LookupError(f"policy version {number} is wanted, and the registry does not know it")
+            raise LookupError(f"policy version {number} should be served, but the registry does not know it")
         return policy
 
     def _is_served_elsewhere(self, policy: PolicyVersion) -> bool:
@@ -232,13 +219,13 @@ class VersionFollower:
         return policy.has_same_weights(self._versions.policy)
 
     def _tell_serving(self) -> None:
-        """Point the alias to what serves, if that is what is wanted: an engine that lags says nothing."""
+        """Point the alias `policy` to the serving version, unless this engine lags behind."""
         policy, before = self._versions.policy, self._standing.aliases.get(POLICY)
         choice = self._choice()
         is_wanted = before is None if choice is None else self._serves(*choice)
         if is_wanted and before != policy.version:
-            # Where it has moved meanwhile another engine was faster.
-            self._registry.move(POLICY, policy.version, expected=before)
+            # This does nothing if another engine has moved it meanwhile.
+            self._registry.serve(policy.version, expected=before)
 
     def _count(self, message: str, *, registry_reachable: bool) -> None:
         structlog.get_logger().warning("follower_error", error=message)

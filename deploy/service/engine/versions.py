@@ -1,7 +1,7 @@
-"""The policy versions in memory, reference-counted: one that answers, and a few that others still need.
+"""Policy versions in memory, reference-counted: the serving one, and those that running jobs still use.
 
-A new one is loaded beside the old, looked at, and only then takes over. What began with a version ends with it: a
-version stays as long as a job uses it.
+A new version is loaded next to the serving one and checked before it takes over. A job ends with the version that it
+began with.
 """
 
 from __future__ import annotations
@@ -15,33 +15,29 @@ from actors.registry.records import POLICY, PolicyVersion
 from deploy.service.contract import RefusedVersion
 from deploy.service.engine.loaded_version import (
     AnySampler,
-    Canary,
     LoadedVersion,
     NoRoomError,
     NoSuchVersionError,
     RefusedVersionError,
-    StillWanted,
     finite_probe,
-    objection_to,
 )
-from rollout.score import Score
 
 Load = Callable[[PolicyVersion], AnySampler]
-"""The sampler of a version. Raises LookupError when its weights are gone, ValueError when they are damaged."""
+"""Creates the sampler of a version. Raises LookupError if its weights are missing, ValueError if they are damaged."""
 Locate = Callable[[str | int], PolicyVersion | None]
-"""What is known of an alias or a version that is not in memory; None where there is no such version."""
+"""Finds an alias or a version that is not in memory; None if there is no such version."""
 
 _MAX_KNOWN = 200
 _MAX_REFUSED = 20
 _POLL_S = 0.5
 _LINGER_S = 300.0
-# Whoever adopts tries again; until then others may load.
+# The follower tries again; meanwhile requests may load versions.
 _SWAP_TIMEOUT_S = 2.0
 _BRING_TIMEOUT_S = 30.0
 
 
 class Versions:
-    """At most `most_live` versions. Threads may call it at the same time."""
+    """Up to `most_live` versions. Thread-safe."""
 
     def __init__(
         self,
@@ -51,20 +47,18 @@ class Versions:
         load: Load,
         locate: Locate,
         most_live: int = 4,
-        canary: Canary | None = None,
     ) -> None:
         """Serve `policy` first.
 
         Args:
-            sampler: the first version's.
-            policy: what is known of it.
-            load: makes the sampler of others.
-            locate: finds others.
-            most_live: versions in memory, those included that only old requests still use; at least 2.
-            canary: what an announced version is asked before it serves; None: nothing.
+            sampler: sampler of the first version.
+            policy: metadata of the first version.
+            load: creates the sampler of other versions.
+            locate: finds other versions.
+            most_live: maximum number of versions in memory, including those that only old requests still use; at least
+                2.
         """
         self._load, self._locate, self._most_live = load, locate, most_live
-        self._canary = canary
         # One load at a time; never held while a request is served.
         self._loading = threading.Lock()
         self._changed = threading.Condition()
@@ -78,18 +72,8 @@ class Versions:
 
     @property
     def policy(self) -> PolicyVersion:
-        """What a request for the newest version would get now."""
+        """The serving version."""
         return self._current.policy
-
-    @property
-    def has_canary(self) -> bool:
-        """Whether an announced version is compared with the one that serves."""
-        return self._canary is not None
-
-    @property
-    def canary(self) -> Score | None:
-        """How the version that serves did on the canary; None where it was not asked."""
-        return self._current.canary
 
     @property
     def live(self) -> tuple[PolicyVersion, ...]:
@@ -98,50 +82,38 @@ class Versions:
             return tuple(live.policy for live in self._live)
 
     def forget_idle(self) -> None:
-        """Let go of the versions that nobody has used for minutes."""
+        """Unload the versions that no request has used for five minutes."""
         with self._changed:
             now = time.monotonic()
             self._live = [live for live in self._live if not self._is_idle(live) or now - live.used_at_s < _LINGER_S]
 
     def located(self, alias: str) -> int | None:
-        """The version behind `base` or `best`."""
+        """Return the version of the alias `base` or `best`."""
         found = self._locate(alias)
         return None if found is None else found.version
 
     @property
     def refused(self) -> tuple[RefusedVersion, ...]:
-        """The newest of those that do not serve."""
+        """The versions refused most recently."""
         with self._changed:
             return tuple(self._refused)
 
     def learn(self, policy: PolicyVersion) -> None:
-        """Take over an announcement; the weights stay as they are."""
+        """Record the metadata of the announced version, without loading it."""
         self.announced = policy
         self._take_over(policy)
 
-    def adopt(
-        self, policy: PolicyVersion, *, is_chosen: bool = False, still_wanted: StillWanted = lambda: True
-    ) -> None:
-        """Load a version beside the one that serves, look at it, and let it take over.
-
-        One thread at a time adopts.
-
-        Args:
-            policy: the version.
-            is_chosen: whether somebody chose it; then it may be worse than the one that serves.
-            still_wanted: asked while it is compared, which takes long.
+    def adopt(self, policy: PolicyVersion) -> None:
+        """Load and check a version next to the serving one, then serve it. One thread at a time may call this.
 
         Raises:
-            NoSuchVersionError: its weights are gone.
-            RefusedVersionError: it must not serve; `refused` says so from now on.
+            NoSuchVersionError: its weights are missing.
+            RefusedVersionError: it failed a check; `refused` then lists it.
             NoRoomError: every version in memory is in use; nothing has changed.
-            NoLongerWantedError: it is not wanted any more; nothing has changed.
         """
         try:
             live = self._bring(policy, _SWAP_TIMEOUT_S)
             try:
-                if not is_chosen:
-                    self._compare(live, still_wanted)
                 self._serve(live)
             finally:
                 self.release(live)
@@ -150,16 +122,8 @@ class Versions:
             raise
         self._take_over(policy)
 
-    def prepare(self, policy: PolicyVersion) -> None:
-        """Load a version, so that it can take over at once. Raises as `acquire` does."""
-        self.release(self._bring(policy, _BRING_TIMEOUT_S))
-
-    def holds(self, policy: PolicyVersion) -> bool:
-        """Whether a version is in memory."""
-        return self._find(policy) is not None
-
     def acquire_live(self, wanted: str | int) -> LoadedVersion | None:
-        """As `acquire`, at once; None where the version may have to be loaded or looked for."""
+        """Acquire as `acquire`, without waiting; None if the version may have to be loaded or located."""
         with self._changed:
             if wanted == POLICY:
                 return _used(self._current)
@@ -167,11 +131,11 @@ class Versions:
             return _used(found[-1]) if found else None
 
     def acquire(self, wanted: str | int, began_with: PolicyVersion | None = None) -> LoadedVersion:
-        """A version that stays until it is released. Loads it if need be.
+        """Return a version that stays in memory until it is released. Loads it if necessary.
 
         Args:
             wanted: an alias or a version.
-            began_with: the very weights that it must have.
+            began_with: the exact weights that are needed; None: any of that version.
 
         Raises:
             NoSuchVersionError, RefusedVersionError, NoRoomError: as in `adopt`.
@@ -184,14 +148,14 @@ class Versions:
         return live or self._bring(self._lookup(version, began_with), _BRING_TIMEOUT_S)
 
     def release(self, live: LoadedVersion) -> None:
-        """A job that used a version has ended."""
+        """Release a version after a job."""
         with self._changed:
             live.num_jobs -= 1
             live.used_at_s = time.monotonic()
             self._changed.notify_all()
 
     def _take_over(self, policy: PolicyVersion) -> None:
-        """Remember the facts of a version."""
+        """Store the metadata of a version."""
         with self._changed:
             self._known.pop(policy.version, None)
             self._known[policy.version] = policy
@@ -204,7 +168,7 @@ class Versions:
                 self.scored = policy
 
     def _bring(self, policy: PolicyVersion, timeout_s: float) -> LoadedVersion:
-        """A version that stays until it is released."""
+        """Acquire a version, loading it if necessary."""
         with self._loading:
             live = self._acquire_live(policy.version, policy)
             if live is None:
@@ -213,19 +177,13 @@ class Versions:
                     live = _used(made)
             return live
 
-    def _compare(self, live: LoadedVersion, still_wanted: StillWanted) -> None:
-        if self._canary is None or live is self._current:
-            return
-        if why := objection_to(live, self._current, self._canary, still_wanted):
-            raise RefusedVersionError(f"Policy version {live.policy.version} is not served: {why}")
-
     def _serve(self, live: LoadedVersion) -> None:
         with self._changed:
             if live is not self._current:
                 self._current.used_at_s = time.monotonic()
                 self._current = live
                 self.num_swaps += 1
-            # Other weights than those that were refused under this number, or whole ones from elsewhere.
+            # These may be other weights than those refused under this number, or intact ones from elsewhere.
             allowed = [one for one in self._refused if one.version != live.policy.version]
             self._refused = deque(allowed, maxlen=_MAX_REFUSED)
             self._changed.notify_all()
@@ -243,7 +201,7 @@ class Versions:
             return None if live is None else _used(live)
 
     def _lookup(self, wanted: str | int, began_with: PolicyVersion | None) -> PolicyVersion:
-        """What is known of a version that is not in memory."""
+        """Find the metadata of a version that is not in memory."""
         version = wanted if began_with is None else began_with.version
         announced = self._known.get(version) if isinstance(version, int) else None
         # A resumed run may have announced other weights under the number since.
@@ -251,7 +209,7 @@ class Versions:
             raise NoSuchVersionError(f"Policy version {version} has other weights now.")
         policy = began_with or announced
         if policy is None or policy.checkpoint is None:
-            # Its store may have moved on, and it may have got a checkpoint since.
+            # The store may have dropped it, and a checkpoint may have been written since.
             on_disk = self._locate(version)
             policy = on_disk if policy is None else policy.with_checkpoint_of(on_disk)
         if policy is None:
@@ -259,7 +217,7 @@ class Versions:
         return policy
 
     def _make(self, policy: PolicyVersion, timeout_s: float) -> LoadedVersion:
-        """Load a version and look at it; `_loading` is held."""
+        """Load and check a version; `_loading` is held."""
         self._make_room(timeout_s)
         try:
             sampler = self._load(policy)
@@ -268,7 +226,7 @@ class Versions:
                 raise RefusedVersionError(why)
         except LookupError as error:
             raise NoSuchVersionError(str(error)) from error
-        # torch's word for weights of another shape is RuntimeError.
+        # torch raises RuntimeError for weights of another shape.
         except (ValueError, RuntimeError) as error:
             raise RefusedVersionError(f"Policy version {policy.version} is not served: {error}") from error
         live = LoadedVersion(sampler, policy)
@@ -301,6 +259,6 @@ class Versions:
 
 
 def _used(live: LoadedVersion) -> LoadedVersion:
-    """One more job needs it; the versions' lock is held."""
+    """Count one more job; the lock of the versions is held."""
     live.num_jobs += 1
     return live

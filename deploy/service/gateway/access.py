@@ -6,7 +6,6 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable
 
 import structlog
 from starlette.exceptions import HTTPException
@@ -35,24 +34,12 @@ def is_open(method: str, path: str) -> bool:
     return method in _OPEN_METHODS and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX))
 
 
-def nothing_open(_method: str, _path: str) -> bool:
-    """Of a listener that has nothing for whoever has no key."""
-    return False
-
-
 class AccessControl:
     """Lets nothing through without a key, except to the open paths, and no large body."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: ApiKeys,
-        rates: RateLimits,
-        opens: Callable[[str, str], bool] = is_open,
-        callers: Callers = ANYBODY,
-    ) -> None:
-        """Guard `app`; `opens` says which methods and paths take no key."""
-        self._app, self._keys, self._rates, self._opens, self._callers = app, keys, rates, opens, callers
+    def __init__(self, app: ASGIApp, keys: ApiKeys, rates: RateLimits, callers: Callers = ANYBODY) -> None:
+        """Guard `app`."""
+        self._app, self._keys, self._rates, self._callers = app, keys, rates, callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or refuse."""
@@ -78,14 +65,14 @@ class AccessControl:
                 await self._app(scope, _limited(receive, named), named)
         finally:
             # Who looks at health looks every second.
-            if not self._opens(method, path):
+            if not is_open(method, path):
                 what = {"method": method, "path": printable(path)[:_MAX_LOGGED], "status": named.status}
                 structlog.get_logger().info("request", **what, seconds=round(time.monotonic() - began_s, 3))
 
     async def _refusal(self, scope: Scope) -> ServiceError | None:
         if (refusal := self._callers.refusal(scope)) is not None:
             return refusal
-        if self._opens(scope["method"], scope["path"]):
+        if is_open(scope["method"], scope["path"]):
             return None
         owner = self._keys.owner([value for name, value in scope["headers"] if name == b"authorization"])
         if owner is None:

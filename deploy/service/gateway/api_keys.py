@@ -1,4 +1,4 @@
-"""API keys: where they come from, and whether a request has one."""
+"""API keys: their sources, and the check of a request's key."""
 
 from __future__ import annotations
 
@@ -17,44 +17,23 @@ from rewards.data.encoding import decode_text
 TOKEN_VARIABLE = "D1_API_TOKEN"  # noqa: S105 - a name
 KEYS_FILE_VARIABLE = "D1_API_KEYS_FILE"
 TOKEN_FILE = "service.token"  # noqa: S105 - a name
-ADMIN_TOKEN_VARIABLE = "D1_ADMIN_TOKEN"  # noqa: S105 - a name
-ADMIN_KEYS_FILE_VARIABLE = "D1_ADMIN_KEYS_FILE"
-ADMIN_TOKEN_FILE = "admin.token"  # noqa: S105 - a name
 _LEAST_LENGTH = 16
 _MADE = re.compile(r"[A-Za-z0-9_-]{43}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeySource:
-    """Where keys come from, the first that there is."""
-
-    file_variable: str
-    """The variable that names a file of keys."""
-    token_variable: str
-    """The variable that has keys itself."""
-    token_file: str
-    """The file in the run directory, which is made if need be."""
-
-
-OF_SERVICE = KeySource(file_variable=KEYS_FILE_VARIABLE, token_variable=TOKEN_VARIABLE, token_file=TOKEN_FILE)
-OF_ADMIN = KeySource(
-    file_variable=ADMIN_KEYS_FILE_VARIABLE, token_variable=ADMIN_TOKEN_VARIABLE, token_file=ADMIN_TOKEN_FILE
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ApiKeys:
-    """The keys that open the service, hashed: useless to whoever reads the service's state."""
+    """Digests of the keys that open the service; they reveal no key."""
 
     digests: Mapping[str, bytes]
-    """SHA-256 of each key, by the name of whom it belongs to."""
+    """SHA-256 of each key, by its name."""
 
     @classmethod
     def of(cls, text: str, source: str) -> ApiKeys:
-        """One key on each line, `name:key` or the key alone; empty lines and those that begin with # are none.
+        """Parse keys, one a line: `name:key` or the key alone. Empty lines and those that begin with # are skipped.
 
-        Raises UserError for a key that is too short to protect anything, or a name that comes twice.
+        Raises UserError for a key that is too short, or a repeated name.
         """
         digests: dict[str, bytes] = {}
         lines = [line.strip() for line in text.splitlines()]
@@ -73,11 +52,11 @@ class ApiKeys:
         return cls(digests=digests)
 
     def owner(self, authorization: list[bytes]) -> str | None:
-        """Whose key the `Authorization` headers of a request have; None where it has none that opens."""
+        """Return the name of the key in the `Authorization` headers of a request; None without a valid one."""
         if len(authorization) != 1 or not authorization[0].lower().startswith(b"bearer "):
             return None
         sent, found = hashlib.sha256(authorization[0][7:].strip()).digest(), None
-        # All of them, in the same time whether and where one fits.
+        # Compare all keys, so that the time does not depend on the key sent.
         for name, digest in self.digests.items():
             if hmac.compare_digest(sent, digest):
                 found = name
@@ -85,45 +64,45 @@ class ApiKeys:
 
 
 def digest_of(key: str) -> bytes:
-    """What is kept of a key."""
+    """Return the SHA-256 of a key."""
     return hashlib.sha256(key.encode()).digest()
 
 
-def are_explicit(source: KeySource = OF_SERVICE) -> bool:
-    """Whether the environment gives the keys, and not a file that was made here."""
-    # A variable that names no file is as none: whoever unsets one in a container leaves it empty.
-    return bool(os.environ.get(source.file_variable)) or source.token_variable in os.environ
+def are_explicit() -> bool:
+    """Return whether the environment gives the keys, instead of a file that d1 created."""
+    # An empty D1_API_KEYS_FILE counts as unset: containers cannot unset a variable.
+    return bool(os.environ.get(KEYS_FILE_VARIABLE)) or TOKEN_VARIABLE in os.environ
 
 
 def own_key(directory: Path) -> str | None:
-    """The key that was made here, where it is the one that opens; None where somebody chose the keys."""
+    """Return the key that d1 created; None if the user set the keys."""
     if are_explicit():
         return None
     text = (directory / TOKEN_FILE).read_text(encoding="utf-8").strip()
     return text if _MADE.fullmatch(text) else None
 
 
-def read_keys(directory: Path, source: KeySource = OF_SERVICE) -> ApiKeys:
-    """The keys of a listener; those of its file in `directory` where the environment gives none.
+def read_keys(directory: Path) -> ApiKeys:
+    """Read the keys from the environment, or else from the token file in `directory`, created if necessary.
 
-    Raises UserError when they cannot be read or protect nothing.
+    Raises UserError if they cannot be read or are too short.
     """
-    if path := os.environ.get(source.file_variable):
-        return ApiKeys.of(_text_of(Path(path), f"{source.file_variable} {path}"), path)
-    if source.token_variable in os.environ:
-        return ApiKeys.of(os.environ[source.token_variable], source.token_variable)
-    own = directory / source.token_file
+    if path := os.environ.get(KEYS_FILE_VARIABLE):
+        return ApiKeys.of(_text_of(Path(path), f"{KEYS_FILE_VARIABLE} {path}"), path)
+    if TOKEN_VARIABLE in os.environ:
+        return ApiKeys.of(os.environ[TOKEN_VARIABLE], TOKEN_VARIABLE)
+    own = directory / TOKEN_FILE
     try:
         descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         pass
     except OSError as error:
-        raise UserError(f"cannot write {own}: {reason(error)}; set {source.token_variable}") from error
+        raise UserError(f"cannot write {own}: {reason(error)}; set {TOKEN_VARIABLE}") from error
     else:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
-    # A run that several users share has the key of the first of them, whom it belongs to.
-    return ApiKeys.of(_text_of(own, str(own), f"; set {source.token_variable}"), str(own))
+    # Users who share a run use the key of the first of them, who owns the file.
+    return ApiKeys.of(_text_of(own, str(own), f"; set {TOKEN_VARIABLE}"), str(own))
 
 
 def _text_of(path: Path, called: str, advice: str = "") -> str:
@@ -133,14 +112,3 @@ def _text_of(path: Path, called: str, advice: str = "") -> str:
         raise UserError(f"cannot read {called}: {reason(error)}{advice}") from error
     except ValueError as error:
         raise UserError(f"cannot read {called}: it is not UTF-8{advice}") from error
-
-
-def read_admin_keys(directory: Path, service: ApiKeys) -> ApiKeys:
-    """The keys of the admin listener. Raises UserError too where one of them opens the service."""
-    admin = read_keys(directory, OF_ADMIN)
-    if set(admin.digests.values()) & set(service.digests.values()):
-        raise UserError(
-            f"a key opens both the service and its admin listener; give {OF_ADMIN.token_variable} or the file named by "
-            f"{OF_ADMIN.file_variable} keys of their own"
-        )
-    return admin

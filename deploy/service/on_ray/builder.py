@@ -57,7 +57,6 @@ def application(arguments: Arguments) -> Any:
         Address(host=arguments.host, port=arguments.port),
         num_engines,
         num_gpus=recipe.gpus.engine,
-        admin=source.admin_address(),
         num_ingresses=arguments.num_ingresses,
     )
 

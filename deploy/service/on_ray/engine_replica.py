@@ -9,7 +9,6 @@ import ray
 import torch
 from ray import serve
 
-from actors.registry.records import PolicyVersion
 from deploy.service.contract import DRAIN_TIMEOUT_S, EngineState, FollowerStatus
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
@@ -44,7 +43,7 @@ class EngineReplica:
         if (registry := source.registry()) is not None:
             self._follower = follower = VersionFollower(registry, versions, source.path)
             # Not healthy before it has what its siblings serve: a new replica never answers with an older version.
-            follower.catch_up()
+            follower.follow_once(0)
             follower.ensure_running()
             follower_status = lambda: follower.status  # noqa: E731 - it is asked each time
         replica = serve.get_replica_context().replica_id.unique_id
@@ -61,10 +60,6 @@ class EngineReplica:
     async def state(self) -> EngineState:
         """How it stands."""
         return self._host.state()
-
-    async def prepare(self, policy: PolicyVersion) -> str | None:
-        """As `EngineHost.prepare`."""
-        return await self._host.prepare(policy)
 
     def check_health(self) -> None:
         """Serve asks every second, and replaces what raises."""

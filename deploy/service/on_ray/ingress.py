@@ -71,14 +71,8 @@ class ServeDirectory:
 class Ingress:
     """Answers HTTP requests."""
 
-    def __init__(
-        self, engines: Any, source: Source, keys: ApiKeys, address: Address, _admin: Any, *, is_alone: bool
-    ) -> None:
-        """Answer with `engines`, a handle of `EngineReplica`.
-
-        Serve deploys what an argument names: `_admin` is a handle of `AdminListener`, or None. One that is not alone
-        counts each key's requests together with the others.
-        """
+    def __init__(self, engines: Any, source: Source, keys: ApiKeys, address: Address, *, is_alone: bool) -> None:
+        """Answer with `engines`, a handle of `EngineReplica`. Several ingresses count a key's requests together."""
         codec = source.codec()
         service = Service(
             backend=Fleet(ServeDirectory(engines)),

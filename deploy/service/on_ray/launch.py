@@ -21,12 +21,11 @@ from deploy.ray_session import RaySession, ray_session, registry_of_cluster
 from deploy.service.example import example_request
 from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import (
-    OF_ADMIN,
-    OF_SERVICE,
-    KeySource,
+    KEYS_FILE_VARIABLE,
+    TOKEN_FILE,
+    TOKEN_VARIABLE,
     are_explicit,
     own_key,
-    read_admin_keys,
     read_keys,
 )
 from deploy.service.gateway.callers import is_loopback
@@ -43,9 +42,8 @@ _POLL_S = 0.2
 _ENGINE, _INGRESS = "EngineReplica", "Ingress"
 
 
-def serve_run(run_dir: Path, host: str | None, port: int | None, admin_port: int | None = None) -> None:
-    """Serve a run's newest policy, with an admin listener on `admin_port`, or on the recipe's if that has one. So with
-    `host` and `port`.
+def serve_run(run_dir: Path, host: str | None, port: int | None) -> None:
+    """Serve a run's newest policy; `host` and `port` default to the recipe's.
 
     With RAY_ADDRESS set, on that cluster: returns when the service is up, and it stays. Otherwise on a Ray of its own,
     until Ctrl-C or SIGTERM; then it finishes what is under way. Raises UserError when there is nothing to serve, the
@@ -57,12 +55,12 @@ def serve_run(run_dir: Path, host: str | None, port: int | None, admin_port: int
     service = read_recipe(run_dir).service
     address = Address(host=host or service.host, port=port or service.port)
     source = Source(directory=str(run_dir), is_run=True, registry_url=None)
-    _check_listeners(source, address, admin_port)
+    _check_listener(source, address)
     with wait_display(f"checking the newest checkpoint of {run_dir.name}", at_once=True) as waiting:
         newest_servable(run_dir, waiting.change)
     with _ray() as ray:
         source = replace(source, registry_url=registry_of_cluster())
-        _serve(source, address, service.num_replicas, is_ours=ray.is_ours, admin_port=admin_port)
+        _serve(source, address, service.num_replicas, is_ours=ray.is_ours)
 
 
 def serve_checkpoint(
@@ -89,32 +87,20 @@ def serve_checkpoint(
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
     # Only now: this writes a key into the directory, which might have been anybody's.
-    _check_listeners(source, address, None)
+    _check_listener(source, address)
     with _ray() as ray:
         _serve(source, address, 1, is_ours=ray.is_ours)
 
 
-def _check_listeners(source: Source, address: Address, admin_port: int | None) -> None:
-    """Raise UserError for keys and ports that the service could not have: before Ray starts, which takes longest.
+def _check_listener(source: Source, address: Address) -> None:
+    """Raise UserError for unusable keys or a taken port, before Ray starts, which takes longest.
 
-    On a cluster that is there a port may be our own service's, whose successor takes over from it: that is seen later.
+    On a running cluster the port may belong to our own service, which the new one replaces; that is checked later.
     """
     _check_keys(address.host)
-    keys, listeners = read_keys(source.path), [address]
-    if (admin := source.admin_address(admin_port)) is not None:
-        _check_admin(admin, address)
-        read_admin_keys(source.path, keys)
-        listeners.append(admin)
-    for listener in listeners if "RAY_ADDRESS" not in os.environ else ():
-        _check_port(listener)
-
-
-def _check_admin(admin: Address, address: Address) -> None:
-    _check_keys(admin.host, OF_ADMIN)
-    if admin.port == address.port:
-        raise UserError(
-            f"the admin listener cannot have the service's port {address.port}; choose another for one of them"
-        )
+    read_keys(source.path)
+    if "RAY_ADDRESS" not in os.environ:
+        _check_port(address)
 
 
 @contextmanager
@@ -125,21 +111,14 @@ def _ray() -> Iterator[RaySession]:
         yield session
 
 
-def banner(run_dir: Path, url: str, admin: Address | None = None) -> str:
-    """What a user needs in order to ask the service something, and its admin listener if it has one."""
-    where, key = _whose_key(run_dir, OF_SERVICE)
+def banner(run_dir: Path, url: str) -> str:
+    """Return the address of the service, where its key is, and an example request."""
+    where, key = _whose_key(run_dir)
     path, body = example_request(run_dir)
-    text = (
+    return (
         f"Serving {run_dir.name} at {url}; the {where}.\n"
         f'  curl {url}{path} -H "Authorization: Bearer {key}" \\\n'
         f"    -H 'Content-Type: application/json' -d {body}"
-    )
-    if admin is None:
-        return text
-    where, key = _whose_key(run_dir, OF_ADMIN)
-    return (
-        f"{text}\nIts admin listener is at {admin.url}; the {where}.\n"
-        f'  curl {admin.url}/admin/policy -H "Authorization: Bearer {key}"'
     )
 
 
@@ -148,19 +127,17 @@ def banner_of_key(url: str, key: str) -> str:
     return f"The key is {key}\nThe page, with the key: {url}/#key={key}"
 
 
-def _whose_key(run_dir: Path, source: KeySource) -> tuple[str, str]:
-    """Where the key is, and what a shell writes for it."""
-    if os.environ.get(source.file_variable):
-        return f"keys are in the file {source.file_variable}", "$KEY"
-    if source.token_variable in os.environ:
-        return f"token is in {source.token_variable}", f"${source.token_variable}"
-    path = run_dir.resolve() / source.token_file
+def _whose_key(run_dir: Path) -> tuple[str, str]:
+    """Return where the key is, and a shell expression for it."""
+    if os.environ.get(KEYS_FILE_VARIABLE):
+        return f"keys are in the file {KEYS_FILE_VARIABLE}", "$KEY"
+    if TOKEN_VARIABLE in os.environ:
+        return f"token is in {TOKEN_VARIABLE}", f"${TOKEN_VARIABLE}"
+    path = run_dir.resolve() / TOKEN_FILE
     return f"token is in {path}", f"$(cat {shlex.quote(str(path))})"
 
 
-def _serve(
-    source: Source, address: Address, num_replicas: int, *, is_ours: bool, admin_port: int | None = None
-) -> None:
+def _serve(source: Source, address: Address, num_replicas: int, *, is_ours: bool) -> None:
     import ray
     from rich.console import Console
 
@@ -176,11 +153,10 @@ def _serve(
                 num_gpus=num_gpus,
                 # A core is left to who asks, a browser say: a thread that waits for a core makes all others wait.
                 num_threads=max(1, (num_cpus() - 1) // num_replicas) if is_ours else 1,
-                admin_port=admin_port,
                 say=waiting.change,
             )
         console = Console(highlight=False)
-        console.print(banner(source.path, url, source.admin_address(admin_port)), markup=False, soft_wrap=True)
+        console.print(banner(source.path, url), markup=False, soft_wrap=True)
         if sys.stdout.isatty() and (key := own_key(source.path)):
             console.print(banner_of_key(url, key), markup=False, soft_wrap=True)
         if is_ours:
@@ -200,7 +176,6 @@ def deploy_source(
     *,
     num_gpus: float = 0,
     num_threads: int = 1,
-    admin_port: int | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> str:
     """Put the service on the connected cluster and wait until it answers; it outlives this process. Returns its URL.
@@ -214,7 +189,6 @@ def deploy_source(
         num_replicas: the engines.
         num_gpus: of each engine; without, it computes on the CPU.
         num_threads: of the CPU, for each engine; one for each process that shares the machine with a run.
-        admin_port: of the admin listener; None for the recipe's.
         say: is told what is waited for, each time that it is something else.
 
     Raises:
@@ -224,11 +198,8 @@ def deploy_source(
     """
     from ray import serve
 
-    name, admin = f"d1-{source.name}", source.admin_address(admin_port)
-    address = Address(host=host, port=port)
-    application = bound_application(
-        source, address, num_replicas, num_gpus=num_gpus, num_threads=num_threads, admin=admin
-    )
+    name, address = f"d1-{source.name}", Address(host=host, port=port)
+    application = bound_application(source, address, num_replicas, num_gpus=num_gpus, num_threads=num_threads)
     say("starting Ray Serve")
     _start_serve()
     running = set(serve.status().applications)
@@ -236,8 +207,6 @@ def deploy_source(
         raise UserError(f"this cluster already serves {others[0]}; `serve shutdown` ends that, or use another cluster")
     # What runs already listens where it listens: its successor takes over from it.
     _check_port(address, shares_port=name in running)
-    if admin is not None and name not in running:
-        _check_port(admin)
     # Nothing here waits without limit, as serve.run does.
     target = serve.RunTarget(application, name=name, route_prefix=None, external_scaler_enabled=True)
     serve.run_many([target], wait_for_applications_running=False)
@@ -265,12 +234,10 @@ def bound_application(
     num_replicas: int,
     *,
     num_gpus: float,
-    admin: Address | None,
     num_threads: int = 1,
     num_ingresses: int | None = None,
 ) -> Any:
-    """The engines, the ingress before them and the admin listener, unstarted: a bound class carries its options to the
-    cluster.
+    """The engines and the ingress before them, unstarted: a bound class carries its options to the cluster.
 
     Args:
         source: what is served.
@@ -278,38 +245,31 @@ def bound_application(
         num_replicas: the engines.
         num_gpus: of each engine.
         num_threads: as in `deploy_source`.
-        admin: where the admin listener listens, if there is to be one.
         num_ingresses: None for one, on the head node.
 
     Raises UserError where the keys cannot be read, or nobody has chosen those that an address needs.
     """
     from deploy.service.gateway.http_server import ON_HEAD
-    from deploy.service.on_ray.admin_replica import AdminListener
     from deploy.service.on_ray.engine_replica import EngineReplica
     from deploy.service.on_ray.ingress import Ingress
 
     engine_class: Any = EngineReplica
     ingress_class: Any = Ingress
-    admin_class: Any = AdminListener
     resources = {"num_cpus": 0.01, "num_gpus": num_gpus}
     _check_keys(address.host)
     keys = read_keys(source.path)
     engines = engine_class.options(num_replicas=num_replicas, ray_actor_options=resources).bind(source, num_threads)
-    listener = None
-    if admin is not None:
-        _check_admin(admin, address)
-        listener = admin_class.bind(engines, source, admin, read_admin_keys(source.path, keys))
     placed = {"ray_actor_options": ON_HEAD} if num_ingresses is None else {"num_replicas": num_ingresses}
     is_alone = num_ingresses in (None, 1)
-    return ingress_class.options(**placed).bind(engines, source, keys, address, listener, is_alone=is_alone)
+    return ingress_class.options(**placed).bind(engines, source, keys, address, is_alone=is_alone)
 
 
-def _check_keys(host: str, keys: KeySource = OF_SERVICE) -> None:
-    """Raise UserError where others can reach the address, and nobody has chosen the keys that they need."""
-    if not is_loopback(host) and not are_explicit(keys):
+def _check_keys(host: str) -> None:
+    """Raise UserError if other machines can reach the address, but the user has set no keys."""
+    if not is_loopback(host) and not are_explicit():
         raise UserError(
-            f"{host} can be reached from other machines; choose the keys yourself, in {keys.token_variable} or in a "
-            f"file named by {keys.file_variable}, or listen on 127.0.0.1"
+            f"{host} can be reached from other machines; choose the keys yourself, in {TOKEN_VARIABLE} or in a file "
+            f"named by {KEYS_FILE_VARIABLE}, or listen on 127.0.0.1"
         )
 
 

@@ -58,7 +58,7 @@ class _Registry:
     def choose_best(self, version: int) -> None:
         self._hear("best", version)
 
-    def restore(self, versions: Any, admin: Any, newest: Any, began: Any, best: Any) -> int:
+    def restore(self, versions: Any, newest: Any, began: Any, best: Any) -> int:
         self._hear("restored", [policy.version for policy in versions])
         return 0
 
@@ -303,16 +303,3 @@ def test_what_a_coordinator_that_died_left_untold_is_filled_in_once(case: _Case,
 def test_a_new_one_may_be_of_a_coordinator_that_died(case: _Case) -> None:
     registry: Any = case.registry
     assert Announcer(registry, case.log, case.run_dir, "store")._lacks_history
-
-
-def test_what_an_operator_wanted_is_damaged_is_said_once(case: _Case) -> None:
-    async def scene() -> None:
-        (case.run_dir / "admin.json").write_text("{")
-        announcer = case.announcer(lacks_history=True)
-        await _announce(announcer, 3)
-        await _announce(announcer, 4)
-        await announcer.flush()
-        assert case.registry.told == [("version", 3), ("restored", []), ("version", 4)]
-        assert [what.partition(" is damaged")[0] for what in case.failures()] == [str(case.run_dir / "admin.json")]
-
-    _run(scene())

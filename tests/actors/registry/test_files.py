@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -119,18 +119,16 @@ def test_a_torn_checkpoint_is_no_place_to_load_from(run_dir: Path) -> None:
 
 
 def test_an_empty_registry_is_filled_once(run_dir: Path, registry: Registry) -> None:
-    write_admin(run_dir, AdminState(pinned=1, is_paused=True))
     assert rebuild(registry, run_dir) == 5
     newest = latest(registry)
     # The newest loadable version: version 4's weights were only in a store that may be lost.
     assert newest is not None
     assert (newest.version, Path(str(newest.checkpoint)).name) == (3, "rl-000002")
-    assert registry.aliases() == {"newest": 3, "base": 1, "pinned": 1}
-    assert registry.admin() == AdminState(pinned=1, is_paused=True)
+    assert registry.snapshot().aliases == {"newest": 3, "base": 1}
     before = _everything(registry)
     assert rebuild(registry, run_dir) == 0
     assert _everything(registry) == before
-    assert [event.kind for event in registry.events("0", 0)] == [EventKind.REBUILT]
+    assert [event.kind for event in registry.events("0")] == [EventKind.REBUILT]
 
 
 def test_the_best_by_validation_is_filled_in_too(run_dir: Path, registry: Registry) -> None:
@@ -138,7 +136,7 @@ def test_the_best_by_validation_is_filled_in_too(run_dir: Path, registry: Regist
         scored = {"policy_version": version, "round": 0, "num_correct": right, "num_problems": 10}
         append_event(run_dir, "evaluation", label="validation", **scored)
     rebuild(registry, run_dir)
-    assert registry.aliases() == {"newest": 3, "base": 1, "best": 3}
+    assert registry.snapshot().aliases == {"newest": 3, "base": 1, "best": 3}
 
 
 def test_what_a_registry_knows_stays(run_dir: Path, registry: Registry) -> None:
@@ -146,8 +144,7 @@ def test_what_a_registry_knows_stays(run_dir: Path, registry: Registry) -> None:
     registry.announce(announced)
     assert rebuild(registry, run_dir) == 4
     assert latest(registry) == announced
-    assert [policy for _, policy in registry.follow("0", 0)] == [announced]
-    assert registry.aliases() == {"newest": 4, "base": 1}
+    assert registry.snapshot().aliases == {"newest": 4, "base": 1}
 
 
 def test_what_a_registry_does_not_know_of_a_version_is_filled_in(run_dir: Path, registry: Registry) -> None:
@@ -163,7 +160,7 @@ def test_what_a_registry_does_not_know_of_a_version_is_filled_in(run_dir: Path, 
     assert rebuild(registry, run_dir) == 3
     whole = replace(on_disk, weight_store="d1-weights-tiny")
     assert (latest(registry), registry.version(3)) == (whole, whole)
-    assert registry.aliases() == {"newest": 3, "base": 1, "best": 3}
+    assert registry.snapshot().aliases == {"newest": 3, "base": 1, "best": 3}
     before = _everything(registry)
     assert rebuild(registry, run_dir) == 0
     assert _everything(registry) == before
@@ -189,7 +186,7 @@ def test_what_a_service_has_heard_of_is_announced_again(run_dir: Path, registry:
 
 def test_the_checksums_of_what_has_a_checkpoint_are_filled_in(run_dir: Path, registry: Registry) -> None:
     rebuild(registry, run_dir)
-    assert [known.manifest_digest for known in registry.versions()] == [
+    assert [known and known.manifest_digest for known in map(registry.version, range(5))] == [
         "digest of 0",
         "digest of 1",
         None,
@@ -210,52 +207,43 @@ def test_what_was_heard_of_keeps_its_checkpoint(run_dir: Path, registry: Registr
     assert latest(registry) == replace(on_disk, weight_store="d1-weights-tiny")
 
 
-def test_versions_are_filled_in_where_the_operators_file_is_damaged(run_dir: Path, registry: Registry) -> None:
-    (run_dir / "admin.json").write_text("{")
-    with pytest.raises(ValueError, match=r"admin\.json is damaged"):
-        rebuild(registry, run_dir)
-    assert registry.aliases() == {"newest": 3, "base": 1}
-
-
-def test_a_service_serves_on_when_redis_has_lost_its_data(
+def test_a_registry_that_has_lost_its_data_is_filled_and_the_run_goes_on(
     run_dir: Path, server: ValkeyServer, registry: Registry
 ) -> None:
     rebuild(registry, run_dir)
-    served, last_id = _follow(registry, "0", None)
-    assert served is not None
-    registry.move("policy", served.version, expected=None)
-    client = redis.Redis.from_url(server.url)
-    client.flushall()
-    client.close()
-    assert registry.aliases() == {}
-    # Without anything new to follow, the service keeps its version; then the registry is restored.
-    still_served, last_id = _follow(registry, last_id, served)
-    assert still_served == served
-    rebuild(registry, run_dir)
-    found, last_id = _follow(registry, last_id, served)
-    assert found == served
-    assert registry.move("policy", served.version, expected=None)
-    # The run continues.
+    assert registry.serve(3, expected=None)
+    with redis.Redis.from_url(server.url) as client:
+        client.flushall()
+    assert registry.snapshot().aliases == {}
+    assert rebuild(registry, run_dir) == 5
+    assert registry.serve(3, expected=None)
     assert registry.announce(replace(_history(run_dir)[4], weight_store="d1-weights-tiny"))
-    newest, _ = _follow(registry, last_id, found)
-    assert newest is not None
-    assert newest.version == 4
+    assert registry.snapshot().aliases == {"newest": 4, "base": 1, "policy": 3}
 
 
 def test_a_registry_that_knows_an_earlier_run_of_the_name_is_filled_anew(run_dir: Path, registry: Registry) -> None:
     registry.announce(replace(_history(run_dir)[4], version=9, checkpoint="/gone"), 1.0)
-    registry.move("policy", 9, expected=None)
-    registry.pin(9)
-    registry.pause(True)
+    registry.serve(9, expected=None)
+    registry.set_admin(AdminState(pinned=9, is_paused=True, changed_at=1.0))
     _began_at(run_dir, 2.0)
     assert rebuild(registry, run_dir) == 5
-    assert registry.aliases() == {"newest": 3, "base": 1}
-    assert registry.admin() == DEFAULT_ADMIN_STATE
+    assert registry.snapshot().aliases == {"newest": 3, "base": 1}
+    assert registry.snapshot().admin == DEFAULT_ADMIN_STATE
     # The served version and an operator's settings survive the next start of a service.
-    registry.move("policy", 3, expected=None)
-    registry.pin(1)
+    registry.serve(3, expected=None)
+    held = AdminState(pinned=1, is_paused=False, changed_at=1.0)
+    registry.set_admin(held)
     assert rebuild(registry, run_dir) == 0
-    assert registry.aliases() == {"newest": 3, "base": 1, "policy": 3, "pinned": 1}
+    assert registry.snapshot().aliases == {"newest": 3, "base": 1, "policy": 3}
+    assert registry.snapshot().admin == held
+
+
+def test_an_operators_settings_are_read_as_they_were_written(run_dir: Path) -> None:
+    assert read_admin(run_dir) == DEFAULT_ADMIN_STATE
+    state = AdminState(pinned=1, is_paused=True, why="it adds well", changed_at=1700000000.25)
+    write_admin(run_dir, state)
+    found = read_admin(run_dir)
+    assert (found, found.why, found.changed_at) == (state, "it adds well", 1700000000.25)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"pinned": 1}', '{"pinned": 1, "is_paused": true, "more": 1}'])
@@ -271,18 +259,6 @@ def _began_at(run_dir: Path, time_s: float) -> None:
     (run_dir / "metrics.jsonl").write_text("".join(lines))
 
 
-def _follow(registry: Registry, last_id: str, served: PolicyVersion | None) -> tuple[PolicyVersion | None, str]:
-    for entry_id, policy in registry.follow(last_id, 0):
-        last_id, served = entry_id, policy
-    return served, last_id
-
-
 def _everything(registry: Registry) -> list[object]:
-    reads: list[Callable[[], object]] = [
-        registry.versions,
-        registry.aliases,
-        registry.admin,
-        lambda: registry.follow("0", 0),
-        lambda: registry.events("0", 0),
-    ]
-    return [read() for read in reads]
+    versions = [registry.version(number) for number in range(10)]
+    return [versions, registry.snapshot().fields, registry.events("0")]

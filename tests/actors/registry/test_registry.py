@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import redis
 
-from actors.registry.records import AdminState, EventKind, MalformedEntryError, PolicyVersion
+from actors.registry.records import DEFAULT_ADMIN_STATE, AdminState, EventKind, MalformedEntryError, PolicyVersion
 from actors.registry.registry import Registry
 from actors.registry.server import ValkeyServer, free_port
 from tests.announced import latest
@@ -63,27 +63,17 @@ def test_the_latest_is_what_was_announced_last(registry):
     assert latest(registry) == replace(POLICY, version=4, round=3)
 
 
-def test_a_follower_reads_on_where_it_stopped(registry):
-    registry.announce(POLICY)
-    registry.announce(replace(POLICY, version=4))
-    seen = registry.follow("0", 0)
-    assert [policy.version for _, policy in seen] == [3, 4]
-    assert registry.follow(seen[-1][0], 0) == []
-    registry.announce(replace(POLICY, version=5))
-    assert [policy.version for _, policy in registry.follow(seen[-1][0], 0)] == [5]
-
-
-def test_a_follower_waits_for_an_announcement(registry):
+def test_a_follower_waits_for_an_event_and_reads_on_where_it_stopped(registry):
     began = time.monotonic()
     timer = threading.Timer(0.2, lambda: registry.announce(POLICY))
     timer.start()
-    assert [policy for _, policy in registry.follow("0", 20_000)] == [POLICY]
+    seen = registry.wait("0", 20_000)
     timer.join(10)
     assert 0.1 < time.monotonic() - began < 10
-
-
-def test_waiting_ends_without_an_announcement(registry):
-    assert registry.follow("0", 100) == []
+    assert registry.events("0")[-1].id == seen
+    assert registry.wait(seen, 0) == registry.wait(seen, 50) == seen
+    registry.announce(replace(POLICY, version=4))
+    assert registry.wait(seen, 0) == registry.events(seen)[0].id != seen
 
 
 def test_runs_do_not_see_each_other(server, registry):
@@ -103,19 +93,17 @@ def test_a_score_is_the_latest_version_announced_again(registry):
 def test_a_score_that_comes_late_does_not_bring_old_weights_back(registry):
     registry.announce(POLICY)
     registry.announce(replace(POLICY, version=4))
-    assert not registry.score(3, 7, 10)
+    assert registry.score(3, 7, 10)
     assert latest(registry).version == 4
 
 
 def test_a_checkpoint_is_announced_for_whoever_reaches_no_weight_store(registry):
     registry.announce(POLICY)
     registry.score(3, 7, 10)
-    last_id = registry.follow("0", 0)[-1][0]
     assert registry.add_checkpoint(3, "/runs/ünï/rl-000002")
-    known = replace(POLICY, num_correct=7, num_problems=10, checkpoint="/runs/ünï/rl-000002")
-    assert [policy for _, policy in registry.follow(last_id, 0)] == [known]
+    assert latest(registry) == replace(POLICY, num_correct=7, num_problems=10, checkpoint="/runs/ünï/rl-000002")
     registry.announce(replace(POLICY, version=4))
-    assert not registry.add_checkpoint(3, "/elsewhere")
+    assert registry.add_checkpoint(3, "/elsewhere")
     assert latest(registry).version == 4
     assert registry.version(3).checkpoint == "/elsewhere"
     assert not registry.add_checkpoint(5, "/elsewhere")
@@ -124,10 +112,9 @@ def test_a_checkpoint_is_announced_for_whoever_reaches_no_weight_store(registry)
 def test_a_version_is_found_by_its_number_with_what_is_known_of_it_last(registry):
     registry.announce(POLICY)
     registry.announce(replace(POLICY, version=4))
-    assert not registry.score(3, 7, 10)
+    assert registry.score(3, 7, 10)
     assert registry.version(3) == replace(POLICY, num_correct=7, num_problems=10)
     assert registry.version(5) is None
-    assert [policy.version for policy in registry.versions()] == [3, 4]
     assert not registry.score(5, 7, 10)
 
 
@@ -135,47 +122,48 @@ def test_the_base_is_the_last_version_before_the_rounds(registry):
     registry.announce(replace(POLICY, version=0, phase="untrained"))
     registry.announce(replace(POLICY, version=1, phase="sft"))
     registry.announce(replace(POLICY, version=2, phase="rl"))
-    assert registry.aliases() == {"newest": 2, "base": 1}
+    assert registry.snapshot().aliases == {"newest": 2, "base": 1}
 
 
-def test_an_alias_moves_only_from_where_its_mover_saw_it(registry):
+def test_the_served_version_changes_only_from_what_its_mover_saw(registry):
     for version in (3, 4):
         registry.announce(replace(POLICY, version=version, round=version - 1))
-    assert registry.move("policy", 3, expected=None)
-    assert not registry.move("policy", 4, expected=None)
-    assert not registry.move("policy", 4, expected=2)
-    assert registry.aliases()["policy"] == 3
-    assert registry.move("policy", 4, expected=3)
-    assert registry.aliases()["policy"] == 4
+    assert registry.serve(3, expected=None)
+    assert not registry.serve(4, expected=None)
+    assert not registry.serve(4, expected=2)
+    assert registry.snapshot().aliases["policy"] == 3
+    assert registry.serve(4, expected=3)
+    assert registry.snapshot().aliases["policy"] == 4
 
 
 def test_of_many_who_move_an_alias_at_once_one_does(server, registry):
     for version in range(9):
         registry.announce(replace(POLICY, version=version))
-    registry.move("policy", 0, expected=None)
-    movers = [Registry(server.url, registry._keys[0].split(":")[1]) for _ in range(8)]
+    registry.serve(0, expected=None)
+    movers = [Registry(server.url, registry._state.split(":")[1]) for _ in range(8)]
     barrier = threading.Barrier(8, timeout=20)
 
     def move(number):
         barrier.wait()
-        return movers[number - 1].move("policy", number, expected=0)
+        return movers[number - 1].serve(number, expected=0)
 
     with ThreadPoolExecutor(8) as pool:
         moved = list(pool.map(move, range(1, 9)))
     for mover in movers:
         mover.close()
     assert sorted(moved) == [False] * 7 + [True]
-    assert registry.aliases()["policy"] == moved.index(True) + 1
-    assert [event.kind for event in registry.events("0", 0)][-2:] == [EventKind.SERVING, EventKind.RETIRED]
+    assert registry.snapshot().aliases["policy"] == moved.index(True) + 1
+    assert [event.kind for event in registry.events("0")][-2:] == [EventKind.SERVING, EventKind.RETIRED]
 
 
-def test_an_alias_cannot_point_to_what_is_not_known(registry):
+def test_what_is_not_known_is_neither_served_nor_pinned(registry):
     registry.announce(POLICY)
     with pytest.raises(LookupError, match="policy version 9 is not known"):
-        registry.move("policy", 9, expected=None)
+        registry.serve(9, expected=None)
     with pytest.raises(LookupError, match="policy version 9 is not known"):
-        registry.pin(9)
-    assert registry.aliases() == {"newest": 3}
+        registry.set_admin(AdminState(pinned=9, is_paused=False, changed_at=1.0))
+    assert registry.snapshot().admin == DEFAULT_ADMIN_STATE
+    assert registry.snapshot().aliases == {"newest": 3}
 
 
 def test_the_best_moves_to_a_version_that_is_known_and_its_move_is_told(registry):
@@ -183,36 +171,27 @@ def test_the_best_moves_to_a_version_that_is_known_and_its_move_is_told(registry
         registry.announce(replace(POLICY, version=version))
     assert registry.choose_best(2)
     assert not registry.choose_best(7)
-    assert registry.aliases()["best"] == 2
+    assert registry.snapshot().aliases["best"] == 2
     assert registry.choose_best(1)
-    assert registry.aliases()["best"] == 1
+    assert registry.snapshot().aliases["best"] == 1
     assert [event.version for event in registry.last_events(9) if event.kind is EventKind.MOVED] == [2, 1]
-
-
-@pytest.mark.parametrize("alias", ["", "../x", "a" * 65, "Policy", "newest", "base", "best", "pinned"])
-def test_a_name_that_is_no_alias_is_refused(registry, alias):
-    registry.announce(POLICY)
-    with pytest.raises(ValueError, match="no alias that can be moved"):
-        registry.move(alias, 3, expected=None)
 
 
 def test_what_happens_to_versions_is_told_in_order(registry):
     registry.announce(POLICY)
-    registry.move("policy", 3, expected=None)
+    registry.serve(3, expected=None)
     registry.announce(replace(POLICY, version=4, round=3))
     registry.score(4, 1, 2)
     registry.announce(replace(POLICY, version=4, round=3))
-    registry.move("policy", 4, expected=3, why="newer")
-    registry.move("canary", 3, expected=None)
+    registry.serve(4, expected=3)
     assert registry.refuse(4, "worse by 9 points")
-    told = [(event.kind, event.version, event.round, event.why) for event in registry.events("0", 0)]
+    told = [(event.kind, event.version, event.round, event.why) for event in registry.events("0")]
     assert told == [
         ("published", 3, 2, None),
         ("serving", 3, 2, None),
         ("published", 4, 3, None),
-        ("serving", 4, 3, "newer"),
-        ("retired", 3, 2, "newer"),
-        ("moved", 3, 2, None),
+        ("serving", 4, 3, None),
+        ("retired", 3, 2, None),
         ("refused", 4, 3, "worse by 9 points"),
     ]
 
@@ -228,7 +207,7 @@ def test_a_refusal_is_told_once_of_the_same_weights(registry):
     registry.announce(replace(POLICY, manifest_digest="def"))
     assert registry.snapshot().refused == frozenset()
     assert registry.refuse(3, "again")
-    kinds = [event.kind for event in registry.events("0", 0)]
+    kinds = [event.kind for event in registry.events("0")]
     assert kinds == [EventKind.PUBLISHED, EventKind.REFUSED, EventKind.PUBLISHED, EventKind.REFUSED]
 
 
@@ -254,7 +233,7 @@ def test_a_version_that_lies_elsewhere_now_is_refused_no_longer(registry):
 def test_other_weights_under_the_same_number_are_published_again(registry):
     registry.announce(POLICY)
     registry.announce(replace(POLICY, manifest_digest="def"))
-    assert [event.kind for event in registry.events("0", 0)] == [EventKind.PUBLISHED] * 2
+    assert [event.kind for event in registry.events("0")] == [EventKind.PUBLISHED] * 2
 
 
 def test_a_version_that_is_announced_again_keeps_its_score_and_its_checkpoint(registry):
@@ -264,20 +243,19 @@ def test_a_version_that_is_announced_again_keeps_its_score_and_its_checkpoint(re
     known = registry.version(3)
     registry.announce(replace(POLICY, weight_store="d1-weights-other", manifest_digest=None))
     assert registry.version(3) == latest(registry) == replace(known, weight_store="d1-weights-other")
-    assert registry.follow("0", 0)[-1][1] == registry.version(3)
     # Other weights have no checkpoint and no score.
     other = replace(POLICY, manifest_digest="def")
     registry.announce(other)
-    assert registry.version(3) == registry.follow("0", 0)[-1][1] == other
+    assert registry.version(3) == latest(registry) == other
 
 
 def test_a_reader_of_events_reads_on_and_knows_when_they_were(registry):
     registry.announce(POLICY)
-    (first,) = registry.events("0", 0)
+    (first,) = registry.events("0")
     assert abs(first.time_s - time.time()) < 60
-    assert registry.events(first.id, 50) == []
-    registry.pause(True)
-    (second,) = registry.events(first.id, 0)
+    assert registry.events(first.id) == []
+    registry.set_admin(AdminState(pinned=None, is_paused=True, changed_at=1.0))
+    (second,) = registry.events(first.id)
     assert (second.kind, second.version, second.round) == (EventKind.PAUSED, None, None)
     assert registry.last_events(5) == [first, second]
     assert registry.last_events(1) == [second]
@@ -286,61 +264,87 @@ def test_a_reader_of_events_reads_on_and_knows_when_they_were(registry):
 @pytest.mark.parametrize("last_id", ["", "$", "+", "1-2-3", "1; FLUSHALL", "9" * 40])
 def test_an_id_that_is_none_is_refused(registry, last_id):
     with pytest.raises(ValueError, match="no id of an entry"):
-        registry.events(last_id, 0)
+        registry.events(last_id)
 
 
-def test_the_streams_are_bounded(client, registry):
+def test_the_stream_is_bounded(client, registry):
     with client.pipeline(transaction=False) as pipe:
         # One call trims at most 10,000 entries.
         for _ in range(10_500):
-            pipe.xadd(registry._events, {"json": "{}"}).xadd(registry._stream, {"json": "{}"})
+            pipe.xadd(registry._events, {"json": "{}"})
         pipe.execute()
     registry.announce(POLICY)
     # Trimming removes whole stream nodes, so that up to a hundred extra entries may remain.
-    assert client.xlen(registry._stream) <= 1100
     assert 9_000 <= client.xlen(registry._events) <= 10_100
 
 
+def test_a_run_has_one_hash_and_one_stream(client, registry):
+    run = registry._state.split(":")[1]
+    registry.announce(POLICY, 1.0)
+    registry.serve(3, expected=None)
+    registry.refuse(3, "bad checksum")
+    registry.set_admin(AdminState(pinned=3, is_paused=True, changed_at=1.0))
+    keys = {key.decode(): client.type(key).decode() for key in client.scan_iter(f"d1:{run}:*")}
+    assert keys == {f"d1:{run}:state": "hash", f"d1:{run}:events": "stream"}
+
+
 def test_what_an_operator_wants_is_kept_and_told_once(registry):
+    def want(pinned, is_paused, changed_at):
+        state = AdminState(pinned=pinned, is_paused=is_paused, why="steady", changed_at=changed_at)
+        registry.set_admin(state)
+        return state
+
     registry.announce(POLICY)
-    assert registry.admin() == AdminState(pinned=None, is_paused=False)
-    registry.pin(3, "steady")
-    registry.pin(3, "steady")
-    registry.pause(True)
-    registry.pause(True)
-    assert registry.admin() == AdminState(pinned=3, is_paused=True)
+    assert registry.snapshot().admin == DEFAULT_ADMIN_STATE
+    pinned = want(3, False, 1.0)
+    assert registry.snapshot().admin == pinned == want(3, False, 2.0)
+    paused = want(3, True, 3.0)
     registry.announce(replace(POLICY, version=4))
-    assert registry.admin().pinned == 3
-    registry.pin(None)
-    registry.pause(False)
-    assert registry.admin() == AdminState(pinned=None, is_paused=False)
-    kinds = [str(event.kind) for event in registry.events("0", 0)]
-    assert kinds == ["published", "pinned", "paused", "published", "unpinned", "resumed"]
+    # An engine may read an outdated copy of the file.
+    want(None, False, 2.0)
+    assert registry.snapshot().admin == paused
+    want(None, False, 4.0)
+    assert registry.snapshot().admin == DEFAULT_ADMIN_STATE
+    told = [(str(event.kind), event.version, event.why) for event in registry.events("0")]
+    assert told == [
+        ("published", 3, None),
+        ("pinned", 3, "steady"),
+        ("paused", None, "steady"),
+        ("published", 4, None),
+        ("unpinned", 3, "steady"),
+        ("resumed", None, "steady"),
+    ]
 
 
 def test_a_run_takes_nothing_over_from_an_earlier_one_of_its_name(registry):
     assert not registry.announce(replace(POLICY, version=9), 1700000000.25)
-    registry.move("policy", 9, expected=None)
-    registry.refuse(9, "worse")
-    registry.pin(9)
-    registry.pause(True)
-    last_id, last_event = registry.follow("0", 0)[-1][0], registry.last_events(1)[0].id
+    registry.serve(9, expected=None)
+    registry.refuse(9, "damaged")
+    held = AdminState(pinned=9, is_paused=True, changed_at=1.0)
+    registry.set_admin(held)
+    last_event = registry.last_events(1)[0].id
     # A resumed run keeps its state, and so does a run without a known start time.
     for began_at in (1700000000.25, None):
         assert registry.announce(replace(POLICY, version=9), began_at)
-        assert registry.admin() == AdminState(pinned=9, is_paused=True)
+        assert registry.snapshot().admin == held
     first = replace(POLICY, version=0, round=0, phase="untrained")
     assert not registry.announce(first, 1700000000.5)
-    assert registry.aliases() == {"newest": 0, "base": 0}
-    assert registry.admin() == AdminState(pinned=None, is_paused=False)
-    assert registry.snapshot().refused == frozenset()
-    assert registry.versions() == [first]
-    # Followers of the earlier run continue to read.
-    assert registry.follow(last_id, 0)[-1][1] == first
-    assert [(event.kind, event.version) for event in registry.events(last_event, 0)] == [(EventKind.PUBLISHED, 0)]
+    state = registry.snapshot()
+    assert (state.aliases, state.newest, state.refused) == ({"newest": 0, "base": 0}, first, frozenset())
+    assert (state.admin, registry.version(9)) == (DEFAULT_ADMIN_STATE, None)
+    # Readers of the earlier run's events continue to read.
+    assert [(event.kind, event.version) for event in registry.events(last_event)] == [(EventKind.PUBLISHED, 0)]
     # A late write of the earlier run removes nothing.
-    registry.restore([POLICY], AdminState(pinned=None, is_paused=False), None, 1700000000.25)
+    registry.restore([POLICY], None, 1700000000.25)
     assert latest(registry) == first
+
+
+def test_a_version_that_another_d1_wrote_is_unknown_until_it_is_announced(client, registry):
+    registry.announce(POLICY)
+    client.hset(registry._state, "version:3", '{"version": 3}')
+    assert registry.version(3) is latest(registry) is None
+    assert registry.announce(POLICY)
+    assert latest(registry) == POLICY
 
 
 def test_versions_of_another_manifest_are_other_weights():
@@ -354,15 +358,15 @@ def test_a_registry_is_usable_again_after_its_server_was_away():
     server = ValkeyServer(port, password)
     registry = Registry(server.url, "run")
     registry.announce(POLICY)
-    last_id = registry.follow("0", 0)[-1][0]
+    last_id = registry.events("0")[-1].id
     server.stop()
     with pytest.raises(ConnectionError, match=f"registry at 127.0.0.1:{port} cannot be used"):
         latest(registry)
     server = ValkeyServer(port, password)
     try:
         registry.announce(replace(POLICY, version=4))
-        # The new server lacks the old entries, but the follower misses nothing new.
-        assert [policy.version for _, policy in registry.follow(last_id, 0)] == [4]
+        # The new server lacks the old entries, but a reader misses nothing new.
+        assert [event.version for event in registry.events(last_id)] == [4]
     finally:
         registry.close()
         server.stop()
@@ -377,17 +381,17 @@ def test_a_wrong_password_is_refused_in_a_sentence(server):
         Registry(url.replace(url.split("@")[0], "redis://").replace("//@", "//"), "run").announce(POLICY)
 
 
-def test_entries_that_are_no_policy_version_can_be_skipped(client, registry):
+def test_entries_that_are_no_event_can_be_skipped(client, registry):
     registry.announce(POLICY)
-    client.xadd(registry._stream, {"json": b"\xff{"})
-    client.xadd(registry._stream, {"other": "x"})
+    client.xadd(registry._events, {"json": b"\xff{"})
+    client.xadd(registry._events, {"other": "x"})
     registry.announce(replace(POLICY, version=4))
     last_id, versions, num_malformed = "0", [], 0
     for _ in range(4):
         try:
-            for entry_id, policy in registry.follow(last_id, 0):
-                last_id = entry_id
-                versions.append(policy.version)
+            for event in registry.events(last_id):
+                last_id = event.id
+                versions.append(event.version)
         except MalformedEntryError as error:
             last_id, num_malformed = error.entry_id, num_malformed + 1
     assert (versions, num_malformed) == ([3, 4], 2)

@@ -276,10 +276,6 @@ def test_a_bad_override_is_refused_in_one_sentence(
             "sft.num_eval=6",
             "sft.num_eval 6 exceeds evaluation.num_validation 5, the validation problems, of which they",
         ),
-        (
-            "service.canary={num_problems: 6}",
-            "service.canary.num_problems 6 exceeds evaluation.num_validation 5, the validation problems, of which they",
-        ),
     ],
 )
 def test_with_validation_that_is_what_may_be_looked_at(

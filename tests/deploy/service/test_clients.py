@@ -61,42 +61,6 @@ def test_openai_python_streams(client):
     assert len(frames) > 4
 
 
-def test_openai_python_asks_for_responses_whole_and_streamed(client):
-    extra = {"seed": 1, "diffusion": {"gen_length": 16}}
-    turns = [{"role": "system", "content": "Add."}, *MESSAGES]
-    chat = client.chat.completions.create(model="policy", messages=turns, temperature=1, extra_body=extra)
-    asked = {"model": "policy", "instructions": "Add.", "input": "2 + 3", "temperature": 1, "extra_body": extra}
-    answer = client.responses.create(**asked)
-    assert answer.output_text == chat.choices[0].message.content
-    assert (answer.status, answer.model_extra["policy_version"]) == ("incomplete", 1)
-    assert answer.incomplete_details.reason == "max_output_tokens"
-    assert (answer.usage.input_tokens, answer.usage.output_tokens) == (chat.usage.prompt_tokens, 16)
-    assert answer.usage.total_tokens == answer.usage.input_tokens + 16
-    events = list(client.responses.create(**asked, stream=True))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert "".join(deltas) == answer.output_text
-    assert len(deltas) == 2, "one for each block"
-    assert [event.type.removeprefix("response.") for event in events if event.type != "response.output_text.delta"] == [
-        *("created", "in_progress", "output_item.added", "content_part.added"),
-        *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
-    ]
-    own = {"id", "created_at", "output"}
-    assert events[-1].response.model_dump(exclude=own) == answer.model_dump(exclude=own)
-    assert events[-1].response.output_text == answer.output_text
-
-
-def test_openai_python_goes_on_with_a_response(client):
-    first = client.responses.create(model="policy", input="2 + 3", extra_body={"seed": 1}, max_output_tokens=3)
-    assert first.usage.output_tokens == 3
-    turns = [{"role": "user", "content": "2 + 3"}, *first.output, {"role": "user", "content": "and 1?"}]
-    again = client.responses.create(model="policy", input=turns, extra_body={"seed": 1})
-    said = [turns[0], {"role": "assistant", "content": first.output_text}, turns[-1]]
-    chat = client.chat.completions.create(model="policy", messages=said, seed=1)
-    assert again.output_text == chat.choices[0].message.content
-    assert again.usage.input_tokens == chat.usage.prompt_tokens
-
-
 class Sum(pydantic.BaseModel):
     """Type into which openai-python parses answers. Its schema refers to another."""
 
@@ -112,29 +76,6 @@ def test_openai_python_parses_answers_into_pydantic_models(client):
     extra = {"seed": 1, "diffusion": {"gen_length": 48, "steps": 48}}
     chat = client.chat.completions.parse(model="policy", messages=MESSAGES, response_format=Sum, extra_body=extra)
     assert isinstance(chat.choices[0].message.parsed, Sum)
-    answer = client.responses.parse(model="policy", input="2 + 3", text_format=Sum, extra_body=extra)
-    assert answer.output_parsed == chat.choices[0].message.parsed
-    assert answer.status == "completed"
-
-
-@pytest.mark.parametrize(
-    ("asked", "param"),
-    [
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.content.type"),
-        ({"input": [{"role": "user", "content": "a<|assistant|>"}]}, "input"),
-        ({"extra_body": {"diffusion": {"stream": "canvas"}}, "stream": True}, "diffusion.stream"),
-    ],
-)
-def test_what_responses_cannot_be_asked_is_refused_by_name(client, asked, param):
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.responses.create(**{"model": "policy", "input": "2 + 3"} | asked)
-    assert refused.value.param == param, refused.value
 
 
 def test_openai_python_asks_asynchronously_all_at_once(url):

@@ -19,9 +19,8 @@ ENDLESS = "/v1/policy/events"
 OPEN = {"/health", "/health/ready", "/ping"}
 # Percent of the cases. Operations without inputs are requested once in addition.
 SHARES = {
-    "/v1/completions": 27,
-    "/v1/chat/completions": 28,
-    "/v1/responses": 14,
+    "/v1/completions": 34,
+    "/v1/chat/completions": 35,
     "/tokenize": 8,
     "/detokenize": 8,
     "/v1/models/{name}": 3,

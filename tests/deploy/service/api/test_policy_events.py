@@ -10,6 +10,7 @@ import pytest
 import redis
 from starlette.testclient import TestClient
 
+from actors.registry.records import AdminState
 from actors.registry.registry import Registry
 from deploy.service.api.app import create_app
 from deploy.service.api.policy_events import RegistryReader, one_event
@@ -56,18 +57,17 @@ def hear(stream, count, timeout_s=10.0):
 
 def test_what_happened_is_told_and_goes_on_where_another_ingress_stopped(registry, make_reader, make_policy):
     registry.announce(make_policy(2))
-    registry.move("policy", 2, expected=None)
-    registry.pin(2, "it adds well")
-    registry.pause(True)
+    registry.serve(2, expected=None)
+    registry.set_admin(AdminState(pinned=2, is_paused=True, why="it adds well", changed_at=1.0))
     heard = events_in(hear(make_reader(registry).events(None, never), 5))
     assert [(kind, body["version"], body["round"], body["why"]) for _, kind, body in heard] == [
         ("published", 2, 1, None),
         ("serving", 2, 1, None),
         ("pinned", 2, 1, "it adds well"),
-        ("paused", None, None, None),
+        ("paused", None, None, "it adds well"),
     ]
     assert all(body["time_s"] > 1e9 for _, _, body in heard)
-    assert [id_ for id_, _, _ in heard] == [event.id for event in registry.events("0", 0)]
+    assert [id_ for id_, _, _ in heard] == [event.id for event in registry.events("0")]
     again = events_in(hear(make_reader(registry).events(heard[1][0], never), 3))
     assert again == heard[2:]
 
@@ -94,7 +94,7 @@ def test_an_id_that_is_not_of_this_registry_gets_the_newest_there_are(registry, 
 
 def test_an_entry_that_cannot_be_read_is_passed(registry, registry_server, make_reader, make_policy):
     registry.announce(make_policy(2))
-    (first,) = registry.events("0", 0)
+    (first,) = registry.events("0")
     with redis.Redis.from_url(registry_server.url) as client:
         client.xadd(registry._events, {"json": "garbage"})
     registry.announce(make_policy(3))

@@ -12,14 +12,12 @@ import pytest
 
 from deploy.requests.body import ChatRequest, CompletionRequest
 from deploy.requests.errors import RequestError
-from deploy.requests.responses import ResponsesRequest
 from rollout.request import MIN_TEMPERATURE
 from tests.deploy.service.app.asking import ASK, CHAT, assert_error, events_of
 
 KINDS = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
-    "/v1/responses": ResponsesRequest,
 }
 PATHS = pytest.mark.parametrize("path", KINDS)
 BODIES = [json.loads(line) for line in (Path(__file__).parent / "bodies.jsonl").read_text().splitlines()]
@@ -27,13 +25,11 @@ TURNS = CHAT["messages"]
 
 
 def ask_of(path):
-    return {"/v1/completions": ASK, "/v1/chat/completions": CHAT}.get(path, {"input": "2 + 3", "seed": 1})
+    return {"/v1/completions": ASK, "/v1/chat/completions": CHAT}[path]
 
 
 def text_of(answer):
-    """Return the text of a completion, a chat completion or a response."""
-    if "output" in answer:
-        return answer["output"][0]["content"][0]["text"]
+    """Return the text of a completion or a chat completion."""
     choice = answer["choices"][0]
     return choice["text"] if "text" in choice else choice["message"]["content"]
 
@@ -61,11 +57,11 @@ def test_what_clients_send_is_answered_and_nothing_that_they_ask_is_dropped(clie
         assert len(plan.requests) == asked.get("n", 1), place
         assert params.temperature == asked.get("temperature", 0), place
         assert (params.top_p, params.top_k) == (asked.get("top_p", 1), max(asked.get("top_k", 0), 0)), place
-        most = asked.get("max_completion_tokens") or asked.get("max_output_tokens") or asked.get("max_tokens") or 16
+        most = asked.get("max_completion_tokens") or asked.get("max_tokens") or 16
         assert plan.most_tokens == min(most, 16), place
         assert list(plan.stops) == asked.get("stop", []), place
         assert (params.stop_ids == ()) == asked.get("ignore_eos", False), place
-        form = (asked.get("response_format") or asked.get("text", {}).get("format") or {}).get("type", "text")
+        form = (asked.get("response_format") or {}).get("type", "text")
         assert (plan.grammar is None) == (form == "text"), place
         assert plan.includes_usage == (asked.get("stream_options") or {}).get("include_usage", False), place
         is_streamed = response.headers["content-type"].startswith("text/event-stream")
@@ -280,12 +276,3 @@ def test_only_an_assistant_may_have_said_nothing(client):
     for turn in ({"role": "user", "content": None}, {"role": "system"}):
         error = assert_error(client.post("/v1/chat/completions", json={"messages": [turn]}), 400)
         assert error["param"] == "messages.content"
-
-
-def test_a_response_takes_back_its_reasoning_and_metadata(client, said):
-    path, metadata = "/v1/responses", {"run": "7"}
-    items = [{"type": "reasoning", "id": "rs_1", "summary": []}, *TURNS]
-    assert said(path, input=items, include=["reasoning.encrypted_content"]) == said(path)
-    assert client.post(path, json=ask_of(path) | {"metadata": metadata}).json()["metadata"] == metadata
-    error = assert_error(client.post(path, json=ask_of(path) | {"include": ["message.output_text.logprobs"]}), 400)
-    assert error["param"] == "include"

@@ -73,7 +73,6 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(client, change, words)
     [
         ("/v1/completions", "prompt", "2" * 500),
         ("/v1/chat/completions", "messages", [{"role": "user", "content": "2" * 500}]),
-        ("/v1/responses", "input", "2" * 500),
     ],
 )
 def test_a_prompt_that_is_too_long_is_refused_by_the_name_of_its_field(client, path, field, value):

@@ -77,15 +77,6 @@ def test_a_stream_ends_with_it(client, shows):
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_responses_have_it_as_text_format(client):
-    asked = {"input": "2 + 3", "text": {"format": {"type": "json_schema", "name": "pair", "schema": SCHEMA}}}
-    body = client.post("/v1/responses", json=LONG | asked).json()
-    expect_pair(body["output"][0]["content"][0]["text"])
-    assert body["status"] == "completed"
-    plain = client.post("/v1/responses", json={"input": "2 + 3", "text": {"format": {"type": "text"}}})
-    assert plain.status_code == 200
-
-
 GIVEN = {"constraints": {"fixed": {"0": 5}}}
 DEEP = json.loads('{"items":' * 200 + "{}" + "}" * 200)
 LEAST = {"type": "integer", "minimum": 3}

@@ -1,6 +1,7 @@
 """Version follower: with a registry, with a failing one, and with followers of other engines."""
 
 import time
+from contextlib import closing
 
 import pytest
 import redis
@@ -12,6 +13,7 @@ from deploy.service.checkpoints import Checkpoints, latest_checkpoint
 from deploy.service.engine.follower import VersionFollower
 from deploy.service.engine.loading import VersionLoader
 from deploy.service.engine.versions import Versions
+from deploy.service.source import Source
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
 from tests.announced import latest
@@ -30,7 +32,7 @@ class FlakyRegistry(Registry):
 
 @pytest.fixture
 def registry(registry_server, registry):
-    flaky = FlakyRegistry(registry_server.url, registry._keys[0].split(":")[1])
+    flaky = FlakyRegistry(registry_server.url, registry._state.split(":")[1])
     yield flaky
     flaky.close()
 
@@ -72,8 +74,18 @@ def follow(versions, registry, run_dir):
     return make
 
 
+@pytest.fixture
+def want(run_dir):
+    """Write an operator's settings, as `d1 policy` does."""
+
+    def write(pinned=None, is_paused=False):
+        write_admin(run_dir, AdminState(pinned=pinned, is_paused=is_paused, changed_at=time.time()))
+
+    return write
+
+
 def kinds(registry):
-    return [(event.kind, event.version) for event in registry.events("0", 0)]
+    return [(event.kind, event.version) for event in registry.events("0")]
 
 
 def test_only_the_last_announcement_is_loaded(versions, follow, loaded, make_policy):
@@ -157,9 +169,9 @@ def test_versions_out_of_reach_are_not_refused_and_engines_serve_them_once_they_
     registry.add_checkpoint(4, "/somewhere")
     # Before another engine has moved the alias.
     new, new_follower = engine()
-    assert new_follower.catch_up()
+    assert new_follower.follow_once(0)
     assert old_follower.follow_once(0)
-    assert new.policy.version == old.policy.version == registry.aliases()["policy"] == 4
+    assert new.policy.version == old.policy.version == registry.snapshot().aliases["policy"] == 4
 
 
 def test_a_version_with_another_checksum_than_was_announced_stays_out_and_says_so(
@@ -208,6 +220,19 @@ def make_sampler_of(versions):
     return lambda policy: Sampler(versions._current.sampler.model, policy.version)
 
 
+def test_a_version_that_was_announced_between_two_reads_is_found(registry_server, run_dir, add_checkpoint, make_policy):
+    directory = add_checkpoint(run_dir, 2)
+    source = Source(directory=str(run_dir), is_run=True, registry_url=registry_server.url)
+    with closing(source.registry()) as registry:
+        for version in (2, 3, 4):
+            registry.announce(make_policy(version, weight_store="d1-weights-tiny"))
+    locate = source.versions("cpu")._locate
+    found = locate(2), locate(3)
+    assert [policy.weight_store for policy in found] == ["d1-weights-tiny"] * 2
+    assert [policy.checkpoint for policy in found] == [str(directory), None]
+    assert (locate(9), locate("base").version) == (None, 1)
+
+
 def test_other_failures_to_load_are_tried_again(versions, follow, make_policy, make_sampler):
     follower = follow(make_policy(2))
     outcomes = [TimeoutError("no answer"), make_sampler(2)]
@@ -232,15 +257,6 @@ def test_a_registry_out_of_reach_is_seen_and_so_is_its_return(versions, follow, 
     registry.is_away = False
     assert follower.follow_once(0)
     assert follower.status.registry_reachable
-    assert (versions.policy.version, follower.status.num_errors) == (2, 1)
-
-
-def test_a_malformed_entry_is_counted_once_and_passed(versions, follow, registry, registry_server, make_policy):
-    with redis.Redis.from_url(registry_server.url) as client:
-        client.xadd(registry._stream, {"json": "garbage"})
-    follower = follow(make_policy(2))
-    assert not follower.follow_once(0)
-    assert follower.follow_once(0)
     assert (versions.policy.version, follower.status.num_errors) == (2, 1)
 
 
@@ -272,7 +288,7 @@ def test_the_thread_follows_and_a_dead_one_is_replaced(versions, follow, make_po
 
 def test_an_empty_registry_is_filled_and_told_what_serves(versions, follow, registry):
     assert follow().follow_once(0)
-    assert registry.aliases() == {"newest": 1, "base": 1, "policy": 1}
+    assert registry.snapshot().aliases == {"newest": 1, "base": 1, "policy": 1}
     assert kinds(registry) == [("rebuilt", 1), ("serving", 1)]
 
 
@@ -287,8 +303,32 @@ def test_a_registry_that_lost_its_data_is_filled_with_what_was_heard(
     follower.follow_once(0)
     assert follower.follow_once(0)
     assert latest(registry) == newest
-    assert registry.aliases() == {"newest": 7, "base": 1, "policy": 7}
+    assert registry.snapshot().aliases == {"newest": 7, "base": 1, "policy": 7}
     assert (versions.policy.version, versions.num_swaps) == (7, 1)
+
+
+def test_a_pin_returns_to_a_registry_that_lost_its_data(versions, follow, registry, registry_server, want, make_policy):
+    want(pinned=1)
+    follower = follow(make_policy(7, weight_store="d1-weights-tiny", manifest_digest="abc"))
+    assert follower.follow_once(0)
+    with redis.Redis.from_url(registry_server.url) as client:
+        client.flushall()
+    follower.follow_once(0)
+    assert follower.follow_once(0)
+    assert (registry.snapshot().admin.pinned, registry.snapshot().aliases["newest"], versions.policy.version) == (
+        1,
+        7,
+        1,
+    )
+
+
+def test_a_pin_of_an_unknown_version_is_shown_and_stops_nothing(versions, follow, want, make_policy):
+    want(pinned=99)
+    follower = follow(make_policy(2))
+    assert not follower.follow_once(0)
+    assert follower.follow_once(0)
+    assert (versions.policy.version, follower.status.num_errors) == (2, 1)
+    assert "policy version 99 is not known, so it cannot be pinned" in follower.status.last_error
 
 
 def test_a_damaged_file_of_what_an_operator_wants_is_shown_and_stops_nothing(follow, registry, run_dir, versions):
@@ -297,7 +337,7 @@ def test_a_damaged_file_of_what_an_operator_wants_is_shown_and_stops_nothing(fol
     assert not follower.follow_once(0)
     assert "admin.json is damaged" in follower.status.last_error
     assert follower.follow_once(0)
-    assert registry.aliases()["policy"] == 1
+    assert registry.snapshot().aliases["policy"] == 1
 
 
 def test_many_engines_tell_of_a_swap_and_of_a_refusal_once(engine_of, registry, run_dir, make_policy):
@@ -319,7 +359,7 @@ def test_many_engines_tell_of_a_swap_and_of_a_refusal_once(engine_of, registry, 
         assert follower.follow_once(0)
     told = [one for one in kinds(registry) if one[0] not in (EventKind.REBUILT, EventKind.PUBLISHED)]
     assert told == [("serving", 2), ("refused", 3), ("serving", 4), ("retired", 2)]
-    refused = next(event for event in registry.events("0", 0) if event.kind is EventKind.REFUSED)
+    refused = next(event for event in registry.events("0") if event.kind is EventKind.REFUSED)
     assert refused.why == "Policy version 3 is not served: the checksum differs"
 
 
@@ -338,7 +378,7 @@ def test_an_engine_that_lags_does_not_move_the_alias_back(engine_of, registry, r
 
     slow_versions._load = slowly
     behind.follow_once(0)
-    assert (slow_versions.policy.version, registry.aliases()["policy"]) == (2, 3)
+    assert (slow_versions.policy.version, registry.snapshot().aliases["policy"]) == (2, 3)
     behind.follow_once(0)
     assert slow_versions.policy.version == 3
     assert [one for one in kinds(registry) if one[0] == "serving"] == [("serving", 3)]
@@ -347,79 +387,83 @@ def test_an_engine_that_lags_does_not_move_the_alias_back(engine_of, registry, r
 # Pins by an operator.
 
 
-def test_a_pinned_version_serves_whatever_is_announced(versions, follow, registry, make_policy):
+def test_a_pinned_version_serves_whatever_is_announced(versions, follow, registry, want, make_policy):
     follower = follow(make_policy(2), make_policy(3))
     follower.follow_once(0)
-    registry.pin(2)
+    want(pinned=2)
     follower.follow_once(0)
     registry.announce(make_policy(4))
     follower.follow_once(0)
     assert (versions.policy.version, versions.announced.version) == (2, 4)
     assert follower.status.admin == AdminState(pinned=2, is_paused=False)
-    assert registry.aliases()["policy"] == 2
-    registry.pin(None)
+    assert registry.snapshot().aliases["policy"] == 2
+    want()
     follower.follow_once(0)
-    assert (versions.policy.version, registry.aliases()["policy"]) == (4, 4)
+    assert (versions.policy.version, registry.snapshot().aliases["policy"]) == (4, 4)
 
 
 def test_a_paused_service_keeps_what_it_has_and_new_engines_take_the_same(
-    versions, follow, registry, engine_of, run_dir, make_policy
+    versions, follow, registry, engine_of, run_dir, want, make_policy
 ):
     follower = follow(make_policy(2))
     follower.follow_once(0)
-    registry.pause(True)
+    want(is_paused=True)
     registry.announce(make_policy(3))
     follower.follow_once(0)
     assert (versions.policy.version, versions.announced.version) == (2, 3)
     new = engine_of()
-    assert VersionFollower(registry, new, run_dir).catch_up()
+    assert VersionFollower(registry, new, run_dir).follow_once(0)
     assert new.policy.version == 2
-    registry.pause(False)
+    want()
     follower.follow_once(0)
     assert versions.policy.version == 3
 
 
-def test_weights_that_a_resumed_run_makes_anew_do_not_replace_what_is_held(versions, follow, registry, make_policy):
+def test_weights_that_a_resumed_run_makes_anew_do_not_replace_what_is_held(
+    versions, follow, registry, want, make_policy
+):
     follower = follow(make_policy(2, manifest_digest="a"))
     follower.follow_once(0)
-    registry.pause(True)
+    want(is_paused=True)
     registry.announce(make_policy(2, manifest_digest="b"))
     follower.follow_once(0)
     assert versions.policy.manifest_digest == "a"
-    registry.pause(False)
+    want()
     follower.follow_once(0)
     assert versions.policy.manifest_digest == "b"
 
 
 def test_a_service_goes_on_with_a_new_run_of_the_name_and_without_the_pin_of_the_old(
-    versions, follow, registry, make_policy
+    versions, follow, registry, run_dir, want, make_policy
 ):
     follower = follow()
     registry.announce(make_policy(9, manifest_digest="old"), 1.0)
-    registry.pin(9)
+    want(pinned=9)
     assert follower.follow_once(0)
     assert versions.policy.version == 9
+    # A new run has a new directory.
+    (run_dir / "admin.json").unlink()
     registry.announce(make_policy(2, manifest_digest="new"), 2.0)
     assert follower.follow_once(0)
     assert (versions.policy.version, follower.status.num_errors) == (2, 0)
-    assert registry.aliases() == {"newest": 2, "policy": 2}
+    assert registry.snapshot().aliases == {"newest": 2, "policy": 2}
     assert follower.status.admin == DEFAULT_ADMIN_STATE
 
 
-def test_a_pin_outlives_the_registrys_data(versions, follow, registry, run_dir, add_checkpoint, make_policy):
+def test_a_pin_outlives_the_registrys_data(versions, follow, registry, run_dir, add_checkpoint, want):
     add_checkpoint(run_dir, 2)
-    write_admin(run_dir, AdminState(pinned=1, is_paused=False))
+    want(pinned=1)
     follower = follow()
     assert follower.follow_once(0)
     assert (versions.policy.version, versions.announced.version) == (1, 2)
-    assert registry.admin().pinned == 1
+    assert registry.snapshot().admin.pinned == 1
 
 
-def test_a_pinned_version_that_is_gone_leaves_what_the_others_serve(
-    versions, follow, registry, engine_of, run_dir, make_policy
+def test_a_pinned_version_that_is_gone_leaves_what_the_others_serve_until_it_is_pinned_again(
+    versions, follow, registry, engine_of, run_dir, want, make_policy
 ):
     follow(make_policy(2), make_policy(3)).follow_once(0)
-    registry.pin(2)
+    want(pinned=2)
     new = engine_of()
     load, lost = new._load, [2]
 
@@ -433,11 +477,41 @@ def test_a_pinned_version_that_is_gone_leaves_what_the_others_serve(
     assert not follower.follow_once(0)
     assert new.policy.version == 3
     assert follower.follow_once(0)
-    # The version can be loaded again, and another caller has loaded it.
     lost.clear()
-    new.prepare(make_policy(2))
+    assert follower.follow_once(0)
+    assert new.policy.version == 3
+    want()
+    assert follower.follow_once(0)
+    want(pinned=2)
     assert follower.follow_once(0)
     assert new.policy.version == 2
+
+
+def test_a_refused_version_is_tried_again_once_it_is_pinned(versions, follow, registry, want, make_policy):
+    follower = follow(make_policy(2))
+    load = versions._load
+
+    def damaged(policy):
+        raise ValueError("the checksum differs")
+
+    versions._load = damaged
+    assert not follower.follow_once(0)
+    assert follower.follow_once(0)
+    versions._load = load
+    want(pinned=2)
+    assert follower.follow_once(0)
+    assert (versions.policy.version, versions.refused) == (2, ())
+
+
+def test_many_engines_tell_of_an_operators_change_once(engine_of, registry, run_dir, want):
+    followers = [VersionFollower(registry, engine_of(), run_dir) for _ in range(3)]
+    for pinned, is_paused in ((1, False), (1, True), (None, False)):
+        want(pinned, is_paused)
+        for follower in followers:
+            assert follower.follow_once(0)
+            assert follower.status.admin == AdminState(pinned=pinned, is_paused=is_paused)
+    told = [one for one in kinds(registry) if one[0] not in (EventKind.REBUILT, EventKind.SERVING)]
+    assert told == [("pinned", 1), ("paused", None), ("unpinned", 1), ("resumed", None)]
 
 
 def test_a_new_engine_does_not_serve_what_the_others_have_refused(

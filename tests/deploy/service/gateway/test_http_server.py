@@ -13,7 +13,7 @@ from contextlib import closing
 import pytest
 from starlette.responses import PlainTextResponse
 
-from deploy.service.gateway.access import AccessControl, RateLimits, nothing_open
+from deploy.service.gateway.access import AccessControl, RateLimits
 from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.http_server import HttpServer
@@ -175,7 +175,7 @@ def test_a_connection_whose_body_came_after_its_answer_is_kept_until_its_time(se
 
 
 def test_a_body_that_is_no_body_is_refused(app, serve):
-    gated = AccessControl(app, ApiKeys.of(TOKEN, "test"), RateLimits("1000/second"), nothing_open)
+    gated = AccessControl(app, ApiKeys.of(TOKEN, "test"), RateLimits("1000/second"))
     head = f"POST /tokenize HTTP/1.1\r\nhost: d1\r\nauthorization: Bearer {TOKEN}\r\n"
     with serve(gated)() as connection:
         connection.sendall((head + "transfer-encoding: chunked\r\n\r\n").encode())
@@ -213,7 +213,7 @@ def test_a_connection_that_says_nothing_ends(serve, monkeypatch):
 
 def test_a_body_that_does_not_end_is_refused(app, serve, monkeypatch):
     monkeypatch.setattr("deploy.service.gateway.access.BODY_TIMEOUT_S", 0.3)
-    gated = AccessControl(app, ApiKeys.of(TOKEN, "test"), RateLimits("1000/second"), nothing_open)
+    gated = AccessControl(app, ApiKeys.of(TOKEN, "test"), RateLimits("1000/second"))
     head = f"POST /tokenize HTTP/1.1\r\nhost: d1\r\nauthorization: Bearer {TOKEN}\r\n"
     with serve(gated)() as connection:
         connection.sendall((head + "content-type: application/json\r\ncontent-length: 99\r\n\r\n{").encode())

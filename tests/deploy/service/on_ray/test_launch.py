@@ -19,7 +19,7 @@ from deploy.ray_session import RaySession
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
 from deploy.service.engine.loading import VersionLoader
 from deploy.service.gateway.address import Address
-from deploy.service.gateway.api_keys import OF_ADMIN, OF_SERVICE, ApiKeys, own_key, read_keys
+from deploy.service.gateway.api_keys import ApiKeys, own_key, read_keys
 from deploy.service.on_ray import launch
 from deploy.service.on_ray.launch import banner, banner_of_key, serve_checkpoint, serve_run
 from deploy.service.source import Source
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_an_adapter_can_be_served(adapted, monkeypatch):
     def reached(*_):
         raise UserError("the port is taken")
 
-    monkeypatch.setattr(launch, "_check_listeners", reached)
+    monkeypatch.setattr(launch, "_check_listener", reached)
     with pytest.raises(UserError, match="the port is taken"):
         serve_checkpoint(adapted, None, None, "float32")
 
@@ -351,10 +351,9 @@ def test_an_address_that_others_reach_needs_keys_that_somebody_chose(run_dir, ba
 
 
 def test_a_file_of_keys_without_a_name_is_none_that_somebody_chose(run_dir, bare, monkeypatch):
-    for keys in (OF_SERVICE, OF_ADMIN):
-        monkeypatch.setenv(keys.file_variable, "")
-        with pytest.raises(UserError, match="choose the keys yourself"):
-            launch._check_keys("0.0.0.0", keys)
+    monkeypatch.setenv("D1_API_KEYS_FILE", "")
+    with pytest.raises(UserError, match="choose the keys yourself"):
+        launch._check_keys("0.0.0.0")
     read_keys(run_dir)
     assert own_key(run_dir) == (run_dir / "service.token").read_text().strip()
 
@@ -408,11 +407,7 @@ def test_a_port_that_is_taken_is_refused_before_ray_starts(run_dir, taken_port, 
     with pytest.raises(UserError, match=said):
         serve_run(run_dir, "127.0.0.1", taken_port)
     with pytest.raises(UserError, match=said):
-        serve_run(run_dir, "127.0.0.1", free_port, admin_port=taken_port)
-    with pytest.raises(UserError, match=said):
         serve_checkpoint(run_dir / "checkpoints" / "sft-1", "127.0.0.1", taken_port)
-    with pytest.raises(UserError, match=f"^the admin listener cannot have the service's port {free_port}"):
-        serve_run(run_dir, "127.0.0.1", free_port, admin_port=free_port)
 
 
 @pytest.mark.usefixtures("no_ray")
@@ -431,11 +426,11 @@ def test_a_run_listens_where_its_recipe_says_unless_it_is_told(run_dir, bare, ta
 def test_a_checkpoint_by_itself_listens_on_loopback_unless_it_is_told(run_dir, monkeypatch):
     asked = []
 
-    def note(_source, address, _admin_port):
+    def note(_source, address):
         asked.append(address)
         raise UserError("enough")
 
-    monkeypatch.setattr(launch, "_check_listeners", note)
+    monkeypatch.setattr(launch, "_check_listener", note)
     for host, port in ((None, None), ("::1", 9000)):
         with pytest.raises(UserError, match="enough"):
             serve_checkpoint(run_dir / "checkpoints" / "sft-1", host, port)
@@ -447,10 +442,6 @@ def test_keys_are_read_before_ray_starts(run_dir, free_port, monkeypatch):
     monkeypatch.setenv("D1_API_TOKEN", "short")
     with pytest.raises(UserError, match=r"^D1_API_TOKEN has 5 characters in a key"):
         serve_run(run_dir, "127.0.0.1", free_port)
-    monkeypatch.setenv("D1_API_TOKEN", "long enough to be one")
-    monkeypatch.setenv("D1_ADMIN_TOKEN", "long enough to be one")
-    with pytest.raises(UserError, match=r"^a key opens both the service and its admin listener"):
-        serve_run(run_dir, "127.0.0.1", free_port, admin_port=free_port + 1)
 
 
 @pytest.mark.usefixtures("no_ray")
