@@ -24,9 +24,9 @@ from actors.resources import GpuSection
 from actors.spec import Phase, RunSpec
 from actors.training.context import RunContext
 from actors.training.training import TrainingRun
-from deploy.evaluation.pool import PoolSettings, worker_configs
-from deploy.evaluation.problems import EvaluationBatch
-from deploy.evaluation.worker import Worker, WorkerConfig
+from deploy.offline.evaluation.problems import EvaluationBatch
+from deploy.offline.pool import PoolSettings, worker_configs
+from deploy.offline.worker import Worker, WorkerConfig
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import create_run_dir, make_spec
 from deploy.service.contract import Done, Job

@@ -17,9 +17,9 @@ from deploy.errors import EXIT_INTERRUPTED, RunFailedError, UserError, reason
 from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
-    from deploy.sampling.policy import ReadyPolicy
-    from deploy.sampling.prepare import Options, PlannedCompletion
-    from deploy.sampling.renoising import ReadyRenoising
+    from deploy.offline.policy import ReadyPolicy
+    from deploy.offline.sample.prepare import Options, PlannedCompletion
+    from deploy.offline.sample.renoising import ReadyRenoising
 
 _EXIT_BAD_REQUESTS = 2
 _DENOISING = "Denoising (left out: as the checkpoint's run was evaluated, else d1's defaults)"
@@ -117,9 +117,9 @@ def sample(
         "cache_refresh_steps": cache_refresh_steps,
     }
     with wait_display("loading torch"):
-        from deploy.sampling.policy import choose_device, find_directory, load_ready
-        from deploy.sampling.prepare import Options, check_options
-        from deploy.sampling.renoising import check_renoising_options, open_renoising
+        from deploy.offline.policy import choose_device, find_directory, load_ready
+        from deploy.offline.sample.prepare import Options, check_options
+        from deploy.offline.sample.renoising import check_renoising_options, open_renoising
         from learner.model.renoising.config import is_renoising
         from rollout.config import EngineConfig
 
@@ -157,7 +157,7 @@ def _sample_renoising(
     as_json: bool,
 ) -> None:
     """Sample with a policy that has no mask token."""
-    from deploy.sampling.renoising import answer_all, parse_requests
+    from deploy.offline.sample.renoising import answer_all, parse_requests
 
     given = [(1, json.dumps(request).encode())] if lines is None else lines
     items = list(parse_requests(ready, given, options.values, keep_after_eos=options.keep_after_eos))
@@ -192,7 +192,7 @@ def _say(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _read(requests: Path) -> list[tuple[int, bytes]]:
-    from deploy.sampling.prepare import read_lines
+    from deploy.offline.sample.prepare import read_lines
 
     is_stdin = str(requests) == _STDIN
     return read_lines(str(requests), typer.get_binary_stream("stdin").read() if is_stdin else None)
@@ -201,8 +201,8 @@ def _read(requests: Path) -> list[tuple[int, bytes]]:
 def _sample_file(
     policy: ReadyPolicy, lines: list[tuple[int, bytes]], options: Options, colour: str, *, as_json: bool
 ) -> None:
-    from deploy.sampling.batch import report_rejected
-    from deploy.sampling.prepare import prepare_file
+    from deploy.offline.sample.batch import report_rejected
+    from deploy.offline.sample.prepare import prepare_file
 
     items = list(prepare_file(lines, policy, options))
     num_refused = report_rejected(items)
@@ -214,9 +214,9 @@ def _sample_file(
 def _sample_prompt(
     policy: ReadyPolicy, request: Mapping[str, Any], options: Options, colour: str, *, as_json: bool
 ) -> None:
-    from deploy.sampling.prepare import prepare_prompt
-    from deploy.sampling.prompt import sample_prompt
-    from deploy.sampling.view import Colour
+    from deploy.offline.sample.prepare import prepare_prompt
+    from deploy.offline.sample.prompt import sample_prompt
+    from deploy.offline.views.canvas import Colour
 
     item = prepare_prompt(request, policy, options)
     if as_json:
@@ -226,8 +226,8 @@ def _sample_prompt(
 
 
 def _sample_items(policy: ReadyPolicy, items: list[PlannedCompletion], colour: str, *, as_json: bool) -> None:
-    from deploy.sampling.batch import sample_items
-    from deploy.sampling.view import Colour
+    from deploy.offline.sample.batch import sample_items
+    from deploy.offline.views.canvas import Colour
 
     if not sample_items(policy, items, Colour(colour), as_json=as_json):
         raise typer.Exit(EXIT_INTERRUPTED)
