@@ -19,9 +19,9 @@ from deploy.adapt.generation import ModelResponse, Sampling, batches_of, encode_
 from deploy.errors import UserError
 from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.evaluation.problems import heldout
+from deploy.offline.item import AnsweredBatch, answer_of
 from deploy.offline.record import RecordWriter, take_lock
 from deploy.offline.tasks import open_task, task_config
-from deploy.offline.worker import AnsweredBatch, answer_of
 from deploy.printing import duration, share
 from learner.model.autoregressive.source import AutoregressiveCheckpoint, open_source
 from rewards import Grader, Problem, RewardConfig, Sample, TaskConfig

@@ -153,7 +153,7 @@ def lm_eval(
             "--model_args",
             "-a",
             metavar="KEY=VALUE,...",
-            help="length, block_length, steps, threshold, draws, slots, dtype.",
+            help="Sampling fields as of `d1 sample`, draws, slots, dtype.",
         ),
     ] = "",
     runs_dir: RunsDir = Path("runs"),

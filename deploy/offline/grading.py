@@ -6,56 +6,36 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError
-from rewards import Grade, Outcome, Problem, Task
+from deploy.offline.item import Graded, Item
+from rewards import Outcome, Problem, Task
 from rewards.data.columns import Columns, answer_text
 from rewards.data.conversation import parse_conversation
 from rewards.data.rows import Row, value_at
 from rewards.data.sources import rows_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationLine:
-    """Line of a file, parsed for grading."""
-
-    place: str
-    """File and line."""
-    problem: Problem
-    """Problem of the line."""
-    generation: str
-    """Text that the policy generated."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Graded(GenerationLine):
-    """Line with its grade."""
-
-    grade: Grade
-    """Grade of the generation."""
-
-
-def read_generations(task: Task, path: Path, columns: Columns | None = None) -> list[GenerationLine]:
+def read_generations(task: Task, path: Path, columns: Columns | None = None) -> list[Item]:
     """Read the lines of a file, with the columns `question`, `generation` and `ground_truth`.
 
     `columns` may rename the first and the last. Raises UserError, in one sentence with file and line, if a line is
     invalid.
     """
     try:
-        return [_line(task, row, columns or Columns()) for row in rows_of(path)]
+        return [_item(task, index, row, columns or Columns()) for index, row in enumerate(rows_of(path))]
     except ValueError as error:
         raise UserError(str(error).replace("task.", "")) from error
 
 
-def grade_all(task: Task, lines: Iterable[GenerationLine], after_each: Callable[[], object]) -> list[Graded]:
-    """Grade every line, in order."""
+def grade_all(task: Task, items: Iterable[Item], after_each: Callable[[], object]) -> list[Graded]:
+    """Grade every generation, in order."""
     graded = []
-    for line in lines:
-        grade = task.grade(line.problem, line.generation)
-        graded.append(Graded(place=line.place, problem=line.problem, generation=line.generation, grade=grade))
+    for item in items:
+        assert item.problem is not None, "each line has its problem"
+        graded.append(Graded(item=item, grade=task.grade(item.problem, item.text)))
         after_each()
     return graded
 
@@ -81,16 +61,17 @@ def summary(graded: Sequence[Graded]) -> dict[str, Any]:
     }
 
 
-def item(line: Graded) -> dict[str, Any]:
+def grade_json(line: Graded) -> dict[str, Any]:
     """Return the grade of one line as JSON."""
-    grade = line.grade
+    grade, problem = line.grade, line.item.problem
+    assert problem is not None, "it was graded"
     correct, total = grade.score
     return {
-        "place": line.place,
+        "place": line.item.place,
         "correct": correct,
         "total": total,
         "answer": grade.answer,
-        "ground_truth": line.problem.answer,
+        "ground_truth": problem.answer,
         "outcome": grade.outcome.value,
         "detail": grade.detail,
         "reward": grade.reward,
@@ -98,7 +79,7 @@ def item(line: Graded) -> dict[str, Any]:
     }
 
 
-def _line(task: Task, row: Row, columns: Columns) -> GenerationLine:
+def _item(task: Task, index: int, row: Row, columns: Columns) -> Item:
     generation = row.value("generation")
     if not isinstance(generation, str):
         raise ValueError(f"{row.place}: generation is no text; it should be what the policy wrote")
@@ -108,7 +89,7 @@ def _line(task: Task, row: Row, columns: Columns) -> GenerationLine:
         if str(error).startswith(row.place):
             raise
         raise ValueError(f"{row.place}: {error}") from error
-    return GenerationLine(place=row.place, problem=problem, generation=generation)
+    return Item(index=index, place=row.place, problem=problem, text=generation)
 
 
 def _problem_of(task: Task, question: str, truth: object) -> Problem:

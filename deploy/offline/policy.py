@@ -1,4 +1,4 @@
-"""Checkpoint loading for `d1 sample`: finds a checkpoint and prepares its sampler and tokenizer."""
+"""Checkpoint loading: finds a checkpoint and prepares its sampler, tokenizer and defaults."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError, reason
 from deploy.recipe.overrides import load_recipe
 from deploy.requests.defaults import Defaults
+from deploy.requests.families import AnyConfig
+from deploy.requests.renoising import RenoisingDefaults
 from deploy.requests.structured.grammars import Grammars
 from deploy.runs.references import find_checkpoint_of
 from learner.hardware import indexed_device, threads_for
 from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import generation_defaults, open_tokenizer, tokenizer_directory
-from learner.model.config import TransformerConfig
+from learner.model.renoising.config import RenoisingConfig, is_renoising
+from learner.model.renoising.policy import load_renoising_policy
 from learner.model.storage.throughput import ReportProgress
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
 from rollout.config import EngineConfig
+from rollout.renoising.sampler import RenoisingSampler
 from rollout.sampler import Sampler
 
 Device = Literal["cpu", "cuda"]
+AnySampler = Sampler | RenoisingSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +42,11 @@ class ReadyPolicy:
 
     name: str
     """Name as given by the user."""
-    sampler: Sampler
+    sampler: AnySampler
     """Sampler on the device."""
     tokenizer: ChatTokenizer | None
     """None if the checkpoint has none. Prompts are token ids then."""
-    defaults: Defaults
+    defaults: Defaults | RenoisingDefaults
     """Default sampling parameters."""
 
     @cached_property
@@ -50,7 +55,7 @@ class ReadyPolicy:
         return None if self.tokenizer is None else Grammars(self.tokenizer, self.config.vocab_size)
 
     @property
-    def config(self) -> TransformerConfig:
+    def config(self) -> AnyConfig:
         """Model config of the policy."""
         return self.sampler.model.config
 
@@ -87,17 +92,22 @@ def load_ready(
 ) -> ReadyPolicy:
     """Load a checkpoint; `say` receives progress messages. Raises UserError if it cannot be read."""
     with as_user_errors(reference):
-        model = load_policy(directory, engine.torch_dtype, indexed_device(device), say)
         position = find_position(directory)
-        defaults = _defaults(directory, model.config)
-    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads_for(model, torch.get_num_threads()))
-    return ReadyPolicy(
-        name=reference,
-        sampler=Sampler(model, 0 if position is None else position.policy_version, engine),
-        tokenizer=read_tokenizer(directory),
-        defaults=defaults,
-    )
+        sampler = load_sampler(directory, device, engine, 0 if position is None else position.policy_version, say)
+        defaults = _defaults(directory, sampler.model.config)
+    if isinstance(sampler, Sampler) and device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_for(sampler.model, torch.get_num_threads()))
+    return ReadyPolicy(name=reference, sampler=sampler, tokenizer=read_tokenizer(directory), defaults=defaults)
+
+
+def load_sampler(
+    directory: Path, device: str, engine: EngineConfig, policy_version: int = 0, say: ReportProgress | None = None
+) -> AnySampler:
+    """Load the sampler of a checkpoint of either family. Raises ValueError or OSError if it cannot be read."""
+    place = indexed_device(device)
+    if is_renoising(directory):
+        return RenoisingSampler(load_renoising_policy(directory, engine.torch_dtype).to(place), policy_version)
+    return Sampler(load_policy(directory, engine.torch_dtype, place, say), policy_version, engine)
 
 
 @contextmanager
@@ -119,7 +129,9 @@ def choose_device(wanted: Device | None) -> Device:
     return wanted or ("cuda" if has_gpu else "cpu")
 
 
-def _defaults(directory: Path, config: TransformerConfig) -> Defaults:
+def _defaults(directory: Path, config: AnyConfig) -> Defaults | RenoisingDefaults:
+    if isinstance(config, RenoisingConfig):
+        return RenoisingDefaults(config=config)
     checkpoints = directory.resolve().parent
     recipe = checkpoints.parent / RECIPE
     if checkpoints.name == CHECKPOINTS and recipe.is_file():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError, reason
-from deploy.offline.worker import Answer, AnsweredBatch
+from deploy.offline.item import Answer, AnsweredBatch
 from deploy.runs.lock import RunLock
 from learner.model.checkpoint_files import checkpoint_chain
 from learner.model.families.raw_config import CONFIG

@@ -47,7 +47,7 @@ def adapter(workdir: Path) -> Path:
 
 
 def _answer(d1: Callable, checkpoint: str) -> str:
-    ended = d1("sample", checkpoint, "What is 2 + 3?", "--json", "--gen-length", "16")
+    ended = d1("sample", checkpoint, "What is 2 + 3?", "--json", "gen_length=16")
     assert ended.status == 0, ended.err
     return str(json.loads(ended.out)["text"])
 

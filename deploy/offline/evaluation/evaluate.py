@@ -14,11 +14,12 @@ from deploy.errors import UserError, reason
 from deploy.offline.evaluation.cells import Cell, cells_of
 from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.evaluation.options import EvaluationOptions
-from deploy.offline.evaluation.problems import EvaluationBatch, batches_of, problems_of
+from deploy.offline.evaluation.problems import batches_of, problems_of
+from deploy.offline.item import AnsweredBatch, Batch
 from deploy.offline.policy import read_tokenizer
 from deploy.offline.pool import PoolSettings, answer_batches
 from deploy.offline.record import RecordWriter, fingerprint
-from deploy.offline.worker import AnsweredBatch, WorkerConfig
+from deploy.offline.worker import WorkerConfig
 from deploy.recipe.recipe import Recipe
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.references import find_checkpoint_of
@@ -72,11 +73,11 @@ class PreparedCell:
     """Cell with its batches and its record."""
 
     cell: Cell
-    batches: Sequence[EvaluationBatch]
+    batches: Sequence[Batch]
     record: RecordWriter
 
     @property
-    def missing(self) -> list[EvaluationBatch]:
+    def missing(self) -> list[Batch]:
         """Batches that are not answered yet."""
         return [batch for batch in self.batches if batch.index not in self.record.done]
 
@@ -155,9 +156,9 @@ def _shape_of(directory: Path) -> TransformerConfig | RenoisingConfig:
 
 
 def _prepared_cell(
-    subject: Subject, cell: Cell, batches: Sequence[EvaluationBatch], compute: ComputeSettings, out: Path
+    subject: Subject, cell: Cell, batches: Sequence[Batch], compute: ComputeSettings, out: Path
 ) -> PreparedCell:
-    sizes = [len(batch.requests) for batch in batches]
+    sizes = [len(batch.items) for batch in batches]
     facts = {"checkpoint": subject.facts, **cell.facts(), "dtype": compute.dtype, "batch_size": sizes[0]}
     return PreparedCell(cell=cell, batches=batches, record=RecordWriter(out / f"{cell.name}.jsonl", facts, sizes))
 

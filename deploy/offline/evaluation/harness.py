@@ -20,7 +20,8 @@ from tqdm import tqdm
 from deploy.errors import UserError
 from deploy.offline.evaluation.harness_arguments import HarnessArguments
 from deploy.offline.policy import open_policy
-from deploy.offline.sample.prepare import Options
+from deploy.offline.sample.prepare import make_planner
+from deploy.requests.defaults import Defaults
 from deploy.requests.errors import RequestError
 from deploy.requests.line import read_line
 from deploy.requests.planner import RequestPlan
@@ -30,6 +31,7 @@ from learner.model.tokenizer import ChatTokenizer
 from learner.seeds import fold, key_of
 from rollout.config import EngineConfig
 from rollout.request import Completion, Request, SamplingParams
+from rollout.sampler import Sampler
 
 _LOG = logging.getLogger("d1")
 _SCORE_KEY = 61
@@ -56,12 +58,16 @@ class DiffusionLM(LM):
         # The harness passes cuda:0 on machines without a GPU, too.
         device: Literal["cpu"] | None = "cpu" if arguments.device == "cpu" else None
         self._policy = open_policy(arguments.checkpoint, device, engine, Path(arguments.runs_dir))
-        self._draws, self._slots, self._given = arguments.draws, arguments.slots, arguments.shape
+        sampler, defaults = self._policy.sampler, self._policy.defaults
+        if not isinstance(sampler, Sampler) or not isinstance(defaults, Defaults):
+            raise UserError(f"{checkpoint} has no mask token; the harness is for policies that fill masked slots")
+        self._sampler, self._is_of_run = sampler, defaults.max_canvas_tokens is None
+        self._draws, self._slots, self._given = arguments.draws, arguments.slots, arguments.sampling
         if self._policy.tokenizer is None:
             raise UserError(f"{checkpoint} has no tokenizer, and the harness asks in texts")
         self._tokenizer: ChatTokenizer = self._policy.tokenizer
         # The harness passes rendered templates, whose special tokens must be parsed as tokens.
-        self._planner = Options(values={}, keep_after_eos=False).planner(self._policy)
+        self._planner = make_planner(self._policy, {})
 
     # Requests of the harness.
 
@@ -73,7 +79,7 @@ class DiffusionLM(LM):
         plans = [self._plan(*instance.args) for instance in requests]
 
         def text_of(index: int, completion: Completion) -> str:
-            ids, ends = completion.token_ids, self._policy.config.stop_ids
+            ids, ends = completion.token_ids, self._sampler.model.config.stop_ids
             return stop_text(plans[index], ids, self._tokenizer.decode, ends, is_complete=True).text
 
         def keep(index: int, text: str) -> None:
@@ -134,7 +140,7 @@ class DiffusionLM(LM):
         stops, most = wanted.pop("until"), wanted.pop("max_gen_toks")
         del wanted["do_sample"]  # Already reflected in the temperature.
         values = self._given | {"temperature": 0.0, "max_tokens": most} | wanted
-        if self._policy.defaults.max_canvas_tokens is not None and "gen_length" not in values:
+        if not self._is_of_run and "gen_length" not in values:
             # A checkpoint without a run: the task sets the length.
             block = values.setdefault("block_length", _BLOCK)
             values["gen_length"] = -(-most // block) * block
@@ -159,7 +165,7 @@ class DiffusionLM(LM):
             bar.update()
 
         with tqdm(total=len(requests), desc="d1: completions") as bar:
-            self._policy.sampler.generate(requests, done)
+            self._sampler.generate(requests, done)
         return [values[index] for index in range(len(requests))]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -168,9 +174,9 @@ class DiffusionLM(LM):
         whole = self._tokenizer.encode_plain(context + continuation)
         prompt = self._tokenizer.encode_plain(stripped)
         if not prompt:
-            prompt, whole = [self._policy.config.eos_token_id], [self._policy.config.eos_token_id, *whole]
+            prompt, whole = [self._sampler.model.config.eos_token_id], [self._sampler.model.config.eos_token_id, *whole]
         text = whole[len(prompt) :]
-        most = self._policy.config.max_sequence_length
+        most = self._sampler.model.config.max_sequence_length
         if len(whole) > most:
             raise UserError(
                 f"a context and its continuation have {len(whole)} tokens; this policy reads at most {most}"
@@ -179,7 +185,7 @@ class DiffusionLM(LM):
 
     def _bound(self, prompt: Sequence[int], text: Sequence[int]) -> float:
         seed = fold(_SCORE_KEY, key_of(" ".join(map(str, (*prompt, *text)))))
-        model = self._policy.sampler.model
+        model = self._sampler.model
         return evidence_lower_bound(model, prompt, text, num_draws=self._draws, max_rows=self._slots, seed=seed)
 
 

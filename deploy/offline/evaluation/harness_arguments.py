@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, create_model
 
 from deploy.errors import UserError
 from deploy.recipe.validation_errors import first_problem
+from deploy.requests.parameters import SAMPLING_FIELDS, SAMPLING_KEYS
 
 _OF_THE_HARNESS = frozenset({"batch_size", "max_batch_size", "trust_remote_code"})
 """Arguments that the harness adds, ignored: `slots` replaces its batch sizes, and no remote code is executed."""
 
 
-class HarnessArguments(BaseModel):
-    """Arguments of the model `d1`: checkpoint, sampling and compute settings."""
+class _HarnessArguments(BaseModel):
+    """Arguments of the model `d1`: checkpoint, sampling fields and compute settings."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -22,14 +23,6 @@ class HarnessArguments(BaseModel):
 
     checkpoint: str
     """A run or checkpoint, as every command of d1 names them."""
-    length: PositiveInt | None = None
-    """Completion slots; None: as in the run, or without a run as many whole blocks as the task needs."""
-    block_length: PositiveInt | None = None
-    """Slots that are denoised together; None: as in the run, or 32."""
-    steps: PositiveInt | None = None
-    """Denoise steps; None: as in the run's evaluation, or half as many as slots."""
-    threshold: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Commit slots above this probability, in place of a fixed number of steps."""
     draws: PositiveInt = 128
     """Random masks for each likelihood."""
     slots: PositiveInt = 64
@@ -42,7 +35,7 @@ class HarnessArguments(BaseModel):
     """Directory of the runs."""
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> HarnessArguments:
+    def of(cls, given: dict[str, Any]) -> Self:
         """Validate the given arguments. Raises UserError for an unknown key or an invalid value."""
         try:
             return cls.model_validate({key: value for key, value in given.items() if key not in _OF_THE_HARNESS})
@@ -51,12 +44,16 @@ class HarnessArguments(BaseModel):
             raise UserError(f"--model_args: {refusal.sentence}") from error
 
     @property
-    def shape(self) -> dict[str, Any]:
-        """The given denoising parameters, by the sampler's keys."""
-        said = {
-            "gen_length": self.length,
-            "block_length": self.block_length,
-            "steps": self.steps,
-            "threshold": self.threshold,
-        }
-        return {key: value for key, value in said.items() if value is not None}
+    def sampling(self) -> dict[str, Any]:
+        """The given sampling fields."""
+        return self.model_dump(mode="json", include=set(_SAMPLING), exclude_none=True)
+
+
+# The harness sets the temperature of each request (`--gen_kwargs`).
+_SAMPLING = {name: SAMPLING_FIELDS[name] for name in SAMPLING_KEYS if name != "temperature"}
+
+if TYPE_CHECKING:
+    HarnessArguments = _HarnessArguments
+else:
+    _TYPES = {name: (field.ranged_type | None, None) for name, field in _SAMPLING.items()}
+    HarnessArguments = create_model("HarnessArguments", __base__=_HarnessArguments, **_TYPES)

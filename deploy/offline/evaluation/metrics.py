@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deploy.offline.item import Answer
 from deploy.offline.record import CellRecord
-from deploy.offline.worker import Answer
 from rewards import Outcome
 from rollout.score import Score
 

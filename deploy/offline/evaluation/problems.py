@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from actors.batching import evaluation_batches
 from deploy.errors import UserError
 from deploy.offline.evaluation.cells import Cell
-from deploy.offline.evaluation.options import Params
+from deploy.offline.item import Batch, Item
 from deploy.offline.tasks import open_task
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import RenoisingConfig
 from learner.model.tokenizer import ChatTokenizer
 from learner.seeds import fold, key_of
-from rewards import Problem, Split, Task, TaskConfig
+from rewards import Problem, Split, Task
 from rewards.data.dataset import file_order
 from rewards.data.prompts import user_turn
 from rewards.first_d1 import evaluation as first_d1
@@ -26,26 +25,6 @@ _NUM_GENERATED = 500
 _SAMPLE_KEY = 31
 _PromptSample = tuple[Problem, tuple[int, ...], int]
 """Problem, prompt ids, and index of the sample."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationBatch:
-    """Requests denoised together: the same in every attempt, since the last bits of a logit depend on the batch."""
-
-    index: int
-    """Index in the cell."""
-    task: TaskConfig
-    """Task that grades the answers."""
-    grades_whole_canvas: bool
-    """Whether the whole canvas is graded, with its special tokens as text, as in the first d1."""
-    problems: tuple[Problem, ...]
-    """Problem of each request."""
-    samples: tuple[int, ...]
-    """Sample index of each request within its problem."""
-    requests: tuple[Request, ...] | tuple[RenoisingRequest, ...]
-    """Requests to the sampler."""
-    has_room: bool = True
-    """Whether the prompts leave room for a completion. Otherwise the answers count as wrong, without sampling."""
 
 
 def problems_of(cell: Cell, on_warning: Callable[[str], object]) -> list[Problem]:
@@ -71,7 +50,7 @@ def batches_of(
     policy: TransformerConfig | RenoisingConfig,
     *,
     usual: int | None = None,
-) -> list[EvaluationBatch]:
+) -> list[Batch]:
     """Build the batches of a cell: problem by problem, with all samples of a problem in succession.
 
     Prompts with more than `usual` tokens come later, as in evaluations of a run whose `rollout.max_prompt_tokens` is
@@ -119,27 +98,28 @@ def _check_room(cell: Cell, shortest: int, policy: TransformerConfig | Renoising
     )
 
 
-def _batch(cell: Cell, index: int, asked: Sequence[_PromptSample], *, has_room: bool = True) -> EvaluationBatch:
-    problems, prompts, samples = zip(*asked, strict=True)
-    seeds = [fold(cell.sampled.seed, _SAMPLE_KEY, key_of(problem.problem_id), sample) for problem, _, sample in asked]
-    return EvaluationBatch(
+def _batch(cell: Cell, index: int, asked: Sequence[_PromptSample], *, has_room: bool = True) -> Batch:
+    return Batch(
         index=index,
+        items=tuple(_item(cell, number, *one) for number, one in enumerate(asked)),
         task=cell.task,
         grades_whole_canvas=cell.protocol == "d1",
-        problems=problems,
-        samples=samples,
-        requests=_requests(cell.params, prompts, seeds),
         has_room=has_room,
     )
 
 
-def _requests(
-    params: Params, prompts: Sequence[tuple[int, ...]], seeds: Sequence[int]
-) -> tuple[Request, ...] | tuple[RenoisingRequest, ...]:
-    pairs = zip(prompts, seeds, strict=True)
-    if isinstance(params, SamplingParams):
-        return tuple(Request(prompt_ids=prompt, params=params, seed=seed) for prompt, seed in pairs)
-    return tuple(RenoisingRequest(prompt_ids=prompt, params=params, seed=seed) for prompt, seed in pairs)
+def _item(cell: Cell, index: int, problem: Problem, prompt: tuple[int, ...], sample: int) -> Item:
+    params, seed = cell.params, fold(cell.sampled.seed, _SAMPLE_KEY, key_of(problem.problem_id), sample)
+    return Item(
+        index=index,
+        place=problem.problem_id,
+        sample=sample,
+        num_samples=cell.sampled.num_samples,
+        request=Request(prompt_ids=prompt, params=params, seed=seed)
+        if isinstance(params, SamplingParams)
+        else RenoisingRequest(prompt_ids=prompt, params=params, seed=seed),
+        problem=problem,
+    )
 
 
 def heldout(task: Task, count: int | None) -> list[Problem]:

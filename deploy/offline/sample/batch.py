@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 from rich.text import Text
 
+from deploy.offline.item import AnyCompletion, Item
 from deploy.offline.policy import ReadyPolicy
 from deploy.offline.sample.answers import answer, error_answer, stopped_text, work_summary
-from deploy.offline.sample.prepare import PlannedCompletion
 from deploy.offline.views.canvas import Colour, canvas_of, canvas_text
 from deploy.offline.views.console import show
 from deploy.printing import counted, duration, printable
-from rollout.request import Completion, Request
+from rollout.request import Completion
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-Printer = Callable[[PlannedCompletion, Completion | None], None]
+Printer = Callable[[Item, AnyCompletion | None], None]
 """Prints the answer to a request; the completion is None for a rejected request."""
 
 
-def report_rejected(items: Sequence[PlannedCompletion]) -> int:
+def report_rejected(items: Sequence[Item]) -> int:
     """Report the rejected requests on stderr. Returns their number."""
     refused = [item for item in items if item.request is None]
     for item in refused:
@@ -38,12 +38,12 @@ def report_rejected(items: Sequence[PlannedCompletion]) -> int:
     return len(refused)
 
 
-def sample_items(policy: ReadyPolicy, items: Sequence[PlannedCompletion], colour: Colour, *, as_json: bool) -> bool:
+def sample_items(policy: ReadyPolicy, items: Sequence[Item], colour: Colour, *, as_json: bool) -> bool:
     """Sample all valid requests and print the answers in order.
 
     Returns whether all were completed: after Ctrl-C only the finished answers are printed.
     """
-    good = [(item, item.request) for item in items if item.request is not None]
+    good = [item for item in items if item.request is not None]
     with _RequestBar(len(good)) as bar:
         printer = _json_printer(policy, bar.stdout) if as_json else _text_printer(policy, colour, bar.stdout)
         answers = _OrderedPrinter(items, printer)
@@ -59,26 +59,25 @@ def sample_items(policy: ReadyPolicy, items: Sequence[PlannedCompletion], colour
     return is_complete
 
 
-def _generate(
-    policy: ReadyPolicy, good: Sequence[tuple[PlannedCompletion, Request]], answers: _OrderedPrinter, bar: _RequestBar
-) -> None:
-    def done(index: int, completion: Completion) -> None:
+def _generate(policy: ReadyPolicy, good: Sequence[Item], answers: _OrderedPrinter, bar: _RequestBar) -> None:
+    def done(index: int, completion: AnyCompletion) -> None:
         bar.add(completion)
-        answers.add(good[index][0], completion)
+        answers.add(good[index], completion)
 
-    policy.sampler.generate([request for _, request in good], done)
+    requests: list[Any] = [item.request for item in good]
+    policy.sampler.generate(requests, done)
 
 
 class _OrderedPrinter:
     """Buffer that prints answers in request order."""
 
-    def __init__(self, items: Sequence[PlannedCompletion], printer: Printer) -> None:
+    def __init__(self, items: Sequence[Item], printer: Printer) -> None:
         self._items, self._printer = items, printer
-        self._held: dict[int, Completion] = {}
+        self._held: dict[int, AnyCompletion] = {}
         self._next = 0
         self._print_ready()
 
-    def add(self, item: PlannedCompletion, completion: Completion) -> None:
+    def add(self, item: Item, completion: AnyCompletion) -> None:
         """Add the completion of a request."""
         self._held[id(item)] = completion
         self._print_ready()
@@ -125,7 +124,7 @@ class _RequestBar:
         if self._progress is not None:
             self._progress.stop()
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: AnyCompletion) -> None:
         """Count a completion and update the bar."""
         self._num_done += 1
         self._num_tokens += completion.num_tokens
@@ -178,7 +177,7 @@ def _delayed_interrupt() -> Iterator[None]:
 
 
 def _json_printer(policy: ReadyPolicy, console: Console) -> Printer:
-    def print_answer(item: PlannedCompletion, completion: Completion | None) -> None:
+    def print_answer(item: Item, completion: AnyCompletion | None) -> None:
         value = error_answer(item) if completion is None else answer(item, completion, policy)
         # json.dumps writes ASCII, so the output contains no terminal control sequences.
         show(Text(json.dumps(value, allow_nan=False)), console)
@@ -189,7 +188,7 @@ def _json_printer(policy: ReadyPolicy, console: Console) -> Printer:
 def _text_printer(policy: ReadyPolicy, colour: Colour, console: Console) -> Printer:
     tokenizer = policy.tokenizer
 
-    def print_answer(item: PlannedCompletion, completion: Completion | None) -> None:
+    def print_answer(item: Item, completion: AnyCompletion | None) -> None:
         if completion is None:
             return
         name = f" {item.id}" if item.id is not None else ""
@@ -198,7 +197,7 @@ def _text_printer(policy: ReadyPolicy, colour: Colour, console: Console) -> Prin
         show(Text(printable(f"--- {item.place}{name}: {facts}"), style="dim"), console)
         if tokenizer is None:
             show(Text(" ".join(map(str, completion.token_ids[: ended.num_tokens].tolist()))), console)
-        elif console.is_terminal:
+        elif console.is_terminal and isinstance(completion, Completion):
             shown = replace(completion, num_tokens=ended.num_tokens)
             show(canvas_text(canvas_of(shown), tokenizer.decode, colour), console)
         else:

@@ -9,8 +9,8 @@ from typing import Any
 from deploy.offline.policy import ReadyPolicy
 from deploy.requests.base import is_valid_text
 from deploy.requests.errors import TEMPLATE_ERRORS, template_error_text
+from deploy.requests.families import AnyConfig
 from deploy.requests.structured.structure import Structure
-from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer
 from rollout.field_error import FieldError
 from rollout.grammar.grammar import Grammar
@@ -23,7 +23,7 @@ class PromptCodec:
     policy: ReadyPolicy
 
     @property
-    def config(self) -> TransformerConfig:
+    def config(self) -> AnyConfig:
         """Model config of the policy."""
         return self.policy.config
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
+from torch import Tensor
 
 from deploy.offline.policy import ReadyPolicy
 from deploy.offline.sample.answers import work_summary
@@ -24,7 +25,10 @@ from deploy.offline.views.canvas import (
 )
 from deploy.offline.views.console import show
 from deploy.printing import duration, printable
+from deploy.requests.families import AnyRequest
 from learner.model.tokenizer import ChatTokenizer
+from rollout.renoising.request import RenoisingRequest
+from rollout.renoising.sampler import RenoisingSampler
 from rollout.request import Completion, Request
 from rollout.sampler import SlotBatch
 
@@ -53,7 +57,7 @@ class _Frame:
         yield Text(self.status, style="dim")
 
 
-def sample_prompt(policy: ReadyPolicy, request: Request, colour: Colour) -> bool:
+def sample_prompt(policy: ReadyPolicy, request: AnyRequest, colour: Colour) -> bool:
     """Denoise a prompt and print its text. Returns False after Ctrl-C, which prints the partial canvas.
 
     A terminal shows the canvas as it is denoised. Otherwise stdout receives the text alone. A summary of the work goes
@@ -62,6 +66,8 @@ def sample_prompt(policy: ReadyPolicy, request: Request, colour: Colour) -> bool
     assert policy.tokenizer is not None, "a prompt of text was encoded"
     console = Console()
     is_watched = sys.stdout.isatty() and not console.is_dumb_terminal
+    if isinstance(request, RenoisingRequest) or isinstance(policy.sampler, RenoisingSampler):
+        return _sample_renoised(policy, request, console)
     batch = policy.sampler.open([request])
     run = _Run(batch, request, policy.tokenizer, colour)
     try:
@@ -76,6 +82,25 @@ def sample_prompt(policy: ReadyPolicy, request: Request, colour: Colour) -> bool
         return False
     run.print_result(console, is_watched=is_watched)
     return True
+
+
+def _sample_renoised(policy: ReadyPolicy, request: AnyRequest, console: Console) -> bool:
+    """Denoise a prompt with a policy without a mask token. A terminal shows its steps on stderr."""
+    assert isinstance(request, RenoisingRequest), "it was planned for this policy"
+    assert isinstance(policy.sampler, RenoisingSampler), "the request is for its family"
+    assert policy.tokenizer is not None, "a prompt of text was encoded"
+    try:
+        done = policy.sampler.complete(request, on_step=_progress if sys.stderr.isatty() else None)
+    except KeyboardInterrupt:
+        return False
+    show(Text(printable(policy.tokenizer.decode(done.token_ids[: done.num_tokens].tolist()))), console)
+    sys.stderr.write(f"{work_summary(done.num_tokens, done.num_forwards)}, {done.finish_reason}\n")
+    return True
+
+
+def _progress(canvas: int, step: int, _ids: Tensor, kept_C: Tensor) -> None:
+    kept = f"{int(kept_C.sum())} of {len(kept_C)} slots kept"
+    sys.stderr.write(f"\rcanvas {canvas + 1}, step {step + 1}: {kept} \x1b[K\r")
 
 
 class _Run:

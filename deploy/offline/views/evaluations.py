@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from deploy.offline.evaluation.compare import CellComparison, tenths
 from deploy.offline.evaluation.evaluate import PreparedCell
-from deploy.offline.worker import AnsweredBatch
+from deploy.offline.item import AnsweredBatch
 from deploy.printing import counted, duration, printable, share
 from deploy.wait_display import EVERY_S
 
@@ -46,7 +46,7 @@ class AnswerBar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._total = sum(len(batch.requests) for one in prepared for batch in one.batches)
+        self._total = sum(len(batch.items) for one in prepared for batch in one.batches)
         self._counts = {one.cell.name: _Count() for one in prepared}
         for one in prepared:
             for batch in one.record.done.values():

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from deploy.offline.grading import Graded
+from deploy.offline.item import Graded
 from deploy.printing import counted, printable
 from rewards import Outcome
 from rollout.score import Score
@@ -41,18 +41,19 @@ def failures_view(graded: Sequence[Graded], count: int) -> Iterator[Panel]:
     wrong = [line for line in graded if not line.grade.correct]
     wrong.sort(key=lambda line: line.grade.outcome is Outcome.GRADED)
     for line in wrong[:count]:
-        grade = line.grade
+        grade, problem, text = line.grade, line.item.problem, line.item.text
+        assert problem is not None, "it was graded"
         body = Text()
-        question = "\n".join(message.content for message in line.problem.messages)
+        question = "\n".join(message.content for message in problem.messages)
         _add(body, "question", _shortened(question, _QUESTION_SHOWN))
-        _add(body, "ends with", "..." * (len(line.generation) > _END_SHOWN) + line.generation[-_END_SHOWN:])
+        _add(body, "ends with", "..." * (len(text) > _END_SHOWN) + text[-_END_SHOWN:])
         _add(body, "read as", "no answer" if grade.answer is None else _shortened(grade.answer, _QUESTION_SHOWN))
-        _add(body, "right", _shortened(line.problem.answer, _QUESTION_SHOWN))
+        _add(body, "right", _shortened(problem.answer, _QUESTION_SHOWN))
         if grade.items is not None:
             _add(body, "score", f"{grade.items[0]} of {grade.items[1]}")
         if grade.outcome is not Outcome.GRADED or grade.detail:
             _add(body, grade.outcome.value, grade.detail)
-        yield Panel(body, title=Text(printable(line.place)), title_align="left")
+        yield Panel(body, title=Text(printable(line.item.place)), title_align="left")
 
 
 def _add(body: Text, label: str, value: str) -> None:

@@ -123,7 +123,7 @@ def objection_to(live: LoadedVersion, serving: LoadedVersion, canary: Canary, st
 
 def network_of(sampler: AnySampler) -> Transformer | RenoisingPolicy:
     """What a sampler samples from."""
-    return sampler.policy if isinstance(sampler, RenoisingSampler) else sampler.model
+    return sampler.model
 
 
 @torch.inference_mode()

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from deploy.offline.evaluation.problems import EvaluationBatch
-from deploy.offline.pool import PoolSettings
-from deploy.offline.worker import AnsweredBatch, Worker, WorkerConfig
+from deploy.offline.item import AnsweredBatch, Batch
+from deploy.offline.worker import Worker
 
 
 @pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> list[EvaluationBatch]:
-    """One worker in this process instead of a pool. Returns the batches that it received, in order."""
-    asked: list[EvaluationBatch] = []
+def inline(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """One worker in this process. Returns the batches that it received, in order."""
+    asked: list[Batch] = []
 
-    def answers(config: WorkerConfig, _: PoolSettings, batches: Sequence[EvaluationBatch]) -> Iterator[AnsweredBatch]:
-        worker = Worker(config)
-        for batch in batches:
-            asked.append(batch)
-            yield worker.answer(batch)
+    def answer(self: Worker, batch: Batch) -> AnsweredBatch:
+        asked.append(batch)
+        return whole(self, batch)
 
-    monkeypatch.setattr("deploy.offline.evaluation.evaluate.answer_batches", answers)
+    whole = Worker.answer
+    monkeypatch.setattr(Worker, "answer", answer)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     return asked
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,8 @@ import pytest
 
 from actors.grader import GraderWorker
 from actors.plan import RunPlan
-from deploy.offline.evaluation.problems import EvaluationBatch
-from deploy.offline.worker import AnsweredBatch, Worker, WorkerConfig
+from deploy.offline.item import AnsweredBatch, Batch
+from deploy.offline.worker import Worker, WorkerConfig
 from deploy.recipe.recipe import Stages
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.run_directory import make_spec
@@ -33,7 +31,6 @@ from rollout.sampler import Sampler
 from tests.stand_in_gpu import DEVICE, stand_in_gpu
 
 Rows = list[dict[str, Any]]
-D1 = str(Path(sys.executable).with_name("d1"))
 
 
 def _cells(ended: Any) -> Rows:
@@ -94,7 +91,7 @@ def test_a_run_of_one_block_has_one_at_any_length(evaluate: Callable, workdir: P
     assert _lines(workdir / "out" / cell["answers"])[0]["asked"]["params"]["block_length"] == 4
 
 
-def test_it_goes_on_where_it_was_stopped(evaluate: Callable, inline: list[EvaluationBatch], workdir: Path) -> None:
+def test_it_goes_on_where_it_was_stopped(evaluate: Callable, inline: list[Batch], workdir: Path) -> None:
     whole = _cells(evaluate("--json"))
     path = workdir / "out" / "sums.8.4-steps.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -112,7 +109,7 @@ def test_it_goes_on_where_it_was_stopped(evaluate: Callable, inline: list[Evalua
 
 
 def test_a_worker_on_a_gpu_gives_the_answers_of_one_on_a_cpu(
-    evaluate: Callable, inline: list[EvaluationBatch], runs: Path
+    evaluate: Callable, inline: list[Batch], runs: Path
 ) -> None:
     evaluate("--json")
     checkpoint, batch = runs / "tiny" / "checkpoints" / "rl-000003", inline[0]
@@ -133,9 +130,7 @@ def _without_seconds(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "seconds"}
 
 
-def test_samples_differ_and_are_the_same_again(
-    evaluate: Callable, inline: list[EvaluationBatch], workdir: Path
-) -> None:
+def test_samples_differ_and_are_the_same_again(evaluate: Callable, inline: list[Batch], workdir: Path) -> None:
     words = ("--samples", "4", "--temperature", "1", "--problems", "6", "--schedules", "0.5", "--json")
     (cell,) = _cells(evaluate(*words))
     assert (cell["num_problems"], cell["num_samples"]) == (6, 4)
@@ -180,7 +175,7 @@ def test_a_directory_that_is_no_checkpoint_is_named(d1: Callable, workdir: Path)
 
 
 def test_the_first_d1_is_followed_to_the_letter(
-    evaluate: Callable, d1: Callable, inline: list[EvaluationBatch], runs: Path, workdir: Path, shared: Path
+    evaluate: Callable, d1: Callable, inline: list[Batch], runs: Path, workdir: Path, shared: Path
 ) -> None:
     data = shared / "data" / "d1-eval" / "4x4_test_sudoku.csv"
     words = ("--tasks", "sudoku", "--protocol", "d1", f"sudoku.heldout_data={data}", "--problems", "2", "--json")
@@ -214,7 +209,7 @@ def _of_lengths(workdir: Path, *lengths: int) -> list[str]:
 
 
 def test_a_prompt_without_room_counts_as_wrong_and_is_named(
-    evaluate: Callable, inline: list[EvaluationBatch], workdir: Path
+    evaluate: Callable, inline: list[Batch], workdir: Path
 ) -> None:
     words = [*_of_lengths(workdir, 4, 90, 5, 6, 90, 7), "--schedules", "0.5"]
     (cell,) = _cells(evaluate(*words, "--json"))
@@ -237,7 +232,7 @@ def test_a_prompt_without_room_counts_as_wrong_and_is_named(
 
 
 def test_prompts_that_the_run_leaves_out_of_its_rounds_are_answered_apart(
-    evaluate: Callable, inline: list[EvaluationBatch], runs: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate: Callable, inline: list[Batch], runs: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = read_recipe(runs / "tiny")
     rollout = recipe.rollout.model_copy(update={"max_prompt_tokens": 20})
@@ -318,7 +313,7 @@ def test_what_is_named_twice_is_asked_once(evaluate: Callable, workdir: Path) ->
 def test_a_signal_keeps_what_is_answered(
     sent: signal.Signals,
     evaluate: Callable,
-    inline: list[EvaluationBatch],
+    inline: list[Batch],
     monkeypatch: pytest.MonkeyPatch,
     workdir: Path,
 ) -> None:
@@ -326,8 +321,8 @@ def test_a_signal_keeps_what_is_answered(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     whole = Worker.answer
 
-    def interrupted(self: Worker, batch: EvaluationBatch) -> AnsweredBatch:
-        if len(inline) == 3:
+    def interrupted(self: Worker, batch: Batch) -> AnsweredBatch:
+        if len(inline) == 2:
             signal.raise_signal(sent)
         return whole(self, batch)
 
@@ -347,20 +342,6 @@ def test_bad_weights_are_a_sentence(d1: Callable, runs: Path, workdir: Path) -> 
     d1("eval", "bare", "--tasks", "sums", "--lengths", "8", "--workers", "1").assert_refused(
         "bare cannot be evaluated: "
     )
-
-
-def test_workers_end_where_their_parent_is_killed(runs: Path, workdir: Path) -> None:
-    words = ("eval", "tiny", "--runs-dir", str(runs), "--out", str(workdir / "out"), "--workers", "1")
-    parent = subprocess.Popen([D1, *words, "--samples", "500", "--temperature", "1"], stderr=subprocess.DEVNULL)
-    found = None
-    while found is None:
-        assert parent.poll() is None
-        time.sleep(0.1)
-        children = psutil.Process(parent.pid).children()
-        found = next((one for one in children if "spawn_main" in " ".join(one.cmdline())), None)
-    parent.kill()
-    parent.wait()
-    assert not psutil.wait_procs([found], timeout=60)[1]
 
 
 @pytest.mark.usefixtures("inline")
@@ -386,14 +367,27 @@ def test_a_file_of_answers_can_be_graded_again(evaluate: Callable, d1: Callable,
     assert graded["num_solved"] == cell["num_correct"]
 
 
-def test_processes_answer_as_one_does(
-    evaluate: Callable, inline: list[EvaluationBatch], monkeypatch: pytest.MonkeyPatch, workdir: Path
+@pytest.mark.ray
+def test_workers_on_ray_answer_as_one_does_also_after_one_is_killed(
+    evaluate: Callable, inline: list[Batch], monkeypatch: pytest.MonkeyPatch, workdir: Path
 ) -> None:
     alone = _cells(evaluate("--json"))
     (workdir / "out").rename(workdir / "alone")
     monkeypatch.undo()
     monkeypatch.chdir(workdir)
+    killed: list[int] = []
+
+    def kill() -> None:
+        while not (found := _processes("ray::Worker.answer")):
+            time.sleep(0.01)
+        killed.append(found[0].pid)
+        found[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
     together = _cells(evaluate("--json", "--workers", "2"))
+    killer.join()
+    assert killed
     for cell in alone:
         rows = [
             sorted(map(str, map(_without_seconds, _lines(workdir / out / cell["answers"])))) for out in ("alone", "out")
@@ -401,22 +395,18 @@ def test_processes_answer_as_one_does(
         assert rows[0] == rows[1]
     assert [cell["accuracy"] for cell in together] == [cell["accuracy"] for cell in alone]
     assert len(inline) == 6
+    assert not _processes("ray::")
 
 
-def test_a_worker_that_dies_is_a_sentence_and_no_process_is_left(evaluate: Callable, workdir: Path) -> None:
-    def kill() -> None:
-        while not (found := multiprocessing.active_children()):
-            time.sleep(0.01)
-        found[0].kill()
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    ended = evaluate("--workers", "2")
-    killer.join()
-    assert ended.status == 1
-    assert ended.err.endswith("a worker of the evaluation died, killed or out of memory; what was answered is kept\n")
-    assert not multiprocessing.active_children()
-    assert len(list(workdir.glob("out/*.jsonl"))) == 2
+def _processes(title: str) -> list[psutil.Process]:
+    """Return the descendants of this process with a title."""
+    children = psutil.Process().children(recursive=True)
+    found = []
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            if " ".join(child.cmdline()).startswith(title):
+                found.append(child)
+    return found
 
 
 def test_the_harness_is_an_extra(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

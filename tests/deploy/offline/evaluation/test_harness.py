@@ -163,7 +163,7 @@ def _lines(path: Path) -> list[str]:
 
 def test_without_the_chat_template_it_asks_otherwise(d1_with_harness: Callable[..., Ended], tmp_path: Path) -> None:
     found = _evaluated(
-        d1_with_harness, tmp_path / "a", "pens", "--limit", "4", "--model_args", "length=16,block_length=8,steps=4"
+        d1_with_harness, tmp_path / "a", "pens", "--limit", "4", "--model_args", "gen_length=16,block_length=8,steps=4"
     )
     assert len(found["samples"]) == 4
     assert found["samples"][0]["arguments"]["gen_args_0"]["arg_0"].startswith("Ann has 2 pens")
@@ -202,7 +202,7 @@ def test_a_likelihood_is_the_lower_bound_and_says_so(
             ("gsm/sft", "--tasks", "pens_rolling"),
             "(loglikelihood_rolling) is none that a masked",
         ),
-        (("gsm/sft", "--tasks", "pens", "--model_args", "length=4000"), "(a prompt that begins 'Ann has"),
+        (("gsm/sft", "--tasks", "pens", "--model_args", "gen_length=4000"), "(a prompt that begins 'Ann has"),
         (("gsm/sft", "--tasks", "pens", "--gen_kwargs", "num_beams=4"), "num_beams"),
         (("gsm/sft", "--tasks", "pens", "--model_args", "lenght=128"), "lenght is no key of a d1 model; did you mean"),
         (("gsm/sft", "--tasks", "pens", "--model_args", "dtype=half"), "--model_args: dtype is 'half'; it should be"),

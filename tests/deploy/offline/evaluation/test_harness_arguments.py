@@ -13,7 +13,7 @@ from deploy.offline.evaluation.harness_arguments import HarnessArguments
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"lenght": 128}, "lenght is no key of a d1 model; did you mean length?"),
+        ({"lenght": 128}, "lenght is no key of a d1 model; did you mean gen_length?"),
         ({"pretrained": "x"}, "pretrained is no key of a d1 model, which has block_length, checkpoint, "),
         ({"dtype": "half"}, "dtype is 'half'; it should be 'float32' or 'bfloat16'"),
         ({"slots": 0}, "slots is 0; it should be greater than 0"),
@@ -30,5 +30,5 @@ def test_what_is_no_argument_is_one_sentence(given: dict[str, Any], sentence: st
 
 def test_what_the_harness_says_of_its_own_accord_is_none() -> None:
     own = {"batch_size": 1, "max_batch_size": 64, "trust_remote_code": True, "device": "cuda:0"}
-    arguments = HarnessArguments.of({"checkpoint": 7, "length": 64, **own})
-    assert (arguments.checkpoint, arguments.shape) == ("7", {"gen_length": 64})
+    arguments = HarnessArguments.of({"checkpoint": 7, "gen_length": 64, **own})
+    assert (arguments.checkpoint, arguments.sampling) == ("7", {"gen_length": 64})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.offline.evaluation.problems import EvaluationBatch
+from deploy.offline.item import Batch
 from learner.model.renoising.policy import load_renoising_policy
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from rollout.renoising.request import RenoisingParams, RenoisingRequest
@@ -33,9 +33,7 @@ def evaluate(d1: Callable, checkpoint: Path, workdir: Path) -> Callable:
     return run
 
 
-def test_its_answers_are_the_samplers(
-    evaluate: Callable, inline: list[EvaluationBatch], checkpoint: Path, workdir: Path
-) -> None:
+def test_its_answers_are_the_samplers(evaluate: Callable, inline: list[Batch], checkpoint: Path, workdir: Path) -> None:
     schedules = "steps=3,entropy_bound=2.5"
     ended = evaluate("--lengths", "12", "--schedules", schedules, "--samples", "2", "--seed", "7", "--json")
     assert ended.status == 0, ended.err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deploy.offline.policy import open_policy
-from deploy.offline.sample.prepare import Options
+from deploy.offline.sample.prepare import make_planner
 from deploy.requests.body import ChatRequest, CompletionRequest
 from deploy.requests.line import read_line
 from deploy.requests.planner import Planner
@@ -64,7 +64,7 @@ def test_the_command_plans_a_body_as_the_service_does(body: dict, checkpoint: st
     directory = checkpoints / ("run/checkpoints/rl" if checkpoint == "run" else checkpoint)
     policy = open_policy(str(directory), "cpu", EngineConfig())
     service = Planner(TextCodec(directory), policy.defaults)
-    command = Options(values={}, keep_after_eos=False).planner(policy)
+    command = make_planner(policy, {})
     kind = ChatRequest if "messages" in body else CompletionRequest
     there, here = service.plan(kind.model_validate(body)), command.plan(read_line(body))
     assert [request.prompt_ids for request in here.requests] == [request.prompt_ids for request in there.requests]
@@ -110,7 +110,7 @@ def test_a_gap_is_filled_between_prompt_and_suffix(ask: Callable) -> None:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (BODY | {"diffusion": {"steps": 0}}, "diffusion.steps is 0; it should be at least 1"),
+        (BODY | {"diffusion": {"steps": 0}}, "diffusion.steps is 0; it should be greater than 0"),
         (BODY | {"diffusion": SHORT | {"steps": 7}}, "diffusion.steps 7 must be a multiple of the 2 blocks"),
         (BODY | {"diffusion": SHORT | {"threshold": 2}}, "diffusion.threshold is 2.0; it should be at most 1"),
         (BODY | {"diffusion": {"stepss": 3}}, "did you mean diffusion.steps?"),

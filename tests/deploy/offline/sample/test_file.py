@@ -197,7 +197,7 @@ def test_tokens_are_those_of_the_original_samplers(family: str, d1: Callable, sh
     keys = ("gen_length", "block_length", "steps", "cfg_scale")
     asked = [{"prompt_ids": ids} | {key: case[key] for key in keys} for case in cases for ids in case["prompt"]]
     (workdir / "r").write_text("\n".join(map(json.dumps, asked)))
-    ended = d1("sample", str(directory), "--requests", "r", "--json", "--keep-after-eos")
+    ended = d1("sample", str(directory), "--requests", "r", "--json", "stop_ids=[]")
     assert ended.status == 0
     outputs = [ids for case in cases for ids in case["output"]]
     assert [json.loads(line)["token_ids"] for line in ended.out.splitlines()] == outputs

@@ -14,14 +14,13 @@ import torch
 from deploy.cli.sample import sample
 from deploy.errors import UserError
 from deploy.offline.policy import open_policy
-from deploy.offline.sample.prepare import OPTION_KEYS
 from deploy.offline.views.canvas import Colour
 from deploy.requests.defaults import Defaults, overlay
-from deploy.requests.line import CompletionLine
-from deploy.requests.parameters import SAMPLING_KEYS, to_params
+from deploy.requests.diffusion import Diffusion
+from deploy.requests.parameters import SAMPLING_FIELDS, SETTINGS, to_params
 from learner.model.tokenizer import ChatTokenizer
 from rollout.config import EngineConfig
-from rollout.request import Cache, SamplingOrder, SamplingParams, Schedule
+from rollout.request import SamplingParams, Schedule
 from tests.deploy.offline.sample.asking import SHORT
 
 
@@ -42,13 +41,17 @@ def test_a_text_ends_at_its_stop_token_and_what_follows_in_the_block_is_its_tail
     assert cut["num_forwards"] == 4
 
 
-def test_keep_after_eos_fills_the_canvas_whatever_ends_a_text(ask: Callable, stop_soon: Callable) -> None:
+def test_no_stop_ids_fill_the_canvas_of_requests_without_their_own(ask: Callable, stop_soon: Callable) -> None:
     request = {"prompt_ids": [5, 6], **SHORT}
     whole = ask([request | {"stop_ids": []}]).lines[0]
     stop_soon(whole["token_ids"][3])
     assert ask([request]).lines[0]["num_tokens"] < 16
-    assert ask([request], "--keep-after-eos").lines == [whole]
-    assert ask([request | {"stop_ids": [7]}], "--keep-after-eos").lines == [whole]
+    assert ask([request], "stop_ids=[]").lines == [whole]
+    other = whole["token_ids"][1]
+    assert (
+        ask([request | {"stop_ids": [other]}], "stop_ids=[]").lines[0]["num_tokens"]
+        == whole["token_ids"].index(other) + 1
+    )
 
 
 def test_conversations_go_through_the_chat_template_and_a_text_is_raw(
@@ -67,7 +70,7 @@ def test_conversations_go_through_the_chat_template_and_a_text_is_raw(
     assert text["commit_logp_raw"] == of_text["commit_logp_raw"] != turn["commit_logp_raw"]
     assert turn["commit_logp_raw"] == of_turn["commit_logp_raw"]
     # A typed prompt is a chat turn, unless --raw is given.
-    typed = ("sample", str(checkpoints / "with"), "What is 2?", "--gen-length", "16", "--block-length", "8", "--json")
+    typed = ("sample", str(checkpoints / "with"), "What is 2?", "gen_length=16", "block_length=8", "--json")
     for words, expected in (((), turn), (("--raw",), text)):
         (line,) = map(json.loads, d1(*typed, *words).out.splitlines())
         assert line["commit_logp_raw"] == expected["commit_logp_raw"]
@@ -91,10 +94,10 @@ def test_what_a_line_leaves_out_comes_from_the_options_then_from_the_run_at_temp
     assert (short["num_tokens"], short["num_forwards"]) == (8, 4)
     assert set(of_run["commit_logp"]) == {0.0}
     assert ask(asked[:1], checkpoint="run/checkpoints/rl").lines == [of_run]
-    first, *_ = ask(asked, "--temperature", "0.5", "--gen-length", "16", checkpoint="run").lines
+    first, *_ = ask(asked, "temperature=0.5", "gen_length=16", checkpoint="run").lines
     assert (first["num_tokens"], first["num_forwards"]) == (16, 8)
     assert set(first["commit_logp"]) != {0.0}
-    by_option, by_line = ask(asked[2:], "--seed", "4").lines, ask([asked[2] | {"seed": 4}]).lines
+    by_option, by_line = ask(asked[2:], "seed=4").lines, ask([asked[2] | {"seed": 4}]).lines
     assert by_option == by_line != ask(asked[2:]).lines
     # Outside of a run the default is 256 tokens, but the policy has only 96 columns.
     (own,) = ask(asked[:1]).lines
@@ -179,14 +182,20 @@ def test_no_cache_takes_no_refreshes_along() -> None:
     assert overlay({"cache": "dual", "cache_refresh_steps": 3}, {"cache": "none"}) == {"cache": "none"}
 
 
-def test_every_parameter_of_the_sampler_can_be_asked_for() -> None:
-    assert set(SAMPLING_KEYS) <= set(CompletionLine.model_fields)
-    hints = get_type_hints(sample)
-    assert set(OPTION_KEYS) | {"seed"} <= set(hints)
-    for name, kind in (("schedule", Schedule), ("drawing", SamplingOrder), ("cache", Cache)):
-        literal = next(hint for hint in get_args(hints[name]) if get_args(hint))
-        assert list(get_args(literal)) == [str(choice) for choice in kind]
-    assert list(get_args(hints["colour"])) == [str(choice) for choice in Colour]
+def test_the_help_lists_the_settings_and_the_colours(d1: Callable) -> None:
+    shown = d1("sample", "--help").out
+    assert [key for key in SETTINGS if key not in shown] == []
+    assert list(get_args(get_type_hints(sample)["colour"])) == [str(choice) for choice in Colour]
+
+
+def test_a_body_has_the_types_and_ranges_of_the_sampler() -> None:
+    schema = Diffusion.model_json_schema()["properties"]
+    assert schema["steps"]["anyOf"][0] == {"type": "integer", "exclusiveMinimum": 0, "maximum": 2**31 - 1}
+    assert schema["threshold"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+    assert schema["remasking"]["anyOf"][0] == {"type": "string", "enum": [str(schedule) for schedule in Schedule]}
+    assert schema["steps_per_block"]["description"].startswith("Denoise steps of each block, in place of `steps`.")
+    names = {field.name for field in SAMPLING_FIELDS.values() if field.place is None}
+    assert names == {"drawing", "cache", "cache_refresh_steps"}, "the service offers all others"
 
 
 def test_every_parameter_reaches_the_sampler(ask: Callable) -> None:

@@ -109,16 +109,23 @@ def test_a_line_that_is_not_utf_8_is_refused_alone(d1: Callable, checkpoints: Pa
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["hi", "--temperature", "-1"], "--temperature is -1.0; it should be at least 0"),
-        (["hi", "--steps", "0"], "--steps is 0; it should be greater than 0"),
-        (["hi", "--seed", "-1"], "--seed -1 is not between 0 and 2**63 - 1"),
-        (["hi", "--top-k", "1" + "0" * 30], "--top-k is 1000"),
-        (["hi", "--temperature", "nan"], "--temperature is nan; it should be a finite number"),
-        (["hi", "--gen-length", "20", "--block-length", "8"], "--block-length 8 does not divide --gen-length 20"),
-        (["hi", "--gen-length", "32", "--block-length", "8", "--steps", "2"], "--steps 2 must be a multiple of the 4"),
-        (["hi", "--gen-length", "96"], "the prompt of 4 and --gen-length 96 make 100 tokens; the policy takes at"),
-        (["hi", "--schedule", "threshold"], "--schedule threshold needs --threshold"),
-        (["hi", "--cache-refresh-steps", "3"], "--cache-refresh-steps 3 needs a --cache: prefix or dual"),
+        (["hi", "temperature=-1"], "temperature is -1.0; it should be at least 0"),
+        (["hi", "steps=0"], "steps is 0; it should be greater than 0"),
+        (["hi", "seed=-1"], "seed -1 is not between 0 and 2**63 - 1"),
+        (["hi", "top_k=1" + "0" * 30], "top_k is 1000"),
+        (["hi", "temperature=nan"], "temperature is 'nan'; it should be a number"),
+        (["hi", "gen_length=20", "block_length=8"], "block_length 8 does not divide gen_length 20"),
+        (["hi", "gen_length=32", "block_length=8", "steps=2"], "steps 2 must be a multiple of the 4"),
+        (["hi", "gen_length=96"], "the prompt of 4 and gen_length 96 make 100 tokens; the policy takes at"),
+        (["hi", "schedule=threshold"], "schedule threshold needs threshold"),
+        (["hi", "cache_refresh_steps=3"], "cache_refresh_steps 3 needs a cache: prefix or dual"),
+        (["hi", "temperature=.nan"], "temperature is nan; it should be a finite number"),
+        (["hi", "stpes=9"], "there is no setting stpes; did you mean steps?"),
+        (["hi", "colour=red"], "there is no setting colour; the settings are seed, gen_length, "),
+        (["hi", "there"], "'there' should have the form KEY=VALUE, such as steps=9, after the prompt"),
+        (["hi", "steps="], "steps has no value; leave it out, or write one"),
+        (["hi", "t_min=0.9"], "t_min is for policies without a mask token"),
+        (["hi", "t_min=-1"], "t_min is -1.0; it should be at least"),
         ([""], "the prompt is empty"),
         ([MASK], "the prompt has the mask id 0"),
         (["\udcff"], "the prompt has half of a surrogate pair or bytes that are not UTF-8"),
@@ -127,11 +134,11 @@ def test_a_line_that_is_not_utf_8_is_refused_alone(d1: Callable, checkpoints: Pa
         (["--requests", "nowhere"], "cannot read the requests nowhere: no such file or directory"),
         (["--requests", "."], "cannot read the requests .: is a directory"),
         (["--requests", "empty"], "empty has no requests; it should have one JSON object on each line"),
-        (["--requests", "r", "--temperature", "-1"], "--temperature is -1.0"),
+        (["--requests", "r", "temperature=-1"], "temperature is -1.0"),
         (["hi", "--device", "cuda"], "--device cuda: torch sees no GPU on this machine"),
     ],
 )
-def test_a_bad_command_is_refused_with_the_names_of_options(
+def test_a_bad_command_is_refused_in_a_sentence(
     words: list[str], sentence: str, d1: Callable, checkpoints: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -142,9 +149,9 @@ def test_a_bad_command_is_refused_with_the_names_of_options(
     assert ended.out == ""
 
 
-def test_a_value_from_an_option_is_named_as_the_option_also_in_a_file(ask: Callable) -> None:
-    answers = ask([{"prompt_ids": [5], "gen_length": 16, "block_length": 8}, {"prompt_ids": [5]}], "--steps", "3")
-    assert [line["error"].partition(" must")[0] for line in answers.lines] == ["--steps 3", "--steps 3"]
+def test_a_setting_is_named_by_its_key_also_in_a_file(ask: Callable) -> None:
+    answers = ask([{"prompt_ids": [5], "gen_length": 16, "block_length": 8}, {"prompt_ids": [5]}], "steps=3")
+    assert [line["error"].partition(" must")[0] for line in answers.lines] == ["steps 3", "steps 3"]
 
 
 def test_a_bad_checkpoint_is_one_sentence(d1: Callable, checkpoints: Path, workdir: Path) -> None:
@@ -167,12 +174,12 @@ def test_a_bad_checkpoint_is_one_sentence(d1: Callable, checkpoints: Path, workd
     shutil.copytree(checkpoints / "with", workdir / "plain")
     (workdir / "plain" / "chat_template.jinja").unlink()
     d1("sample", "plain", "hi").assert_refused("the prompt does not fit the chat template")
-    assert d1("sample", "plain", "hi", "--raw", "--gen-length", "16").status == 0
+    assert d1("sample", "plain", "hi", "--raw", "gen_length=16").status == 0
     # transformers' Trainer writes a state file of the same name.
     (workdir / "plain" / "manifest.json").unlink()
     d1("sample", "plain", "hi", "--raw").assert_refused("has no manifest.json")
     (workdir / "plain" / "trainer_state.json").write_text('{"global_step": 500, "log_history": []}')
-    assert d1("sample", "plain", "hi", "--raw", "--gen-length", "16").status == 0
+    assert d1("sample", "plain", "hi", "--raw", "gen_length=16").status == 0
 
 
 def test_bad_weights_and_a_full_disk_are_sentences(checkpoints: Path, workdir: Path, d1: Callable) -> None:

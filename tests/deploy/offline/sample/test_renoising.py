@@ -42,10 +42,10 @@ REQUESTS = [
 ERRORS = [
     "t_min 0.9 is above t_max 0.8",
     "prompt_ids has 60; the policy's token ids are 0 to 59",
-    "threshold is no key of a request",
+    "threshold is not for diffusion_gemma policies; they take gen_length, steps, ",
     "steps is 0; it should be greater than 0",
-    "the prompt is text, and",
-    "give prompt, messages or prompt_ids, one of them",
+    "prompt is text, and",
+    "there is no prompt; give prompt, messages or prompt_ids",
     "",
 ]
 
@@ -54,7 +54,7 @@ def test_a_file_is_answered_with_the_record_that_the_likelihood_is_of(
     d1: Callable, checkpoint: Path, workdir: Path
 ) -> None:
     (workdir / "r").write_text("\n".join(map(json.dumps, REQUESTS)))
-    ended = d1("sample", str(checkpoint), "--requests", "r", "--json", "--keep-after-eos")
+    ended = d1("sample", str(checkpoint), "--requests", "r", "--json", "stop_ids=[]")
     assert ended.status == 2
     answers = [json.loads(line) for line in ended.out.splitlines()]
     assert [answer["index"] for answer in answers] == list(range(len(REQUESTS)))
@@ -90,15 +90,15 @@ def test_a_prompt_is_answered_with_text_and_other_options_are_refused(
     checkpoint = make_renoising_checkpoint(tmp_path / "spoken")
     # The tokenizer has more tokens than the policy, but this prompt has small ids.
     make_tokenizer(["a b"], checkpoint, 280)
-    ended = d1("sample", str(checkpoint), "!", "--gen-length", "8", "--steps", "3", "--raw")
+    ended = d1("sample", str(checkpoint), "!", "gen_length=8", "steps=3", "--raw")
     assert (ended.status, ended.err.endswith("3 forwards, 2.7 tokens a forward, length\n")) == (0, True), ended.err
     assert ended.out.strip()
-    assert d1("sample", str(checkpoint), "!", "--gen-length", "8", "--steps", "3", "--raw").out == ended.out
-    for option in ("--threshold", "--steps-per-block"):
-        refused = d1("sample", str(checkpoint), "!", option, "1")
+    assert d1("sample", str(checkpoint), "!", "gen_length=8", "steps=3", "--raw").out == ended.out
+    for option in ("threshold", "steps_per_block"):
+        refused = d1("sample", str(checkpoint), "!", f"{option}=1")
         assert refused.status == 2
-        assert f"{option} is not for diffusion_gemma policies; they take --seed, --gen-length, --steps" in refused.err
-    refused = d1("sample", str(checkpoint), "!", "--gen-length", "800", "--raw")
+        assert f"{option} is not for diffusion_gemma policies; they take gen_length, steps" in refused.err
+    refused = d1("sample", str(checkpoint), "!", "gen_length=800", "--raw")
     assert (refused.status, "the policy takes at most 64" in refused.err) == (2, True)
 
 
@@ -129,7 +129,7 @@ def test_half_of_a_surrogate_pair_is_refused_and_the_rest_of_the_file_answered(
     assert answers[0]["error"].startswith("prompt has half of a surrogate pair")
     assert answers[1]["error"].startswith("messages has half of a surrogate pair")
     assert answers[2]["num_tokens"]
-    d1("sample", str(checkpoint), "\udcff").assert_refused("messages has half of a surrogate pair")
+    d1("sample", str(checkpoint), "\udcff").assert_refused("the prompt has half of a surrogate pair")
 
 
 def test_elsewhere_it_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.deploy.offline.sample.asking import Screen
 
 
 def test_a_prompt_that_is_piped_prints_the_text_alone(d1: Callable, checkpoints: Path) -> None:
-    words = ["What is 2?", "--gen-length", "16"]
+    words = ["What is 2?", "gen_length=16"]
     (as_json,) = d1("sample", str(checkpoints / "with"), *words, "--json").out.splitlines()
     ended = d1("sample", str(checkpoints / "with"), *words)
     assert ended.status == 0
@@ -44,7 +44,7 @@ def test_hostile_text_is_shown_harmless_and_markup_as_it_is(
     hostile: str, ask: Callable, d1: Callable, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = "[bold red]x[/] \\u001b]0;owned\\u0007 \\u202eright"
-    assert d1("sample", str(checkpoints / "with"), "hi", "--gen-length", "8").out == shown + "\n"
+    assert d1("sample", str(checkpoints / "with"), "hi", "gen_length=8").out == shown + "\n"
     request = {"prompt": "hi", "id": "\x1b[2J", "gen_length": 8}
     assert ask([request]).lines[0]["text"] == hostile
     raw = d1("sample", str(checkpoints / "with"), "--requests", "requests.jsonl", "--json").out
@@ -62,7 +62,7 @@ def test_on_a_terminal_the_canvas_fills_in(d1: Callable, checkpoints: Path, monk
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(prompt, "_LEAST_FRAME_S", 0.0)
     monkeypatch.setattr(sys, "stdout", screen)
-    ended = d1("sample", str(checkpoints / "with"), "What is 2?", "--gen-length", "16")
+    ended = d1("sample", str(checkpoints / "with"), "What is 2?", "gen_length=16")
     assert ended.status == 0
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert [f"step {step}, {2 * step} of at most 16 tokens" in shown for step in range(9)] == [True] * 9
@@ -140,7 +140,7 @@ def test_ctrl_c_shows_the_canvas_so_far(d1: Callable, checkpoints: Path, monkeyp
         return real(self)
 
     monkeypatch.setattr(SlotBatch, "step", step)
-    ended = d1("sample", str(checkpoints / "with"), "hi", "--gen-length", "16")
+    ended = d1("sample", str(checkpoints / "with"), "hi", "gen_length=16")
     assert ended.status == 130
     assert ended.out.count(MASK_CHARACTER) == 10
     assert ended.err == "stopped after 3 steps, 6 tokens committed\n"
