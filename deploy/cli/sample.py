@@ -19,6 +19,7 @@ from deploy.wait_display import wait_display
 if TYPE_CHECKING:
     from deploy.offline.item import Item
     from deploy.offline.policy import ReadyPolicy
+    from deploy.offline.pool import PoolSettings
 
 _EXIT_BAD_REQUESTS = 2
 _STDIN = "-"
@@ -68,6 +69,10 @@ def sample(
     ] = None,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
     slots: Annotated[int, typer.Option(min=1, help="Requests that are denoised at a time.")] = 64,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Workers of a file, on Ray as of `d1 eval`; left out: this process."),
+    ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Denoise a prompt, shown live on a terminal, or a file of requests, with one checkpoint.
@@ -79,10 +84,13 @@ def sample(
         words, prompt = [prompt, *words], None
     if (prompt is None) == (requests is None):
         raise UserError("give a prompt or --requests FILE, one of them")
+    if prompt is not None and workers is not None:
+        raise UserError("--workers is for --requests FILE; a single prompt is denoised in this process")
     if prompt == "":
         raise UserError("the prompt is empty; a completion needs something to complete")
     with wait_display("loading torch"):
-        from deploy.offline.policy import choose_device, find_directory, load_ready
+        from deploy.offline.policy import choose_device, find_directory, read_policy
+        from deploy.offline.pool import PoolSettings
         from deploy.offline.sample.prepare import parse_settings
         from rollout.config import EngineConfig
 
@@ -90,13 +98,16 @@ def sample(
     lines = None if requests is None else _read(requests)
     # A prompt on the command line is addressed to the policy, so it is a user's turn.
     asked: dict[str, Any] = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
-    place, engine = choose_device(device), EngineConfig(num_slots=slots, dtype=dtype)
+    pool = None if workers is None else PoolSettings(num_workers=workers, device=device)
+    place = choose_device(device) if pool is None else "cpu"
     with wait_display(f"loading the policy of {checkpoint}") as waiting:
         directory = find_directory(checkpoint, runs_dir, waiting.change)
-        policy = load_ready(directory, checkpoint, place, engine, waiting.change)
+        policy = read_policy(directory, checkpoint, place, EngineConfig(num_slots=slots, dtype=dtype))
+        if pool is None:
+            policy.load(waiting.change)
     with _failures_as_sentences(checkpoint):
         if lines is not None:
-            _sample_file(policy, lines, values, colour, as_json=as_json)
+            _sample_file(policy, lines, values, colour, pool, as_json=as_json)
         else:
             _sample_prompt(policy, asked, values, colour, as_json=as_json)
 
@@ -132,14 +143,20 @@ def _read(requests: Path) -> list[tuple[int, bytes]]:
 
 
 def _sample_file(
-    policy: ReadyPolicy, lines: list[tuple[int, bytes]], settings: Mapping[str, Any], colour: str, *, as_json: bool
+    policy: ReadyPolicy,
+    lines: list[tuple[int, bytes]],
+    settings: Mapping[str, Any],
+    colour: str,
+    pool: PoolSettings | None,
+    *,
+    as_json: bool,
 ) -> None:
     from deploy.offline.sample.batch import report_rejected
     from deploy.offline.sample.prepare import prepare_file
 
     items = list(prepare_file(lines, policy, settings))
     num_refused = report_rejected(items)
-    _sample_items(policy, items, colour, as_json=as_json)
+    _sample_items(policy, items, colour, pool, as_json=as_json)
     if num_refused:
         raise typer.Exit(_EXIT_BAD_REQUESTS)
 
@@ -158,9 +175,11 @@ def _sample_prompt(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _sample_items(policy: ReadyPolicy, items: list[Item], colour: str, *, as_json: bool) -> None:
+def _sample_items(
+    policy: ReadyPolicy, items: list[Item], colour: str, pool: PoolSettings | None = None, *, as_json: bool
+) -> None:
     from deploy.offline.sample.batch import sample_items
     from deploy.offline.views.canvas import Colour
 
-    if not sample_items(policy, items, Colour(colour), as_json=as_json):
+    if not sample_items(policy, items, Colour(colour), pool, as_json=as_json):
         raise typer.Exit(EXIT_INTERRUPTED)

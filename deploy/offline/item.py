@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +56,8 @@ class Batch:
     """Index in the work of a command."""
     items: tuple[Item, ...]
     """Items, in order."""
-    task: TaskConfig
-    """Task that grades the completions."""
+    task: TaskConfig | None = None
+    """Task that grades the completions; None: they are not graded."""
     grades_whole_canvas: bool = False
     """Whether the whole canvas is graded, with its special tokens as text, as in the first d1."""
     has_room: bool = True
@@ -130,3 +131,13 @@ class AnsweredBatch:
     """Answers, in order of the requests."""
     seconds: float
     """Time of the worker, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletedBatch:
+    """Sampled batch, without grades."""
+
+    index: int
+    """Index of the batch."""
+    completions: Sequence[AnyCompletion]
+    """Completions, in order of the items."""

@@ -23,8 +23,8 @@ from deploy.requests.structured.grammars import Grammars
 from deploy.runs.references import find_checkpoint_of
 from learner.hardware import indexed_device, threads_for
 from learner.model.checkpoint import load_policy
-from learner.model.checkpoint_files import generation_defaults, open_tokenizer, tokenizer_directory
-from learner.model.renoising.config import RenoisingConfig, is_renoising
+from learner.model.checkpoint_files import generation_defaults, load_config, open_tokenizer, tokenizer_directory
+from learner.model.renoising.config import RenoisingConfig, is_renoising, read_renoising_config
 from learner.model.renoising.policy import load_renoising_policy
 from learner.model.storage.throughput import ReportProgress
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
@@ -38,12 +38,18 @@ AnySampler = Sampler | RenoisingSampler
 
 @dataclass(frozen=True, kw_only=True)
 class ReadyPolicy:
-    """Loaded checkpoint, ready to sample."""
+    """Checkpoint, ready to plan requests and to sample them."""
 
     name: str
     """Name as given by the user."""
-    sampler: AnySampler
-    """Sampler on the device."""
+    directory: Path
+    """Its directory."""
+    device: Device
+    """Device of the sampler."""
+    engine: EngineConfig
+    """Settings of the sampling engine."""
+    config: AnyConfig
+    """Model config."""
     tokenizer: ChatTokenizer | None
     """None if the checkpoint has none. Prompts are token ids then."""
     defaults: Defaults | RenoisingDefaults
@@ -54,16 +60,26 @@ class ReadyPolicy:
         """Grammar cache for structured output; None without a tokenizer."""
         return None if self.tokenizer is None else Grammars(self.tokenizer, self.config.vocab_size)
 
-    @property
-    def config(self) -> AnyConfig:
-        """Model config of the policy."""
-        return self.sampler.model.config
+    @cached_property
+    def sampler(self) -> AnySampler:
+        """Sampler on the device, loaded by the first use. Raises UserError if the weights cannot be read."""
+        return self.load()
+
+    def load(self, say: ReportProgress | None = None) -> AnySampler:
+        """Load the sampler; `say` receives progress messages. Raises UserError if the weights cannot be read."""
+        with as_user_errors(self.name):
+            sampler = load_sampler(self.directory, self.device, self.engine, say)
+        if isinstance(sampler, Sampler) and self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads_for(sampler.model, torch.get_num_threads()))
+        # As the cached property does.
+        self.__dict__["sampler"] = sampler
+        return sampler
 
 
 def open_policy(
     reference: str, device: Device | None, engine: EngineConfig, runs_dir: Path = Path("runs")
 ) -> ReadyPolicy:
-    """Find and load a checkpoint.
+    """Find a checkpoint, and read all of it but the weights.
 
     Args:
         reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.runs.references.find`.
@@ -75,7 +91,7 @@ def open_policy(
         UserError: there is no checkpoint, it cannot be read, or the device does not exist.
     """
     device = choose_device(device)
-    return load_ready(find_directory(reference, runs_dir), reference, device, engine)
+    return read_policy(find_directory(reference, runs_dir), reference, device, engine)
 
 
 def find_directory(reference: str, runs_dir: Path, say: ReportProgress | None = None) -> Path:
@@ -87,27 +103,34 @@ def find_directory(reference: str, runs_dir: Path, say: ReportProgress | None = 
         return find_checkpoint_of(reference, runs_dir, say)
 
 
-def load_ready(
-    directory: Path, reference: str, device: Device, engine: EngineConfig, say: ReportProgress | None = None
-) -> ReadyPolicy:
-    """Load a checkpoint; `say` receives progress messages. Raises UserError if it cannot be read."""
+def read_policy(directory: Path, reference: str, device: Device, engine: EngineConfig) -> ReadyPolicy:
+    """Read all of a checkpoint but the weights. Raises UserError if it cannot be read."""
     with as_user_errors(reference):
-        position = find_position(directory)
-        sampler = load_sampler(directory, device, engine, 0 if position is None else position.policy_version, say)
-        defaults = _defaults(directory, sampler.model.config)
-    if isinstance(sampler, Sampler) and device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads_for(sampler.model, torch.get_num_threads()))
-    return ReadyPolicy(name=reference, sampler=sampler, tokenizer=read_tokenizer(directory), defaults=defaults)
+        config = read_config(directory)
+        defaults = _defaults(directory, config)
+    return ReadyPolicy(
+        name=reference,
+        directory=directory,
+        device=device,
+        engine=engine,
+        config=config,
+        tokenizer=read_tokenizer(directory),
+        defaults=defaults,
+    )
 
 
-def load_sampler(
-    directory: Path, device: str, engine: EngineConfig, policy_version: int = 0, say: ReportProgress | None = None
-) -> AnySampler:
+def read_config(directory: Path) -> AnyConfig:
+    """Read the model config of a checkpoint of either family. Raises ValueError if it is not a checkpoint."""
+    return read_renoising_config(directory) if is_renoising(directory) else load_config(directory)
+
+
+def load_sampler(directory: Path, device: str, engine: EngineConfig, say: ReportProgress | None = None) -> AnySampler:
     """Load the sampler of a checkpoint of either family. Raises ValueError or OSError if it cannot be read."""
-    place = indexed_device(device)
+    place, position = indexed_device(device), find_position(directory)
+    version = 0 if position is None else position.policy_version
     if is_renoising(directory):
-        return RenoisingSampler(load_renoising_policy(directory, engine.torch_dtype).to(place), policy_version)
-    return Sampler(load_policy(directory, engine.torch_dtype, place, say), policy_version, engine)
+        return RenoisingSampler(load_renoising_policy(directory, engine.torch_dtype).to(place), version)
+    return Sampler(load_policy(directory, engine.torch_dtype, place, say), version, engine)
 
 
 @contextmanager

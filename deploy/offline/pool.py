@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from deploy.errors import RunFailedError, UserError, reason
-from deploy.offline.item import AnsweredBatch, Batch
+from deploy.offline.item import AnsweredBatch, Batch, CompletedBatch
 from deploy.offline.policy import Device, choose_device
 from deploy.offline.worker import Worker, WorkerConfig
 from learner.model.checkpoint_files import checkpoint_chain, weight_bytes
 
 _SMALL_BYTES = 200 << 20
-_DIED = "a worker of the evaluation died, killed or out of memory; what was answered is kept"
+_DIED = "workers died again and again, killed or out of memory; what was answered is kept"
 _MAX_RESTARTS = 3
+_Done = TypeVar("_Done")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,28 +33,41 @@ class PoolSettings:
 
 
 def answer_batches(config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batch]) -> Iterator[AnsweredBatch]:
-    """Yield answers to batches as they are completed. The workers end with the iterator.
+    """Yield graded answers to batches as they are completed. The workers end with the iterator.
 
     Raises:
         UserError: the device does not exist, or the checkpoint cannot be read.
         RunFailedError: workers died or ran out of memory, or the policy's weights are invalid.
     """
+    return _run(Worker.answer, config, settings, batches)
+
+
+def complete_batches(
+    config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batch]
+) -> Iterator[CompletedBatch]:
+    """Yield completions of batches as they are completed. Ends and raises as `answer_batches`."""
+    return _run(Worker.complete, config, settings, batches)
+
+
+def _run(
+    work: Callable[[Worker, Batch], _Done], config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batch]
+) -> Iterator[_Done]:
     try:
         if "RAY_ADDRESS" in os.environ:
-            yield from _on_ray(config, settings, batches)
+            yield from _on_ray(work, config, settings, batches)
             return
         placed, num_workers = place_workers(config, settings)
         if min(num_workers, len(batches)) == 1:
-            yield from map(Worker(placed).answer, batches)
+            yield from map(partial(work, Worker(placed)), batches)
         else:
-            yield from _on_ray(placed, replace(settings, num_workers=num_workers), batches)
+            yield from _on_ray(work, placed, replace(settings, num_workers=num_workers), batches)
     except FloatingPointError as error:
         raise RunFailedError(str(error)) from error
     except torch.OutOfMemoryError as error:
         raise RunFailedError("the device is out of memory; take fewer --slots, or --dtype bfloat16") from error
     except (ValueError, OSError) as error:
         what = reason(error) if isinstance(error, OSError) else str(error)
-        raise UserError(f"{config.checkpoint} cannot be evaluated: {what}") from error
+        raise UserError(f"{config.checkpoint} cannot be sampled: {what}") from error
 
 
 def place_workers(config: WorkerConfig, settings: PoolSettings) -> tuple[WorkerConfig, int]:
@@ -66,8 +81,10 @@ def place_workers(config: WorkerConfig, settings: PoolSettings) -> tuple[WorkerC
     return replace(config, device="cpu", num_threads=max(1, num_cores // num_workers)), num_workers
 
 
-def _on_ray(config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batch]) -> Iterator[AnsweredBatch]:
-    """Answer on Ray actors. An actor that dies, alone or with its node, is restarted, and its batch is repeated."""
+def _on_ray(
+    work: Callable[[Worker, Batch], _Done], config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batch]
+) -> Iterator[_Done]:
+    """Work on Ray actors. An actor that dies, alone or with its node, is restarted, and its batch is repeated."""
     import ray
     from ray.exceptions import RayActorError, RayTaskError
     from ray.util import ActorPool
@@ -81,7 +98,7 @@ def _on_ray(config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batc
         if settings.device == "cuda" and not num_gpus:
             raise UserError("--device cuda: the cluster has no GPU; take --device cpu")
         device = "cuda" if num_gpus and settings.device != "cpu" else "cpu"
-        num_workers = settings.num_workers or (num_gpus if device == "cuda" else int(found.get("CPU", 1)))
+        num_workers = settings.num_workers or (num_gpus if device == "cuda" else max(1, int(found.get("CPU", 1))))
         options = sampler_resources(device, min(1.0, num_gpus / num_workers))
         if session.is_ours:
             # As many as were asked for, whatever the number of cores.
@@ -90,7 +107,7 @@ def _on_ray(config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batc
         workers = [actor.remote(replace(config, device=device)) for _ in range(min(num_workers, len(batches)))]
         try:
             pool: Any = ActorPool(workers)
-            yield from pool.map_unordered(lambda worker, batch: worker.answer.remote(batch), batches)
+            yield from pool.map_unordered(lambda worker, batch: getattr(worker, work.__name__).remote(batch), batches)
         except RayTaskError as error:
             raise error.cause from error
         except RayActorError as error:

@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from actors.atomic_file import replace_file
 from deploy.errors import UserError, reason
 from deploy.offline.item import Answer, AnsweredBatch
 from deploy.runs.lock import RunLock
@@ -82,9 +83,7 @@ class RecordWriter:
         """Completed batches by index."""
         lines = [json.dumps({"asked": facts}), *(line for batch in self.done.values() for line in _lines(batch))]
         try:
-            temporary = path.with_name(f".{path.name}.new")
-            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            temporary.replace(path)
+            replace_file(path, "".join(f"{line}\n" for line in lines))
         except OSError as error:
             raise UserError(f"cannot write {path}: {reason(error)}") from error
 

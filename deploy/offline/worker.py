@@ -1,4 +1,4 @@
-"""Evaluation worker: samples and grades batches with one checkpoint, as a plain class."""
+"""Worker of offline work: samples and grades batches with one checkpoint, as a plain class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from actors.grader import sample_of
-from deploy.offline.item import Answer, AnsweredBatch, AnyCompletion, Batch, Item, answer_of
+from deploy.offline.item import Answer, AnsweredBatch, AnyCompletion, Batch, CompletedBatch, Item, answer_of
 from deploy.offline.policy import AnySampler, load_sampler
 from learner.model.checkpoint_files import open_tokenizer
 from learner.model.tokenizer import ChatTokenizer
@@ -58,6 +58,7 @@ class Worker:
         """
         if not batch.has_room:
             return _unanswered(batch)
+        assert batch.task is not None, "it is graded"
         sampler = self._sampler
         began = time.perf_counter()
         completions: Sequence[AnyCompletion] = sampler.generate(batch.requests)
@@ -66,6 +67,10 @@ class Worker:
         graded = zip(samples, batch.items, grades, strict=True)
         answers = tuple(answer_of(sample, item.sample, grade) for sample, item, grade in graded)
         return AnsweredBatch(index=batch.index, answers=answers, seconds=time.perf_counter() - began)
+
+    def complete(self, batch: Batch) -> CompletedBatch:
+        """Denoise a batch. Raises as `answer`."""
+        return CompletedBatch(index=batch.index, completions=self._sampler.generate(batch.requests))
 
     def _sample(self, batch: Batch, item: Item, completion: AnyCompletion) -> Sample:
         problem, request = item.asked

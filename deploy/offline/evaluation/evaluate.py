@@ -16,16 +16,13 @@ from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.evaluation.options import EvaluationOptions
 from deploy.offline.evaluation.problems import batches_of, problems_of
 from deploy.offline.item import AnsweredBatch, Batch
-from deploy.offline.policy import read_tokenizer
+from deploy.offline.policy import read_config, read_tokenizer
 from deploy.offline.pool import PoolSettings, answer_batches
 from deploy.offline.record import RecordWriter, fingerprint
 from deploy.offline.worker import WorkerConfig
 from deploy.recipe.recipe import Recipe
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.references import find_checkpoint_of
-from learner.model.checkpoint_files import load_config
-from learner.model.config import TransformerConfig
-from learner.model.renoising.config import RenoisingConfig, is_renoising, read_renoising_config
 from learner.model.storage.throughput import ReportProgress
 from rollout.config import EngineConfig
 
@@ -90,7 +87,7 @@ def find_subject(reference: str, runs_dir: Path, say: ReportProgress | None = No
     try:
         # Resolved, since a link may point elsewhere later.
         directory = find_checkpoint_of(reference, runs_dir, say).resolve()
-        _shape_of(directory)
+        read_config(directory)
         position = find_position(directory)
         facts = {"path": str(directory), "fingerprint": fingerprint(directory)}
     except ValueError as error:
@@ -135,7 +132,7 @@ def prepare(
     Raises UserError, before any sampling, if the options or the data are invalid.
     """
     try:
-        config = _shape_of(subject.directory)
+        config = read_config(subject.directory)
     except ValueError as error:
         raise UserError(str(error)) from error
     tokenizer = read_tokenizer(subject.directory)
@@ -148,11 +145,6 @@ def prepare(
     usual = None if subject.run is None else subject.run.rollout.max_prompt_tokens
     batches = [batches_of(cell, problems[cell.task.name], tokenizer, size, config, usual=usual) for cell in cells]
     return [_prepared_cell(subject, cell, some, compute, out) for cell, some in zip(cells, batches, strict=True)]
-
-
-def _shape_of(directory: Path) -> TransformerConfig | RenoisingConfig:
-    """Load the model config of a checkpoint of either family. Raises ValueError if it is not a checkpoint."""
-    return read_renoising_config(directory) if is_renoising(directory) else load_config(directory)
 
 
 def _prepared_cell(

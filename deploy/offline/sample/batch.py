@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 from rich.text import Text
 
-from deploy.offline.item import AnyCompletion, Item
+from deploy.offline.item import AnyCompletion, Batch, Item
 from deploy.offline.policy import ReadyPolicy
+from deploy.offline.pool import PoolSettings, complete_batches
 from deploy.offline.sample.answers import answer, error_answer, stopped_text, work_summary
 from deploy.offline.views.canvas import Colour, canvas_of, canvas_text
 from deploy.offline.views.console import show
+from deploy.offline.worker import WorkerConfig
 from deploy.printing import counted, duration, printable
 from rollout.request import Completion
 
@@ -38,8 +40,10 @@ def report_rejected(items: Sequence[Item]) -> int:
     return len(refused)
 
 
-def sample_items(policy: ReadyPolicy, items: Sequence[Item], colour: Colour, *, as_json: bool) -> bool:
-    """Sample all valid requests and print the answers in order.
+def sample_items(
+    policy: ReadyPolicy, items: Sequence[Item], colour: Colour, pool: PoolSettings | None = None, *, as_json: bool
+) -> bool:
+    """Sample all valid requests, here or with a pool of workers, and print the answers in order.
 
     Returns whether all were completed: after Ctrl-C only the finished answers are printed.
     """
@@ -48,7 +52,7 @@ def sample_items(policy: ReadyPolicy, items: Sequence[Item], colour: Colour, *, 
         printer = _json_printer(policy, bar.stdout) if as_json else _text_printer(policy, colour, bar.stdout)
         answers = _OrderedPrinter(items, printer)
         try:
-            _generate(policy, good, answers, bar)
+            _generate(policy, good, answers, bar, pool)
         except KeyboardInterrupt:
             is_complete = False
             answers.print_rest()
@@ -59,13 +63,24 @@ def sample_items(policy: ReadyPolicy, items: Sequence[Item], colour: Colour, *, 
     return is_complete
 
 
-def _generate(policy: ReadyPolicy, good: Sequence[Item], answers: _OrderedPrinter, bar: _RequestBar) -> None:
+def _generate(
+    policy: ReadyPolicy, good: Sequence[Item], answers: _OrderedPrinter, bar: _RequestBar, pool: PoolSettings | None
+) -> None:
     def done(index: int, completion: AnyCompletion) -> None:
         bar.add(completion)
         answers.add(good[index], completion)
 
-    requests: list[Any] = [item.request for item in good]
-    policy.sampler.generate(requests, done)
+    if pool is None:
+        requests: list[Any] = [item.request for item in good]
+        policy.sampler.generate(requests, done)
+        return
+    size = policy.engine.num_slots
+    starts = range(0, len(good), size)
+    batches = [Batch(index=start, items=tuple(good[start : start + size])) for start in starts]
+    config = WorkerConfig(checkpoint=policy.directory, engine=policy.engine, device="cpu", num_threads=1)
+    for batch in complete_batches(config, pool, batches):
+        for index, completion in enumerate(batch.completions, start=batch.index):
+            done(index, completion)
 
 
 class _OrderedPrinter:

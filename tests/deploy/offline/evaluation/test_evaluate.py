@@ -339,9 +339,7 @@ def test_a_signal_keeps_what_is_answered(
 def test_bad_weights_are_a_sentence(d1: Callable, runs: Path, workdir: Path) -> None:
     _copy(runs / "tiny" / "checkpoints" / "rl-000003", workdir / "bare")
     (workdir / "bare" / "model.safetensors").write_bytes(b"nothing")
-    d1("eval", "bare", "--tasks", "sums", "--lengths", "8", "--workers", "1").assert_refused(
-        "bare cannot be evaluated: "
-    )
+    d1("eval", "bare", "--tasks", "sums", "--lengths", "8", "--workers", "1").assert_refused("bare cannot be sampled: ")
 
 
 @pytest.mark.usefixtures("inline")

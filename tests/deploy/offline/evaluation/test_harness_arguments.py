@@ -14,7 +14,10 @@ from deploy.offline.evaluation.harness_arguments import HarnessArguments
     ("given", "sentence"),
     [
         ({"lenght": 128}, "lenght is no key of a d1 model; did you mean gen_length?"),
-        ({"pretrained": "x"}, "pretrained is no key of a d1 model, which has block_length, checkpoint, "),
+        (
+            {"pretrained": "x"},
+            "pretrained is no key of a d1 model, which has block_length, cache, cache_refresh_steps, ",
+        ),
         ({"dtype": "half"}, "dtype is 'half'; it should be 'float32' or 'bfloat16'"),
         ({"slots": 0}, "slots is 0; it should be greater than 0"),
         ({"draws": "many"}, "draws is 'many'; it should be a whole number"),

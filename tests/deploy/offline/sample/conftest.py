@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
@@ -79,11 +80,15 @@ def stop_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Make one of the tiny policy's own tokens its end of text, so that texts end early. Returns its id."""
 
     def stop(token: int) -> None:
+        def config(directory: Path) -> TransformerConfig:
+            return load_config(directory).model_copy(update={"eos_token_id": token})
+
         def load(directory: Path, dtype: torch.dtype, *place: Any) -> Transformer:
             policy = load_policy(directory, dtype)
-            object.__setattr__(policy, "config", policy.config.model_copy(update={"eos_token_id": token}))
+            object.__setattr__(policy, "config", config(directory))
             return policy
 
         monkeypatch.setattr("deploy.offline.policy.load_policy", load)
+        monkeypatch.setattr("deploy.offline.policy.load_config", config)
 
     return stop  # type: ignore[return-value]

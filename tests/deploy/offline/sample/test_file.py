@@ -272,3 +272,13 @@ def test_the_bar_shows_answers_above_it_where_both_go_to_one_terminal(monkeypatc
     assert elsewhere._progress is not None
     assert isinstance(elsewhere._progress.console, Console)
     assert elsewhere._progress.console.stderr
+
+
+@pytest.mark.ray
+def test_workers_on_ray_answer_in_order(ask: Callable) -> None:
+    asked = [{"prompt_ids": [5, 6], **SHORT, "seed": seed, "temperature": 1} for seed in range(5)]
+    asked[2] = {"prompt_ids": []}
+    here, there = ask(asked), ask(asked, "--workers", "2", "--slots", "2")
+    assert (there.status, there.err) == (2, here.err)
+    assert [line.get("token_ids") for line in there.lines] == [line.get("token_ids") for line in here.lines]
+    assert [line.get("policy_version") for line in there.lines] == [7, 7, None, 7, 7]

@@ -126,6 +126,7 @@ def test_a_line_that_is_not_utf_8_is_refused_alone(d1: Callable, checkpoints: Pa
         (["hi", "steps="], "steps has no value; leave it out, or write one"),
         (["hi", "t_min=0.9"], "t_min is for policies without a mask token"),
         (["hi", "t_min=-1"], "t_min is -1.0; it should be at least"),
+        (["hi", "--workers", "2"], "--workers is for --requests FILE"),
         ([""], "the prompt is empty"),
         ([MASK], "the prompt has the mask id 0"),
         (["\udcff"], "the prompt has half of a surrogate pair or bytes that are not UTF-8"),
