@@ -88,13 +88,12 @@ def sample(
         raise UserError("--workers is for --requests FILE; a single prompt is denoised in this process")
     if prompt == "":
         raise UserError("the prompt is empty; a completion needs something to complete")
+    values = _parse(words)
     with wait_display("loading torch"):
         from deploy.offline.policy import choose_device, find_directory, read_policy
         from deploy.offline.pool import PoolSettings
-        from deploy.offline.sample.prepare import parse_settings
         from rollout.config import EngineConfig
 
-    values = parse_settings(words)
     lines = None if requests is None else _read(requests)
     # A prompt on the command line is addressed to the policy, so it is a user's turn.
     asked: dict[str, Any] = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
@@ -110,6 +109,12 @@ def sample(
             _sample_file(policy, lines, values, colour, pool, as_json=as_json)
         else:
             _sample_prompt(policy, asked, values, colour, as_json=as_json)
+
+
+def _parse(settings: list[str]) -> dict[str, Any]:
+    from deploy.requests.settings import parse_settings
+
+    return parse_settings(settings)
 
 
 @contextmanager
