@@ -100,6 +100,8 @@ class WorkUnitSummary:
     """Tokens of each completion."""
     step_maps: tuple[tuple[int, ...], ...]
     """The denoise step of each slot of each completion."""
+    num_forwards: tuple[int, ...]
+    """Forwards of each completion, including steps of token editing that wrote nothing."""
     policy_versions: tuple[int, ...]
     """The version that sampled each completion."""
     failures: tuple[str, ...]
@@ -122,6 +124,7 @@ class WorkUnitSummary:
             texts=tuple(texts),
             num_tokens=tuple(completion.num_tokens for completion in completions),
             step_maps=tuple(tuple(completion.step_map.tolist()) for completion in completions),
+            num_forwards=tuple(completion.num_forwards for completion in completions),
             policy_versions=tuple(completion.policy_version for completion in completions),
             failures=tuple(dict.fromkeys(failures)),
             costs=costs,

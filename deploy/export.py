@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError
 
 from deploy.errors import UserError, reason
+from deploy.offline.policy import read_tokenizer
 from deploy.runs.references import find_checkpoint_of
-from deploy.sampling.policy import read_tokenizer
 from learner.model.adapter import Adapter, check_peft_copies, read_chain, write_peft_adapter
 from learner.model.checkpoint import load_merged, load_policy, write_policy
 from learner.model.checkpoint_files import (

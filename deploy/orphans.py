@@ -6,13 +6,10 @@ When a raylet is killed, Ray's workers and agents notice only after up to a minu
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from multiprocessing.connection import wait
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
@@ -24,21 +21,6 @@ def adopt_orphans() -> None:
     """Become a child subreaper: the parent of every descendant whose own parent dies. Linux only."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def end_with_parent() -> None:
-    """Make this process, a worker of a pool, end when its parent dies.
-
-    A parent that is killed does not end its workers, which would wait for work and hold memory forever.
-    """
-    threading.Thread(target=_wait_for_parent, name="d1-parent", daemon=True).start()
-
-
-def _wait_for_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
 
 
 def kill_descendants(spared: Collection[int] = ()) -> None:

@@ -26,10 +26,10 @@ from actors.coordination.timeline import TIMELINE, num_rounds, read_trace
 from actors.run_log import read_events
 from actors.weights.tensors import make_manifest
 from benchmarks.processes.run_processes import MARK, Role, RunProcesses
-from deploy.evaluation.evaluate import ComputeSettings, find_subject, prepare
-from deploy.evaluation.options import EvaluationOptions, SampleSettings
-from deploy.evaluation.pool import PoolSettings
-from deploy.evaluation.worker import Worker, WorkerConfig
+from deploy.offline.evaluation.evaluate import ComputeSettings, find_subject, prepare
+from deploy.offline.evaluation.options import EvaluationOptions, SampleSettings
+from deploy.offline.pool import PoolSettings
+from deploy.offline.worker import Worker, WorkerConfig
 from learner.model.checkpoint import load_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

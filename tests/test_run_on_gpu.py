@@ -24,9 +24,9 @@ from actors.resources import GpuSection
 from actors.spec import Phase, RunSpec
 from actors.training.context import RunContext
 from actors.training.training import TrainingRun
-from deploy.evaluation.pool import PoolSettings, worker_configs
-from deploy.evaluation.problems import EvaluationBatch
-from deploy.evaluation.worker import Worker, WorkerConfig
+from deploy.offline.item import Batch, Item
+from deploy.offline.pool import PoolSettings, place_workers
+from deploy.offline.worker import Worker, WorkerConfig
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import create_run_dir, make_spec
 from deploy.service.contract import Done, Job
@@ -193,17 +193,17 @@ class Walk:
         """Run a worker of the pool on the held-out problems and read the grades of its answers."""
         plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
         (work_unit,) = plan.evaluation_work_units(self._spec.rollout.sampling, load_config(checkpoint))
-        batch = EvaluationBatch(
+        batch = Batch(
             index=0,
             task=self._spec.task,
-            grades_whole_canvas=False,
-            problems=work_unit.problems,
-            samples=(0,) * len(work_unit.problems),
-            requests=work_unit.requests,
+            items=tuple(
+                Item(index=index, place=problem.problem_id, problem=problem, request=request)
+                for index, (problem, request) in enumerate(zip(work_unit.problems, work_unit.requests, strict=True))
+            ),
         )
         config = WorkerConfig(checkpoint=checkpoint, engine=self._spec.rollout.engine, device="", num_threads=1)
         wanted = PoolSettings(num_workers=1, device=self._spec.device)
-        (placed,) = worker_configs(config, wanted)
+        placed, _ = place_workers(config, wanted)
         worker = Worker(placed)
         return worker, [answer.generation for answer in worker.answer(batch).answers]
 

@@ -123,10 +123,7 @@ class VersionEvaluator:
         finally:
             for attempt in tries:
                 attempt.cancel()
-        found = {
-            name: _counts([next(summaries) for _ in problems[name].work_units], problems[name].without_room)
-            for name in names
-        }
+        found = {name: _counts([next(summaries) for _ in problems[name].work_units], problems[name]) for name in names}
         return {"schedule": names[0], **found[names[0]], "schedules": found}
 
     async def _with_retries(self, weights_id: WeightsId, work_unit: WorkUnit, due: float) -> WorkUnitSummary:
@@ -159,11 +156,13 @@ def _evaluation_problems(
     )
 
 
-def _counts(summaries: Sequence[WorkUnitSummary], without_room: Sequence[Problem]) -> dict[str, Any]:
+def _counts(summaries: Sequence[WorkUnitSummary], problems: _EvaluationProblems) -> dict[str, Any]:
     """Return the numbers of an evaluation. Problems without room count as wrong, and are listed."""
-    names = [problem.problem_id for problem in without_room]
+    names = [problem.problem_id for problem in problems.without_room]
     grades = [grade for summary in summaries for grade in summary.grades]
-    steps = [max(step_map) + 1 for summary in summaries for step_map in summary.step_maps]
+    # The step map counts only steps that wrote something. With guidance a step takes two forwards.
+    is_guided = bool(problems.work_units[0].requests[0].params.cfg_scale)
+    steps = [count / (2 if is_guided else 1) for summary in summaries for count in summary.num_forwards]
     return {
         "num_correct": sum(grade.correct for grade in grades),
         "num_problems": len(grades) + len(names),

@@ -17,11 +17,11 @@ from typing import Any
 
 from deploy.adapt.generation import ModelResponse, Sampling, batches_of, encode_prompts, open_generator
 from deploy.errors import UserError
-from deploy.evaluation.metrics import compute_metrics
-from deploy.evaluation.problems import heldout
-from deploy.evaluation.record import RecordWriter, take_lock
-from deploy.evaluation.worker import AnsweredBatch, answer_of
-from deploy.grading.tasks import open_task, task_config
+from deploy.offline.evaluation.metrics import compute_metrics
+from deploy.offline.evaluation.problems import heldout
+from deploy.offline.item import AnsweredBatch, answer_of
+from deploy.offline.record import RecordWriter, take_lock
+from deploy.offline.tasks import open_task, task_config
 from deploy.printing import duration, share
 from learner.model.autoregressive.source import AutoregressiveCheckpoint, open_source
 from rewards import Grader, Problem, RewardConfig, Sample, TaskConfig

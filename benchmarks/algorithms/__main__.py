@@ -26,8 +26,9 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.algorithms.records import Records
-from benchmarks.algorithms.report import markdown, write_between_marks, write_columns
+from benchmarks.algorithms.report import markdown, write_columns
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, begin, start, try_row
+from benchmarks.marks import write_between_marks
 from learner.algorithms import ALGORITHMS
 
 _RESULTS, _OUT = Path(__file__).parent / "results", Path("runs/algorithms")
@@ -68,7 +69,7 @@ def main() -> None:
     text = markdown(results, args.completions, args.seconds)
     console.print(text, markup=False, highlight=False)
     if args.docs is not None:
-        write_between_marks(args.docs / "results.md", text)
+        write_between_marks(args.docs / "results.md", "benchmarks.algorithms", text)
         write_columns(args.docs / "algorithms.md", results)
     if failed:
         sys.exit("\n".join(failed))

@@ -12,7 +12,6 @@ from typing import Any
 
 from rollout.score import Score
 
-BEGIN, END = "<!-- benchmarks.algorithms -->", "<!-- end of benchmarks.algorithms -->"
 _VARIANCE = "estimator_variance"
 _ALGORITHMS, _OURS = "| algorithm |", "ours, % of "
 
@@ -80,15 +79,6 @@ def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:
         lines += [_schedules(row, [trial.at_seconds for trial in trials]) for row, trials in rows]
         lines.append("")
     return "\n".join(lines)
-
-
-def write_between_marks(path: Path, text: str) -> None:
-    """Replace the text between a file's marks. Raises ValueError if it has none."""
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} has no line {BEGIN} with {END} after it")
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
 
 
 def write_columns(path: Path, results: Sequence[Result]) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,6 @@ import torch
 
 from benchmarks.algorithms.local_run import LocalRun, Trained, make_sft_checkpoint
 from benchmarks.algorithms.report import Result
-from deploy.orphans import end_with_parent
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 from learner.config import LearnerConfig
@@ -58,8 +61,23 @@ class Budget:
 
 def begin() -> None:
     """Initialise a pool process. It is not in `__main__`, which a spawned process cannot import."""
-    end_with_parent()
+    _end_with_parent()
     torch.set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    """Make this process, a worker of a pool, end when its parent dies.
+
+    A parent that is killed does not end its workers, which would wait for work and hold memory forever.
+    """
+    threading.Thread(target=_wait_for_parent, name="d1-parent", daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def start(trial: Trial) -> str:

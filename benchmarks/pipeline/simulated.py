@@ -32,6 +32,7 @@ def graded(work_unit: WorkUnit, version: int) -> WorkUnitSummary:
         texts=("7",) * size,
         num_tokens=(2,) * size,
         step_maps=((0, 1),) * size,
+        num_forwards=(2,) * size,
         policy_versions=(version,) * size,
         failures=(),
         costs={},

@@ -16,7 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.table.cells import Measured, add_cell, as_markdown, read_cells, write_between_marks
+from benchmarks.marks import write_between_marks
+from benchmarks.table.cells import Measured, add_cell, as_markdown, read_cells
 from benchmarks.table.execute import TimeIsUpError, command_of, execute
 from benchmarks.table.plan import Evaluation, Step, Training, plan, remaining, rows
 from benchmarks.table.scales import SCALES, Scale
@@ -106,7 +107,7 @@ def _report(args: argparse.Namespace, scale: Scale) -> None:
     text = "\n".join(as_markdown(cells, task, of.lengths, labels) for task, of in scale.tasks.items())
     print(text)
     if args.docs is not None:
-        write_between_marks(args.docs, args.scale, text)
+        write_between_marks(args.docs, f"benchmarks.table {args.scale}", text)
 
 
 def _arguments() -> argparse.Namespace:

@@ -112,16 +112,5 @@ def _facts(cells: Sequence[Measured]) -> list[str]:
     ]
 
 
-def write_between_marks(path: Path, scale: str, text: str) -> None:
-    """Replace the text between a document's marks for a scale. Raises ValueError if it has no such marks."""
-    begin, end = f"<!-- benchmarks.table {scale} -->", f"<!-- end of benchmarks.table {scale} -->"
-    whole = path.read_text(encoding="utf-8")
-    before, found, rest = whole.partition(begin)
-    _, also_found, after = rest.partition(end)
-    if not (found and also_found):
-        raise ValueError(f"{path} has no lines {begin} and {end}")
-    path.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
-
-
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"

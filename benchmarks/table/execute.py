@@ -15,8 +15,8 @@ from actors.run_log import read_events
 from benchmarks.table.cells import Measured
 from benchmarks.table.plan import Evaluation, Step, Training
 from deploy.errors import RunFailedError
-from deploy.evaluation.evaluate import RESULTS
 from deploy.machine import num_cpus, num_gpus
+from deploy.offline.evaluation.evaluate import RESULTS
 
 _D1 = (sys.executable, "-c", "from deploy.cli import main; main()")
 _LOOK_EVERY_S = 1.0

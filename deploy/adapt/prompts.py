@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deploy.errors import UserError, reason
-from deploy.grading.tasks import open_task
+from deploy.offline.tasks import open_task
 from rewards import Message, Split, TaskConfig
 from rewards.data.conversation import parse_conversation, turns_of
 from rewards.data.encoding import decode_text

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from actors.atomic_file import replace_file
 from deploy.errors import UserError, reason
 from deploy.printing import counted, duration
 
@@ -107,10 +108,7 @@ class ResponseFile:
         self._file.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
         self._file.flush()
         self.progress = replace(progress, num_bytes=self._file.tell())
-        beside = _beside(self._path)
-        new = beside.with_name(f"{beside.name}.new")
-        new.write_text(json.dumps({"asked": self._facts, "written": asdict(self.progress)}) + "\n", encoding="utf-8")
-        new.replace(beside)
+        replace_file(_beside(self._path), json.dumps({"asked": self._facts, "written": asdict(self.progress)}) + "\n")
 
 
 def _beside(path: Path) -> Path:

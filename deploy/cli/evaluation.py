@@ -18,7 +18,7 @@ from deploy.printing import printable
 from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
-    from deploy.evaluation.evaluate import ComputeSettings, PreparedCell, Subject
+    from deploy.offline.evaluation.evaluate import ComputeSettings, PreparedCell, Subject
 
 PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Arguments after the checkpoint are passed on to lm-evaluation-harness."""
@@ -81,10 +81,10 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on held-out problems, at each length and schedule; resumes where it was stopped."""
     with wait_display("loading torch"):
-        from deploy.evaluation.evaluate import ComputeSettings, default_out, find_subject, prepare
-        from deploy.evaluation.options import EvaluationOptions, SampleSettings
-        from deploy.evaluation.pool import PoolSettings
-        from deploy.evaluation.record import take_lock
+        from deploy.offline.evaluation.evaluate import ComputeSettings, default_out, find_subject, prepare
+        from deploy.offline.evaluation.options import EvaluationOptions, SampleSettings
+        from deploy.offline.pool import PoolSettings
+        from deploy.offline.record import take_lock
 
     options = EvaluationOptions(
         tasks=words_of(tasks),
@@ -124,9 +124,9 @@ def compare(
     with wait_display("reading the evaluations"):
         from rich.console import Console
 
-        from deploy.evaluation.compare import compare as compare_cells
-        from deploy.evaluation.compare import find_evaluation, sentence
-        from deploy.evaluation.view import compared_tables
+        from deploy.offline.evaluation.compare import compare as compare_cells
+        from deploy.offline.evaluation.compare import find_evaluation, sentence
+        from deploy.offline.views.evaluations import compared_tables
 
         names = first, second
         cells = find_evaluation(first, runs_dir), find_evaluation(second, runs_dir)
@@ -153,7 +153,7 @@ def lm_eval(
             "--model_args",
             "-a",
             metavar="KEY=VALUE,...",
-            help="length, block_length, steps, threshold, draws, slots, dtype.",
+            help="Sampling fields as of `d1 sample`, draws, slots, dtype.",
         ),
     ] = "",
     runs_dir: RunsDir = Path("runs"),
@@ -167,7 +167,7 @@ def lm_eval(
     with wait_display("loading lm-evaluation-harness"):
         from lm_eval.__main__ import cli_evaluate
 
-        import deploy.evaluation.harness  # noqa: F401 - it makes the model `d1` known
+        import deploy.offline.evaluation.harness  # noqa: F401 - it makes the model `d1` known
 
     given = ",".join(filter(None, (f"checkpoint={checkpoint}", f"runs_dir={runs_dir}", model_args)))
     sys.argv = ["lm_eval", "run", "--model", "d1", "--model_args", given, *context.args]
@@ -175,9 +175,9 @@ def lm_eval(
 
 
 def _answer(subject: Subject, prepared: list[PreparedCell], compute: ComputeSettings) -> None:
-    from deploy.evaluation.evaluate import run_missing
-    from deploy.evaluation.view import AnswerBar
     from deploy.interrupts import terminated_by_sigterm
+    from deploy.offline.evaluation.evaluate import run_missing
+    from deploy.offline.views.evaluations import AnswerBar
 
     with AnswerBar(prepared) as bar, terminated_by_sigterm():
         try:
@@ -193,8 +193,8 @@ def _answer(subject: Subject, prepared: list[PreparedCell], compute: ComputeSett
 def _show(subject: Subject, prepared: list[PreparedCell], place: Path, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from deploy.evaluation.evaluate import RESULTS, results, write_results
-    from deploy.evaluation.view import tables
+    from deploy.offline.evaluation.evaluate import RESULTS, results, write_results
+    from deploy.offline.views.evaluations import tables
 
     found = results(subject, prepared)
     write_results(found, place)

@@ -43,9 +43,9 @@ def grade(
     with wait_display(f"loading the task {task}"):
         from rich.console import Console
 
-        from deploy.grading.grade import grade_all, item, read_generations, summary
-        from deploy.grading.grade_view import failures_view, summary_table
-        from deploy.grading.tasks import CUSTOM_TASK, open_task, task_config
+        from deploy.offline.grading import grade_all, grade_json, read_generations, summary
+        from deploy.offline.tasks import CUSTOM_TASK, open_task, task_config
+        from deploy.offline.views.grades import failures_view, summary_table
         from rewards import JsonlConfig
 
         # A task without published parsers has no such field.
@@ -62,7 +62,7 @@ def grade(
         )
     if out is not None:
         try:
-            out.write_text("".join(json.dumps(item(line)) + "\n" for line in graded), encoding="utf-8")
+            out.write_text("".join(json.dumps(grade_json(line)) + "\n" for line in graded), encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write the grades to {out}: {reason(error)}") from error
     found = {"task": task, "protocol": protocol} | summary(graded)
@@ -85,8 +85,8 @@ def tasks(
     with wait_display("loading the tasks" if task is None else f"loading the task {task}"):
         from rich.console import Console
 
-        from deploy.grading.tasks import describe_task
-        from deploy.grading.tasks_view import task_view, tasks_table
+        from deploy.offline.tasks import describe_task
+        from deploy.offline.views.tasks import task_view, tasks_table
         from rewards.tasks.registry import task_names
 
         names = task_names() if task is None else (task,)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.run_log import CHECKPOINTS
-from deploy.evaluation.evaluate import default_out_of
-from deploy.evaluation.metrics import compute_metrics
-from deploy.evaluation.record import CellRecord, fingerprint, records_in
+from deploy.offline.evaluation.evaluate import default_out_of
+from deploy.offline.evaluation.metrics import compute_metrics
+from deploy.offline.record import CellRecord, fingerprint, records_in
 from rollout.request import SamplingParams
 
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from deploy.requests.base import MAX_INT32, RequestBody, is_id, valid_text
-from deploy.requests.diffusion import Constraints, Diffusion
+from deploy.requests.diffusion import Diffusion
 from deploy.requests.errors import RequestError
 from deploy.requests.ignored_fields import OF_REQUESTS, OF_TOKENIZING
-from deploy.requests.parameters import ALL_KEYS, Values
+from deploy.requests.parameters import SAMPLING_FIELDS, Values
 from deploy.requests.structured.fields import Structured
 from deploy.requests.turns import MAX_CHARACTERS, Conversation, TemplateOptions, check_texts
 from learner.seeds import fold
@@ -160,11 +160,11 @@ class CompletionBody(Structured):
     @property
     def parameter_layers(self) -> list[Values]:
         """Denoising parameters of the request, by the sampler's keys. Later layers override earlier ones."""
-        diffusion = self.diffusion
-        found = dict(self) | dict(diffusion) | dict(diffusion.constraints) | {"schedule": diffusion.remasking}
-        given = {key: found[key] for key in FIELD_PATHS if key in ALL_KEYS and found.get(key) not in (None, [])}
+        found = dict(self) | dict(self.diffusion) | dict(self.diffusion.constraints)
+        places = {key: place.rpartition(".")[2] for key, place in FIELD_PATHS.items() if key in _LAYERED}
+        given = {key: found[name] for key, name in places.items() if found.get(name) not in (None, [])}
         # Guidance does not work with a KV cache, and a body has no field to turn the cache off.
-        return [given | {"cache": "none"} if diffusion.cfg_scale else given]
+        return [given | {"cache": "none"} if given.get("cfg_scale") else given]
 
     @property
     def fixed(self) -> dict[str, int]:
@@ -206,20 +206,13 @@ class CompletionBody(Structured):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-def _field_paths() -> dict[str, str]:
-    models: dict[str, type[RequestBody]] = {
-        "": CompletionBody,
-        "diffusion.": Diffusion,
-        "diffusion.constraints.": Constraints,
-    }
-    paths = {name: f"{place}{name}" for place, model in models.items() for name in model.model_fields}
-    paths |= {"schedule": paths["remasking"], "fixed_tokens": paths["fixed"]}
-    paths["stop_ids"] = paths["stop_token_ids"]
-    return {key: place for key, place in paths.items() if key in (*ALL_KEYS, "fixed_tokens", "seed")}
-
-
-FIELD_PATHS = _field_paths()
+FIELD_PATHS = {key: field.place for key, field in SAMPLING_FIELDS.items() if field.place is not None} | {
+    "fixed_tokens": "diffusion.constraints.fixed",
+    "seed": "seed",
+}
 """Path of each sampler field in a body."""
+# The stop ids of a body come on top of the policy's, so the planner reads them.
+_LAYERED = FIELD_PATHS.keys() - {"stop_ids", "fixed_tokens", "seed"}
 
 
 class CompletionRequest(CompletionBody):

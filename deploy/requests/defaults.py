@@ -11,7 +11,7 @@ from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
-from deploy.requests.parameters import ALL_KEYS, SAMPLING_KEYS, Values, values_of
+from deploy.requests.parameters import SAMPLING_FIELDS, SAMPLING_KEYS, Values, values_of
 from rollout.field_error import FieldError
 from rollout.request import SCHEDULE_PARAMETER, Cache, SamplingParams, Schedule
 
@@ -73,7 +73,7 @@ class Defaults:
         Raises FieldError for a key of policies without a mask token.
         """
         values, given = reduce(overlay, layers, dict(self.values)), frozenset[str]().union(*layers)
-        if strays := [key for key in ALL_KEYS if key in given and key not in SAMPLING_KEYS]:
+        if strays := [key for key in SAMPLING_FIELDS if key in given and key not in SAMPLING_KEYS]:
             raise FieldError(
                 f"{{{strays[0]}}} is for policies without a mask token, and this one fills masked slots: leave it out"
             )

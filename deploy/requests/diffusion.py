@@ -1,19 +1,16 @@
-"""Denoising parameters of a request: the `diffusion` object of a body, and keys of a sample line."""
+"""Sampling fields of a request: the `diffusion` object of a body, and keys of a sample line."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, create_model, field_validator
 
-from deploy.requests.base import MAX_INT32, RequestBody, is_id
-from rollout.request import MAX_SEED, Schedule
+from deploy.requests.base import RequestBody, is_id
+from deploy.requests.parameters import DIFFUSION_FIELDS, SAMPLING_FIELDS, Int64
 
 MAX_CONSTRAINTS = 4096
 """Maximum forbidden token ids, and maximum fixed slots."""
-Int64 = Annotated[int, Field(le=MAX_SEED, ge=-MAX_SEED)]
-"""Integer that fits into an int64 tensor."""
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Constraints(RequestBody):
@@ -33,41 +30,9 @@ class Constraints(RequestBody):
         return fixed
 
 
-class Diffusion(RequestBody):
+class _Diffusion(RequestBody):
     """Denoising parameters. Defaults are those of the run's evaluation, else d1's."""
 
-    steps: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
-    """Denoise steps of the whole completion. DiffusionGemma: maximum steps of a canvas."""
-    steps_per_block: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
-    """Denoise steps of each block, in place of `steps`. With `threshold`, a step commits at least its even share."""
-    gen_length: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
-    """Slots of the completion, in tokens."""
-    block_length: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
-    """Slots that are denoised together."""
-    threshold: float | None = None
-    """Probability above which a slot is committed. Selects the schedule `threshold`."""
-    factor: float | None = None
-    """Parameter of the schedule `factor`."""
-    entropy_bound: float | None = None
-    """Parameter of the schedule `entropy_bound`, in nats. DiffusionGemma: bounds the slots that a step keeps."""
-    t_max: FiniteFloat | None = None
-    """DiffusionGemma: temperature of a canvas' first step."""
-    t_min: FiniteFloat | None = None
-    """DiffusionGemma: temperature to which the steps of a canvas decrease."""
-    stability_threshold: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None
-    """DiffusionGemma: a canvas is finished when its most probable tokens were the same for this many steps before, and
-    its entropy is below `confidence_threshold`."""
-    confidence_threshold: FiniteFloat | None = None
-    """DiffusionGemma: mean entropy of the slots, in nats, below which a stable canvas is finished."""
-    remasking: Annotated[str, Field(max_length=32, json_schema_extra={"enum": [*Schedule]})] | None = None
-    """Schedule that selects the slots to commit."""
-    editing_threshold: float | None = None
-    """Token editing of block-causal policies: a step also replaces tokens of its block if another token has more than
-    this probability. Finished blocks do not change."""
-    max_post_steps: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
-    """With `editing_threshold`: maximum steps of a block after its last masked slot is filled."""
-    cfg_scale: float | None = None
-    """Scale of classifier-free guidance; 0 disables it."""
     constraints: Constraints = Constraints()
     stream: Literal["committed", "canvas"] = "committed"
     """What a stream shows: finished blocks, which are final, or the whole canvas after every step."""
@@ -75,7 +40,7 @@ class Diffusion(RequestBody):
     """Whether each choice includes the step and the confidence of each of its tokens."""
 
 
-class SamplerKeys(RequestBody):
+class _SamplerKeys(RequestBody):
     """Additional keys of `d1 sample` lines: the sampler's own parameters, without the service's limits."""
 
     id: Any = None
@@ -85,22 +50,16 @@ class SamplerKeys(RequestBody):
     fixed_tokens: dict[str, Int64] | None = None
     """Fixed tokens inside the completion: slot, counted from 0, to token id."""
     seed: Int64 | None = None
-    gen_length: Int64 | None = None
-    block_length: Int64 | None = None
-    steps: Int64 | None = None
-    steps_per_block: Int64 | None = None
-    temperature: FiniteFloat | None = None
-    cfg_scale: FiniteFloat | None = None
-    schedule: str | None = None
-    threshold: FiniteFloat | None = None
-    factor: FiniteFloat | None = None
-    entropy_bound: FiniteFloat | None = None
-    editing_threshold: FiniteFloat | None = None
-    max_post_steps: Int64 | None = None
-    drawing: str | None = None
-    top_p: FiniteFloat | None = None
-    top_k: Int64 | None = None
-    forbidden_ids: list[Int64] | None = None
-    stop_ids: list[Int64] | None = None
-    cache: str | None = None
-    cache_refresh_steps: Int64 | None = None
+
+
+if TYPE_CHECKING:
+    Diffusion = _Diffusion
+    SamplerKeys = _SamplerKeys
+else:
+    _IN_BODY = {
+        name: (field.body_type | None, Field(default=None, description=field.about))
+        for name, field in DIFFUSION_FIELDS.items()
+    }
+    _IN_LINE = {name: (field.line_type | None, None) for name, field in SAMPLING_FIELDS.items()}
+    Diffusion = create_model("Diffusion", __base__=_Diffusion, __doc__=_Diffusion.__doc__, **_IN_BODY)
+    SamplerKeys = create_model("SamplerKeys", __base__=_SamplerKeys, **_IN_LINE)

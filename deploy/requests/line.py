@@ -15,7 +15,7 @@ from deploy.requests.body import FIELD_PATHS, ChatRequest, CompletionBody, Compl
 from deploy.requests.diffusion import SamplerKeys
 from deploy.requests.errors import RequestError, request_error_of
 from deploy.requests.ignored_fields import OF_REQUESTS
-from deploy.requests.parameters import SAMPLING_KEYS, Values
+from deploy.requests.parameters import SAMPLING_FIELDS, Values
 from deploy.requests.turns import ChatMessage
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")
@@ -29,7 +29,7 @@ class RequestLine(SamplerKeys, CompletionBody):
     @property
     def sampler_values(self) -> dict[str, Any]:
         """Denoising parameters given by the sampler's own keys."""
-        return {key: value for key in SAMPLING_KEYS if (value := getattr(self, key)) is not None}
+        return {key: value for key in SAMPLING_FIELDS if (value := getattr(self, key)) is not None}
 
     @property
     def parameter_layers(self) -> list[Values]:

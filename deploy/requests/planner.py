@@ -167,7 +167,7 @@ class Planner:
         prompts = self._prompts(body)
         ends = self._stop_ids(body)
         layers, fixed, gap = [self._given, *body.parameter_layers], _fixed(body.fixed), None
-        if ends is not None and isinstance(self._defaults, Defaults):
+        if ends is not None:
             layers = [{"stop_ids": ends}, *layers]
         if isinstance(body, CompletionRequest) and body.suffix is not None:
             layers, fixed, gap = self._with_suffix(body, body.suffix, layers, fixed)
@@ -176,7 +176,7 @@ class Planner:
         choices = [ids for ids in prompts for _ in range(body.num_choices)]
         grammar = self._grammar(body)
         requests = tuple(
-            self._request(ids, layers, fixed=fixed, seed=seed, stop_ids=ends, grammar=grammar)
+            self._request(ids, layers, fixed=fixed, seed=seed, grammar=grammar)
             for ids, seed in zip(choices, seeds, strict=True)
         )
         first, config = requests[0], self._codec.config
@@ -267,7 +267,6 @@ class Planner:
         *,
         fixed: dict[int, int],
         seed: int,
-        stop_ids: tuple[int, ...] | None,
         grammar: Grammar | None,
     ) -> AnyRequest:
         values, prompt = self._defaults.complete(layers, len(ids)), tuple(ids)
@@ -277,6 +276,8 @@ class Planner:
             request = Request(prompt_ids=prompt, params=params, seed=seed, fixed_tokens=fixed, grammar=grammar)
         else:
             check_keys(["fixed_tokens"] if fixed else [], RENOISING_KEYS)
+            ends = values.pop("stop_ids", None)
+            stop_ids = None if ends is None else tuple(ends)
             of_canvas = to_renoising_params(values)
             request = RenoisingRequest(prompt_ids=prompt, params=of_canvas, seed=seed, stop_ids=stop_ids)
         self.check(request)

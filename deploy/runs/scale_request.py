@@ -6,7 +6,6 @@ answers it.
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from actors.atomic_file import replace_file
 from deploy.errors import UserError, reason
 from deploy.program import program
 
@@ -59,7 +59,7 @@ def send_request(run_dir: Path, sizes: Mapping[Kind, int], within_s: float) -> S
     """
     request = ScaleRequest(id=secrets.token_hex(8), sizes=dict(sizes))
     try:
-        _write(run_dir / _REQUEST, request)
+        replace_file(run_dir / _REQUEST, request.model_dump_json())
     except OSError as error:
         raise UserError(f"{run_dir} cannot be written to: {reason(error)}") from error
     deadline = time.monotonic() + within_s
@@ -87,17 +87,8 @@ def withdraw(run_dir: Path) -> None:
 
 def write_answer(run_dir: Path, what: ScaleAnswer) -> None:
     """Write the answer to a request, and delete the request. Raises OSError if the answer cannot be written."""
-    _write(run_dir / _ANSWER, what)
+    replace_file(run_dir / _ANSWER, what.model_dump_json())
     withdraw(run_dir)
-
-
-def _write(path: Path, what: BaseModel) -> None:
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(what.model_dump_json(), encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 _Model = TypeVar("_Model", bound=BaseModel)

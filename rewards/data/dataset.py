@@ -34,16 +34,21 @@ class DataSources(SplitConfig):
         return self.model_copy(update={name: path and absolute_source(path) for name, path in paths.items()})
 
 
-class DataConfig(DataSources):
+class RuledSources(DataSources):
+    """Sources of a task that can be graded by the rules of the first d1, too."""
+
+    reward: GradingRules = "fixed"
+    """Rules of the training reward."""
+    protocol: GradingRules = "fixed"
+    """Rules for what evaluation counts as correct."""
+
+
+class DataConfig(RuledSources):
     """Settings common to tasks with loaded problems. Without files they come from the hub. With one file, both splits
     are cut from it and the hub is not used."""
 
     heldout_fraction: Annotated[float, Field(ge=0.05, le=0.5)] = 0.2
     """Fraction of the questions that is held out if both splits are cut from one source."""
-    reward: GradingRules = "fixed"
-    """Rules of the training reward."""
-    protocol: GradingRules = "fixed"
-    """Rules for what evaluation counts as correct."""
 
 
 class FileProblems:

@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rewards.data.dataset import DataSources, FileProblems, shuffled_prefix
+from rewards.data.dataset import FileProblems, RuledSources, shuffled_prefix
 from rewards.data.prompts import D1_FORMAT, PromptStyle, format_completion, user_turn
 from rewards.data.rows import Row, preview
 from rewards.data.sampling import rng_for, sample_distinct
@@ -30,7 +30,7 @@ from rewards.parsing.expressions import (
     text_of,
     value_of,
 )
-from rewards.problem import Grade, GradingRules, Message, Problem, Split
+from rewards.problem import Grade, Message, Problem, Split
 
 _ALL_OPERATORS: tuple[Operator, ...] = ("+", "-", "*", "/")
 
@@ -49,7 +49,7 @@ _D1_QUESTION = (
 )
 
 
-class CountdownConfig(DataSources):
+class CountdownConfig(RuledSources):
     """Settings of the Countdown problems. The defaults cover d1's evaluation set."""
 
     name: Literal["countdown"] = "countdown"
@@ -69,10 +69,6 @@ class CountdownConfig(DataSources):
     """`d1` for the wording of the d1 code, `compact` for `9 3 7 = 66`."""
     heldout_fraction: float = Field(default=0.1, ge=0.05, le=0.5)
     """Fraction of all multisets of numbers that is held out. All targets of one are in the same split."""
-    reward: GradingRules = "fixed"
-    """Rules of the training reward."""
-    protocol: GradingRules = "fixed"
-    """Rules for what evaluation counts as correct."""
     shaping: float = Field(default=0.0, ge=0, le=1)
     """Weight of two more parts of the fixed reward, for policies that rarely reach the target: `numbers` for an
     expression of exactly the given numbers, and `close` for how near such an expression comes, shaping / (1 +

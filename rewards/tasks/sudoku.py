@@ -12,13 +12,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rewards.data.dataset import DataSources, FileProblems, shuffled_prefix
+from rewards.data.dataset import FileProblems, RuledSources, shuffled_prefix
 from rewards.data.prompts import D1_SUDOKU, PromptStyle, format_completion, user_turn
 from rewards.data.rows import Row, preview
 from rewards.data.sampling import TooFewProblemsError, sample_distinct
 from rewards.first_d1 import parsers as d1_parsers
 from rewards.parsing.answers import ascii_digits, final_answer, last_answer
-from rewards.problem import Grade, GradingRules, Problem, Split
+from rewards.problem import Grade, Problem, Split
 
 NUM_CELLS = 16
 EMPTY = "0"
@@ -29,7 +29,7 @@ _LABEL = re.compile(r"\brow\s*[1-4]\b|\b4\s*[x\u00d7]\s*4\b", re.IGNORECASE)
 _SOLVED = re.compile(r"[1-4]{16}")
 
 
-class SudokuConfig(DataSources):
+class SudokuConfig(RuledSources):
     """Settings of the Sudoku puzzles."""
 
     name: Literal["sudoku"] = "sudoku"
@@ -43,10 +43,6 @@ class SudokuConfig(DataSources):
     """`d1` for the wording of the d1 code, `compact` for the 16 characters of the puzzle alone."""
     heldout_fraction: float = Field(default=0.3, ge=0.05, le=0.5)
     """Fraction of the 288 solved grids that is held out. SPG, which first split by solution, holds out 88."""
-    reward: GradingRules = "fixed"
-    """Rules of the training reward."""
-    protocol: GradingRules = "fixed"
-    """Rules for what evaluation counts as correct."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -8,7 +8,7 @@ the kept tokens' log-probabilities is the exact log-likelihood of the trajectory
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,12 +26,16 @@ class RenoisingSampler:
 
     def __init__(self, policy: RenoisingPolicy, policy_version: int) -> None:
         """Sample from `policy`, on its device. Its weights must not change."""
-        self.policy, self.policy_version = policy, policy_version
+        self.model, self.policy_version = policy, policy_version
 
     def generate(
-        self, requests: Sequence[RenoisingRequest], on_step: StepCallback | None = None
+        self,
+        requests: Sequence[RenoisingRequest],
+        on_completion: Callable[[int, RenoisedCompletion], None] | None = None,
     ) -> list[RenoisedCompletion]:
         """Sample completions of `requests`, in their order.
+
+        `on_completion` is called with each request's index and completion as soon as it is done.
 
         Raises:
             ValueError: the policy cannot serve a request; the message has its index and field.
@@ -39,17 +43,22 @@ class RenoisingSampler:
         """
         for index, request in enumerate(requests):
             try:
-                check_renoising_request(request, self.policy.config)
+                check_renoising_request(request, self.model.config)
             except ValueError as error:
                 raise ValueError(f"request {index}: {error}") from error
-        return [self.complete(request, on_step=on_step) for request in requests]
+        completions = []
+        for index, request in enumerate(requests):
+            completions.append(self.complete(request))
+            if on_completion is not None:
+                on_completion(index, completions[-1])
+        return completions
 
     @torch.inference_mode()
     def complete(
         self, request: RenoisingRequest, random_source: RandomSource | None = None, on_step: StepCallback | None = None
     ) -> RenoisedCompletion:
         """Sample the completion of one request. `random_source` replaces the random draws keyed by its seed."""
-        row = RenoisingRow(self.policy, request, random_source, on_step)
+        row = RenoisingRow(self.model, request, random_source, on_step)
         while not row.is_done:
             row.step()
         return row.completion(self.policy_version)
@@ -69,7 +78,7 @@ class RenoisingBatch:
 
     def __init__(self, sampler: RenoisingSampler, max_rows: int) -> None:
         """Make an empty batch. Call `RenoisingSampler.open` instead."""
-        self._policy, self._policy_version, self._max_rows = sampler.policy, sampler.policy_version, max_rows
+        self._policy, self._policy_version, self._max_rows = sampler.model, sampler.policy_version, max_rows
         self._waiting = deque[tuple[int, RenoisingRequest]]()
         self._running: dict[int, RenoisingRow] = {}
         self._num_submitted = 0

@@ -13,7 +13,7 @@ import yaml
 
 from actors.spec import sampler_facts
 from benchmarks.algorithms.__main__ import TASKS, main
-from benchmarks.algorithms.report import BEGIN, END, Result, markdown, write_between_marks, write_columns
+from benchmarks.algorithms.report import Result, markdown, write_columns
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, base_recipe, begin, recipe_of, start, try_row
 from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import make_spec
@@ -204,13 +204,3 @@ def test_the_table_of_algorithms_says_what_each_came_to(tmp_path: Path) -> None:
     path.write_text("no table")
     with pytest.raises(ValueError, match="has no table"):
         write_columns(path, results)
-
-
-def test_tables_are_written_between_the_marks(tmp_path: Path) -> None:
-    path = tmp_path / "results.md"
-    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_between_marks(path, "new")
-    assert path.read_text() == f"before\n{BEGIN}\n\nnew\n{END}\nafter\n"
-    path.write_text("no marks")
-    with pytest.raises(ValueError, match="has no line"):
-        write_between_marks(path, "new")

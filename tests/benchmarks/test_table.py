@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.marks import write_between_marks
 from benchmarks.table import execute as executing
 from benchmarks.table.__main__ import main
-from benchmarks.table.cells import MISSING, Measured, Place, as_markdown, interval_of, read_cells, write_between_marks
+from benchmarks.table.cells import MISSING, Measured, Place, as_markdown, interval_of, read_cells
 from benchmarks.table.plan import Evaluation, Step, Training, plan, remaining, rows
 from benchmarks.table.scales import RECIPES, SCALES, TRAJECTORY
 from deploy.recipe.overrides import load_recipe
@@ -296,10 +297,10 @@ def test_every_row_is_in_the_table_measured_or_not(tmp_path: Path) -> None:
     ) in text
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- benchmarks.table x -->\nold\n<!-- end of benchmarks.table x -->\nb\n")
-    write_between_marks(page, "x", text)
+    write_between_marks(page, "benchmarks.table x", text)
     assert page.read_text() == (f"a\n<!-- benchmarks.table x -->\n\n{text}\n<!-- end of benchmarks.table x -->\nb\n")
-    with pytest.raises(ValueError, match="has no lines"):
-        write_between_marks(page, "y", text)
+    with pytest.raises(ValueError, match="has no line"):
+        write_between_marks(page, "benchmarks.table y", text)
 
 
 @pytest.mark.nightly

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deploy.errors import UserError
-from deploy.evaluation.record import fingerprint
-from deploy.evaluation.worker import Worker
+from deploy.offline.record import fingerprint
+from deploy.offline.worker import Worker
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
 from deploy.runs.references import find, find_run
@@ -47,7 +47,7 @@ def adapter(workdir: Path) -> Path:
 
 
 def _answer(d1: Callable, checkpoint: str) -> str:
-    ended = d1("sample", checkpoint, "What is 2 + 3?", "--json", "--gen-length", "16")
+    ended = d1("sample", checkpoint, "What is 2 + 3?", "--json", "gen_length=16")
     assert ended.status == 0, ended.err
     return str(json.loads(ended.out)["text"])
 
@@ -71,7 +71,7 @@ def test_sample_and_export_have_the_adapter_on_its_base(adapter: Path, d1: Calla
 def test_eval_tells_adapters_apart(adapter: Path, d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     # One worker in this process, since another takes seconds to start.
     monkeypatch.setattr(
-        "deploy.evaluation.evaluate.answer_batches", lambda config, _, some: map(Worker(config).answer, some)
+        "deploy.offline.evaluation.evaluate.answer_batches", lambda config, _, some: map(Worker(config).answer, some)
     )
     asked = ("eval", "adapter", "--tasks", "sums", "--problems", "2", "--lengths", "16", "--json")
     ended = d1(*asked)

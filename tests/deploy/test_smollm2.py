@@ -53,7 +53,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_its_weights_know_what_they_knew_before(here: Path) -> None:
-    assert "Paris" in _d1(here, "sample", "runs/causal", QUESTION, "--gen-length", "16")
+    assert "Paris" in _d1(here, "sample", "runs/causal", QUESTION, "gen_length=16")
 
 
 def test_it_is_evaluated_on_a_task(here: Path) -> None:

@@ -75,7 +75,7 @@ class LoadedVersion:
 
 def network_of(sampler: AnySampler) -> Transformer | RenoisingPolicy:
     """Return the network of a sampler."""
-    return sampler.policy if isinstance(sampler, RenoisingSampler) else sampler.model
+    return sampler.model
 
 
 @torch.inference_mode()

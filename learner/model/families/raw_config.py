@@ -33,7 +33,7 @@ class RawConfig:
         path = directory / CONFIG
         if not path.is_file():
             raise ValueError(f"{directory} is not a checkpoint: it has no {CONFIG}")
-        return cls(path, _read_object(path))
+        return cls(path, read_object(path))
 
     def __getitem__(self, key: str) -> Any:
         """Return the value of a required key. Raises ValueError if it is missing."""
@@ -82,10 +82,11 @@ class RawConfig:
 
     def _read_sibling(self, name: str) -> Mapping[str, Any]:
         path = self.path.with_name(name)
-        return _read_object(path) if path.is_file() else {}
+        return read_object(path) if path.is_file() else {}
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file with a JSON object. Raises ValueError if it is damaged."""
     try:
         values = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.model.families.ids import read_list
-from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
+from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG, read_object
 
 MODEL_TYPE = "diffusion_gemma"
 # Defaults of transformers' `DiffusionGemmaConfig` (5.11) for missing keys of a config.json.
@@ -78,15 +78,7 @@ def _first_ids(
 
 
 def _object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is no JSON object")
-    return found
+    return read_object(path) if path.is_file() else {}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

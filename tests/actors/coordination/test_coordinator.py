@@ -78,6 +78,7 @@ def _summary(work_unit: WorkUnit) -> WorkUnitSummary:
         texts=("7",) * size,
         num_tokens=(2,) * size,
         step_maps=((0, 1),) * size,
+        num_forwards=(2,) * size,
         policy_versions=(1,) * size,
         failures=(),
         costs={},

@@ -49,6 +49,7 @@ class _Pools:
             texts=("",) * size,
             num_tokens=(1,) * size,
             step_maps=((0,),) * size,
+            num_forwards=(1,) * size,
             policy_versions=(weights_id.version,) * size,
             failures=(),
             costs={},

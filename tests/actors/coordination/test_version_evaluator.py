@@ -56,11 +56,12 @@ def test_validation_decides_where_it_was_asked_and_what_the_rounds_began_from_co
 class _Pools:
     """Fake pools: answers with more than two steps are correct. First tries may fail, and grades may be errors."""
 
-    def __init__(self, num_failing: int = 0, num_ungraded: int = 0, num_tries: int = 99) -> None:
+    def __init__(self, num_failing: int = 0, num_ungraded: int = 0, num_tries: int = 99, num_idle: int = 0) -> None:
         """Fail the first try of `num_failing` work units, and every try after the first `num_tries`. The last
-        `num_ungraded` answers of a work unit cannot be graded."""
+        `num_ungraded` answers of a work unit cannot be graded. `num_idle` steps of token editing write nothing."""
         self.asked: list[WorkUnit] = []
         self._num_failing, self._num_ungraded, self._num_tries = num_failing, num_ungraded, num_tries
+        self._num_idle = num_idle
 
     async def score(
         self, weights_id: WeightsId, key: WorkUnitKey, make: Callable[[], WorkUnit], due: float
@@ -82,6 +83,7 @@ class _Pools:
             texts=(),
             num_tokens=(),
             step_maps=step_maps,
+            num_forwards=(steps + self._num_idle,) * count,
             policy_versions=(),
             failures=failures,
             costs={},
@@ -96,6 +98,10 @@ def _scored(
     policy = load_config(spec.initial_checkpoint)
     evaluation = VersionEvaluator(plan, schedules, pools, 2, on_failure, policy=policy)  # type: ignore[arg-type]
     return asyncio.run(evaluation.score(WeightsId(version=1, digest=""), label, due=0))
+
+
+def test_steps_that_write_nothing_count(spec: RunSpec, plan: RunPlan) -> None:
+    assert _scored(spec, plan, _Pools(num_idle=1), "rl")["mean_steps"] == 5
 
 
 @pytest.mark.parametrize("num_failing", [0, 3])

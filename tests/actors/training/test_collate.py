@@ -57,6 +57,7 @@ def _summary(grades: tuple[Grade, ...], costs: Mapping[str, float] = MappingProx
         texts=("",) * 8,
         num_tokens=(4,) * 8,
         step_maps=((),) * 8,
+        num_forwards=(0,) * 8,
         policy_versions=(0,) * 8,
         failures=(),
         costs=costs,

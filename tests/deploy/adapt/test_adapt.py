@@ -173,7 +173,7 @@ def test_without_steps_the_policy_alone_is_written_and_an_adapter_of_it_is_sampl
     assert job.recipe is None
     assert [path.name for path in (here / "runs").iterdir()] == ["one"]
     verify_checkpoint(here / "runs" / "one")
-    asked = ("what is 3 + 4?", "--gen-length", "16", "--json")
+    asked = ("what is 3 + 4?", "gen_length=16", "--json")
     answers = [json.loads(d1("sample", "runs/one", *asked).out)["token_ids"]]
     adapter = here / "recipes" / "story"
     make_adapter(here / "runs" / "one", adapter, r=2, std=0.5, target_modules=["q_proj", "down_proj"])
@@ -181,7 +181,7 @@ def test_without_steps_the_policy_alone_is_written_and_an_adapter_of_it_is_sampl
     answers.append(json.loads(d1("sample", "recipes/story", *asked).out)["token_ids"])
     assert answers[0] != answers[1]
     (adapter / "generation_config.json").write_text('{"max_new_tokens": 12}')
-    (own,) = [json.loads(d1("sample", "recipes/story", *asked[:1], "--keep-after-eos", "--json").out)]
+    (own,) = [json.loads(d1("sample", "recipes/story", *asked[:1], "stop_ids=[]", "--json").out)]
     assert (own["num_tokens"], own["num_forwards"]) == (12, 6)
 
 
@@ -287,7 +287,7 @@ def test_an_adaptation_that_is_killed_goes_on_and_is_a_run_like_any_other(here: 
     assert (len(divergences), min(divergences) > 0) == (2, True)
     assert StoredWeights(run / "checkpoints" / "rl-000002").config.family == "a2d-llama"
     for more in (
-        ["sample", "runs/one", "what is 3 + 4?", "--gen-length", "16"],
+        ["sample", "runs/one", "what is 3 + 4?", "gen_length=16"],
         ["eval", "runs/one", "--tasks", "sums", "--problems", "1", "--lengths", "16"],
     ):
         subprocess.run([d1, *more], env=cluster, check=True, timeout=300)

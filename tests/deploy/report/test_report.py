@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from deploy.evaluation.record import RecordWriter, fingerprint
-from deploy.evaluation.worker import Answer, AnsweredBatch
+from deploy.offline.item import Answer, AnsweredBatch
+from deploy.offline.record import RecordWriter, fingerprint
 from deploy.report.differences import fields_of
 from deploy.report.eval_results import pareto_front, read_eval_cells
 from deploy.report.examples import GradedCompletion, ReportExample, Token, make_examples

@@ -257,7 +257,7 @@ def test_every_step_can_be_watched(renoising_policy: RenoisingPolicy) -> None:
         canvases.append(ids.tolist())
         assert kept.dtype is torch.bool
 
-    (completion,) = RenoisingSampler(renoising_policy, 0).generate(_requests()[:1], watch)
+    completion = RenoisingSampler(renoising_policy, 0).complete(_requests()[0], on_step=watch)
     assert watched == [(n, step) for n, canvas in enumerate(completion.canvases) for step in range(canvas.num_steps)]
     assert canvases[0] == completion.canvases[0].seen[1].tolist()
 

@@ -1,0 +1,201 @@
+"""Evaluation of a checkpoint: prepares the cells, computes missing answers and writes the results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from actors.checkpoints.selection import find_position
+from actors.run_log import CHECKPOINTS, RECIPE
+from deploy.errors import UserError, reason
+from deploy.offline.evaluation.cells import Cell, cells_of
+from deploy.offline.evaluation.metrics import compute_metrics
+from deploy.offline.evaluation.options import EvaluationOptions
+from deploy.offline.evaluation.problems import batches_of, problems_of
+from deploy.offline.item import AnsweredBatch, Batch
+from deploy.offline.policy import read_config, read_tokenizer
+from deploy.offline.pool import PoolSettings, answer_batches
+from deploy.offline.record import RecordWriter, fingerprint
+from deploy.offline.worker import WorkerConfig
+from deploy.recipe.recipe import Recipe
+from deploy.runs.checkpoints import read_recipe
+from deploy.runs.references import find_checkpoint_of
+from learner.model.storage.throughput import ReportProgress
+from rollout.config import EngineConfig
+
+RESULTS = "results.json"
+_EVALUATIONS = "evaluations"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """Checkpoint under evaluation."""
+
+    name: str
+    """`RUN-CHECKPOINT`, or the name of its directory."""
+    directory: Path
+    """Directory of the checkpoint."""
+    run: Recipe | None
+    """Recipe of its run; None if it belongs to no run."""
+    facts: dict[str, Any]
+    """Identity of the checkpoint, as JSON: path, fingerprint and policy version."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeSettings:
+    """Compute settings. They change the answers only through rounding of the logits."""
+
+    num_slots: int | None
+    """Completions that a worker denoises at a time; None: as in the run's samplers."""
+    dtype: Literal["float32", "bfloat16"]
+    """Dtype of the weights."""
+    pool: PoolSettings
+    """Workers and device."""
+
+    def engine(self, run: Recipe | None) -> EngineConfig:
+        """Return the engine config of each worker."""
+        own = EngineConfig() if run is None else run.rollout.engine
+        return EngineConfig(num_slots=self.num_slots or own.num_slots, dtype=self.dtype)
+
+    def batch_size(self, run: Recipe | None) -> int:
+        """Return the completions per batch. The run's own size makes results bit-identical to the run's evaluations."""
+        return self.engine(run).num_slots if run is None or self.num_slots else run.rollout.batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedCell:
+    """Cell with its batches and its record."""
+
+    cell: Cell
+    batches: Sequence[Batch]
+    record: RecordWriter
+
+    @property
+    def missing(self) -> list[Batch]:
+        """Batches that are not answered yet."""
+        return [batch for batch in self.batches if batch.index not in self.record.done]
+
+
+def find_subject(reference: str, runs_dir: Path, say: ReportProgress | None = None) -> Subject:
+    """Find the named checkpoint, or the newest one of the named run; `say` receives progress messages.
+
+    Raises UserError if there is none or it cannot be read.
+    """
+    try:
+        # Resolved, since a link may point elsewhere later.
+        directory = find_checkpoint_of(reference, runs_dir, say).resolve()
+        read_config(directory)
+        position = find_position(directory)
+        facts = {"path": str(directory), "fingerprint": fingerprint(directory)}
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
+    run_dir, is_fetched = directory.parent.parent, not Path(reference).exists()
+    is_of_run = directory.parent.name == CHECKPOINTS and (run_dir / RECIPE).is_file()
+    # The directory name in the hub's cache is only a revision.
+    own_name = reference.replace("/", "--") if is_fetched else directory.name
+    return Subject(
+        name=_name_of(run_dir, directory) if is_of_run else own_name,
+        directory=directory,
+        run=read_recipe(run_dir) if is_of_run else None,
+        facts=facts | ({} if position is None else {"policy_version": position.policy_version}),
+    )
+
+
+def default_out(subject: Subject, runs_dir: Path) -> Path:
+    """Return the default output directory for a checkpoint."""
+    return runs_dir / _EVALUATIONS / subject.name
+
+
+def default_out_of(run_dir: Path, checkpoint: Path) -> Path:
+    """Return the default output directory for a checkpoint of a run."""
+    return run_dir.parent / _EVALUATIONS / _name_of(run_dir, checkpoint)
+
+
+def _name_of(run_dir: Path, checkpoint: Path) -> str:
+    return f"{run_dir.name}-{checkpoint.name}"
+
+
+def prepare(
+    subject: Subject,
+    options: EvaluationOptions,
+    compute: ComputeSettings,
+    out: Path,
+    on_warning: Callable[[str], object],
+) -> list[PreparedCell]:
+    """Prepare the cells with their existing records; `on_warning` receives warnings about the data.
+
+    Raises UserError, before any sampling, if the options or the data are invalid.
+    """
+    try:
+        config = read_config(subject.directory)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    tokenizer = read_tokenizer(subject.directory)
+    if tokenizer is None:
+        raise UserError(f"{subject.directory} has no tokenizer; problems are texts, and need one")
+    cells = cells_of(options, subject.run, config)
+    size = compute.batch_size(subject.run)
+    # All cells of a task share its problems.
+    problems = {name: problems_of(cell, on_warning) for name, cell in {cell.task.name: cell for cell in cells}.items()}
+    usual = None if subject.run is None else subject.run.rollout.max_prompt_tokens
+    batches = [batches_of(cell, problems[cell.task.name], tokenizer, size, config, usual=usual) for cell in cells]
+    return [_prepared_cell(subject, cell, some, compute, out) for cell, some in zip(cells, batches, strict=True)]
+
+
+def _prepared_cell(
+    subject: Subject, cell: Cell, batches: Sequence[Batch], compute: ComputeSettings, out: Path
+) -> PreparedCell:
+    sizes = [len(batch.items) for batch in batches]
+    facts = {"checkpoint": subject.facts, **cell.facts(), "dtype": compute.dtype, "batch_size": sizes[0]}
+    return PreparedCell(cell=cell, batches=batches, record=RecordWriter(out / f"{cell.name}.jsonl", facts, sizes))
+
+
+def run_missing(
+    subject: Subject,
+    prepared: Sequence[PreparedCell],
+    compute: ComputeSettings,
+    after_each: Callable[[PreparedCell, AnsweredBatch], object],
+) -> None:
+    """Answer the missing batches. Raises as `pool.answer_batches`, and UserError if the record cannot be written."""
+    # Batches are renumbered across cells, so that the index in a worker's answer is unique.
+    waiting = [(one, batch) for one in prepared for batch in one.missing]
+    if not waiting:
+        return
+    config = WorkerConfig(checkpoint=subject.directory, engine=compute.engine(subject.run), device="cpu", num_threads=1)
+    numbered = [replace(batch, index=number) for number, (_, batch) in enumerate(waiting)]
+    for done in answer_batches(config, compute.pool, numbered):
+        one, batch = waiting[done.index]
+        one.record.add(replace(done, index=batch.index))
+        after_each(one, done)
+
+
+def results(subject: Subject, prepared: Sequence[PreparedCell]) -> dict[str, Any]:
+    """Return the results as JSON."""
+    return {
+        "checkpoint": {"name": subject.name, **subject.facts},
+        "cells": [
+            {
+                "task": one.cell.task.name,
+                "protocol": one.cell.protocol,
+                "gen_length": one.cell.params.gen_length,
+                "schedule": one.cell.params.schedule_name,
+                "temperature": one.cell.temperature,
+                **compute_metrics(one.record.recorded),
+                "answers": one.record.path.name,
+            }
+            for one in prepared
+        ],
+    }
+
+
+def write_results(found: dict[str, Any], out: Path) -> None:
+    """Write the results next to the answers. Raises UserError if that fails."""
+    try:
+        (out / RESULTS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {out / RESULTS}: {reason(error)}") from error

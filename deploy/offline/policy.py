@@ -1,0 +1,177 @@
+"""Checkpoint loading: finds a checkpoint and prepares its sampler, tokenizer and defaults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from actors.checkpoints.selection import find_position
+from actors.run_log import CHECKPOINTS, RECIPE
+from deploy.errors import UserError, reason
+from deploy.recipe.overrides import load_recipe
+from deploy.requests.defaults import Defaults
+from deploy.requests.families import AnyConfig
+from deploy.requests.renoising import RenoisingDefaults
+from deploy.requests.structured.grammars import Grammars
+from deploy.runs.references import find_checkpoint_of
+from learner.hardware import indexed_device, threads_for
+from learner.model.checkpoint import load_policy
+from learner.model.checkpoint_files import generation_defaults, load_config, open_tokenizer, tokenizer_directory
+from learner.model.renoising.config import RenoisingConfig, is_renoising, read_renoising_config
+from learner.model.renoising.policy import load_renoising_policy
+from learner.model.storage.throughput import ReportProgress
+from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
+from rollout.config import EngineConfig
+from rollout.renoising.sampler import RenoisingSampler
+from rollout.sampler import Sampler
+
+Device = Literal["cpu", "cuda"]
+AnySampler = Sampler | RenoisingSampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyPolicy:
+    """Checkpoint, ready to plan requests and to sample them."""
+
+    name: str
+    """Name as given by the user."""
+    directory: Path
+    """Its directory."""
+    device: Device
+    """Device of the sampler."""
+    engine: EngineConfig
+    """Settings of the sampling engine."""
+    config: AnyConfig
+    """Model config."""
+    tokenizer: ChatTokenizer | None
+    """None if the checkpoint has none. Prompts are token ids then."""
+    defaults: Defaults | RenoisingDefaults
+    """Default sampling parameters."""
+
+    @cached_property
+    def grammars(self) -> Grammars | None:
+        """Grammar cache for structured output; None without a tokenizer."""
+        return None if self.tokenizer is None else Grammars(self.tokenizer, self.config.vocab_size)
+
+    @cached_property
+    def sampler(self) -> AnySampler:
+        """Sampler on the device, loaded by the first use. Raises UserError if the weights cannot be read."""
+        return self.load()
+
+    def load(self, say: ReportProgress | None = None) -> AnySampler:
+        """Load the sampler; `say` receives progress messages. Raises UserError if the weights cannot be read."""
+        with as_user_errors(self.name):
+            sampler = load_sampler(self.directory, self.device, self.engine, say)
+        if isinstance(sampler, Sampler) and self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads_for(sampler.model, torch.get_num_threads()))
+        # As the cached property does.
+        self.__dict__["sampler"] = sampler
+        return sampler
+
+
+def open_policy(
+    reference: str, device: Device | None, engine: EngineConfig, runs_dir: Path = Path("runs")
+) -> ReadyPolicy:
+    """Find a checkpoint, and read all of it but the weights.
+
+    Args:
+        reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.runs.references.find`.
+        device: device of the policy; None: a GPU if there is one.
+        engine: settings of the sampling engine.
+        runs_dir: directory of the runs.
+
+    Raises:
+        UserError: there is no checkpoint, it cannot be read, or the device does not exist.
+    """
+    device = choose_device(device)
+    return read_policy(find_directory(reference, runs_dir), reference, device, engine)
+
+
+def find_directory(reference: str, runs_dir: Path, say: ReportProgress | None = None) -> Path:
+    """Return the directory of a checkpoint; for a run, its newest complete checkpoint.
+
+    A run's checkpoint is read to verify it; `say` receives progress messages. Raises UserError if there is none.
+    """
+    with as_user_errors(reference):
+        return find_checkpoint_of(reference, runs_dir, say)
+
+
+def read_policy(directory: Path, reference: str, device: Device, engine: EngineConfig) -> ReadyPolicy:
+    """Read all of a checkpoint but the weights. Raises UserError if it cannot be read."""
+    with as_user_errors(reference):
+        config = read_config(directory)
+        defaults = _defaults(directory, config)
+    return ReadyPolicy(
+        name=reference,
+        directory=directory,
+        device=device,
+        engine=engine,
+        config=config,
+        tokenizer=read_tokenizer(directory),
+        defaults=defaults,
+    )
+
+
+def read_config(directory: Path) -> AnyConfig:
+    """Read the model config of a checkpoint of either family. Raises ValueError if it is not a checkpoint."""
+    return read_renoising_config(directory) if is_renoising(directory) else load_config(directory)
+
+
+def load_sampler(directory: Path, device: str, engine: EngineConfig, say: ReportProgress | None = None) -> AnySampler:
+    """Load the sampler of a checkpoint of either family. Raises ValueError or OSError if it cannot be read."""
+    place, position = indexed_device(device), find_position(directory)
+    version = 0 if position is None else position.policy_version
+    if is_renoising(directory):
+        return RenoisingSampler(load_renoising_policy(directory, engine.torch_dtype).to(place), version)
+    return Sampler(load_policy(directory, engine.torch_dtype, place, say), version, engine)
+
+
+@contextmanager
+def as_user_errors(reference: str) -> Iterator[None]:
+    """Convert errors of reading a checkpoint to UserError."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
+
+
+def choose_device(wanted: Device | None) -> Device:
+    """Return the device; None selects a GPU if there is one. Raises UserError if the wanted GPU does not exist."""
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise UserError("--device cuda: torch sees no GPU on this machine; take --device cpu")
+    return wanted or ("cuda" if has_gpu else "cpu")
+
+
+def _defaults(directory: Path, config: AnyConfig) -> Defaults | RenoisingDefaults:
+    if isinstance(config, RenoisingConfig):
+        return RenoisingDefaults(config=config)
+    checkpoints = directory.resolve().parent
+    recipe = checkpoints.parent / RECIPE
+    if checkpoints.name == CHECKPOINTS and recipe.is_file():
+        return Defaults.of_run(load_recipe(recipe, []).evaluated_params[0])
+    return Defaults.of_policy(config.max_sequence_length, config.block_length, generation_defaults(directory))
+
+
+def read_tokenizer(directory: Path) -> ChatTokenizer | None:
+    """Load the tokenizer of a checkpoint; None if it has none. Raises UserError if it cannot be read."""
+    with as_user_errors(str(directory)):
+        source = tokenizer_directory(directory)
+    if not any((source / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return open_tokenizer(directory)
+    except (
+        Exception
+    ) as error:  # the tokenizers library raises whatever a damaged file leads it to, plain Exceptions too
+        what = str(error).partition("\n")[0]
+        raise UserError(f"the tokenizer in {source} cannot be read ({type(error).__name__}: {what})") from error

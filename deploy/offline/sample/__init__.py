@@ -1,0 +1,1 @@
+"""`d1 sample`: completes a prompt or a file of requests."""

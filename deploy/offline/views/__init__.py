@@ -1,0 +1,1 @@
+"""Terminal output of offline work: canvases, grades, tasks and evaluations."""

@@ -1,0 +1,67 @@
+"""Terminal output of `d1 grade`: the summary table, and panels of failed lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from deploy.offline.item import Graded
+from deploy.printing import counted, printable
+from rewards import Outcome
+from rollout.score import Score
+
+_END_SHOWN = 300
+_QUESTION_SHOWN = 200
+
+
+def summary_table(found: Mapping[str, Any]) -> Table:
+    """Return a table of the results of a file."""
+    table = Table(title=f"{found['task']}, protocol {found['protocol']}", show_header=False)
+    low, high = Score(num_correct=found["correct"], num_problems=found["total"]).interval
+    # Parts of one problem, such as Sudoku cells, are not independent: an interval over them would be too narrow.
+    interval = f" ({low:.1%} to {high:.1%})" if found["total"] == found["num_lines"] else ""
+    table.add_row("correct", f"{found['correct']:,} of {found['total']:,}: {found['accuracy']:.1%}{interval}")
+    if found["total"] != found["num_lines"]:
+        table.add_row("solved", f"{found['num_solved']:,} of {counted(found['num_lines'], 'line')}")
+    for outcome, count in found["outcomes"].items():
+        table.add_row(outcome, f"{count:,}")
+    if found["reward"] is not None:
+        table.add_row("reward, mean", f"{found['reward']:.3f}")
+    for name, value in found["parts"].items():
+        table.add_row(f"  {name}", f"{value:.3f}")
+    return table
+
+
+def failures_view(graded: Sequence[Graded], count: int) -> Iterator[Panel]:
+    """Yield panels of up to `count` incorrect lines, ungraded ones first: question, parsed answer and right answer."""
+    wrong = [line for line in graded if not line.grade.correct]
+    wrong.sort(key=lambda line: line.grade.outcome is Outcome.GRADED)
+    for line in wrong[:count]:
+        grade, problem, text = line.grade, line.item.problem, line.item.text
+        assert problem is not None, "it was graded"
+        body = Text()
+        question = "\n".join(message.content for message in problem.messages)
+        _add(body, "question", _shortened(question, _QUESTION_SHOWN))
+        _add(body, "ends with", "..." * (len(text) > _END_SHOWN) + text[-_END_SHOWN:])
+        _add(body, "read as", "no answer" if grade.answer is None else _shortened(grade.answer, _QUESTION_SHOWN))
+        _add(body, "right", _shortened(problem.answer, _QUESTION_SHOWN))
+        if grade.items is not None:
+            _add(body, "score", f"{grade.items[0]} of {grade.items[1]}")
+        if grade.outcome is not Outcome.GRADED or grade.detail:
+            _add(body, grade.outcome.value, grade.detail)
+        yield Panel(body, title=Text(printable(line.item.place)), title_align="left")
+
+
+def _add(body: Text, label: str, value: str) -> None:
+    if body:
+        body.append("\n")
+    body.append(f"{label}: ", style="bold")
+    body.append(printable(value.strip()))
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[:width]}..."
