@@ -59,10 +59,6 @@ def serve(
         int | None,
         typer.Option(min=1, max=65535, help="Port to listen on; else the recipe's, or 8000 of a checkpoint."),
     ] = None,
-    admin_port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="Port to pin, roll back and pause on; else the recipe's, if any."),
-    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Of a checkpoint's weights, float32 unless given; a run's recipe says it of its own."),
@@ -79,7 +75,7 @@ def serve(
 
         with wait_display("looking for the newest run"):
             run_dir = newest_servable_run(runs_dir)
-        _serve_run(run_dir, host, port, admin_port)
+        _serve_run(run_dir, host, port)
         return
     from deploy.runs.references import find
 
@@ -90,10 +86,8 @@ def serve(
             raise UserError(str(error)) from error
     if found.is_run:
         _refuse_dtype(dtype)
-        _serve_run(found.directory, host, port, admin_port)
+        _serve_run(found.directory, host, port)
         return
-    if admin_port is not None:
-        raise UserError("--admin-port is for runs; a checkpoint by itself has no other version to pin")
     with wait_display("loading Ray and the service", at_once=True):
         from deploy.service.on_ray.launch import serve_checkpoint
 
@@ -105,8 +99,8 @@ def _refuse_dtype(dtype: str | None) -> None:
         raise UserError("--dtype is for checkpoints; a run's policy is held as rollout.engine.dtype of its recipe says")
 
 
-def _serve_run(run_dir: Path, host: str | None, port: int | None, admin_port: int | None) -> None:
+def _serve_run(run_dir: Path, host: str | None, port: int | None) -> None:
     with wait_display("loading Ray and the service", at_once=True):
         from deploy.service.on_ray.launch import serve_run
 
-    serve_run(run_dir, host, port, admin_port)
+    serve_run(run_dir, host, port)

@@ -51,7 +51,10 @@ class ServiceSection(BaseModel):
     admin_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port of the admin listener, which pins, rolls back and pauses; absent: no admin listener."""
     num_replicas: PositiveInt = 1
-    """Replicas of the policy."""
+    """Replicas of the engine."""
+    max_replicas: PositiveInt | None = None
+    """Let Ray Serve's autoscaler choose from `num_replicas` up to this many engines by their load; absent: always
+    `num_replicas`."""
     max_live_versions: Annotated[int, Field(ge=2)] = 4
     """Policy versions that a replica holds in memory: the newest, the base, and those that requests still use."""
     rate_limit: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}/(second|minute|hour|day)$")] = "6000/minute"
@@ -71,6 +74,8 @@ class ServiceSection(BaseModel):
     def _ports(self) -> ServiceSection:
         if self.admin_port == self.port:
             raise ValueError(f"admin_port {self.admin_port} is the service's port too; take another for one of them")
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} is below num_replicas {self.num_replicas}")
         return self
 
 

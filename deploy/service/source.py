@@ -63,6 +63,11 @@ class Source:
         """How often each key may ask."""
         return read_recipe(self.path).service.rate_limit if self.is_run else _RATE_OF_CHECKPOINT
 
+    @property
+    def max_replicas(self) -> int | None:
+        """The most engines that Serve's autoscaler may start; None if it is off."""
+        return read_recipe(self.path).service.max_replicas if self.is_run else None
+
     def callers(self, host: str, *, is_admin: bool = False) -> Callers:
         """Who may ask a listener on `host`. Other origins are for the service alone."""
         if not self.is_run:
