@@ -48,11 +48,10 @@ def gpu_memory_bytes() -> int | None:
     return min((torch.cuda.get_device_properties(device).total_memory for device in devices), default=None)
 
 
-def why_not_bindable(host: str, port: int, *, shares_port: bool = False) -> str | None:
-    """Explain why an address cannot be bound; None if it is free, or with `shares_port` if its listener shares it."""
+def why_not_bindable(host: str, port: int) -> str | None:
+    """Explain why an address cannot be bound; None if it is free."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shares_port)
         try:
             probe.bind((host, port))
         except OSError as error:

@@ -96,11 +96,11 @@ def _stay_on_loopback() -> None:
     By default Ray takes the address of the node's network card and listens on all interfaces. With clusters disabled it
     uses 127.0.0.1.
     """
+    # Private: Ray reads the variable only at import, and offers no other switch.
     from ray._private import ray_constants
 
     alone = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     os.environ.setdefault(alone, "0")
-    # Ray read the variable at import.
     ray_constants.ENABLE_RAY_CLUSTER = os.environ[alone] not in ("0", "false")
 
 
@@ -168,6 +168,16 @@ def _make_token(path: Path) -> None:
             whole.unlink()
 
 
+def ray_token() -> str:
+    """Return the token of Ray's HTTP servers, from where Ray itself reads it; empty if there is none or it is off."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return ""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return path.read_text(encoding="ascii").strip() if path.is_file() else ""
+
+
 def _why_no_ray(error: Exception, *, is_ours: bool) -> str:
     first_line = str(error).partition("\n")[0].strip() or type(error).__name__
     if not is_ours:
@@ -178,6 +188,7 @@ def _why_no_ray(error: Exception, *, is_ours: bool) -> str:
 
 def _keep_notes_in_logs() -> None:
     """Keep Ray's notes on dead workers out of our stdout, which `log_to_driver` does not do: they are in its logs."""
+    # Private: the public `log_to_driver` does not cover these notes.
     from ray._private import worker
 
     worker._worker_logs_enabled = False

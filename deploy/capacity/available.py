@@ -93,6 +93,7 @@ def _largest_store(to_come: float) -> int:
 
 def _most_by_autoscaler() -> dict[str, float]:
     """Return the cluster's resources once its autoscaler has started all machines that it may; empty without one."""
+    # Private: public APIs return only the machines that run now.
     from ray._private.state import state
 
     return {name: float(most) for name, most in (state.get_max_resources_from_cluster_config() or {}).items()}

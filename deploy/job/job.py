@@ -114,7 +114,16 @@ def _run_locked(
         on_event(_waiting("starting the registry"))
         with judge_servers(recipe.reward, spec.run_dir, on_event) if Phase.RL in spec.phases else nullcontext():
             keep_store = serve and not ray.is_ours
-            _run_on_ray(recipe, spec, mirror, num_seen=num_seen, serve=serve, keep_store=keep_store, on_event=on_event)
+            _run_on_ray(
+                recipe,
+                spec,
+                mirror,
+                num_seen=num_seen,
+                serve=serve,
+                keep_store=keep_store,
+                dashboard_url=ray.dashboard_url,
+                on_event=on_event,
+            )
         if serve and ray.is_ours:
             wait_for_interrupt()
 
@@ -127,6 +136,7 @@ def _run_on_ray(
     num_seen: int,
     serve: bool,
     keep_store: bool,
+    dashboard_url: str,
     on_event: Callable[[Event], None],
 ) -> None:
     from ray.exceptions import RayError
@@ -140,6 +150,7 @@ def _run_on_ray(
     except ValueError as error:
         # A run of the same name is under way, with actors of the same names.
         raise UserError(str(error)) from error
+    scale = partial(_scale_engines, _source(recipe, url), dashboard_url)
     try:
         # Before the pools are up: they and the learner group take about as long to start, so they start in parallel.
         fitted = _in_thread(lambda: fit(spec, actors))
@@ -153,7 +164,7 @@ def _run_on_ray(
         with (
             mirrored(mirror, spec.run_dir, on_event, note_failure) as heard,
             following(actors.coordinator, num_seen, heard),
-            scaling(recipe, spec, actors, on_event, partial(_scale_engines, _source(recipe, url)) if serve else None),
+            scaling(recipe, spec, actors, on_event, scale if serve else None),
             checkpoint_on_stop(fitted, actors.coordinator, on_event, checkpoint_bytes(recipe)),
         ):
             wait_until_ready(actors)
@@ -302,10 +313,10 @@ def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) ->
     return banner(recipe.run_dir, url)
 
 
-def _scale_engines(source: Source, num_replicas: int) -> None:
+def _scale_engines(source: Source, dashboard_url: str, num_replicas: int) -> None:
     from deploy.service.on_ray.launch import scale_engines
 
-    scale_engines(source, num_replicas)
+    scale_engines(source, num_replicas, dashboard_url)
 
 
 def _source(recipe: Recipe, registry: str) -> Source:

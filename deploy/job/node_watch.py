@@ -35,14 +35,14 @@ def node_processes() -> dict[str, NodeProcess]:
     These are the raylet of its node, and the GCS if this process started it: the GCS of other clusters may restart.
     Empty if they are unknown, as in a container with its own PID namespace.
     """
-    from ray._private import ray_constants
-    from ray._private.worker import _global_node as node
+    import ray
 
+    node = ray.get_runtime_context().worker.node
     assert node is not None, "Ray is connected"
     host, port = node.gcs_address.rsplit(":", 1)
     started = {
-        "Ray's raylet": (ray_constants.PROCESS_TYPE_RAYLET, None),
-        "Ray's GCS": (ray_constants.PROCESS_TYPE_GCS_SERVER, (host.strip("[]"), int(port))),
+        "Ray's raylet": ("raylet", None),
+        "Ray's GCS": ("gcs_server", (host.strip("[]"), int(port))),
     }
     ours = {
         what: NodeProcess(node.all_processes[kind][0].process.pid, address)

@@ -115,6 +115,8 @@ class Scaler:
     def _why_not(self, request: ScaleRequest, wanted: dict[Kind, int]) -> str:
         if "engines" in request.sizes and self._scale_engines is None:
             return f"engines: this run has no service; `{program()} train --serve` starts one with it"
+        if "engines" in request.sizes and self._recipe.service.max_replicas is not None:
+            return "engines: Ray Serve's autoscaler chooses their number (service.max_replicas)"
         if "samplers" in request.sizes and self._spec.gpus.colocate:
             return (
                 "samplers: each shares a GPU with a learner worker (gpus.colocate), and so there are as many as those"

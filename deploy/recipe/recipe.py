@@ -33,7 +33,10 @@ class ServiceSection(BaseModel):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Port to listen on."""
     num_replicas: PositiveInt = 1
-    """Replicas of the policy."""
+    """Replicas of the engine."""
+    max_replicas: PositiveInt | None = None
+    """Let Ray Serve's autoscaler choose from `num_replicas` up to this many engines by their load; absent: always
+    `num_replicas`."""
     max_live_versions: Annotated[int, Field(ge=2)] = 4
     """Policy versions that a replica holds in memory: the newest, the base, and those that requests still use."""
     rate_limit: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}/(second|minute|hour|day)$")] = "6000/minute"
@@ -46,6 +49,11 @@ class ServiceSection(BaseModel):
     allowed_origins: tuple[Origin, ...] = ()
     """Origins of other pages that may call the service and read its answers (CORS), such as `https://example.org`, or
     `*`."""
+    @model_validator(mode="after")
+    def _replicas(self) -> ServiceSection:
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ValueError(f"max_replicas {self.max_replicas} is below num_replicas {self.num_replicas}")
+        return self
 
 
 class Recipe(RunConfig):

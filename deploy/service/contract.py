@@ -96,7 +96,7 @@ Event = Began | BlocksDone | CanvasSeen | Done | Refused
 ENGINE_FAILED = Refused(status=500, code="engine_failed", message="The policy failed; see the service's log.")
 """The end of a job that failed by a mistake of ours, which another engine would make again."""
 DRAIN_TIMEOUT_S = 50.0
-"""What is under way has so long when the process of an engine or an ingress is told to end, in seconds."""
+"""Seconds that requests under way have when a replica of the engine or the ingress is stopped."""
 
 
 def num_open_after(events: Sequence[Event], num_open: int) -> int:
@@ -107,11 +107,7 @@ def num_open_after(events: Sequence[Event], num_open: int) -> int:
 
 
 class EngineLostError(Exception):
-    """The engine that a job ran on is gone, or out of reach. Another can go on."""
-
-
-class NoEngineError(EngineLostError):
-    """No engine took the job. One may come: whatever watches the engines starts another in place of a dead one."""
+    """The engine of a job died or is out of reach, or there was none in time. Another can continue the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +167,7 @@ class Backend(Protocol):
 
     def stream(self, job: Job) -> AsyncGenerator[list[Event]]:
         """The events of a job, those that came together in one list. The first is `Began` or `Refused`; the last is
-        `Refused`, or the `Done` of the last choice. Raises EngineLostError, NoEngineError where none took it."""
+        `Refused`, or the `Done` of the last choice. Raises EngineLostError."""
 
     async def states(self) -> list[EngineState]:
         """Every engine that answers, as it says of itself."""

@@ -62,6 +62,11 @@ class Source:
         """Rate limit of each key."""
         return read_recipe(self.path).service.rate_limit if self.is_run else _RATE_OF_CHECKPOINT
 
+    @property
+    def max_replicas(self) -> int | None:
+        """The most engines that Serve's autoscaler may start; None if it is off."""
+        return read_recipe(self.path).service.max_replicas if self.is_run else None
+
     def callers(self, host: str) -> Callers:
         """Host names and origins that a listener on `host` accepts."""
         if not self.is_run:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 from fastapi import FastAPI, Path
 from starlette.requests import Request
@@ -34,19 +34,17 @@ from deploy.service.checkpoints import Checkpoints
 from deploy.service.contract import Backend, EngineState
 from deploy.service.errors import ErrorBody, ServiceError, install_handlers
 from deploy.service.example import Examples
+from deploy.service.failover import with_failover
 from deploy.service.gateway.access import MAX_BODY_BYTES, AccessControl
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.callers import ANYBODY, Callers
 from deploy.service.gateway.rate_limits import RateLimits
-from deploy.service.link.cancellation import EndedError, unless
-from deploy.service.link.failover import with_failover
 
 _Number = Annotated[int, Path(ge=0, le=2**31 - 1)]
 GRAMMAR_TIMEOUT_S = 60.0
 """A request waits so long for its grammar to be made, in seconds."""
 # What is tokenized in the time that a thread takes to begin.
 _SHORT_BYTES = 2048
-_Result = TypeVar("_Result")
 _REFUSALS = (400, 404, 408, 413, 503)
 
 
@@ -118,9 +116,7 @@ class _Inference:
         # A grammar takes up to seconds of a core: they wait for each other, and nobody else for them.
         self._grammar_makers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
         self.is_draining = False
-        """Whether nothing more is taken: nobody takes over."""
-        self.is_leaving = False
-        """Whether another takes over: who listens to events asks that one. What still comes is answered."""
+        """Whether new requests are refused, and streams of events end."""
 
     @property
     def num_open(self) -> int:
@@ -139,9 +135,9 @@ class _Inference:
             job = service.planner.job(ask, plan)
             events = with_failover(service.backend, job, may_restart=not ask.stream)
             if not ask.stream:
-                body = await _unless_gone(request, writer.answer(events))
+                body = await writer.answer(events)
                 return Response(as_json(body), headers=_version_header(writer), media_type="application/json")
-            await _unless_gone(request, writer.begin(events))
+            await writer.begin(events)
             is_streamed = True
             return ServerSentEvents(writer.chunks(events), lambda: self._end(events), headers=_version_header(writer))
         finally:
@@ -151,7 +147,7 @@ class _Inference:
     async def _plan(self, ask: CompletionBody, request: Request) -> RequestPlan:
         is_short = int(request.headers.get("content-length", MAX_BODY_BYTES)) <= _SHORT_BYTES
         if ask.structure is not None and not self._service.codec.has_grammar(ask.structure):
-            return await _unless_gone(request, self._plan_with_grammar(ask))
+            return await self._plan_with_grammar(ask)
         if is_short and ask.structure is None:
             return self._service.planner.plan(ask)
         # Tokenizing a long text, or laying a grammar on a canvas, would hold up every stream.
@@ -288,7 +284,7 @@ def _add_policy(
     app: FastAPI, service: Service, watch: EngineWatch, inference: _Inference, listeners: _Listeners
 ) -> None:
     def is_over() -> bool:
-        return inference.is_draining or inference.is_leaving
+        return inference.is_draining
 
     @app.get("/v1/policy", **described(replies.Policy, 503))
     async def policy() -> replies.Policy:
@@ -343,12 +339,6 @@ def _add_health(app: FastAPI, watch: EngineWatch, inference: _Inference) -> None
     async def ping() -> replies.Ready:
         return await ready()
 
-    # What KubeRay asks each pod before it sends requests there; nobody else needs to know.
-    @app.get("/-/healthz", include_in_schema=False)
-    async def healthz() -> Response:
-        await ready()
-        return PlainTextResponse("success")
-
     @app.get("/version", **described(replies.D1Version))
     async def version() -> replies.D1Version:
         return replies.D1Version(version=version_of("d1"))
@@ -386,19 +376,3 @@ async def _found(service: Service, states: Sequence[EngineState], version: int, 
 def _version_header(writer: AnswerWriter) -> dict[str, str]:
     assert writer.policy is not None, "it has begun"
     return {"x-policy-version": str(writer.policy.version)}
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`, which is cancelled when the client goes."""
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        return await unless(work, gone)
-    except EndedError as error:
-        raise ServiceError(499, "The client has gone.", "client_gone") from error
-    finally:
-        gone.cancel()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

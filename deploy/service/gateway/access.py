@@ -20,29 +20,28 @@ from deploy.service.gateway.rate_limits import RateLimits
 
 MAX_BODY_BYTES = 1024 * 1024
 BODY_TIMEOUT_S = 60.0
-"""A body has so long to arrive, in seconds."""
-OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping", "/-/healthz", "/"})
+"""Time limit for a body to arrive, in seconds."""
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping", "/"})
 OPEN_PREFIX = "/assets/"
 _OPEN_METHODS = frozenset({"GET", "HEAD"})
-_REQUEST_ID = re.compile(rb"([A-Za-z0-9][A-Za-z0-9._-]{0,127})")
-_TRACE = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_LOGGED = 128
 
 
 def is_open(method: str, path: str) -> bool:
-    """Whether it takes no key: health, and the page, which has no secret."""
+    """Whether a request needs no key: health checks, and the page's files, which contain no secret."""
     return method in _OPEN_METHODS and (path in OPEN_PATHS or path.startswith(OPEN_PREFIX))
 
 
 class AccessControl:
-    """Lets nothing through without a key, except to the open paths, and no large body."""
+    """Rejects requests without a key, except to the open paths, and large bodies."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, rates: RateLimits, callers: Callers = ANYBODY) -> None:
         """Guard `app`."""
         self._app, self._keys, self._rates, self._callers = app, keys, rates, callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or refuse."""
+        """Forward the request, or refuse it."""
         if scope["type"] == "lifespan":
             try:
                 await self._app(scope, receive, send)
@@ -51,22 +50,21 @@ class AccessControl:
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            named = _Named(send, _request_id(scope))
-            with bound_contextvars(request_id=named.request_id):
-                await self._answer(scope, receive, named)
+            with bound_contextvars(request_id=_request_id(scope)):
+                await self._answer(scope, receive, _Answer(send))
 
-    async def _answer(self, scope: Scope, receive: Receive, named: _Named) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         began_s, method, path = time.monotonic(), scope["method"], scope["path"]
         try:
             error = await self._refusal(scope)
             if error is not None:
-                await error.response()(scope, receive, named)
+                await error.response()(scope, receive, answer)
             else:
-                await self._app(scope, _limited(receive, named), named)
+                await self._app(scope, _limited(receive, answer), answer)
         finally:
-            # Who looks at health looks every second.
+            # Health is polled every second.
             if not is_open(method, path):
-                what = {"method": method, "path": printable(path)[:_MAX_LOGGED], "status": named.status}
+                what = {"method": method, "path": printable(path)[:_MAX_LOGGED], "status": answer.status}
                 structlog.get_logger().info("request", **what, seconds=round(time.monotonic() - began_s, 3))
 
     async def _refusal(self, scope: Scope) -> ServiceError | None:
@@ -81,38 +79,36 @@ class AccessControl:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's own, the trace that it is in (W3C's `traceparent`, as OpenTelemetry sends it), or a new one."""
-    for header, form in ((b"x-request-id", _REQUEST_ID), (b"traceparent", _TRACE)):
-        sent = [value for name, value in scope["headers"] if name == header]
-        if len(sent) == 1 and (match := form.fullmatch(sent[0])):
-            return match[1].decode()
+    """Return the `x-request-id`, which Serve's proxy adds where the client sends none; a new id if it is malformed."""
+    sent = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    if len(sent) == 1 and _REQUEST_ID.fullmatch(sent[0]):
+        return sent[0].decode()
     return uuid.uuid4().hex
 
 
-class _Named:
-    """Sends an answer under the request's name."""
+class _Answer:
+    """Sends an answer and records its status. Serve's proxy adds its `x-request-id`."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send, self.request_id = send, request_id
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self.has_begun = False
         self.status: int | None = None
-        """None where the client went before there was an answer."""
+        """None if the client disconnected before the answer."""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_begun, self.status = True, message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
 
 
-def _limited(receive: Receive, answer: _Named) -> Receive:
-    """Stops a body that is too large or too slow while it comes, whatever length it announces."""
+def _limited(receive: Receive, answer: _Answer) -> Receive:
+    """Reject a body that is too large or too slow while it arrives, whatever length it announces."""
     num_bytes, is_whole, ends_s = 0, False, time.monotonic() + BODY_TIMEOUT_S
 
     async def limited() -> Message:
         nonlocal num_bytes, is_whole
         if is_whole:
-            # All that is left to hear is that the client goes.
+            # Only the client's disconnect can follow.
             return await receive()
         try:
             message = await asyncio.wait_for(receive(), ends_s - time.monotonic())

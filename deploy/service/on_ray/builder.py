@@ -1,4 +1,4 @@
-"""The service as `serve deploy` wants it: an application from the arguments of a YAML file."""
+"""The service for `serve deploy`: builds the application from the arguments of a YAML file."""
 
 # Without `from __future__ import annotations`: Ray looks at the annotation itself to check the arguments.
 import time
@@ -14,7 +14,6 @@ from actors.run_log import CHECKPOINTS
 from deploy.errors import UserError
 from deploy.runs.checkpoints import read_recipe
 from deploy.service.gateway.address import Address
-from deploy.service.link.contact import LOOPBACK
 from deploy.service.on_ray.launch import bound_application
 from deploy.service.source import Source
 
@@ -28,23 +27,23 @@ class Arguments(BaseModel):
 
     run_dir: Path
     """The run directory, absolute; every node of the cluster sees it."""
-    host: str = LOOPBACK
-    """Where each ingress listens; another address than loopback wants keys of your own."""
+    host: str = "127.0.0.1"
+    """Where Serve's proxies listen, as in `http_options`; another address than loopback needs keys of your own."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Likewise."""
     num_ingresses: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Processes that answer HTTP; several on one node share the port."""
+    """Replicas of the HTTP application."""
     num_engines: Annotated[int, Field(ge=1, le=1000)] | None = None
-    """Replicas of the policy; None for `service.num_replicas` of the run's recipe."""
+    """Replicas of the engine; None: `service.num_replicas` of the run's recipe."""
     wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds to wait for a run that is not there yet, or has no checkpoint to answer from: Ray Serve would not try
-    again."""
+    """Seconds to wait for a run that does not exist yet or has no checkpoint: Ray Serve does not retry."""
 
 
 def application(arguments: Arguments) -> Any:
-    """The service of a run, unstarted. Ray calls this on the cluster.
+    """Return the application of a run's service. Ray calls this on the cluster.
 
-    Raises UserError when there is no such run within `wait_s` or the address needs keys that nobody chose, what
-    `registry_url` raises when its registry cannot be reached.
+    Raises UserError if there is no such run within `wait_s` or the address needs keys that nobody has chosen, and what
+    `registry_url` raises if its registry cannot be reached.
     """
     if not arguments.run_dir.is_absolute():
         raise UserError(f"run_dir is {arguments.run_dir}; every node must find it, so it has to be absolute")
@@ -62,7 +61,7 @@ def application(arguments: Arguments) -> Any:
 
 
 def _wait_for_checkpoint(run_dir: Path, wait_s: float) -> None:
-    """Wait so long at most; whoever reads the run then says what is missing."""
+    """Wait for at most that long; reading the run then reports what is missing."""
     began, said = time.monotonic(), 0.0
     while (waited := time.monotonic() - began) < wait_s and not servable_checkpoints(run_dir / CHECKPOINTS):
         if waited >= said:

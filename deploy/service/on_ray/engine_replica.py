@@ -3,66 +3,71 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 
-import ray
+import structlog
 import torch
 from ray import serve
+from structlog.contextvars import bind_contextvars
 
-from deploy.service.contract import DRAIN_TIMEOUT_S, EngineState, FollowerStatus
+from deploy.service.contract import DRAIN_TIMEOUT_S, ENGINE_FAILED, EngineState, Event, FollowerStatus, Job
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
-from deploy.service.engine.engine_server import EngineServer
 from deploy.service.engine.follower import VersionFollower
-from deploy.service.link.contact import LOOPBACK, Contact
 from deploy.service.on_ray.given_device import given_device
 from deploy.service.on_ray.ray_metrics import EngineMetrics
 from deploy.service.source import Source
 
 
 @serve.deployment(
-    # Jobs go past Serve; these ask how it stands.
-    max_ongoing_requests=256,
+    # Above the engine's own limit, so that it refuses the excess itself (429 with Retry-After).
+    max_ongoing_requests=1024,
     # A new deployment of the run starts its replicas before the old ones stop.
     max_surge_percent=100,
-    # A dead one is noticed here, and nowhere earlier: the others do its work until the next has started.
     health_check_period_s=1,
     graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S + 10,
-    # Little enough to be placed beside a run that has all the CPUs.
+    # Small enough to be placed next to a run that has all the CPUs.
     ray_actor_options={"num_cpus": 0.01},
 )
 class EngineReplica:
     """Denoises with the newest version of one run, or with a checkpoint."""
 
     def __init__(self, source: Source, num_threads: int) -> None:
-        """Begin with the newest checkpoint, or with what the registry already announces."""
+        """Load the newest checkpoint, or the version that the registry announces."""
         torch.set_num_threads(num_threads)
         versions = source.versions(given_device(), num_threads)
         self._follower: VersionFollower | None = None
         follower_status: Callable[[], FollowerStatus] | None = None
         if (registry := source.registry()) is not None:
             self._follower = follower = VersionFollower(registry, versions, source.path)
-            # Not healthy before it has what its siblings serve: a new replica never answers with an older version.
+            # Not healthy before it has the version of the other replicas: it never answers with an older one.
             follower.follow_once(0)
             follower.ensure_running()
-            follower_status = lambda: follower.status  # noqa: E731 - it is asked each time
-        replica = serve.get_replica_context().replica_id.unique_id
+            follower_status = lambda: follower.status  # noqa: E731 - it is read each time
+        context = serve.get_replica_context()
+        replica = context.replica_id.unique_id
         self._host = EngineHost(versions, Engine(versions), replica=replica, follower_status=follower_status)
-        self._listener = EngineServer(self._host, replica)
-        self._metrics = EngineMetrics(serve.get_replica_context().app_name, replica)
+        self._metrics = EngineMetrics(context.app_name, replica)
 
-    async def contact(self, node_id: str) -> Contact:
-        """Where an ingress on that node of Ray reaches it: nothing but loopback is opened until one elsewhere asks."""
-        is_here = node_id == ray.get_runtime_context().get_node_id()
-        address = LOOPBACK if is_here else ray.util.get_node_ip_address()
-        return await asyncio.to_thread(self._listener.contact, address)
+    async def stream(self, job: Job) -> AsyncGenerator[list[Event], None]:
+        """As `Backend.stream`. Serve cancels it when the ingress cancels its call."""
+        bind_contextvars(request_id=job.request_id)
+        try:
+            async with aclosing(self._host.stream(job)) as stream:
+                async for events in stream:
+                    yield events
+        except Exception:
+            structlog.get_logger().exception("job_failed")
+            yield [ENGINE_FAILED]
 
     async def state(self) -> EngineState:
-        """How it stands."""
+        """Return the state of this engine."""
         return self._host.state()
 
     def check_health(self) -> None:
-        """Serve asks every second, and replaces what raises."""
+        """Update the metrics. Serve calls it every second, and replaces a dead replica."""
         if self._follower is not None:
             self._follower.ensure_running()
         engine, versions = self._host.engine, self._host.versions
@@ -73,11 +78,11 @@ class EngineReplica:
             num_swaps=versions.num_swaps,
             version=versions.policy.version,
         )
-        if not (engine.is_alive and self._listener.is_alive):
-            raise RuntimeError("a thread of the engine has died")
+        if not engine.is_alive:
+            structlog.get_logger().error("engine_thread_died")
+            # Serve would wait for the jobs of an unhealthy replica. This way they continue on another one at once.
+            os._exit(1)
 
     async def __del__(self) -> None:
-        """Serve calls it once, when it stops a replica: what is under way comes to its end."""
-        # What an engine without its thread has under way ends on another.
-        await asyncio.to_thread(self._listener.close, DRAIN_TIMEOUT_S if self._host.engine.is_alive else 0.0)
+        """Stop the engine. Serve calls it once the jobs of a replica that it stops have ended."""
         await asyncio.to_thread(self._host.engine.close)

@@ -1,12 +1,15 @@
-"""Bringing the service up, on the cluster of a training job or on one of its own."""
+"""Start the service on Ray Serve: on the cluster of a training job, or on a Ray of its own."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -14,10 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.run_log import CHECKPOINTS
-from deploy.errors import RunFailedError, UserError
+from deploy.errors import RunFailedError, UserError, reason
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
 from deploy.machine import num_cpus, why_not_bindable
-from deploy.ray_session import RaySession, ray_session, registry_of_cluster
+from deploy.ray_session import RaySession, ray_session, ray_token, registry_of_cluster
 from deploy.service.example import example_request
 from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import (
@@ -39,6 +42,10 @@ _DRAIN_TIMEOUT_S = 30.0
 _CALL_TIMEOUT_S = 5.0
 _SCALE_TIMEOUT_S = 30.0
 _POLL_S = 0.2
+# From the end of the last answer in the ingress to its end in the proxy.
+_FLUSH_S = 1.0
+# Longer than clients' keep-alive, to avoid races.
+_KEEP_ALIVE_S = 75
 _ENGINE, _INGRESS = "EngineReplica", "Ingress"
 
 
@@ -46,8 +53,8 @@ def serve_run(run_dir: Path, host: str | None, port: int | None) -> None:
     """Serve a run's newest policy; `host` and `port` default to the recipe's.
 
     With RAY_ADDRESS set, on that cluster: returns when the service is up, and it stays. Otherwise on a Ray of its own,
-    until Ctrl-C or SIGTERM; then it finishes what is under way. Raises UserError when there is nothing to serve, the
-    address cannot be used or there can be no registry; RunFailedError when it does not come up.
+    until Ctrl-C or SIGTERM; then it finishes the requests under way. Raises UserError if there is nothing to serve, the
+    address cannot be used or there is no registry; RunFailedError if it does not start.
     """
     from deploy.runs.checkpoints import newest_servable, read_recipe
 
@@ -66,7 +73,7 @@ def serve_run(run_dir: Path, host: str | None, port: int | None) -> None:
 def serve_checkpoint(
     directory: Path, host: str | None, port: int | None, dtype: Literal["float32", "bfloat16"] = "float32"
 ) -> None:
-    """Serve a checkpoint that has no run, its weights held in `dtype`; without `host` or `port` at a recipe's defaults.
+    """Serve a checkpoint without a run, its weights held in `dtype`; without `host` or `port` at a recipe's defaults.
     Otherwise as `serve_run`."""
     from deploy.recipe.recipe import ServiceSection
     from deploy.service.api.text_codec import TextCodec
@@ -86,16 +93,16 @@ def serve_checkpoint(
             generation_defaults(directory)
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
-    # Only now: this writes a key into the directory, which might have been anybody's.
+    # After the checks: this writes a key into the directory, which might have been anybody's.
     _check_listener(source, address)
     with _ray() as ray:
         _serve(source, address, 1, is_ours=ray.is_ours)
 
 
 def _check_listener(source: Source, address: Address) -> None:
-    """Raise UserError for unusable keys or a taken port, before Ray starts, which takes longest.
+    """Raise UserError for unusable keys or ports, before Ray starts, which takes longest.
 
-    On a running cluster the port may belong to our own service, which the new one replaces; that is checked later.
+    On an existing cluster the port may be this service's own: `deploy_source` checks it.
     """
     _check_keys(address.host)
     read_keys(source.path)
@@ -107,7 +114,7 @@ def _check_listener(source: Source, address: Address) -> None:
 def _ray() -> Iterator[RaySession]:
     with ExitStack() as ray:
         with wait_display("connecting to Ray" if "RAY_ADDRESS" in os.environ else "starting Ray", at_once=True):
-            session = ray.enter_context(ray_session(dashboard=False))
+            session = ray.enter_context(ray_session(dashboard=True))
         yield session
 
 
@@ -123,7 +130,7 @@ def banner(run_dir: Path, url: str) -> str:
 
 
 def banner_of_key(url: str, key: str) -> str:
-    """What a terminal is shown besides, and no log. A browser sends nobody what follows the #."""
+    """Return what is shown on a terminal only, never in a log. A browser does not send the part after the #."""
     return f"The key is {key}\nThe page, with the key: {url}/#key={key}"
 
 
@@ -141,7 +148,7 @@ def _serve(source: Source, address: Address, num_replicas: int, *, is_ours: bool
     import ray
     from rich.console import Console
 
-    # On a cluster the GPUs are a run's; a Ray of our own has nobody else to ask for them.
+    # On a cluster the GPUs are a run's; a Ray of our own has no other user.
     num_gpus = 1 if is_ours and ray.available_resources().get("GPU", 0) >= num_replicas else 0
     with suppress(KeyboardInterrupt), terminated_by_sigterm():
         with wait_display("starting the service", at_once=True) as waiting:
@@ -151,7 +158,7 @@ def _serve(source: Source, address: Address, num_replicas: int, *, is_ours: bool
                 address.port,
                 num_replicas,
                 num_gpus=num_gpus,
-                # A core is left to who asks, a browser say: a thread that waits for a core makes all others wait.
+                # One core is left to the proxy, the ingress and the clients: threads that wait for a core block others.
                 num_threads=max(1, (num_cpus() - 1) // num_replicas) if is_ours else 1,
                 say=waiting.change,
             )
@@ -178,54 +185,72 @@ def deploy_source(
     num_threads: int = 1,
     say: Callable[[str], object] = lambda _: None,
 ) -> str:
-    """Put the service on the connected cluster and wait until it answers; it outlives this process. Returns its URL.
+    """Deploy the service on the connected cluster and wait until it answers; it outlives this process. Returns its URL.
 
-    Deployed again for the same source, the replicas are replaced one after another without a gap.
+    Deployed again for the same source, its replicas are replaced one after another without a gap.
 
     Args:
         source: what is served; a run must have a checkpoint.
-        host: where each ingress listens.
+        host: where Serve's proxy on the head node listens.
         port: likewise.
-        num_replicas: the engines.
-        num_gpus: of each engine; without, it computes on the CPU.
-        num_threads: of the CPU, for each engine; one for each process that shares the machine with a run.
-        say: is told what is waited for, each time that it is something else.
+        num_replicas: the number of engines; of a run with `service.max_replicas` the least number.
+        num_gpus: GPUs of each engine; 0: it computes on the CPU.
+        num_threads: CPU threads of each engine; 1 for processes that share the machine with a run.
+        say: receives progress.
 
     Raises:
-        UserError: a port that is taken, a cluster that already serves something else, or an address that others can
-            reach without keys of the user's own.
-        RunFailedError: the replicas did not come up.
+        UserError: the port is taken, the cluster serves something else, the service listens elsewhere, or others can
+            reach the address without keys of the user's own.
+        RunFailedError: the replicas did not start.
     """
     from ray import serve
 
     name, address = f"d1-{source.name}", Address(host=host, port=port)
     application = bound_application(source, address, num_replicas, num_gpus=num_gpus, num_threads=num_threads)
     say("starting Ray Serve")
-    _start_serve()
-    running = set(serve.status().applications)
-    if others := sorted(running - {name}):
+    # Its progress notes would mix with the caller's output.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    before = serve.status()
+    if others := sorted(set(before.applications) - {name}):
         raise UserError(f"this cluster already serves {others[0]}; `serve shutdown` ends that, or use another cluster")
-    # What runs already listens where it listens: its successor takes over from it.
-    _check_port(address, shares_port=name in running)
-    # Nothing here waits without limit, as serve.run does.
-    target = serve.RunTarget(application, name=name, route_prefix=None, external_scaler_enabled=True)
+    if before.applications:
+        _check_address(name, address)
+    else:
+        if before.proxies:
+            # Proxies without an application: they cannot change their address.
+            serve.shutdown()
+        _check_port(address)
+    options = {"host": host, "port": port, "keep_alive_timeout_s": _KEEP_ALIVE_S}
+    serve.start(proxy_location="HeadOnly", http_options=options)
+    # `serve.run` would wait without a limit.
+    target = serve.RunTarget(
+        application, name=name, route_prefix="/", external_scaler_enabled=source.max_replicas is None
+    )
     serve.run_many([target], wait_for_applications_running=False)
-    awaited = {_ENGINE: f"the engines to load {source.name}", _INGRESS: f"port {port}"}
+    awaited = {_ENGINE: f"the engines to load {source.name}", _INGRESS: "the HTTP ingress"}
     _wait_until_running(name, awaited, _ready_within_s(source), say)
     return address.url
 
 
-def scale_engines(source: Source, num_replicas: int) -> None:
-    """Have so many engines in the service of a source, which is up. Those that are there answer on; who has to go ends
-    what it is at."""
-    import ray
-    from ray.serve._private.common import DeploymentID
-    from ray.serve.context import _get_global_client
+def scale_engines(source: Source, num_replicas: int, dashboard_url: str) -> None:
+    """Set the number of engines of a running service, through Serve's REST API. Surplus ones finish their requests.
 
-    # What Serve's REST interface calls, which listens on the head node alone.
-    client: Any = _get_global_client()
-    engines = DeploymentID(name=_ENGINE, app_name=f"d1-{source.name}")
-    ray.get(client._controller.update_deployment_replicas.remote(engines, num_replicas), timeout=_SCALE_TIMEOUT_S)
+    Redeploying with another number would restart all engines. Raises RunFailedError if Ray refuses or does not answer.
+    """
+    request = urllib.request.Request(
+        f"http://{dashboard_url}/api/v1/applications/d1-{source.name}/deployments/{_ENGINE}/scale",
+        json.dumps({"target_num_replicas": num_replicas}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    if token := ray_token():
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        urllib.request.urlopen(request, timeout=_SCALE_TIMEOUT_S).close()  # noqa: S310 - likewise
+    except urllib.error.HTTPError as error:
+        with error:
+            raise RunFailedError(f"Ray Serve refuses: {error.read().decode(errors='replace').strip()}") from error
+    except OSError as error:
+        raise RunFailedError(f"Ray's dashboard at {dashboard_url} does not answer: {reason(error)}") from error
 
 
 def bound_application(
@@ -235,37 +260,37 @@ def bound_application(
     *,
     num_gpus: float,
     num_threads: int = 1,
-    num_ingresses: int | None = None,
+    num_ingresses: int = 1,
 ) -> Any:
-    """The engines and the ingress before them, unstarted: a bound class carries its options to the cluster.
+    """Return the engines and their ingress as a Serve application that is not deployed yet.
 
     Args:
         source: what is served.
-        address: where each ingress listens.
-        num_replicas: the engines.
-        num_gpus: of each engine.
+        address: where Serve's proxies listen.
+        num_replicas: the number of engines; of a run with `service.max_replicas` the least number.
+        num_gpus: GPUs of each engine.
         num_threads: as in `deploy_source`.
-        num_ingresses: None for one, on the head node.
+        num_ingresses: replicas of the HTTP application.
 
-    Raises UserError where the keys cannot be read, or nobody has chosen those that an address needs.
+    Raises UserError if the keys cannot be read, or the address needs keys that nobody has chosen.
     """
-    from deploy.service.gateway.http_server import ON_HEAD
     from deploy.service.on_ray.engine_replica import EngineReplica
     from deploy.service.on_ray.ingress import Ingress
 
     engine_class: Any = EngineReplica
     ingress_class: Any = Ingress
-    resources = {"num_cpus": 0.01, "num_gpus": num_gpus}
     _check_keys(address.host)
     keys = read_keys(source.path)
-    engines = engine_class.options(num_replicas=num_replicas, ray_actor_options=resources).bind(source, num_threads)
-    placed = {"ray_actor_options": ON_HEAD} if num_ingresses is None else {"num_replicas": num_ingresses}
-    is_alone = num_ingresses in (None, 1)
-    return ingress_class.options(**placed).bind(engines, source, keys, address, is_alone=is_alone)
+    scale: dict[str, Any] = {"num_replicas": num_replicas}
+    if source.max_replicas is not None:
+        scale = {"autoscaling_config": {"min_replicas": num_replicas, "max_replicas": source.max_replicas}}
+    engines = engine_class.options(ray_actor_options={"num_cpus": 0.01, "num_gpus": num_gpus}, **scale)
+    ingresses = ingress_class.options(num_replicas=num_ingresses)
+    return ingresses.bind(engines.bind(source, num_threads), source, keys, address, is_alone=num_ingresses == 1)
 
 
 def _check_keys(host: str) -> None:
-    """Raise UserError if other machines can reach the address, but the user has set no keys."""
+    """Raise UserError if others can reach the address and nobody has chosen the keys that it needs."""
     if not is_loopback(host) and not are_explicit():
         raise UserError(
             f"{host} can be reached from other machines; choose the keys yourself, in {TOKEN_VARIABLE} or in a file "
@@ -273,37 +298,43 @@ def _check_keys(host: str) -> None:
         )
 
 
+def _check_address(name: str, address: Address) -> None:
+    """Raise UserError if the running application listens elsewhere: Serve's proxies cannot change their address."""
+    from ray import serve
+
+    listens_on = address
+    # An ingress that does not answer is replaced.
+    with suppress(Exception):
+        handle = serve.get_deployment_handle(_INGRESS, app_name=name)
+        listens_on = handle.address.remote().result(timeout_s=_CALL_TIMEOUT_S)
+    if listens_on != address:
+        raise UserError(
+            f"cannot listen on {address.host}:{address.port}: the service already listens on {listens_on.host}:"
+            f"{listens_on.port}, and Ray Serve cannot change that; run `serve shutdown` first"
+        )
+
+
 def _drain(source: Source) -> None:
-    """Refuse what is new, in our error format, and let what is under way come to its end."""
+    """Refuse new requests with 503, and let those under way finish."""
     from ray import serve
 
     handle = serve.get_deployment_handle(_INGRESS, app_name=f"d1-{source.name}")
     deadline = time.monotonic() + _DRAIN_TIMEOUT_S
-    # Whatever does not answer any more is not waited for.
+    # A service that does not answer is not waited for.
     with suppress(Exception):
         while sum(handle.broadcast("drain").results(timeout_s=_CALL_TIMEOUT_S)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        # What has its answer may not have all of it yet.
-        handle.broadcast("end").results(timeout_s=_CALL_TIMEOUT_S)
+        time.sleep(_FLUSH_S)
 
 
-def _start_serve() -> None:
-    """Start Serve, or use what runs. It has no proxies: the ingress listens itself."""
-    from ray import serve
-
-    # Its driver-side progress notes would run through the caller's output.
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    serve.start(proxy_location="Disabled")
-
-
-def _check_port(address: Address, *, shares_port: bool = False) -> None:
-    """Raise UserError where something else listens there; with `shares_port`, something that does not share it."""
-    if why := why_not_bindable(address.host, address.port, shares_port=shares_port):
+def _check_port(address: Address) -> None:
+    """Raise UserError if something else listens there."""
+    if why := why_not_bindable(address.host, address.port):
         raise UserError(f"cannot listen on {address.host}:{address.port}: {why}; choose another port")
 
 
 def _ready_within_s(source: Source) -> float:
-    """Seconds that the service of a source may take to come up: its engines read the weights."""
+    """Return the seconds that the service may take to start: its engines read the weights."""
     directory = source.path / CHECKPOINTS / "initial" if source.is_run else source.path
     return transfer_timeout_s(_READY_TIMEOUT_S, max_float32_bytes(checkpoint_chain(directory)[-1]))
 
@@ -312,12 +343,12 @@ def _wait_until_running(name: str, awaited: Mapping[str, str], within_s: float, 
     """Wait for an application.
 
     Args:
-        name: its name.
-        awaited: what is waited for while a deployment, by its name, is not up.
-        within_s: how long.
-        say: is told.
+        name: the application.
+        awaited: the description of each deployment, for progress.
+        within_s: time limit in seconds.
+        say: receives progress.
 
-    Raises RunFailedError when it is not up by then, or cannot come up.
+    Raises RunFailedError if it is not running by then, or fails to start.
     """
     from ray import serve
 
@@ -334,7 +365,7 @@ def _wait_until_running(name: str, awaited: Mapping[str, str], within_s: float, 
         if application.status == "RUNNING":
             return
         if application.status == "DEPLOY_FAILED":
-            # Serve tells the traceback of whom it could not start; what it ends with is why.
+            # Serve gives the traceback of the replica that failed. Its last line is the reason.
             lines = application.message.strip().splitlines() or ["Ray Serve does not say why"]
             raise RunFailedError(f"the service did not come up: {lines[-1].strip()}")
         if time.monotonic() > deadline:

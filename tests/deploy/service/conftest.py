@@ -286,21 +286,20 @@ def mortal_service(service, monkeypatch):
         async def aclose(self):
             await self.host.aclose()
 
-    monkeypatch.setattr("deploy.service.link.failover._PAUSE_S", 0)
+    monkeypatch.setattr("deploy.service.failover._PAUSE_S", 0)
     return replace(service, backend=Mortal(service.backend))
 
 
 @pytest.fixture
 def serve_cluster(monkeypatch):
-    """Start a Ray owned by this process on which a service can be deployed. Returns its address."""
+    """Start a Ray owned by this process on which a service can be deployed. Returns its context."""
     for name in ("D1_REDIS_URL", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("D1_API_TOKEN", TOKEN)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")
-    start = partial(ray.init, address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    connect_with_retries(partial(start, object_store_memory=10**8), MAX_STARTS)
-    yield ray.get_runtime_context().gcs_address
+    start = partial(ray.init, address="local", num_cpus=2, include_dashboard=True, log_to_driver=False)
+    yield connect_with_retries(partial(start, object_store_memory=10**8), MAX_STARTS)
     shut_down_ray()
     forget_serve()

@@ -1,6 +1,7 @@
 """DiffusionGemma over HTTP: the renoising sampler's text, and the canvases that it records."""
 
 import asyncio
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -11,8 +12,7 @@ import pytest
 from deploy.service.api.text_codec import MASKED
 from deploy.service.contract import BlocksDone, CanvasSeen, Done, EngineLostError, Job
 from deploy.service.engine.engine import Engine
-from deploy.service.link.failover import with_failover
-from deploy.service.link.serialization import pack, unpack
+from deploy.service.failover import with_failover
 from learner.model.renoising.policy import load_renoising_policy
 from learner.model.tokenizer import make_tokenizer
 from learner.seeds import fold
@@ -227,12 +227,12 @@ class DyingOnce:
 
     async def stream(self, job):
         # Serialised as in transit, in both directions.
-        self.jobs.append(unpack(pack(job)))
+        self.jobs.append(pickle.loads(pickle.dumps(job)))
         num_left = len(job.requests)
         async with aclosing(self.host.stream(self.jobs[-1])) as stream:
             async for events in stream:
                 for event in events:
-                    yield [unpack(pack(event))]
+                    yield [pickle.loads(pickle.dumps(event))]
                     num_left -= isinstance(event, BlocksDone)
                     if not num_left and len(self.jobs) == 1:
                         raise EngineLostError("SIGKILL")
@@ -244,7 +244,7 @@ async def collected(stream):
 
 
 def test_a_job_outlives_its_engine_at_the_borders_of_canvases(host, monkeypatch):
-    monkeypatch.setattr("deploy.service.link.failover._PAUSE_S", 0)
+    monkeypatch.setattr("deploy.service.failover._PAUSE_S", 0)
     job = Job(requests=(request(1), request(2)), wanted="policy")
 
     def done(backend):

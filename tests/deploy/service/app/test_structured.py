@@ -1,6 +1,7 @@
 """Structured outputs (schema, regex or choices), over HTTP and through an engine."""
 
 import json
+import pickle
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from deploy.requests.body import CompletionRequest
-from deploy.service.link.serialization import pack, unpack
 from tests.deploy.service.app.asking import ASK, CHAT, assert_error, events_of
 
 SCHEMA = {
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_refused_in_the_names_of_the_body(client, asked, param
 def test_choices_of_one_job_travel_with_one_grammar(service):
     ask = CompletionRequest.model_validate(ASK | {"structured_outputs": {"regex": "[0-9]+"}, "n": 20})
     plan = service.planner.plan(ask)
-    job = unpack(pack(service.planner.job(ask, plan)))
+    job = pickle.loads(pickle.dumps(service.planner.job(ask, plan)))
     assert all(request.grammar is None for request in job.requests)
     assert all(request.grammar.digest == plan.grammar.digest for request in job.whole_requests)
 

@@ -17,7 +17,7 @@ from deploy.service.engine.engine_host import EngineHost, Mailbox
 from deploy.service.engine.loaded_version import NoRoomError, NoSuchVersionError, RefusedVersionError
 from deploy.service.engine.loading import VersionLoader
 from deploy.service.engine.versions import Versions
-from deploy.service.link.failover import MAX_LOST, with_failover
+from deploy.service.failover import MAX_LOST, with_failover
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 
@@ -545,7 +545,7 @@ def test_a_stream_whose_version_is_gone_ends_with_an_error_and_a_whole_answer_be
 
 
 def test_engines_that_die_without_end_end_in_a_refusal(host, monkeypatch):
-    monkeypatch.setattr("deploy.service.link.failover._PAUSE_S", 0)
+    monkeypatch.setattr("deploy.service.failover._PAUSE_S", 0)
     backend = DyingBackend(host, *[0] * MAX_LOST)
     events = asyncio.run(collect(with_failover(backend, job(), may_restart=True)))
     assert [event.code for event in events] == ["engine_unavailable"]

@@ -4,18 +4,22 @@ import gc
 import json
 import socket
 import stat
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from weakref import ref
 
 import pytest
 import torch
+import yaml
 
 from actors.weights.tensors import make_manifest
 from deploy.errors import RunFailedError, UserError
 from deploy.ray_session import RaySession
+from deploy.recipe.recipe import ServiceSection
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
 from deploy.service.engine.loading import VersionLoader
 from deploy.service.gateway.address import Address
@@ -402,7 +406,7 @@ def taken_port():
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_port_that_is_taken_is_refused_before_ray_starts(run_dir, taken_port, free_port):
+def test_a_port_that_is_taken_is_refused_before_ray_starts(run_dir, taken_port):
     said = rf"^cannot listen on 127\.0\.0\.1:{taken_port}: address already in use; choose another port$"
     with pytest.raises(UserError, match=said):
         serve_run(run_dir, "127.0.0.1", taken_port)
@@ -520,3 +524,62 @@ def test_a_checkpoint_is_held_in_the_precision_that_was_asked_for(run_dir):
         source = Source(directory=directory, is_run=False, registry_url=None, dtype=dtype)
         model = source.versions("cpu")._current.sampler.model
         assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Answers as Serve's REST API."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.asked.append((self.path, body, self.headers["authorization"]))
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(b'{"error": "no such luck"}')
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def dashboard():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Dashboard)
+    server.asked, server.status = [], 200
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(20)
+
+
+def test_engines_are_scaled_through_serves_rest_api(run_dir, dashboard, free_port, monkeypatch):
+    source, url = Source(directory=str(run_dir), is_run=True, registry_url=None), f"127.0.0.1:{dashboard.server_port}"
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 16)
+    launch.scale_engines(source, 3, url)
+    path = "/api/v1/applications/d1-tiny/deployments/EngineReplica/scale"
+    assert dashboard.asked == [(path, {"target_num_replicas": 3}, "Bearer " + "t" * 16)]
+    dashboard.status = 412
+    with pytest.raises(RunFailedError, match=r"^Ray Serve refuses: .*no such luck"):
+        launch.scale_engines(source, 3, url)
+    with pytest.raises(RunFailedError, match=rf"^Ray's dashboard at 127\.0\.0\.1:{free_port} does not answer: "):
+        launch.scale_engines(source, 3, f"127.0.0.1:{free_port}")
+
+
+@pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
+def test_serves_autoscaler_chooses_the_number_of_engines_where_the_recipe_gives_a_range(run_dir):
+    source, here = (
+        Source(directory=str(run_dir), is_run=True, registry_url=None),
+        Address(host="127.0.0.1", port=8000),
+    )
+
+    def engines():
+        return launch.bound_application(source, here, 2, num_gpus=0)._bound_deployment.init_args[0]._bound_deployment
+
+    assert engines().num_replicas == 2
+    recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
+    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"service": {"num_replicas": 2, "max_replicas": 5}}))
+    scale = engines()._deployment_config.autoscaling_config
+    assert (scale.min_replicas, scale.max_replicas) == (2, 5)
+    with pytest.raises(ValueError, match="max_replicas 1 is below num_replicas 2"):
+        ServiceSection(num_replicas=2, max_replicas=1)

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -73,7 +72,7 @@ def test_no_request_is_dropped_while_versions_change(
     script = "import sys; from pathlib import Path; from deploy.service.on_ray.launch import serve_run\n"
     script += "serve_run(Path(sys.argv[1]), '127.0.0.1', int(sys.argv[2]))"
     job = [sys.executable, "-c", script, str(run_dir), str(free_port)]
-    environment = os.environ | {"RAY_ADDRESS": serve_cluster}
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     done = subprocess.run(job, env=environment, timeout=600, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     url = f"http://127.0.0.1:{free_port}"
@@ -118,7 +117,7 @@ def test_no_request_is_dropped_while_versions_change(
     assert call(f"{url}/health")[1]["registry_reachable"]
     registry.close()
 
-    # Deployed again, as by a resumed run, the service has no gap; a port that somebody else has is refused.
+    # Deployed again, as by a resumed run, the service has no gap. It cannot move to another port.
     asker = Asker(url, 1)
     source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())
     assert deploy_source(source, "127.0.0.1", free_port, 1) == url
@@ -126,10 +125,10 @@ def test_no_request_is_dropped_while_versions_change(
     asker.stop()
     assert {status for status, _ in asker.answers} == {200}
     assert asker.longest_s < 10, "requests waited for the new replica to start"
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen on 127"):
-        deploy_source(source, "127.0.0.1", taken.getsockname()[1], 1)
+    with pytest.raises(UserError, match=f"already listens on 127.0.0.1:{free_port}, and Ray Serve cannot"):
+        deploy_source(source, "127.0.0.1", free_port + 1, 1)
 
-    assert statuses_while_engines_come_and_go(url, source) == {200}
+    assert statuses_while_engines_come_and_go(url, source, serve_cluster.dashboard_url) == {200}
 
     assert_nothing_stays()
 
@@ -143,14 +142,14 @@ def assert_nothing_stays():
     wait_until(lambda: not alive(started), "the processes to end", 30)
 
 
-def statuses_while_engines_come_and_go(url, source):
+def statuses_while_engines_come_and_go(url, source, dashboard_url):
     """From one to two and back, while clients ask."""
     asker = Asker(url, 2)
-    scale_engines(source, 2)
+    scale_engines(source, 2, dashboard_url)
     wait_until(lambda: len(processes(ENGINE)) == 2, "another engine")
     num_before = len(asker.answers)
     wait_until(lambda: len(asker.answers) > num_before + 10, "answers of both")
-    scale_engines(source, 1)
+    scale_engines(source, 1, dashboard_url)
     wait_until(lambda: len(processes(ENGINE)) == 1, "one engine to go")
     asker.stop()
     return {status for status, _ in asker.answers}
@@ -228,7 +227,7 @@ def test_no_answer_is_lost_while_engines_die_and_versions_change(deployed):
     # A client that goes away frees its slots long before its answer would be done, at most of five tries.
     assert sum(2 * slots_taken_s(url, hangs_up=True) < slots_taken_s(url, hangs_up=False) for _ in range(5)) > 2
 
-    # The death of the ingress is not: its connections break, and none is taken until there is another.
+    # The death of the ingress is not hidden: its requests fail, and later ones wait for the next ingress.
     asker = Asker(url, 2)
     wait_until(lambda: len(asker.answers) > 2, "answers")
     (victim,) = processes(INGRESS)
@@ -239,7 +238,7 @@ def test_no_answer_is_lost_while_engines_die_and_versions_change(deployed):
     asker.stop()
     others = {status for status, _ in asker.answers} - {200}
     assert others, "the ingress died unnoticed"
-    assert others <= BROKEN, others
+    assert others <= BROKEN | {"JSONDecodeError"}, others
 
 
 def slots_taken_s(url, *, hangs_up):
@@ -294,7 +293,7 @@ def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tm
         status, body = call(f"{url}/v1/completions", ASK)
         assert (status, body["policy_version"]) == (200, 1)
         # Ray's own processes too: GCS, raylet, dashboard, metrics. Serve gives each replica a port for calls of other
-        # deployments, on all addresses; it wants Ray's token.
+        # deployments, on all addresses; it needs Ray's token.
         found = [listening(pid) for pid in (served.pid, *descendants(served.pid))]
         hosts = {host for name, hosts in found for host in hosts if not name.startswith("ray::ServeReplica")}
         assert sum(bool(hosts) for _, hosts in found) > 5

@@ -1,7 +1,7 @@
-"""Failover: a job outlives its engine, and another one goes on at the last finished block.
+"""Failover at block boundaries: when a job's engine is lost, another engine continues after the last finished block.
 
-Draws are keyed by seed, step and slot, so what the second engine writes is what the first would have written. The
-client sees one version and no token twice.
+Random draws are keyed by seed, step and slot, so the second engine writes what the first one would have written. The
+client sees one policy version and no token twice.
 """
 
 from __future__ import annotations
@@ -24,48 +24,43 @@ from deploy.service.contract import (
     EngineLostError,
     Event,
     Job,
-    NoEngineError,
     Refused,
 )
 from rollout.request import Committed
 
 MAX_LOST = 8
-"""A job that is lost with so many engines may be what ends them."""
+"""Engines that a job may lose: after that many, the job itself may be what ends them."""
 _PAUSE_S = 0.25
-_LOOK_EVERY_S = 0.5
-# The engine that gets the rest of a job whose time is over says so.
+# The engine that receives the rest of an expired job reports the timeout.
 _LEAST_S = 0.001
 
 
 async def with_failover(backend: Backend, job: Job, *, may_restart: bool) -> AsyncGenerator[Event]:
-    """The events of a job, whatever happens to the engines: `Began` first, and `Done` once for each choice.
+    """Yield the events of a job across engine failures: `Began` first, and one `Done` for each choice.
 
-    The end is the last `Done`, or a `Refused`.
+    The last event is the last `Done`, or a `Refused`.
 
     Args:
         backend: the engines.
-        job: what to do.
-        may_restart: whether the job may begin again with another version where the one it began with is gone; then a
-            second `Began` comes, and what came before it is void.
+        job: the job.
+        may_restart: whether the job may start again with another version if its own is gone. Then a second `Began`
+            is yielded, and the events before it are void.
     """
     ends_s = time.monotonic() + job.timeout_s
     rest, num_lost = _Rest(job, ends_s), 0
     while num_lost < MAX_LOST:
         try:
-            # Closed at once when the client goes, not when it is collected: the slots wait for it.
+            # Closed as soon as the client disconnects, not when it is collected: the slots wait for it.
             async with aclosing(_attempt(backend, rest)) as events:
                 async for event in events:
                     yield event
             return
-        except NoEngineError:
-            # One that replaces a dead one has to start and to load the policy first.
-            if time.monotonic() > ends_s:
-                break
-            await asyncio.sleep(_LOOK_EVERY_S)
         except EngineLostError as error:
             num_lost += 1
             structlog.get_logger().warning("engine_lost", num_lost=num_lost, error=str(error))
-            # Another engine is there at once, most of the time.
+            if time.monotonic() > ends_s:
+                break
+            # Another engine is usually available immediately.
             await asyncio.sleep(_PAUSE_S * (num_lost - 1))
         except _VersionGoneError as error:
             if not may_restart:
@@ -81,7 +76,7 @@ async def with_failover(backend: Backend, job: Job, *, may_restart: bool) -> Asy
 
 
 async def _attempt(backend: Backend, rest: _Rest) -> AsyncGenerator[Event]:
-    """What the client hears of one engine. Raises where that does not come to the end."""
+    """Yield what the client has not received yet, from one engine. Raises if that engine does not finish the job."""
     async with aclosing(backend.stream(rest.job)) as stream:
         async for events in stream:
             for event in events:
@@ -95,7 +90,7 @@ async def _attempt(backend: Backend, rest: _Rest) -> AsyncGenerator[Event]:
 
 
 class _VersionGoneError(Exception):
-    """The version that a job began with is on no engine any more."""
+    """No engine has the version that a job began with."""
 
     def __init__(self, refusal: Refused) -> None:
         super().__init__(refusal.message)
@@ -103,27 +98,27 @@ class _VersionGoneError(Exception):
 
 
 class _Rest:
-    """What is left of a job."""
+    """The unfinished part of a job."""
 
     def __init__(self, job: Job, ends_s: float) -> None:
         self._job, self._ends_s = job, ends_s
         self.policy: PolicyVersion | None = None
         self._open = list(range(len(job.requests)))
-        """The choices that are not done."""
+        """The unfinished choices."""
         self._asked = self._open
-        """Those of the current attempt, in its order."""
+        """The choices of the current attempt, in its order."""
         self._committed: list[list[Committed]] = [
             [] if request.committed is None else [request.committed] for request in job.requests
         ]
 
     @property
     def is_done(self) -> bool:
-        """Whether every choice is."""
+        """Whether every choice is finished."""
         return not self._open
 
     @property
     def job(self) -> Job:
-        """What the next engine has to do."""
+        """The job for the next engine."""
         self._asked = list(self._open)
         left_s = max(_LEAST_S, self._ends_s - time.monotonic())
         if self.policy is None:
@@ -135,7 +130,7 @@ class _Rest:
         return replace(self._job, requests=requests, began_with=self.policy, timeout_s=left_s)
 
     def take(self, event: Event) -> Event | None:
-        """Remember an event. What it is for the client: None if that knows it already."""
+        """Record an event, and return it as the client receives it; None if the client has it already."""
         if isinstance(event, Refused):
             return event
         if isinstance(event, Began):

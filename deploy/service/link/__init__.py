@@ -1,1 +1,0 @@
-"""How an ingress reaches engines: load balancing, failover, cancellation, serialization, connections."""
