@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import BaseModel, Field, PositiveInt, model_validator
 
 from actors.run_config import STRICT, RunConfig
 from deploy.recipe.web_names import Hostname, Origin, ServedName
@@ -49,6 +49,7 @@ class ServiceSection(BaseModel):
     allowed_origins: tuple[Origin, ...] = ()
     """Origins of other pages that may call the service and read its answers (CORS), such as `https://example.org`, or
     `*`."""
+
     @model_validator(mode="after")
     def _replicas(self) -> ServiceSection:
         if self.max_replicas is not None and self.max_replicas < self.num_replicas:

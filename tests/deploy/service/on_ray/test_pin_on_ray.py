@@ -5,6 +5,7 @@ import signal
 import urllib.request
 
 import pytest
+from ray import serve
 
 from actors.registry.server import registry_url
 from actors.run_log import append_event
@@ -26,7 +27,8 @@ def test_a_pinned_version_stays_when_an_engine_dies(serve_cluster, run_dir, add_
     url = deploy_source(source, "127.0.0.1", unused_port(), 2, num_gpus=0)
 
     def serving():
-        return [one["policy_version"] for one in call(f"{admin}/policy", token=ADMIN_TOKEN)[1]["engines"]]
+        engines = serve.get_deployment_handle("EngineReplica", app_name=f"d1-{source.name}")
+        return [state.policy.version for state in engines.broadcast("state").results(timeout_s=10)]
 
     wait_until(lambda: serving() == [2, 2], "both engines")
     policy.pin(str(run_dir), 1, why="it adds well")
