@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.coordination.history import has_event, has_evaluation, has_round, repeated_work, since_learner_start
+from actors.coordination.history import has_evaluation, has_event, has_round, repeated_work, since_learner_start
 from actors.messages import TrainedRound, WeightsId
 from actors.run_log import RESTARTED
 
