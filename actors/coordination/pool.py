@@ -38,18 +38,6 @@ class Member:
     """Its handle."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolUse:
-    """Utilization of a pool since the last report."""
-
-    size: int
-    """Number of actors."""
-    away: int
-    """Number of unreachable actors: restarting, or still in a call that timed out."""
-    busy: float
-    """Share of the actors' time that was spent on work, 0 to 1."""
-
-
 class ActorPool:
     """Actors of one kind, with a priority queue for free ones.
 
@@ -189,12 +177,16 @@ class ActorPool:
             return self._leave(member)
         return self._await_return(member)
 
-    def use(self) -> PoolUse:
-        """Return the utilization since the last call."""
+    def use(self) -> dict[str, float]:
+        """Return the utilization since the last call.
+
+        `size` is the number of actors, `away` that of unreachable ones, and `busy` the share of the actors' time that
+        was spent on work, 0 to 1.
+        """
         self._count(0)
         busy = self._busy_s / self._offered_s if self._offered_s else 0.0
         self._busy_s = self._offered_s = 0.0
-        return PoolUse(size=len(self.members), away=len(self._unreachable), busy=round(min(busy, 1.0), 3))
+        return {"size": len(self.members), "away": len(self._unreachable), "busy": round(min(busy, 1.0), 3)}
 
     def unreachable(self) -> dict[str, float]:
         """Return the unreachable actors, and for how many seconds they have been so."""

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -93,8 +92,8 @@ class Pools:
         return self._samplers, self._graders
 
     def use(self) -> dict[str, dict[str, float]]:
-        """Return the utilization of each pool since the last call: the fields of `PoolUse`."""
-        return {f"{pool.kind}s": asdict(pool.use()) for pool in self._both}
+        """Return the utilization of each pool since the last call."""
+        return {f"{pool.kind}s": pool.use() for pool in self._both}
 
     def members(self) -> dict[str, Any]:
         """Return the actors of both pools by name."""
