@@ -15,6 +15,7 @@ STAMP := $(VENV)/.installed
 RUNTIME := $(VENV)/.runtime
 # A held-out problem of recipes/tiny.yaml, row by row.
 PUZZLE := 1423324000144130
+SOLUTION := 1423324123144132
 # SmolLM2, as `d1 adapt` finds it, and the diffusion policy that it becomes before any training.
 SMOLLM2 := $(VENV)/.smollm2
 DEMO_BASE := runs/smollm2
@@ -42,7 +43,8 @@ demo: $(VENV)/.demo $(DEMO_BASE)/config.json ## See a small language model denoi
 train: $(RUNTIME) ## Train a tiny policy here: RUN=name of the run, ARGS="learner.lr=1e-4 --control".
 	$(BIN)/d1 train recipes/tiny.yaml name=$(RUN) $(ARGS)
 	@! test -e runs/$(RUN)/checkpoints/initial || { \
-		echo; echo 'A held-out puzzle ($(PUZZLE), 0 is an empty cell) before training:'; \
+		echo; echo 'A held-out puzzle, $(PUZZLE) (0: an empty cell), whose solution is $(SOLUTION).'; \
+		echo 'Before training:'; \
 		$(BIN)/d1 sample runs/$(RUN)/checkpoints/initial $(PUZZLE); \
 		echo; echo 'After training:'; $(BIN)/d1 sample runs/$(RUN) $(PUZZLE); }
 
