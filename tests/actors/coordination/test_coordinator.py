@@ -260,7 +260,7 @@ def test_a_learner_that_begins_again_meanwhile_ends_the_old_ones_ask(
         await asyncio.sleep(0.01)
         await coordinator.learner_starting("another")
         written.set()
-        with pytest.raises(RuntimeError, match="begun again"):
+        with pytest.raises(RuntimeError, match="has restarted"):
             await waiting
 
     _run(scene())
@@ -468,7 +468,7 @@ def test_a_learner_whose_gpu_has_too_little_memory_starts_again_with_half_its_mi
         assert (await coordinator.gave_up()).startswith(f"{what}; micro-batches of {expected * 2} tokens cannot")
 
     _run(scene())
-    found = [event["what"] for event in case.events("failure") if "tried again" in event["what"]]
+    found = [event["what"] for event in case.events("failure") if "; retrying with" in event["what"]]
     assert found == [f"a learner worker failed: {what}; {one}" for one in said[:-1]]
 
 
