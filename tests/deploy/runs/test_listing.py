@@ -171,7 +171,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     names: list[tuple[str, int | None]] = []
     monkeypatch.setattr(
         "deploy.service.on_ray.launch.serve_run",
-        lambda run_dir, host, port, admin_port: names.append((run_dir.name, port)),
+        lambda run_dir, host, port: names.append((run_dir.name, port)),
     )
     return names
 
