@@ -1,10 +1,11 @@
 """Command line of the service benchmarks:
 
-    python -m benchmarks.service speed              overhead of HTTP and Ray Serve, gain of batching
+    python -m benchmarks.service overhead           overhead of Ray Serve's proxy and handles
+    python -m benchmarks.service speed              throughput, gain of batching
     python -m benchmarks.service faults             100 swaps and 20 kills under load
     python -m benchmarks.service soak --minutes 60  memory under mixed load
 
-`--out FILE` writes JSON. The exit status is 1 if an answer was lost or memory grew.
+`--out FILE` writes JSON. The exit status is 1 if an answer was lost, memory grew or the overhead is over its limit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.service import faults, soak, speed
+from benchmarks.service import faults, overhead, soak, speed
 from benchmarks.service.deployment import Shape, deployed
 from benchmarks.service.table import machine, save
 
@@ -48,6 +49,7 @@ def main() -> None:
 
 
 _PARTS: dict[str, tuple[Callable[..., Coroutine[Any, Any, tuple[dict[str, Any], bool]]], type, int]] = {
+    "overhead": (overhead.run, overhead.Plan, 1),
     "speed": (speed.run, speed.Plan, 1),
     "faults": (faults.run, faults.Plan, 2),
     "soak": (soak.run, soak.Plan, 2),

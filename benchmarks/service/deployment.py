@@ -31,7 +31,7 @@ NUM_WEIGHTS = 4
 """Number of different weights. Versions cycle through them, so that consecutive versions always differ."""
 _NUM_KEPT = 3
 ENGINE = "EngineReplica"
-ROLES = {"ingress": ":Ingress", "engine": ENGINE}
+ROLES = {"proxy": "ProxyActor", "ingress": ":Ingress", "engine": ENGINE}
 """Substrings that identify Ray's processes by role."""
 _TIMEOUT_S = 60.0
 

@@ -1,10 +1,9 @@
-"""Speed of the service against its bare sampler: overhead of HTTP and Ray Serve, gain of batching.
+"""Speed of the service against its bare sampler: throughput and the gain of batching.
 
 A random policy of LLaDA's architecture answers 32 tokens in 32 denoise steps, with one engine on one thread. The
-sampler in this process and the service's clients alternate, so that both see the same machine load. Overhead is the
-median of paired differences, one request at a time. It is also measured with few denoise steps, where the denoising
-itself adds the least noise. Closed loop: each client sends its next request after an answer. Open loop: requests at a
-fixed rate, independent of the answers; latency counts from a request's due time.
+sampler in this process and the service's clients alternate, so that both see the same machine load. Closed loop: each
+client sends its next request after an answer. Open loop: requests at a fixed rate, independent of the answers; latency
+counts from a request's due time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from benchmarks.service.table import percentile, show, times, verdict
 from rollout.request import Request
 from rollout.sampler import Sampler
 
-_MOST_OVERHEAD_MS = 10.0
 _LEAST_GAIN = 3.0
 _OPEN_SHARES = (0.5, 0.8)
 _PROMPT = "What is 2 + 3?"
@@ -35,35 +33,6 @@ class Plan:
     """Duration of each measurement in a round."""
     num_rounds: int = 4
     num_clients: int = 16
-    num_pairs: int = 100
-    """Pairs of a sampler call and a request, at each number of denoise steps."""
-
-
-@dataclass(slots=True)
-class Overheads:
-    """Latency of requests minus that of the preceding bare sampler call, seconds."""
-
-    steps: int
-    """Denoise steps per request."""
-    whole_s: list[float] = field(default_factory=list)
-    """Overhead to the end of a non-streamed answer."""
-    streamed_s: list[float] = field(default_factory=list)
-    """Overhead to the end of a stream."""
-    first_s: list[float] = field(default_factory=list)
-    """Overhead to a stream's first committed block."""
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Format for the table."""
-        kinds = {
-            "to the end": self.whole_s,
-            "to the end, streamed": self.streamed_s,
-            "to the first block": self.first_s,
-        }
-        return [
-            {"overhead": name, "steps": self.steps, "n": len(found)}
-            | {f"p{round(100 * share)}_ms": 1e3 * percentile(found, share) for share in (0.25, 0.5, 0.75)}
-            for name, found in kinds.items()
-        ]
 
 
 @dataclass(slots=True)
@@ -113,11 +82,10 @@ class Series:
 
 async def run(service: Deployed, plan: Plan) -> tuple[dict[str, Any], bool]:
     """Run the benchmark and print it. Returns the results for JSON, and True: a lost answer raises."""
-    found, overheads = await measure(service, plan)
-    return report(plan, found, overheads), True
+    return report(plan, await measure(service, plan)), True
 
 
-async def measure(service: Deployed, plan: Plan) -> tuple[dict[str, Series], list[Overheads]]:
+async def measure(service: Deployed, plan: Plan) -> dict[str, Series]:
     """Run all measurements. The open loops run last, at fractions of the measured closed-loop rate."""
     whole, streamed = _ask(service, is_streamed=False), _ask(service, is_streamed=True)
     sampler = service.policies.sampler(service.policies.newest)
@@ -126,7 +94,6 @@ async def measure(service: Deployed, plan: Plan) -> tuple[dict[str, Series], lis
     async with aclosing(Client(service.url)) as client:
         for ask in (whole, streamed):
             await client.closed_loop([ask], plan.num_clients, for_seconds(1.0))
-        overheads = [await _overheads(service, client, sampler, steps, plan.num_pairs) for steps in _steps(service)]
         for _ in range(plan.num_rounds):
             for num_rows in (1, plan.num_clients):
                 series = found.setdefault(f"sampler alone, rows: {num_rows}", Series())
@@ -144,36 +111,15 @@ async def measure(service: Deployed, plan: Plan) -> tuple[dict[str, Series], lis
             answers = await client.open_loop([whole, streamed], rate, for_seconds(plan.seconds * plan.num_rounds))
             name = f"open loop at {100 * share:.0f} % of {1 / share * rate:.1f}/s, half streamed"
             found.setdefault(name, Series()).add(answers, time.perf_counter() - began, _since(before))
-    return found, overheads
+    return found
 
 
-def _steps(service: Deployed) -> tuple[int, ...]:
-    """Return the numbers of denoise steps to measure: one per block, and the full schedule."""
-    shape = service.policies.shape
-    return shape.gen_length // shape.block_length, shape.steps
-
-
-async def _overheads(service: Deployed, client: Client, sampler: Sampler, steps: int, num_pairs: int) -> Overheads:
-    overheads = Overheads(steps)
-    asks = whole, streamed = [_ask(service, is_streamed=is_streamed, steps=steps) for is_streamed in (False, True)]
-    request = Judge(service.policies).requests(whole)[0]
-    for _ in range(num_pairs):
-        for ask in asks:
-            alone, answered = _sampled(sampler, request, ask, num_rows=1)[0], await client.ask(ask)
-            if answered.failure or answered.truncation:
-                raise RuntimeError(f"a request was not answered: {answered.failure or answered.truncation}")
-            (overheads.streamed_s if ask is streamed else overheads.whole_s).append(answered.total_s - alone.total_s)
-            if ask is streamed:
-                overheads.first_s.append(answered.to_first_s - alone.to_first_s)
-    return overheads
-
-
-def _ask(service: Deployed, *, is_streamed: bool, steps: int | None = None) -> Ask:
+def _ask(service: Deployed, *, is_streamed: bool) -> Ask:
     shape = service.policies.shape
     diffusion: dict[str, Any] = {
         "gen_length": shape.gen_length,
         "block_length": shape.block_length,
-        "steps": steps or shape.steps,
+        "steps": shape.steps,
     }
     # Forbid end of text, so that all completions have equal length.
     diffusion |= {"constraints": {"forbidden_ids": [service.policies.eos_id]}}
@@ -209,25 +155,14 @@ def _sampled(sampler: Sampler, request: Request, ask: Ask, *, num_rows: int) -> 
     ]
 
 
-def report(plan: Plan, found: dict[str, Series], overheads: list[Overheads]) -> dict[str, Any]:
+def report(plan: Plan, found: dict[str, Series]) -> dict[str, Any]:
     """Print the measurements next to their limits. Returns them for JSON."""
     rows = [series.row(name) for name, series in found.items()]
     show("speed, one engine", rows)
     alone, one = found["sampler alone, rows: 1"], found["closed loop, clients: 1"]
     batch, many = found[f"sampler alone, rows: {plan.num_clients}"], found[f"closed loop, clients: {plan.num_clients}"]
-    over = [row for one in overheads for row in one.rows()]
-    show("overhead, one request after the other", over)
     gain = _paired(many, one)
     checks = [
-        *(
-            verdict(
-                f"overhead {row['overhead']}, {row['steps']} steps, ms",
-                row["p50_ms"],
-                f"< {_MOST_OVERHEAD_MS}",
-                is_met=row["p50_ms"] < _MOST_OVERHEAD_MS,
-            )
-            for row in over
-        ),
         verdict(f"throughput, {plan.num_clients} clients / 1", gain, f">= {_LEAST_GAIN}", is_met=gain >= _LEAST_GAIN),
     ]
     show("limits", checks)
@@ -238,7 +173,6 @@ def report(plan: Plan, found: dict[str, Series], overheads: list[Overheads]) -> 
     return {
         "plan": asdict(plan),
         "rows": rows,
-        "overheads": over,
         "checks": checks,
         "bound_of_gain": bound,
         "cpu_bound_of_gain": cpu_bound,

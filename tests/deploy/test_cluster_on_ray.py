@@ -108,6 +108,7 @@ class _Service:
         """Deploy the service, or the changes to a running one."""
         manifest = yaml.safe_load((DEPLOY / "k8s" / "serve.yaml").read_text(encoding="utf-8"))
         config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
+        config["http_options"]["port"] = self.port
         (application,) = config["applications"]
         application["args"] |= {"run_dir": str(self.run_dir), "port": self.port, "num_ingresses": num_ingresses}
         application["args"]["num_engines"] = 1

@@ -349,8 +349,11 @@ def test_ray_serve_accepts_its_files() -> None:
     (service,) = _documents(DEPLOY / "k8s/serve.yaml")
     texts = ((DEPLOY / "serve.yaml").read_text(encoding="utf-8"), service["spec"]["serveConfigV2"])
     configs = [ServeDeploySchema.model_validate(yaml.safe_load(text)) for text in texts]
-    assert {config.proxy_location for config in configs} == {"Disabled"}
+    assert [config.proxy_location for config in configs] == ["HeadOnly", "EveryNode"]
     (local,), (published,) = (config.applications for config in configs)
     given = [Arguments(**application.args) for application in (local, published)]
     assert [arguments.host for arguments in given] == ["127.0.0.1", "0.0.0.0"]
+    # The application checks the keys that the proxies' address needs.
+    listens_on = [(config.http_options.host, config.http_options.port) for config in configs]
+    assert listens_on == [(arguments.host, arguments.port) for arguments in given]
     assert published.model_copy(update={"args": local.args}) == local

@@ -49,7 +49,16 @@ def test_a_service_that_does_not_start_ends_the_run_as_any_failure_does(
     monkeypatch.setattr(job, "_start_service", fail)
     spec = make_spec(recipe, Stages.ALL)
     with pytest.raises(RunFailedError) as failed:
-        job._run_on_ray(recipe, spec, None, num_seen=0, serve=True, keep_store=False, on_event=lambda _: None)
+        job._run_on_ray(
+            recipe,
+            spec,
+            None,
+            num_seen=0,
+            serve=True,
+            keep_store=False,
+            dashboard_url="127.0.0.1:8265",
+            on_event=lambda _: None,
+        )
     where = recipe.run_dir / "metrics.jsonl"
     assert str(failed.value) == (
         f"the run failed: {SAID}; the failures are in {where}; --resume goes on from the newest checkpoint"
