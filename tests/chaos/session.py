@@ -74,6 +74,8 @@ def run_session(options: SessionOptions, log: Log) -> SessionResult:
                 records.append(record)
                 found += (new := violations(checked, reference, record))
                 log(f"{name}: {len(record.injected)} faults, {len(record.launches)} launches, {len(new)} violations")
+                for what in new:
+                    log(f"violation: {what}")
                 # A run too short for its next fault would be repeated for ever.
                 if not queue or len(queue) == before:
                     break
