@@ -62,7 +62,7 @@ def test_what_names_no_id_leaves_it_to_the_others(tmp_path: Path, nothing: objec
         ('{"text_config": {"eos_token_id": [1, 262144]}}', "has eos_token_id = .*; 262144 is no id of a vocabulary of"),
         ('{"text_config": {"pad_token_id": "x"}}', "has pad_token_id = 'x'; it should be an id"),
         ('{"canvas_length": "8"}', "canvas_length, vocab_size and .* should be whole"),
-        ("[1]", "is no JSON object"),
+        ("[1]", "is not a JSON object"),
         ("{", "is not JSON"),
     ],
 )
