@@ -66,7 +66,11 @@ async def run(service: Deployed, plan: Plan) -> tuple[dict[str, Any], bool]:
     host = EngineHost(versions, engine)
     shape = policies.shape
     num_blocks = shape.gen_length // shape.block_length
-    diffusion = {"gen_length": shape.gen_length, "block_length": shape.block_length, "steps": num_blocks}
+    diffusion: dict[str, Any] = {
+        "gen_length": shape.gen_length,
+        "block_length": shape.block_length,
+        "steps": num_blocks,
+    }
     # Forbid end of text, so that all completions have equal length.
     diffusion |= {"constraints": {"forbidden_ids": [policies.eos_id]}}
     body = {"prompt": "What is 2 + 3?", "seed": 0, "diffusion": diffusion}

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +47,8 @@ _POLL_S = 0.2
 _FLUSH_S = 1.0
 # Longer than clients' keep-alive, to avoid races.
 _KEEP_ALIVE_S = 75
+# Serve kills a proxy that is not ready in 5 s or does not answer for 10 s: too early on a busy machine.
+_CONTROLLER_ENV = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "30"}
 _ENGINE, _INGRESS = "EngineReplica", "Ingress"
 
 
@@ -67,7 +70,7 @@ def serve_run(run_dir: Path, host: str | None, port: int | None) -> None:
         newest_servable(run_dir, waiting.change)
     with _ray() as ray:
         source = replace(source, registry_url=registry_of_cluster())
-        _serve(source, address, service.num_replicas, is_ours=ray.is_ours)
+        _serve(source, address, service.num_replicas, ray)
 
 
 def serve_checkpoint(
@@ -96,7 +99,7 @@ def serve_checkpoint(
     # After the checks: this writes a key into the directory, which might have been anybody's.
     _check_listener(source, address)
     with _ray() as ray:
-        _serve(source, address, 1, is_ours=ray.is_ours)
+        _serve(source, address, 1, ray)
 
 
 def _check_listener(source: Source, address: Address) -> None:
@@ -144,9 +147,11 @@ def _whose_key(run_dir: Path) -> tuple[str, str]:
     return f"token is in {path}", f"$(cat {shlex.quote(str(path))})"
 
 
-def _serve(source: Source, address: Address, num_replicas: int, *, is_ours: bool) -> None:
+def _serve(source: Source, address: Address, num_replicas: int, session: RaySession) -> None:
     import ray
     from rich.console import Console
+
+    is_ours = session.is_ours
 
     # On a cluster the GPUs are a run's; a Ray of our own has no other user.
     num_gpus = 1 if is_ours and ray.available_resources().get("GPU", 0) >= num_replicas else 0
@@ -166,6 +171,8 @@ def _serve(source: Source, address: Address, num_replicas: int, *, is_ours: bool
         console.print(banner(source.path, url), markup=False, soft_wrap=True)
         if sys.stdout.isatty() and (key := own_key(source.path)):
             console.print(banner_of_key(url, key), markup=False, soft_wrap=True)
+        if session.dashboard_url:
+            console.print(f"Ray's dashboard is at http://{session.dashboard_url}.", soft_wrap=True)
         if is_ours:
             console.print("Ctrl-C stops it.")
             try:
@@ -220,8 +227,7 @@ def deploy_source(
             # Proxies without an application: they cannot change their address.
             serve.shutdown()
         _check_port(address)
-    options = {"host": host, "port": port, "keep_alive_timeout_s": _KEEP_ALIVE_S}
-    serve.start(proxy_location="HeadOnly", http_options=options)
+    _start_serve(address)
     # `serve.run` would wait without a limit.
     target = serve.RunTarget(
         application, name=name, route_prefix="/", external_scaler_enabled=source.max_replicas is None
@@ -230,6 +236,24 @@ def deploy_source(
     awaited = {_ENGINE: f"the engines to load {source.name}", _INGRESS: "the HTTP ingress"}
     _wait_until_running(name, awaited, _ready_within_s(source), say)
     return address.url
+
+
+def _start_serve(address: Address) -> None:
+    """Start Serve with a proxy at `address`, or connect to the running one."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    start = partial(
+        serve.start,
+        proxy_location="HeadOnly",
+        http_options={"host": address.host, "port": address.port, "keep_alive_timeout_s": _KEEP_ALIVE_S},
+        controller_options={"runtime_env": {"env_vars": _CONTROLLER_ENV}},
+    )
+    try:
+        start()
+    except (RayError, TimeoutError):
+        # The proxy was slow. The controller replaces it, and a second start does not wait: `_wait_until_running` does.
+        start()
 
 
 def scale_engines(source: Source, num_replicas: int, dashboard_url: str) -> None:
@@ -354,15 +378,18 @@ def _wait_until_running(name: str, awaited: Mapping[str, str], within_s: float, 
 
     deadline, said = time.monotonic() + within_s, ""
     while True:
-        application = serve.status().applications[name]
+        status = serve.status()
+        application = status.applications[name]
         deployments = application.deployments
         pending = [
             what for one, what in awaited.items() if one not in deployments or deployments[one].status != "HEALTHY"
         ]
+        if "HEALTHY" not in status.proxies.values():
+            pending.append("Ray Serve's proxy")
         if pending and (now := f"waiting for {' and '.join(pending)}") != said:
             said = now
             say(said)
-        if application.status == "RUNNING":
+        if application.status == "RUNNING" and not pending:
             return
         if application.status == "DEPLOY_FAILED":
             # Serve gives the traceback of the replica that failed. Its last line is the reason.

@@ -29,7 +29,8 @@ def is_up(url):
     """Whether the service there is ready."""
     try:
         return call(f"{url}/health/ready")[0] == 200
-    except OSError:
+    except (OSError, ValueError):
+        # Serve's proxy answers with plain text before the application is deployed.
         return False
 
 

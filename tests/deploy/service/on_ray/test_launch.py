@@ -309,7 +309,8 @@ def test_a_terminal_is_shown_the_key_and_a_log_is_not(run_dir, bare, monkeypatch
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     monkeypatch.setattr("ray.available_resources", dict)
     source = Source(directory=str(run_dir), is_run=True, registry_url=None)
-    launch._serve(source, Address(host="127.0.0.1", port=8000), 1, is_ours=False)
+    session = RaySession(is_ours=False, dashboard_url="127.0.0.1:8265", logs_dir=Path())
+    launch._serve(source, Address(host="127.0.0.1", port=8000), 1, session)
     assert (key in capsys.readouterr().out) == is_terminal
 
 
@@ -497,7 +498,7 @@ def test_an_embedded_registry_that_does_not_start_is_one_sentence(run_dir, free_
 )
 def test_a_service_that_does_not_come_up_is_one_sentence(monkeypatch, status, said):
     application = SimpleNamespace(status=status, deployments={}, message="it failed:\nTraceback ...\nno such luck\n")
-    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={"d1-tiny": application}))
+    monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={"d1-tiny": application}, proxies={}))
     with pytest.raises(RunFailedError, match=said):
         launch._wait_until_running("d1-tiny", {}, 0.0, lambda _: None)
 

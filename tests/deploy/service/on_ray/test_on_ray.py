@@ -288,7 +288,7 @@ def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tm
         served = subprocess.Popen(words, env=environment, stdout=file, stderr=subprocess.STDOUT)
     try:
         url = f"http://127.0.0.1:{free_port}"
-        wait_until(lambda: is_up(url) or served.poll() is not None, "the service", 150)
+        wait_until(lambda: is_up(url) or served.poll() is not None, "the service", 300)
         assert served.poll() is None, output.read_text()
         status, body = call(f"{url}/v1/completions", ASK)
         assert (status, body["policy_version"]) == (200, 1)
