@@ -24,6 +24,7 @@ from learner.model.storage.weights import StoredWeights
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy
+from tests.deploy.conftest import RECIPE
 from tests.learner.model.on_disk.original import Original
 
 LORA = LoraConfig(rank=3, alpha=6)
@@ -79,7 +80,7 @@ def run(request: pytest.FixtureRequest, config: TransformerConfig, workdir: Path
     initial = run.checkpoint("initial")
     state = _state("untrained", 0)
     save_checkpoint(initial, shape, model.state_dict(), workdir / "tokenizer", trainer_state=state)
-    (run.directory / "recipe.yaml").write_text("name: tiny\n")
+    (run.directory / "recipe.yaml").write_text(f"name: tiny\n{RECIPE}")
     policy = ShardedPolicy(model, None, lora=LORA)
     _train(policy, seed=1)
     policy.reset_adapter(_save(run, "sft", policy, "initial", 1))

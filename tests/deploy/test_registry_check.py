@@ -9,12 +9,12 @@ from deploy.doctor import CheckOutcome
 
 
 def test_it_starts_and_leaves_the_terminal_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    assert doctor._embedded_registry("embedded registry").verdict is CheckOutcome.OK
+    assert doctor._embedded_registry().outcome is CheckOutcome.OK
     assert capfd.readouterr() == ("", "")
 
 
 def test_one_that_does_not_start_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_TRY_REGISTRY", "raise RuntimeError('no such luck')")
-    check = doctor._embedded_registry("embedded registry")
-    assert check.verdict is CheckOutcome.FAILED
+    check = doctor._embedded_registry()
+    assert check.outcome is CheckOutcome.FAILED
     assert check.found == "RuntimeError: no such luck"

@@ -13,7 +13,7 @@ def _round(index: int) -> dict[str, Any]:
     return {"event": "round", "round": index, "policy_version": index + 2, "time_s": 1.0}
 
 
-RESTART = {"event": "failure", "what": f"{RESTARTED} from checkpoint sft; round 1 is done again", "time_s": 2.0}
+RESTART = {"event": "failure", "what": f"{RESTARTED} from checkpoint sft; round 1 is repeated", "time_s": 2.0}
 TRAINED = TrainedRound(round=1, weights_id=WeightsId(version=3, digest=""), values={})
 
 
@@ -44,7 +44,7 @@ def test_an_evaluation_of_weights_that_were_made_again_does_not_count() -> None:
 def test_rounds_or_steps_after_the_checkpoint_are_named() -> None:
     at = {"round": 1, "step": None}
     steps = [{"event": "sft", "phase": "control", "step": 9}]
-    assert repeated_work([_round(0), _round(1)], at) == "round 1 is done again"
-    assert repeated_work([_round(0), _round(1), _round(2)], at) == "rounds 1 to 2 are done again"
-    assert repeated_work([_round(0), *steps], {"round": 1, "step": 4}) == "control steps 4 to 8 are done again"
-    assert repeated_work([_round(0), *steps, {"event": "phase_end"}], at) == "nothing is done again"
+    assert repeated_work([_round(0), _round(1)], at) == "round 1 is repeated"
+    assert repeated_work([_round(0), _round(1), _round(2)], at) == "rounds 1 to 2 are repeated"
+    assert repeated_work([_round(0), *steps], {"round": 1, "step": 4}) == "control steps 4 to 8 are repeated"
+    assert repeated_work([_round(0), *steps, {"event": "phase_end"}], at) == "nothing is repeated"

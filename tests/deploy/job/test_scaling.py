@@ -90,13 +90,13 @@ def under_way(recipe_file: Path, make_run: Callable, events: list[Event], ray: _
 def test_pools_grow_and_shrink_and_a_name_is_never_used_again(under_way: Callable, ray: _Ray, d1: Callable) -> None:
     with under_way(serves=True):
         assert d1("scale", "tiny", "samplers=4", "graders=2", "engines=3").out.splitlines() == [
-            *("samplers: 2 now, 4 to be", "graders: 1 now, 2 to be", "engines: 1 now, 3 to be"),
-            "note: the rounds of this recipe have 2 portions at a time, so that 2 samplers will have nothing to do but "
+            *("samplers: 2 -> 4", "graders: 1 -> 2", "engines: 1 -> 3"),
+            "note: the rounds of this recipe have 2 work units at a time, so that 2 samplers will have nothing to do but "
             "evaluations; a recipe with a smaller rollout.batch_size has more",
         ]
-        assert d1("scale", "tiny", "samplers=1").out == "samplers: 4 now, 1 to be\n"
+        assert d1("scale", "tiny", "samplers=1").out == "samplers: 4 -> 1\n"
         assert d1("scale", "runs/tiny", "samplers=2", "graders=2").out.splitlines() == [
-            *("samplers: 1 now, 2 to be", "graders: 2 already"),
+            *("samplers: 1 -> 2", "graders: 2 already"),
         ]
         assert ray.killed == []
     assert ray.scaled == [
@@ -127,12 +127,10 @@ def test_what_cannot_be_is_refused_in_a_sentence_and_nothing_is_done(
             "samplers=100001",
             "samplers=99999999999",
         ):
-            d1("scale", "tiny", word).assert_refused(
-                f"{word}: ", "is no number of samplers: 1 at least, 100000 at most"
-            )
+            d1("scale", "tiny", word).assert_refused(f"{word}: ", "is not a number of samplers from 1 to 100000")
         d1("scale", "tiny", "learners=2").assert_refused("learners=2: a run has samplers, graders, engines; write")
         d1("scale", "tiny", "4").assert_refused("4: a run has samplers")
-        d1("scale", "tiny", "samplers=1", "samplers=2").assert_refused("samplers is there twice")
+        d1("scale", "tiny", "samplers=1", "samplers=2").assert_refused("samplers is given twice; give it once")
         d1("scale", "tini", "samplers=2").assert_refused("there is no run tini", "did you mean tiny?")
     assert (ray.scaled, ray.engines, ray.killed) == ([], [], [])
 
@@ -150,7 +148,7 @@ def test_what_ray_says_to_it_is_an_answer_and_the_next_is_carried_out(
         ray.failure = "ray::Coordinator: a long way\nActorDiedError: it is gone"
         d1("scale", "tiny", "samplers=3").assert_refused("the run could not be scaled: ActorDiedError: it is gone")
         ray.failure = ""
-        assert d1("scale", "tiny", "samplers=3").out.startswith("samplers: 2 now, 3 to be")
+        assert d1("scale", "tiny", "samplers=3").out.startswith("samplers: 2 -> 3")
         # An invalid request file is ignored, and does not block later requests.
         (run_dir / ".scale.json").write_text('{"id": "x", "sizes": {"samplers": 0}}')
         time.sleep(0.1)
@@ -168,7 +166,7 @@ def test_a_request_that_fails_midway_is_undone(under_way: Callable, ray: _Ray, d
         assert ray.killed == ["grader 1"], "no pool has it"
         ray.failure = ""
         said = d1("scale", "tiny", "samplers=3", "graders=2").out.splitlines()
-        assert said[:2] == ["samplers: 2 now, 3 to be", "graders: 1 now, 2 to be"]
+        assert said[:2] == ["samplers: 2 -> 3", "graders: 1 -> 2"]
     assert ray.scaled == [
         ("sampler", 3, ["sampler 2"]),
         ("grader", 2, ["grader 1"]),
@@ -186,11 +184,11 @@ def test_a_run_that_is_not_under_way_or_does_not_answer_is_not_asked_any_more(
     run_dir = make_run("tiny", events[:20])
     write_answer(run_dir, ScaleAnswer(id="of another"))
     d1("scale", "tiny", "samplers=2").assert_refused(
-        "did not answer within 0 s, and is not asked any more", "status tiny"
+        "did not answer within 0 s, and the request was withdrawn", "status tiny"
     )
     assert read_request(run_dir) is None
     make_run("old", events)
-    d1("scale", "old", "samplers=2").assert_refused("the run old is not under way, and only then it can be scaled")
+    d1("scale", "old", "samplers=2").assert_refused("the run old is not running, so it cannot be scaled")
 
 
 def test_a_request_from_before_the_run_was_started_is_not_carried_out(under_way: Callable, ray: _Ray) -> None:

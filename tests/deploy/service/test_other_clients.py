@@ -216,7 +216,7 @@ def long_url(tmp_path, tokenizer_dir, listen):
     engine = Engine(versions)
     backend, planner = EngineHost(versions, engine), source.planner(codec)
     service = Service(
-        backend=backend, codec=codec, planner=planner, run=None, examples=Examples(tmp_path), registry=None
+        backend=backend, codec=codec, planner=planner, checkpoints=None, examples=Examples(tmp_path), registry=None
     )
     yield listen(create_app(service), TOKEN)
     engine.close()

@@ -51,7 +51,7 @@ def serve(open_client):
             backend=host,
             codec=codec,
             planner=source.planner(codec),
-            run=None,
+            checkpoints=None,
             examples=source.examples(),
             registry=None,
         )
