@@ -13,7 +13,7 @@ from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
 from deploy.service.api.app import Service, create_app, guarded
-from deploy.service.contract import DRAIN_TIMEOUT_S, EngineLostError, EngineState, Event, Job
+from deploy.service.contract import DRAIN_TIMEOUT_S, EngineLostError, EngineState, Event, Job, num_open_after
 from deploy.service.gateway.address import Address
 from deploy.service.gateway.api_keys import ApiKeys
 from deploy.service.gateway.rate_limits import RateLimits, SharedCounts
@@ -37,14 +37,14 @@ class ServeEngines:
         """As `Backend.stream`: Serve's router chooses the replica, and waits for one if there is none."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + job.timeout_s + _GRACE_S
-        response, has_ended = self._jobs.remote(job), False
+        response, num_open = self._jobs.remote(job), len(job.requests)
         try:
             while True:
                 async with asyncio.timeout_at(deadline):
                     events = await anext(response, None)
                 if events is None:
-                    has_ended = True
                     return
+                num_open = num_open_after(events, num_open)
                 paused_s = clock()
                 yield events
                 # A slow client is not a silent engine.
@@ -52,7 +52,7 @@ class ServeEngines:
         except (*_LOST, TimeoutError) as error:
             raise EngineLostError(f"{type(error).__name__}: {error}") from error
         finally:
-            if not has_ended:
+            if num_open:
                 # That frees the slots.
                 response.cancel()
 

@@ -299,6 +299,8 @@ def serve_cluster(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_worker_niceness", "0")
+    # As `ray_session` sets it.
+    monkeypatch.setenv("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1")
     start = partial(ray.init, address="local", num_cpus=2, include_dashboard=True, log_to_driver=False)
     yield connect_with_retries(partial(start, object_store_memory=10**8), MAX_STARTS)
     shut_down_ray()
