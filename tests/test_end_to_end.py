@@ -22,7 +22,7 @@ import pytest
 from safetensors.torch import load_file
 
 from actors.checkpoints.selection import read_position
-from actors.coordination.timeline import TIMELINE, num_rounds, read_trace
+from actors.coordination.reporting.timeline import TIMELINE, num_rounds, read_trace
 from actors.run_log import read_events
 from actors.weights.tensors import make_manifest
 from benchmarks.processes.run_processes import MARK, Role, RunProcesses

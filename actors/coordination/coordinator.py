@@ -30,16 +30,16 @@ import ray
 from actors.checkpoints.best import best_version
 from actors.coordination.history import has_evaluation, has_event, has_round, since_learner_start
 from actors.coordination.learner_group import LearnerGroup
-from actors.coordination.metrics import RunGauges
 from actors.coordination.monitor import RunMonitor
 from actors.coordination.pools import Pools, VersionLostError, pool_members
+from actors.coordination.reporting.metrics import RunGauges
+from actors.coordination.reporting.status import RunStatus
+from actors.coordination.reporting.timeline import COORDINATOR, LEARNER, SpanKind, Timeline
 from actors.coordination.round_stats import RoundRecorder
 from actors.coordination.rounds import OpenRounds
 from actors.coordination.samplers_turn import EVALUATION, ROUND, SamplersTurn, StoppedError
 from actors.coordination.session import Session, SessionFile
-from actors.coordination.status import RunStatus
 from actors.coordination.supervisor import Supervisor
-from actors.coordination.timeline import COORDINATOR, LEARNER, SpanKind, Timeline
 from actors.coordination.version_evaluator import VersionEvaluator
 from actors.curriculum import read_solve_rates
 from actors.messages import Next, TrainedRound, WeightsId, WorkUnitKey, WorkUnitSummary

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.coordination.history import repeated_work
+from actors.coordination.reporting.timeline import LEARNER, SpanKind, Timeline
 from actors.coordination.session import SessionFile
-from actors.coordination.timeline import LEARNER, SpanKind, Timeline
 from actors.run_log import LEARNER_FAILED, RESTARTED, RunLog
 from actors.spec import RunSpec
 

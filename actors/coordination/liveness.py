@@ -15,7 +15,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from actors.coordination.status import HUNG_S, SILENT_S
+from actors.coordination.reporting.status import HUNG_S, SILENT_S
 
 START_S = 900.0
 """As `HUNG_S`, for an actor that has not answered since it (re)started: it may be loading a policy."""

@@ -6,12 +6,19 @@ import asyncio
 import time
 
 from actors.coordination.pools import Pools
+from actors.coordination.reporting.status import (
+    SILENT_S,
+    RunStatus,
+    actor_statuses,
+    restarts_by_kind,
+    silence_texts,
+    wait_text,
+)
+from actors.coordination.reporting.timeline import Timeline
 from actors.coordination.rounds import OpenRounds
 from actors.coordination.samplers_turn import ROUND, SamplersTurn
 from actors.coordination.session import SessionFile
-from actors.coordination.status import SILENT_S, RunStatus, actor_statuses, restarts_by_kind, silence_texts, wait_text
 from actors.coordination.supervisor import Supervisor
-from actors.coordination.timeline import Timeline
 from actors.registry.announcer import Announcer
 from actors.run_log import RunLog
 from actors.spec import Phase, RunSpec

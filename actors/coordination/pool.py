@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from actors.coordination.liveness import START_S
-from actors.coordination.status import SILENT_S, Assignment
-from actors.coordination.timeline import WorkSpan
+from actors.coordination.reporting.status import SILENT_S, Assignment
+from actors.coordination.reporting.timeline import WorkSpan
 from actors.messages import WorkUnitKey
 
 RESTART_POLL_S = 0.5

@@ -15,8 +15,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors import NAMESPACE, actor_name
 from actors.coordination.pool import ActorPool
-from actors.coordination.status import SILENT_S, Assignment
-from actors.coordination.timeline import WorkSpan
+from actors.coordination.reporting.status import SILENT_S, Assignment
+from actors.coordination.reporting.timeline import WorkSpan
 from actors.messages import WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.weights.store import VersionMissingError
 from rewards import RewardUnavailableError

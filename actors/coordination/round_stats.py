@@ -12,10 +12,10 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
-from actors.coordination.metrics import RunGauges
 from actors.coordination.pools import Pools
+from actors.coordination.reporting.metrics import RunGauges
+from actors.coordination.reporting.timeline import Timeline
 from actors.coordination.rounds import OpenRounds
-from actors.coordination.timeline import Timeline
 from actors.curriculum import line_of, outcomes_of
 from actors.messages import TrainedRound, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.plan import RunPlan

@@ -28,7 +28,7 @@ from rich.console import Console
 from benchmarks.algorithms.records import Records
 from benchmarks.algorithms.report import markdown, write_columns
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, begin, start, try_row
-from benchmarks.marks import write_between_marks
+from benchmarks.table.marks import write_between_marks
 from learner.algorithms import ALGORITHMS
 
 _RESULTS, _OUT = Path(__file__).parent / "results", Path("runs/algorithms")

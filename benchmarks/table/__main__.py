@@ -16,9 +16,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.marks import write_between_marks
 from benchmarks.table.cells import Measured, add_cell, as_markdown, read_cells
 from benchmarks.table.execute import TimeIsUpError, command_of, execute
+from benchmarks.table.marks import write_between_marks
 from benchmarks.table.plan import Evaluation, Step, Training, plan, remaining, rows
 from benchmarks.table.scales import SCALES, Scale
 from deploy.errors import EXIT_INTERRUPTED, RunFailedError, UserError

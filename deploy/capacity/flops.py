@@ -16,8 +16,8 @@ from deploy.capacity.memory import published_bytes
 from deploy.capacity.shape import num_adapters
 from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.model.config import TransformerConfig
-from learner.model.sizes import ParameterCounts
-from learner.planned_flops import full_group, planned_flops
+from learner.planning.flops import full_group, planned_flops
+from learner.planning.sizes import ParameterCounts
 from rollout.planned_steps import PlannedSteps, planned_steps
 from rollout.request import SamplingParams
 

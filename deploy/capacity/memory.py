@@ -10,7 +10,7 @@ from actors.resources import OBJECT_STORE
 from actors.run_config import RunConfig
 from deploy.capacity.shape import begins_merged, num_adapters
 from learner.model.config import TransformerConfig
-from learner.model.sizes import FLOAT32, ParameterCounts, bytes_of, forward_bytes, kept_bytes, logits_bytes
+from learner.planning.sizes import FLOAT32, ParameterCounts, bytes_of, forward_bytes, kept_bytes, logits_bytes
 from rollout.request import Cache
 
 # Assumed, not measured: CUDA's context with its libraries, and NCCL's buffers with several GPUs.

@@ -24,7 +24,7 @@ from deploy.capacity.memory import (
 from deploy.capacity.shape import begins_merged, policy_shape
 from deploy.recipe.recipe import Recipe
 from learner.model.config import TransformerConfig
-from learner.model.sizes import FLOAT32, ParameterCounts
+from learner.planning.sizes import FLOAT32, ParameterCounts
 from rewards import make_task
 
 CPU_TOLERANCE = 1e-6

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from actors.coordination.status import HUNG_S, SILENT_S, RunStatus
+from actors.coordination.reporting.status import HUNG_S, SILENT_S, RunStatus
 from actors.run_log import Event
 from deploy.interrupts import wait_until_done
 from deploy.job.background import in_background

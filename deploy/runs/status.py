@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.coordination.status import SILENT_S, RunStatus
-from actors.coordination.timeline import TIMELINE, Span, idle_shares, num_rounds, read_trace
+from actors.coordination.reporting.status import SILENT_S, RunStatus
+from actors.coordination.reporting.timeline import TIMELINE, Span, idle_shares, num_rounds, read_trace
 from actors.run_log import METRICS, Event, read_events
 from deploy.runs.history import RunHistory, read_history
 from deploy.runs.lock import Holder, holder_of, last_holder_of

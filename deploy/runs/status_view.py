@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from actors.coordination.status import SILENT_S, ActorState, ActorStatus, RunStatus
+from actors.coordination.reporting.status import SILENT_S, ActorState, ActorStatus, RunStatus
 from deploy.printing import counted, duration, printable
 from deploy.runs.history import RunHistory
 from deploy.runs.stages import STAGES

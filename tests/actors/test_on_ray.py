@@ -292,7 +292,7 @@ def test_the_benchmark_of_weights_counts_what_travels(monkeypatch: pytest.Monkey
 def test_a_store_that_is_gone_is_a_clear_error(store: Any, spec: RunSpec) -> None:
     _publish(store, 1, _weights(spec, 1.0))
     ray.kill(store)
-    with pytest.raises(LookupError, match="the weight store is gone"):
+    with pytest.raises(LookupError, match="the weight store or the owner of its weights is gone"):
         _fetch_until_it_fails(store)
 
 

@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from actors.coordination.liveness import LivenessMonitor
-from actors.coordination.status import (
+from actors.coordination.reporting.status import (
     STATUS,
     ActorState,
     ActorStatus,

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.marks import write_between_marks
 from benchmarks.table import execute as executing
 from benchmarks.table.__main__ import main
 from benchmarks.table.cells import MISSING, Measured, Place, as_markdown, interval_of, read_cells
+from benchmarks.table.marks import write_between_marks
 from benchmarks.table.plan import Evaluation, Step, Training, plan, remaining, rows
 from benchmarks.table.scales import RECIPES, SCALES, TRAJECTORY
 from deploy.recipe.overrides import load_recipe

@@ -61,7 +61,7 @@ ray.init(logging_level="ERROR", log_to_driver=False)
 @ray.remote(num_cpus=0.1, resources={"worker": 0.1})
 class Numbers:
     def show(self):
-        from actors.coordination.metrics import _GAUGES, RunGauges
+        from actors.coordination.reporting.metrics import _GAUGES, RunGauges
         pools = {"samplers": {"away": 0, "busy": 1}}
         RunGauges("pair").show(dict.fromkeys(_GAUGES, 1.0) | {"pools": pools})
 

@@ -21,7 +21,7 @@ import pytest
 import ray
 import yaml
 
-from actors.coordination.metrics import _GAUGES, _POOL_GAUGES
+from actors.coordination.reporting.metrics import _GAUGES, _POOL_GAUGES
 from deploy.service.on_ray import ray_metrics
 
 ROOT = Path(__file__).parents[2]

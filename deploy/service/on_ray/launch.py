@@ -41,6 +41,8 @@ from learner.parallel.timeouts import transfer_timeout_s
 _READY_TIMEOUT_S = 180.0
 _DRAIN_TIMEOUT_S = 30.0
 _CALL_TIMEOUT_S = 5.0
+# Longer, because a busy machine must not hide where the service listens.
+_ADDRESS_TIMEOUT_S = 30.0
 _SCALE_TIMEOUT_S = 30.0
 _POLL_S = 0.2
 # From the end of the last answer in the ingress to its end in the proxy.
@@ -330,7 +332,7 @@ def _check_address(name: str, address: Address) -> None:
     # An ingress that does not answer is replaced.
     with suppress(Exception):
         handle = serve.get_deployment_handle(_INGRESS, app_name=name)
-        listens_on = handle.address.remote().result(timeout_s=_CALL_TIMEOUT_S)
+        listens_on = handle.address.remote().result(timeout_s=_ADDRESS_TIMEOUT_S)
     if listens_on != address:
         raise UserError(
             f"cannot listen on {address.host}:{address.port}: the service already listens on {listens_on.host}:"

@@ -15,7 +15,7 @@ from ray.exceptions import RayTaskError
 
 from actors.coordination import coordinator as module
 from actors.coordination.coordinator import Coordinator
-from actors.coordination.status import RunStatus
+from actors.coordination.reporting.status import RunStatus
 from actors.messages import Next, TrainedRound, WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.resources import GpuSection
 from actors.run_log import RunLog, read_events

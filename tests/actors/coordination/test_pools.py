@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors.coordination.pools import Pools, WorkUnitFailedError
-from actors.coordination.timeline import WorkSpan
+from actors.coordination.reporting.timeline import WorkSpan
 from actors.messages import EVALUATION_ROUND, WeightsId, WorkUnit, WorkUnitKey
 from rewards import RewardUnavailableError
 

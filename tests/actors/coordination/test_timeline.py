@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.coordination.timeline import (
+from actors.coordination.reporting.timeline import (
     CHECKPOINTS,
     COORDINATOR,
     LEARNER,

@@ -19,7 +19,7 @@ from learner.learner import Learner
 from learner.model.networks import make_model
 from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy
-from learner.planned_flops import full_group
+from learner.planning.flops import full_group
 from rollout.config import EngineConfig
 from rollout.request import Request
 from rollout.sampler import Sampler

@@ -17,7 +17,7 @@ from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 from learner.model.families.llada import write_config
 from learner.model.lora_config import TARGETS
-from learner.model.sizes import ParameterCounts
+from learner.planning.sizes import ParameterCounts
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llada-gsm8k.yaml"
 H200 = GPU_KINDS["H200"]

@@ -18,7 +18,7 @@ from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
 from learner.model.families.llada import write_config
-from learner.model.sizes import ParameterCounts
+from learner.planning.sizes import ParameterCounts
 
 LLADA_8B = models.LLADA_8B.config(4096)
 RECIPES = Path(__file__).parents[3] / "recipes"

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import deploy.cli.status
-from actors.coordination.status import ActorState, ActorStatus, RunStatus
-from actors.coordination.timeline import Timeline, WorkSpan
+from actors.coordination.reporting.status import ActorState, ActorStatus, RunStatus
+from actors.coordination.reporting.timeline import Timeline, WorkSpan
 from deploy.runs.lock import RunLock
 
 Events = list[dict[str, Any]]

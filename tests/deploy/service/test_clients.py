@@ -159,8 +159,8 @@ def test_openai_python_raises_where_a_stream_breaks(listen, mortal_service):
     assert any(chunk.choices[0].delta.content for chunk in chunks), "what came before stays"
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_hangs_up_frees_its_slots(url, engine, monkeypatch, streams):
+# Without a stream Ray Serve's proxy cancels the request: tests/deploy/service/on_ray has clients that hang up.
+def test_a_client_that_hangs_up_frees_its_slots(url, engine, monkeypatch):
     step, cancel, taken, hung_up = type(engine)._step, type(engine).cancel, [], threading.Event()
 
     def slow(self, live):
@@ -176,7 +176,7 @@ def test_a_client_that_hangs_up_frees_its_slots(url, engine, monkeypatch, stream
 
     monkeypatch.setattr(type(engine), "_step", slow)
     monkeypatch.setattr(type(engine), "cancel", heard)
-    ask = {"prompt": "2 + 3", "n": 4, "stream": streams}
+    ask = {"prompt": "2 + 3", "n": 4, "stream": True}
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     connection.request("POST", "/v1/completions", json.dumps(ask), headers)

@@ -5,7 +5,6 @@ import signal
 import urllib.request
 
 import pytest
-from ray import serve
 
 from actors.registry.server import registry_url
 from actors.run_log import append_event
@@ -21,6 +20,8 @@ from tests.deploy.service.asking import ASK, TOKEN, Asker, call, wait_until
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
 def test_a_pinned_version_stays_when_an_engine_dies(serve_cluster, run_dir, add_checkpoint, unused_port):
+    from ray import serve
+
     add_checkpoint(run_dir, 2, round_index=1)
     append_event(run_dir, "run", name="tiny")
     source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())

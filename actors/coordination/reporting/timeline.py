@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from actors.atomic_file import write_atomically
-from actors.coordination.status import work_unit_name
+from actors.coordination.reporting.status import work_unit_name
 
 if TYPE_CHECKING:
     from actors.messages import WorkUnitKey

@@ -16,10 +16,10 @@ from learner.model.config import TransformerConfig
 from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.model.moe.config import MoEConfig
 from learner.model.networks import make_model
-from learner.model.sizes import ParameterCounts, kept_bytes, saved_bytes_of_token
 from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.sharding_config import ShardingConfig
+from learner.planning.sizes import ParameterCounts, kept_bytes, saved_bytes_of_token
 
 SDAR = {"family": "sdar", "block_length": 4, "qk_norm": True, "head_width": 48}
 EXPERTS = MoEConfig(num_experts=16, experts_per_token=3, expert_width=48, router="softmax")

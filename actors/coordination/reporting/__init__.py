@@ -1,0 +1,1 @@
+"""Reports about a run: status, timeline and gauges."""
