@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 _CALL_TIMEOUT_S = 60.0
 _NODE_ENDS_S = 3.0
+# Part of Ray's message about a process that it killed to free memory, however often the error is wrapped.
+_OUT_OF_MEMORY = "how to address the out of memory issue"
 
 
 def run(
@@ -244,6 +246,8 @@ def _cause(error: Exception) -> str:
     failures = getattr(error, "worker_failures", {})
     for failure in failures.values():
         error = getattr(failure, "cause", None) or failure
+    if _OUT_OF_MEMORY in str(error):
+        return "a machine ran out of memory and Ray killed a process of the run; end other programs or use fewer actors"
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"
 

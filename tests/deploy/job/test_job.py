@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import OutOfMemoryError
 
 from actors.run_log import read_events
 from deploy.errors import RunFailedError
@@ -84,3 +85,13 @@ def test_a_run_begins_where_d1_has_no_package_metadata(recipe_file: Path, monkey
     assert begun["stages"] == "rl"
     assert begun["versions"]["d1"] == "unknown"
     assert begun["versions"]["torch"] == found("torch")
+
+
+def test_a_process_that_was_killed_for_memory_is_said_in_a_sentence() -> None:
+    told = (
+        "Task was killed due to the node running low on memory.\n"
+        "Refer to the documentation on how to address the out of memory issue: https://docs.ray.io. Consider"
+    )
+    said = "a machine ran out of memory and Ray killed a process of the run; end other programs or use fewer actors"
+    assert job._cause(OutOfMemoryError(told)) == said
+    assert job._cause(RuntimeError("first\nlast")) == "RuntimeError: last"
