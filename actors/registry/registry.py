@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -31,7 +32,7 @@ from actors.registry.records import (
     PolicyVersion,
     RegistryEvent,
 )
-from actors.registry.state import SUMMARY, RegistryState, decoded, version_field
+from actors.registry.state import RegistryState, decoded, version_field
 
 URL_VARIABLE = "D1_REDIS_URL"
 URL_ADVICE = f"{URL_VARIABLE} should be redis://[:PASSWORD@]HOST:PORT of a server that runs, or unset"
@@ -89,12 +90,10 @@ class Registry:
     def snapshot(self) -> RegistryState:
         """Return the current state, of the versions only the newest."""
         with self._explained():
-            texts = self._redis.hmget(self._state, SUMMARY)
-            fields = {name: text for name, text in zip(SUMMARY, texts, strict=True) if text is not None}
-            if NEWEST in fields:
-                field = version_field(int(fields[NEWEST]))
-                fields[field] = self._redis.hget(self._state, field) or ""
-        return RegistryState(fields)
+            state = RegistryState(partial(self._redis.hmget, self._state))
+            if (newest := state.aliases.get(NEWEST)) is not None:
+                state.load([newest])
+        return state
 
     def events(self, last_id: str) -> list[RegistryEvent]:
         """Return the events after entry `last_id` ("0": from the first that is kept), oldest first.
@@ -263,6 +262,7 @@ class Registry:
 
         def change(state: RegistryState) -> int:
             state.begin(began_at)
+            state.load([policy.version for policy in versions])
             num_added = 0
             for policy in versions:
                 known = state.version(policy.version)
@@ -298,17 +298,15 @@ class Registry:
         computed again."""
 
         def attempt(pipe: Any) -> _Result:
-            before = pipe.hgetall(self._state)
-            state = RegistryState(before)
+            state = RegistryState(partial(pipe.hmget, self._state))
             result = change(state)
             pipe.multi()
             if state.is_of_new_run:
+                pipe.delete(self._state)
                 # Not deleted: ids go on rising, so that readers continue.
                 pipe.xtrim(self._events, maxlen=0)
-            if changed := {name: text for name, text in state.fields.items() if before.get(name) != text}:
-                pipe.hset(self._state, mapping=changed)
-            if removed := before.keys() - state.fields.keys():
-                pipe.hdel(self._state, *removed)
+            if state.changed:
+                pipe.hset(self._state, mapping=state.changed)
             for event in state.events:
                 pipe.xadd(self._events, {_FIELD: event}, maxlen=_MAX_EVENTS)
             return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from actors.registry.records import (
@@ -19,22 +19,38 @@ from actors.registry.records import (
 
 _ALIASES = (NEWEST, POLICY, BASE, BEST)
 _ADMIN, _REFUSED, _BEGAN_AT = "admin", "refused", "began_at"
-SUMMARY = (*_ALIASES, _ADMIN, _REFUSED)
-"""Fields of the hash besides the versions and the start time of the run: the version of each alias, the operator's
-settings and the refused versions (JSON)."""
+_SUMMARY = (*_ALIASES, _ADMIN, _REFUSED, _BEGAN_AT)
+"""Fields of the hash besides the versions: the version of each alias, the operator's settings and the refused versions
+(JSON), and the start time of the run."""
 _MAX_WHY = 500
 
 
-class RegistryState:
-    """State of a registry. A transaction changes it, and writes the fields and events that are new."""
+Read = Callable[[Sequence[str]], Sequence[str | None]]
+"""Reads fields of the hash; None for an absent one."""
 
-    def __init__(self, fields: Mapping[str, str]) -> None:
-        """Begin with the fields of the hash."""
-        self.fields = dict(fields)
+
+class RegistryState:
+    """State of a registry. A transaction changes it, and writes the fields and events that are new.
+
+    The metadata of a version is read on demand: a long run has thousands of versions.
+    """
+
+    def __init__(self, read: Read = lambda names: [None] * len(names)) -> None:
+        """Read the fields besides the versions with `read`; by default the state is empty."""
+        self._read = read
+        self._stored: dict[str, str | None] = {}
+        self.fields: dict[str, str] = {}
+        """The fields that are set, as far as they were read or written."""
         self.events: list[str] = []
         """The events to append (JSON)."""
         self.is_of_new_run = False
-        """Whether the stored events are of an earlier run of the same name."""
+        """Whether what is stored is of an earlier run of the same name."""
+        self._load(_SUMMARY)
+
+    @property
+    def changed(self) -> Mapping[str, str]:
+        """The fields to write."""
+        return {name: text for name, text in self.fields.items() if self._stored.get(name) != text}
 
     @property
     def aliases(self) -> dict[str, int]:
@@ -58,7 +74,19 @@ class RegistryState:
 
     def version(self, number: int) -> PolicyVersion | None:
         """Return a version's metadata; None if it is unknown, or a d1 with other fields has written it."""
+        self.load([number])
         return decoded(self.fields.get(version_field(number)))
+
+    def load(self, numbers: Sequence[int]) -> None:
+        """Read the metadata of several versions at once."""
+        known = self._stored.keys() | self.fields.keys()
+        self._load([name for name in map(version_field, numbers) if name not in known])
+
+    def _load(self, names: Sequence[str]) -> None:
+        if names and not self.is_of_new_run:
+            found = dict(zip(names, self._read(names), strict=True))
+            self._stored |= found
+            self.fields |= {name: text for name, text in found.items() if text is not None}
 
     def begin(self, began_at: float | None) -> None:
         """Delete the data of a run of the same name that began before `began_at` (unix time; None: unknown)."""
@@ -67,6 +95,7 @@ class RegistryState:
             return
         if before is not None:
             self.fields.clear()
+            self._stored.clear()
             self.is_of_new_run = True
         self.fields[_BEGAN_AT] = repr(began_at)
 

@@ -69,7 +69,7 @@ class VersionFollower:
         self._registry, self._versions, self._run_dir = registry, versions, run_dir
         self._last_id = "0"
         self._newest: PolicyVersion | None = None
-        self._standing = RegistryState({})
+        self._standing = RegistryState()
         self._is_filled = self._has_looked = False
         # Versions that cannot be loaded: only other weights, another place or an operator's change helps.
         self._given_up = deque[object](maxlen=_MAX_GIVEN_UP)

@@ -16,6 +16,7 @@ import redis
 from actors.registry.records import DEFAULT_ADMIN_STATE, AdminState, EventKind, MalformedEntryError, PolicyVersion
 from actors.registry.registry import Registry
 from actors.registry.server import ValkeyServer, free_port
+from actors.registry.state import RegistryState, version_field
 from tests.announced import latest
 from tests.processes import is_running
 from tests.redis_server import DebianRedis
@@ -440,3 +441,25 @@ def test_a_server_that_cannot_start_says_so():
         taken.listen()
         with pytest.raises(RuntimeError, match="ended with status"):
             ValkeyServer(taken.getsockname()[1], "p" * 20)
+
+
+def test_a_transaction_reads_only_the_versions_that_it_needs():
+    stored = {version_field(number): replace(POLICY, version=number).to_json() for number in range(1000)}
+    stored["newest"] = "999"
+    asked = []
+
+    def read(names):
+        asked.append(list(names))
+        return [stored.get(name) for name in names]
+
+    state = RegistryState(read)
+    state.load([3, 4])
+    assert state.newest == replace(POLICY, version=999)
+    assert state.version(4) == replace(POLICY, version=4)
+    assert state.version(1000) is None
+    put = replace(POLICY, version=1001, num_problems=4)
+    state.put(put)
+    state.put(replace(POLICY, version=3))
+    assert state.version(1001) == put, "what is written is not read again"
+    assert asked[1:] == [["version:3", "version:4"], ["version:999"], ["version:1000"]]
+    assert state.changed == {"version:1001": put.to_json()}
