@@ -29,9 +29,8 @@ def pin(
     """Serve one policy version, whatever is published, until `d1 policy unpin`."""
     from actors.registry.files import history_of
     from actors.run_log import read_events
-    from deploy.runs.references import find_run
 
-    run_dir = find_run(name, runs_dir)
+    run_dir = _found(name, runs_dir)
     known = {policy.version: policy for policy in history_of(run_dir, read_events(run_dir))}
     if version not in known:
         kept = ", ".join(str(policy.version) for policy in known.values() if policy.checkpoint is not None)

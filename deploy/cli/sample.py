@@ -88,7 +88,9 @@ def sample(
         raise UserError("--workers is for --requests FILE; a single prompt is denoised in this process")
     if prompt == "":
         raise UserError("the prompt is empty; a completion needs something to complete")
-    values = _parse(words)
+    from deploy.requests.settings import parse_settings
+
+    values = parse_settings(words)
     with wait_display("loading torch"):
         from deploy.offline.policy import choose_device, find_directory, read_policy
         from deploy.offline.pool import PoolSettings
@@ -109,12 +111,6 @@ def sample(
             _sample_file(policy, lines, values, colour, pool, as_json=as_json)
         else:
             _sample_prompt(policy, asked, values, colour, as_json=as_json)
-
-
-def _parse(settings: list[str]) -> dict[str, Any]:
-    from deploy.requests.settings import parse_settings
-
-    return parse_settings(settings)
 
 
 @contextmanager

@@ -13,27 +13,24 @@ from typing import Literal
 import torch
 
 from actors.checkpoints.selection import find_position
-from actors.run_log import CHECKPOINTS, RECIPE
+from actors.run_log import RECIPE
 from deploy.errors import UserError, reason
 from deploy.recipe.overrides import load_recipe
-from deploy.requests.defaults import Defaults
-from deploy.requests.families import AnyConfig
-from deploy.requests.renoising import RenoisingDefaults
+from deploy.requests.families import AnyConfig, AnyDefaults, defaults_of, read_config
 from deploy.requests.structured.grammars import Grammars
-from deploy.runs.references import find_checkpoint_of
+from deploy.runs.references import find_checkpoint_of, run_of
 from learner.hardware import indexed_device, threads_for
 from learner.model.checkpoint import load_policy
-from learner.model.checkpoint_files import generation_defaults, load_config, open_tokenizer, tokenizer_directory
-from learner.model.renoising.config import RenoisingConfig, is_renoising, read_renoising_config
+from learner.model.checkpoint_files import open_tokenizer, tokenizer_directory
+from learner.model.renoising.config import is_renoising
 from learner.model.renoising.policy import load_renoising_policy
 from learner.model.storage.throughput import ReportProgress
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
 from rollout.config import EngineConfig
-from rollout.renoising.sampler import RenoisingSampler
+from rollout.renoising.sampler import AnySampler, RenoisingSampler
 from rollout.sampler import Sampler
 
 Device = Literal["cpu", "cuda"]
-AnySampler = Sampler | RenoisingSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +49,7 @@ class ReadyPolicy:
     """Model config."""
     tokenizer: ChatTokenizer | None
     """None if the checkpoint has none. Prompts are token ids then."""
-    defaults: Defaults | RenoisingDefaults
+    defaults: AnyDefaults
     """Default sampling parameters."""
 
     @cached_property
@@ -119,11 +116,6 @@ def read_policy(directory: Path, reference: str, device: Device, engine: EngineC
     )
 
 
-def read_config(directory: Path) -> AnyConfig:
-    """Read the model config of a checkpoint of either family. Raises ValueError if it is not a checkpoint."""
-    return read_renoising_config(directory) if is_renoising(directory) else load_config(directory)
-
-
 def load_sampler(directory: Path, device: str, engine: EngineConfig, say: ReportProgress | None = None) -> AnySampler:
     """Load the sampler of a checkpoint of either family. Raises ValueError or OSError if it cannot be read."""
     place, position = indexed_device(device), find_position(directory)
@@ -152,14 +144,10 @@ def choose_device(wanted: Device | None) -> Device:
     return wanted or ("cuda" if has_gpu else "cpu")
 
 
-def _defaults(directory: Path, config: AnyConfig) -> Defaults | RenoisingDefaults:
-    if isinstance(config, RenoisingConfig):
-        return RenoisingDefaults(config=config)
-    checkpoints = directory.resolve().parent
-    recipe = checkpoints.parent / RECIPE
-    if checkpoints.name == CHECKPOINTS and recipe.is_file():
-        return Defaults.of_run(load_recipe(recipe, []).evaluated_params[0])
-    return Defaults.of_policy(config.max_sequence_length, config.block_length, generation_defaults(directory))
+def _defaults(directory: Path, config: AnyConfig) -> AnyDefaults:
+    run_dir = run_of(directory)
+    evaluated = None if run_dir is None else load_recipe(run_dir / RECIPE, []).evaluated_params[0]
+    return defaults_of(directory, config, evaluated)
 
 
 def read_tokenizer(directory: Path) -> ChatTokenizer | None:

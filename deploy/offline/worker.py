@@ -12,11 +12,12 @@ import torch
 
 from actors.grader import sample_of
 from deploy.offline.item import Answer, AnsweredBatch, AnyCompletion, Batch, CompletedBatch, Item, answer_of
-from deploy.offline.policy import AnySampler, load_sampler
+from deploy.offline.policy import load_sampler
 from learner.model.checkpoint_files import open_tokenizer
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grader, Outcome, RewardConfig, Sample, TaskConfig
 from rollout.config import EngineConfig
+from rollout.renoising.sampler import AnySampler
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +28,10 @@ class WorkerConfig:
     """Directory of the checkpoint."""
     engine: EngineConfig
     """Settings of the sampling engine."""
-    device: str
-    """Device: `cpu`, `cuda`, `cuda:1`."""
-    num_threads: int
-    """Threads of a worker on the CPU."""
+    device: str = "cpu"
+    """Device: `cpu`, `cuda`, `cuda:1`. A pool chooses it."""
+    num_threads: int = 1
+    """Threads of a worker on the CPU. A pool on this machine chooses it."""
 
 
 class Worker:

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from deploy.requests.defaults import Defaults
+from deploy.requests.renoising import RenoisingDefaults
+from learner.model.checkpoint_files import generation_defaults, load_config
 from learner.model.config import TransformerConfig
-from learner.model.renoising.config import RenoisingConfig
+from learner.model.renoising.config import RenoisingConfig, is_renoising, read_renoising_config
 from rollout.renoising.request import RenoisingRequest, check_renoising_request
-from rollout.request import Request, canvas_of, check_request
+from rollout.request import Request, SamplingParams, canvas_of, check_request
 
 AnyRequest = Request | RenoisingRequest
 AnyConfig = TransformerConfig | RenoisingConfig
+AnyDefaults = Defaults | RenoisingDefaults
+
+
+def defaults_of(checkpoint: Path, config: AnyConfig, evaluated: SamplingParams | None) -> AnyDefaults:
+    """Return the default parameters of a checkpoint; `evaluated` are those of its run's evaluation, if it has a run.
+
+    Raises ValueError if its `generation_config.json` is invalid.
+    """
+    if isinstance(config, RenoisingConfig):
+        return RenoisingDefaults(config=config)
+    if evaluated is not None:
+        return Defaults.of_run(evaluated)
+    return Defaults.of_policy(config.max_sequence_length, config.block_length, generation_defaults(checkpoint))
+
+
+def read_config(directory: Path) -> AnyConfig:
+    """Read the model config of a checkpoint of either family. Raises ValueError if it is not a checkpoint."""
+    return read_renoising_config(directory) if is_renoising(directory) else load_config(directory)
 
 
 def check_any_request(request: AnyRequest, config: AnyConfig) -> None:

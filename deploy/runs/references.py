@@ -85,6 +85,13 @@ def find_checkpoint_of(reference: str, runs_dir: Path, say: ReportProgress | Non
     return newest_servable(found.directory, say).directory
 
 
+def run_of(checkpoint: Path) -> Path | None:
+    """Return the run directory, with a recipe, that a checkpoint's directory belongs to; None for one by itself."""
+    checkpoints = checkpoint.resolve().parent
+    run_dir = checkpoints.parent
+    return run_dir if checkpoints.name == CHECKPOINTS and (run_dir / RECIPE).is_file() else None
+
+
 def resolve_start(reference: Path) -> Path:
     """Replace a run's directory by its newest intact checkpoint, to start training from; return other paths unchanged.
 

@@ -12,8 +12,7 @@ from actors.checkpoints.selection import servable_checkpoints
 from actors.registry.records import PolicyVersion
 from actors.registry.registry import Registry
 from actors.run_log import CHECKPOINTS
-from deploy.requests.defaults import Defaults
-from deploy.requests.renoising import RenoisingDefaults
+from deploy.requests.families import defaults_of
 from deploy.runs.checkpoints import read_recipe
 from deploy.service.api.planner import ServicePlanner
 from deploy.service.api.policy_events import RegistryReader
@@ -21,8 +20,6 @@ from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_checkpoint
 from deploy.service.example import Examples
 from deploy.service.gateway.callers import Callers
-from learner.model.checkpoint_files import generation_defaults
-from learner.model.renoising.config import RenoisingConfig
 from rollout.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -97,15 +94,10 @@ class Source:
 
     def planner(self, codec: TextCodec) -> ServicePlanner:
         """Create the planner of requests."""
-        defaults: Defaults | RenoisingDefaults
-        if self.is_run:
-            defaults = Defaults.of_run(read_recipe(self.path).evaluated_params[0])
-        elif isinstance(codec.config, RenoisingConfig):
-            defaults = RenoisingDefaults(config=codec.config)
-        else:
-            stated = generation_defaults(self.path)
-            defaults = Defaults.of_policy(codec.config.max_sequence_length, codec.config.block_length, stated)
-        names = read_recipe(self.path).service.served_names if self.is_run else ()
+        recipe = read_recipe(self.path) if self.is_run else None
+        evaluated = None if recipe is None else recipe.evaluated_params[0]
+        names = () if recipe is None else recipe.service.served_names
+        defaults = defaults_of(self.path, codec.config, evaluated)
         return ServicePlanner(codec, defaults, self.name, served_names=names)
 
     def examples(self) -> Examples:
@@ -117,7 +109,6 @@ class Source:
         # Imported here because only engines need torch.
         import torch
 
-        from deploy.service.engine.loaded_version import network_of
         from deploy.service.engine.loading import VersionLoader
         from deploy.service.engine.versions import Versions
         from learner.hardware import threads_for
@@ -137,7 +128,7 @@ class Source:
             locate = _nothing
         loader = VersionLoader(checkpoint, engine, device)
         sampler = loader.load(policy)
-        torch.set_num_threads(threads_for(network_of(sampler), num_threads))
+        torch.set_num_threads(threads_for(sampler.model, num_threads))
         return Versions(sampler, policy, load=loader.load, locate=locate, most_live=most_live)
 
 

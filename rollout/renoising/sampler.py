@@ -17,6 +17,7 @@ from rollout.renoising.random_source import RandomSource
 from rollout.renoising.request import RenoisedCompletion, RenoisingRequest, check_renoising_request
 from rollout.renoising.row import RenoisingRow, StepCallback
 from rollout.request import Completion, Progress
+from rollout.sampler import Sampler
 
 _MAX_ROWS = 8
 
@@ -146,3 +147,7 @@ class RenoisingBatch:
             finish_reason=completion.finish_reason,
             policy_version=self._policy_version,
         )
+
+
+AnySampler = Sampler | RenoisingSampler
+"""Sampler of a masked policy, or of a renoising one."""

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.checkpoints.selection import find_position
-from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError, reason
 from deploy.offline.evaluation.cells import Cell, cells_of
 from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.evaluation.options import EvaluationOptions
 from deploy.offline.evaluation.problems import batches_of, problems_of
 from deploy.offline.item import AnsweredBatch, Batch
-from deploy.offline.policy import read_config, read_tokenizer
+from deploy.offline.policy import read_tokenizer
 from deploy.offline.pool import PoolSettings, answer_batches
 from deploy.offline.record import RecordWriter, fingerprint
 from deploy.offline.worker import WorkerConfig
 from deploy.recipe.recipe import Recipe
+from deploy.requests.families import read_config
 from deploy.runs.checkpoints import read_recipe
-from deploy.runs.references import find_checkpoint_of
+from deploy.runs.references import find_checkpoint_of, run_of
 from learner.model.storage.throughput import ReportProgress
 from rollout.config import EngineConfig
 
@@ -94,14 +94,13 @@ def find_subject(reference: str, runs_dir: Path, say: ReportProgress | None = No
         raise UserError(str(error)) from error
     except OSError as error:
         raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
-    run_dir, is_fetched = directory.parent.parent, not Path(reference).exists()
-    is_of_run = directory.parent.name == CHECKPOINTS and (run_dir / RECIPE).is_file()
+    run_dir, is_fetched = run_of(directory), not Path(reference).exists()
     # The directory name in the hub's cache is only a revision.
     own_name = reference.replace("/", "--") if is_fetched else directory.name
     return Subject(
-        name=_name_of(run_dir, directory) if is_of_run else own_name,
+        name=own_name if run_dir is None else _name_of(run_dir, directory),
         directory=directory,
-        run=read_recipe(run_dir) if is_of_run else None,
+        run=None if run_dir is None else read_recipe(run_dir),
         facts=facts | ({} if position is None else {"policy_version": position.policy_version}),
     )
 
@@ -166,7 +165,7 @@ def run_missing(
     waiting = [(one, batch) for one in prepared for batch in one.missing]
     if not waiting:
         return
-    config = WorkerConfig(checkpoint=subject.directory, engine=compute.engine(subject.run), device="cpu", num_threads=1)
+    config = WorkerConfig(checkpoint=subject.directory, engine=compute.engine(subject.run))
     numbered = [replace(batch, index=number) for number, (_, batch) in enumerate(waiting)]
     for done in answer_batches(config, compute.pool, numbered):
         one, batch = waiting[done.index]

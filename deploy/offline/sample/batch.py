@@ -77,7 +77,7 @@ def _generate(
     size = policy.engine.num_slots
     starts = range(0, len(good), size)
     batches = [Batch(index=start, items=tuple(good[start : start + size])) for start in starts]
-    config = WorkerConfig(checkpoint=policy.directory, engine=policy.engine, device="cpu", num_threads=1)
+    config = WorkerConfig(checkpoint=policy.directory, engine=policy.engine)
     for batch in complete_batches(config, pool, batches):
         for index, completion in enumerate(batch.completions, start=batch.index):
             done(index, completion)

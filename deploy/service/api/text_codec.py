@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from deploy.requests.errors import TEMPLATE_ERRORS, template_error_text
-from deploy.requests.families import AnyConfig
+from deploy.requests.families import AnyConfig, read_config
 from deploy.requests.stopping import BROKEN
 from deploy.requests.structured.grammars import Grammars
 from deploy.requests.structured.structure import Structure
 from deploy.service.errors import ServiceError
-from learner.model.checkpoint_files import load_config, open_tokenizer
+from learner.model.checkpoint_files import open_tokenizer
 from learner.model.config import TransformerConfig
-from learner.model.renoising.config import is_renoising, read_renoising_config
 from rollout.grammar.grammar import Grammar
 
 MASKED = "\u2591"
@@ -41,9 +40,7 @@ class TextCodec:
 
     def __init__(self, checkpoint: Path) -> None:
         """Read the tokenizer and the shape of a checkpoint's policy; its weights are not looked at."""
-        self.config: AnyConfig = (
-            read_renoising_config(checkpoint) if is_renoising(checkpoint) else load_config(checkpoint)
-        )
+        self.config: AnyConfig = read_config(checkpoint)
         self._tokenizer = open_tokenizer(checkpoint)
         self._special_ids = self._tokenizer.special_ids
         self._text_of: dict[int, str] = {}

@@ -11,15 +11,9 @@ import torch
 from actors.registry.records import PolicyVersion
 from deploy.requests.families import AnyConfig, AnyRequest
 from learner.model.renoising.config import RenoisingConfig
-from learner.model.renoising.policy import RenoisingPolicy
-from learner.model.transformer import Transformer
 from rollout.renoising.request import RenoisingParams, RenoisingRequest
-from rollout.renoising.sampler import RenoisingSampler
+from rollout.renoising.sampler import AnySampler
 from rollout.request import Completion, Progress, Request, SamplingParams
-from rollout.sampler import Sampler
-
-AnySampler = Sampler | RenoisingSampler
-"""Sampler of a masked policy, or of a renoising one."""
 
 
 class Batch(Protocol):
@@ -70,12 +64,7 @@ class LoadedVersion:
     @property
     def config(self) -> AnyConfig:
         """Model config of the policy."""
-        return network_of(self.sampler).config
-
-
-def network_of(sampler: AnySampler) -> Transformer | RenoisingPolicy:
-    """Return the network of a sampler."""
-    return sampler.model
+        return self.sampler.model.config
 
 
 @torch.inference_mode()
@@ -84,7 +73,7 @@ def finite_probe(sampler: AnySampler, policy: PolicyVersion) -> str | None:
 
     Returns the reason if they are not.
     """
-    network = network_of(sampler)
+    network = sampler.model
     if not all(bool(weight.isfinite().all()) for weight in network.parameters()):
         return f"policy version {policy.version} has weights that are not finite"
     batch: Batch = sampler.open(max_rows=1)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from actors.checkpoints.selection import find_position, read_position
 from actors.registry.records import PolicyVersion
-from deploy.service.engine.loaded_version import AnySampler
 from learner.hardware import indexed_device
 from learner.model.adapter import attach_adapters, read_adapter, read_chain
 from learner.model.checkpoint import load_policy, load_weights
@@ -35,7 +34,7 @@ from learner.model.renoising.policy import load_renoising_policy
 from learner.model.storage.references import missing_message, read_references
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
-from rollout.renoising.sampler import RenoisingSampler
+from rollout.renoising.sampler import AnySampler, RenoisingSampler
 from rollout.sampler import Sampler
 
 _FETCH_TIMEOUT_S = 120.0

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from actors.registry.records import POLICY, PolicyVersion
 from deploy.service.contract import RefusedVersion
 from deploy.service.engine.loaded_version import (
-    AnySampler,
     LoadedVersion,
     NoRoomError,
     NoSuchVersionError,
     RefusedVersionError,
     finite_probe,
 )
+from rollout.renoising.sampler import AnySampler
 
 Load = Callable[[PolicyVersion], AnySampler]
 """Creates the sampler of a version. Raises LookupError if its weights are missing, ValueError if they are damaged."""

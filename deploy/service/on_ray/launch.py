@@ -271,7 +271,7 @@ def scale_engines(source: Source, num_replicas: int, dashboard_url: str) -> None
     if token := ray_token():
         request.add_header("Authorization", f"Bearer {token}")
     try:
-        urllib.request.urlopen(request, timeout=_SCALE_TIMEOUT_S).close()  # noqa: S310 - likewise
+        urllib.request.urlopen(request, timeout=_SCALE_TIMEOUT_S).close()  # noqa: S310 - an http URL
     except urllib.error.HTTPError as error:
         with error:
             raise RunFailedError(f"Ray Serve refuses: {error.read().decode(errors='replace').strip()}") from error

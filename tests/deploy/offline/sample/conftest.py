@@ -89,6 +89,6 @@ def stop_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
             return policy
 
         monkeypatch.setattr("deploy.offline.policy.load_policy", load)
-        monkeypatch.setattr("deploy.offline.policy.load_config", config)
+        monkeypatch.setattr("deploy.requests.families.load_config", config)
 
     return stop  # type: ignore[return-value]
