@@ -8,6 +8,7 @@ Gradients accumulate over micro-batches and equal those of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,8 +81,8 @@ class Learner:
 
         Old likelihoods are those of the policy at the start of the round, under the same masks as the new ones.
         If the filters leave nothing of a round, the policy stays as it is and `num_trained_completions` is 0.
-        Raises FloatingPointError if the loss or the gradient is not finite. That step is not taken, and training can
-        continue.
+        Raises FloatingPointError if the loss or the gradient of a step is not finite. Policy and optimizer are then
+        bit-identical to those at the start of the round, and training can continue.
         """
         lr = self.config.lr_at(round_index)
         metrics = UpdateMetrics(self.policy)
@@ -90,21 +91,7 @@ class Learner:
         self._flops = 0.0
         if work.num_rows:
             probed |= mask_variance(self.policy, self.config, self._sampler, batch)
-            minibatches = work.minibatches()
-            if self.config.objective.precomputes_row_weights:
-                self._weigh_rows(minibatches)
-            cached = self._precomputed_logps(minibatches)
-            correct: list[Round] = []
-            if self.config.imitation_coef and bool(batch.correct.any()):
-                correct = demonstrations(self.policy, self.config, self._sampler, batch).minibatches()
-            for index in range(self.config.inner_updates):
-                for place, some in enumerate(minibatches):
-                    plan = some.plan(index)
-                    self._backward(some, plan, cached[place].setdefault(plan.key, CachedLogps()), metrics)
-                    # There may be fewer correct completions than steps.
-                    for correct_ones in correct[place : place + 1]:
-                        self._backward_imitation(correct_ones, index, metrics)
-                    metrics.add_step(self._step(metrics, lr))
+            self._train(work, batch, metrics, lr)
         self.model_flops = self.policy.sum_over_ranks(torch.tensor([self._flops], dtype=torch.float64)).item()
         return (
             batch_metrics(batch)
@@ -146,6 +133,27 @@ class Learner:
         self.optimizer.load_full_state(parts["optimizer"])
         if self.reference is not None and parts["reference"]:
             self.reference.load_full_weights(parts["reference"])
+
+    def _train(self, work: Round, batch: RolloutBatch, metrics: UpdateMetrics, lr: float) -> None:
+        """Take all steps of a round, or none."""
+        minibatches = work.minibatches()
+        if self.config.objective.precomputes_row_weights:
+            self._weigh_rows(minibatches)
+        cached = self._precomputed_logps(minibatches)
+        correct: list[Round] = []
+        if self.config.imitation_coef and bool(batch.correct.any()):
+            correct = demonstrations(self.policy, self.config, self._sampler, batch).minibatches()
+        num_steps = self.config.inner_updates * len(minibatches)
+        # A single step that fails is not taken.
+        with self.optimizer.rollback() if num_steps > 1 else nullcontext():
+            for index in range(self.config.inner_updates):
+                for place, some in enumerate(minibatches):
+                    plan = some.plan(index)
+                    self._backward(some, plan, cached[place].setdefault(plan.key, CachedLogps()), metrics)
+                    # There may be fewer correct completions than steps.
+                    for correct_ones in correct[place : place + 1]:
+                        self._backward_imitation(correct_ones, index, metrics)
+                    metrics.add_step(self._step(metrics, lr))
 
     def _weigh_rows(self, minibatches: list[Round]) -> None:
         for some in minibatches:

@@ -195,13 +195,9 @@ def _dead_actor(actors: RunActors) -> str | None:
     """Name the dead actor among those that a run depends on, if any: other errors report that only in Ray's words."""
     from ray.exceptions import ActorDiedError, RayError
 
-    asked = {
-        "the coordinator": lambda: actors.coordinator.events_since.remote(0),
-        "the weight store": actors.store.versions.remote,
-    }
-    for name, ask in asked.items():
+    for name, ask in (("the coordinator", actors.coordinator.gave_up), ("the weight store", actors.store.ready)):
         try:
-            _call(ask())
+            _call(ask.remote())
         except ActorDiedError:
             return f"{name} died"
         except RayError:

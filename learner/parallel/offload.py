@@ -27,7 +27,7 @@ def offloaded(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]
     here = [local for tensor in tensors if (local := local_part(tensor.detach())).device == device and local.nbytes]
     storages = {storage.data_ptr(): storage for storage in (local.untyped_storage() for local in here)}
     sizes = [(storage, storage.nbytes()) for storage in storages.values()]
-    on_host = [_on_host(local) for local in here]
+    on_host = [host_copy(local) for local in here]
     for storage, _ in sizes:
         storage.resize_(0)
     free_unused_memory(device)
@@ -40,7 +40,8 @@ def offloaded(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]
             local.copy_(copy)
 
 
-def _on_host(local: Tensor) -> Tensor:
+def host_copy(local: Tensor) -> Tensor:
+    """Copy a tensor to host memory."""
     copy = torch.empty_like(local, device="cpu")
     # A GPU reads and writes pinned memory at the full speed of its bus.
     return (copy if local.device.type == "cpu" else copy.pin_memory()).copy_(local)

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from learner.advantages import Filters
 from learner.batch import GroupedBatch, RolloutBatch
@@ -13,7 +14,7 @@ from learner.model.lora import set_adapter
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
 from learner.objectives import ClippedRatioConfig
-from learner.optimizer import PolicyOptimizer
+from learner.optimizer import PolicyOptimizer, StepResult
 from learner.parallel.sharding import ShardedPolicy
 from learner.probes import sampling_gap
 from learner.round import Round
@@ -99,6 +100,31 @@ def test_a_gradient_that_is_not_finite_stops_training_and_spares_the_policy(
     after = learner.update(rollouts, 1)
     untouched = Learner(ShardedPolicy(policy_before, None), _config())
     assert after == pytest.approx(untouched.update(rollouts, 1)), "nothing is left of the bad one"
+
+
+@pytest.mark.parametrize("num_rounds_before", [0, 1])
+def test_a_failed_step_undoes_the_earlier_steps_of_its_round(
+    policy: Transformer, rollouts: RolloutBatch, monkeypatch: pytest.MonkeyPatch, num_rounds_before: int
+) -> None:
+    learner = Learner(ShardedPolicy(policy, None), _config(inner_updates=4))
+    for round_index in range(num_rounds_before):
+        learner.update(rollouts, round_index)
+    weights, state = copy.deepcopy(policy.state_dict()), learner.full_state()
+    num_steps, step = 0, PolicyOptimizer.step
+
+    def fails_at_the_third(self: PolicyOptimizer, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
+        nonlocal num_steps
+        num_steps += 1
+        return step(self, lr, max_grad_norm, loss * float("nan") if num_steps == 3 else loss)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicyOptimizer, "step", fails_at_the_third)
+        with pytest.raises(FloatingPointError, match="the loss is nan"):
+            learner.update(rollouts, 1)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in policy.state_dict().items())
+    after = learner.full_state()
+    assert after.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in after.items())
 
 
 def test_group_normalization_weighs_tokens_unequally(policy: Transformer, rollouts: RolloutBatch) -> None:

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import OutOfMemoryError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 
+from actors.coordination.coordinator import Coordinator
 from actors.run_log import read_events
+from actors.weights.store import WeightStore
 from deploy.errors import RunFailedError
 from deploy.job import job
 from deploy.recipe.overrides import load_recipe
@@ -95,3 +97,32 @@ def test_a_process_that_was_killed_for_memory_is_said_in_a_sentence() -> None:
     said = "a machine ran out of memory and Ray killed a process of the run; end other programs or use fewer actors"
     assert job._cause(OutOfMemoryError(told)) == said
     assert job._cause(RuntimeError("first\nlast")) == "RuntimeError: last"
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "store", "expected"),
+    [
+        (None, None, None),
+        (None, ActorDiedError(), "the weight store died"),
+        (ActorDiedError(), None, "the coordinator died"),
+        (ActorUnavailableError("busy", None), ActorDiedError(), "the weight store died"),
+    ],
+)
+def test_the_actor_whose_death_ended_a_run_is_named(
+    monkeypatch: pytest.MonkeyPatch, coordinator: Exception | None, store: Exception | None, expected: str | None
+) -> None:
+    def call(answer: Exception | None) -> None:
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(job, "_call", call)
+    actors: Any = SimpleNamespace(
+        coordinator=_handle(Coordinator, answer=coordinator), store=_handle(WeightStore, answer=store)
+    )
+    assert job._dead_actor(actors) == expected
+
+
+def _handle(cls: type, *, answer: Exception | None) -> SimpleNamespace:
+    """Fake an actor handle: it has the methods of the class and no others, and each returns `answer`."""
+    methods = (name for name in dir(cls) if not name.startswith("_"))
+    return SimpleNamespace(**{name: SimpleNamespace(remote=lambda *_: answer) for name in methods})
