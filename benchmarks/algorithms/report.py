@@ -68,8 +68,8 @@ def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:
         lines += [
             f"### {task.capitalize()}",
             "",
-            f"| row | seeds | updates x G | lr | {first}, after {completions:,} completions | {first}, after {cpu_s:.0f} "
-            f"CPU-s | {' | '.join(others)} | CPU-s a round | gap, nats | variance |",
+            f"| row | seeds | updates x G | lr | {first}, after {completions:,} completions "
+            f"| {first}, after {cpu_s:.0f} CPU-s | {' | '.join(others)} | CPU-s a round | gap, nats | variance |",
             "|---|---:|---:|---:|---|---|" + "---:|" * (len(others) + 3),
         ]
         before = _percents([trial.before for trial in found])
