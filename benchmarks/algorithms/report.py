@@ -60,24 +60,21 @@ class Result:
 
 
 def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:
-    """Format two tables for each task: one of the reported schedule, one of all schedules."""
+    """Format a table for each task: a line per row, best first, after a line for the SFT checkpoint."""
     lines: list[str] = []
     for task, of_task in groupby(sorted(results, key=lambda result: result.task), key=lambda result: result.task):
         found = list(of_task)
         first, *others = found[0].before
-        rows = _by_row(found)
-        lines += [f"### {task.capitalize()}", ""]
         lines += [
-            f"| row | seeds | updates x G | lr | {first}, after {completions:,} completions | after {cpu_s:.0f} CPU-s "
-            "| points a CPU-minute | CPU-s a round | gap, nats | variance |",
-            "|---|---:|---:|---:|---|---|---:|---:|---:|---:|",
+            f"### {task.capitalize()}",
+            "",
+            f"| row | seeds | updates x G | lr | {first}, after {completions:,} completions "
+            f"| {first}, after {cpu_s:.0f} CPU-s | {' | '.join(others)} | CPU-s a round | gap, nats | variance |",
+            "|---|---:|---:|---:|---|---|" + "---:|" * (len(others) + 3),
         ]
-        for row, trials in rows:
-            lines.append(_line(row, trials, cpu_s))
-        lines += ["", f"After {cpu_s:.0f} CPU-s, %:", "", f"| row | {' | '.join([first, *others])} |"]
-        lines += ["|---|" + "---:|" * (1 + len(others)), _schedules("SFT", [trial.before for trial in found])]
-        lines += [_schedules(row, [trial.at_seconds for trial in trials]) for row, trials in rows]
-        lines.append("")
+        before = _percents([trial.before for trial in found])
+        lines.append(f"| SFT |  |  |  |  | {' | '.join(before)} |  |  |  |")
+        lines += [*(_line(row, trials) for row, trials in _by_row(found)), ""]
     return "\n".join(lines)
 
 
@@ -137,9 +134,8 @@ def _on_seeds(seeds: Collection[int], trials: Sequence[Result]) -> float:
     return _accuracy([trial.at_seconds for trial in trials if not seeds or trial.seed in seeds])
 
 
-def _line(row: str, trials: Sequence[Result], cpu_s: float) -> str:
-    one = trials[0]
-    gain = _accuracy([trial.at_seconds for trial in trials]) - _accuracy([trial.before for trial in trials])
+def _line(row: str, trials: Sequence[Result]) -> str:
+    one, at_seconds = trials[0], [trial.at_seconds for trial in trials]
     seconds = sum(trial.cpu_s for trial in trials) / max(1, sum(trial.num_rounds for trial in trials))
     cells = (
         f"`{row}`",
@@ -147,8 +143,8 @@ def _line(row: str, trials: Sequence[Result], cpu_s: float) -> str:
         f"{one.num_updates} x {one.group_size}",
         f"{one.lr:.1e}",
         _cell([trial.at_completions for trial in trials]),
-        _cell([trial.at_seconds for trial in trials]),
-        "" if math.isinf(gain) else f"{100 * gain / (cpu_s / 60):+.1f}",
+        _cell(at_seconds),
+        *(_percents(at_seconds)[1:] or ["-"] * (len(one.before) - 1)),
         f"{seconds:.2f}",
         _mean([trial.gap for trial in trials], "{:+.3f}"),
         _mean([trial.metrics.get(_VARIANCE) for trial in trials], "{:.4f}"),
@@ -157,15 +153,15 @@ def _line(row: str, trials: Sequence[Result], cpu_s: float) -> str:
     return f"| {' | '.join(cells)} |" + (f" {failures[0]}" if failures else "")
 
 
-def _schedules(row: str, scores: Sequence[Mapping[str, Any] | None]) -> str:
-    names = next((list(some) for some in scores if some), [])
+def _percents(scores: Sequence[Mapping[str, Any] | None]) -> list[str]:
+    """Format the pooled accuracy at each schedule, with the mean steps of those whose number of steps varies."""
     cells = []
-    for name in names:
+    for name in next((list(some) for some in scores if some), []):
         pooled = _pooled(scores, name)
         steps = [some[name]["mean_steps"] for some in scores if some]
         in_steps = f" in {sum(steps) / len(steps):.1f}" if "step" not in name else ""
         cells.append(f"{100 * pooled.accuracy:.1f}{in_steps}" if pooled else "-")
-    return f"| {f'`{row}`' if row != 'SFT' else row} | {' | '.join(cells)} |"
+    return cells
 
 
 def in_words(score: Score) -> str:

@@ -35,7 +35,7 @@ def _code(name: str) -> str:
 
 
 def test_every_example_is_a_reward() -> None:
-    assert len(_recipes()) == 5
+    assert len(_recipes()) == 4
     for recipe in _recipes():
         assert RewardConfig.model_validate(recipe).terms
 
