@@ -164,6 +164,7 @@ def test_a_submitted_run_uses_both_nodes_and_the_registry_on_redis(processes: Ra
     registry.close()
 
 
+@pytest.mark.nightly
 def test_no_request_fails_while_the_gcs_is_away_and_the_cluster_is_whole_again(service: _Service) -> None:
     processes = service.processes
     replicas = processes.replicas("d1")

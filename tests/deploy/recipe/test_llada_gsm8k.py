@@ -215,7 +215,8 @@ def _write_gsm8k(path: Path, count: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_what_its_lines_say_can_be_read() -> None:
-    for begin in ("# One GPU of 140 GB", "# Colocated on eight GPUs"):
-        load_recipe(PATH, _line(begin))
-        _with_sft(*_line(begin))
+@pytest.mark.parametrize("begin", ["# One GPU of 140 GB", "# Colocated on eight GPUs"])
+def test_the_overrides_in_its_comments_are_valid(begin: str) -> None:
+    plain = load_recipe(PATH, [])
+    assert load_recipe(PATH, _line(begin)) != plain
+    assert _with_sft(*_line(begin)).sft.num_steps > plain.sft.num_steps

@@ -19,7 +19,8 @@ def _errors(recipe: Any) -> list[str]:
     return [error.message for error in jsonschema.Draft202012Validator(recipe_schema()).iter_errors(recipe)]
 
 
-def test_it_is_a_valid_schema() -> None:
+def test_it_is_a_valid_json_schema() -> None:
+    """Does not raise SchemaError."""
     jsonschema.Draft202012Validator.check_schema(recipe_schema())
 
 

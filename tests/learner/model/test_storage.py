@@ -211,7 +211,9 @@ def test_the_list_itself_is_checked(referring: Path) -> None:
         verify_checkpoint(referring)
 
 
-def test_what_is_read_into_can_be_resized(original: Path) -> None:
+def test_the_storages_of_a_loaded_policy_can_be_resized(original: Path) -> None:
     """An offloaded learner frees its memory by resizing storages."""
     for parameter in load_policy(original).parameters():
-        parameter.detach().untyped_storage().resize_(0)
+        storage = parameter.detach().untyped_storage()
+        storage.resize_(0)
+        assert storage.nbytes() == 0
