@@ -35,6 +35,7 @@ from learner.model.checkpoint import load_policy
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 D1 = str(Path(sys.executable).with_name("d1"))
+# One learner worker: the run of tests/deploy/test_cluster_on_ray.py has two, as has the nightly one with LoRA.
 RECIPE = """
 task: {name: sums}
 num_train_problems: 100
@@ -44,13 +45,13 @@ rollout:
   batch_size: 16
   max_prompt_tokens: 12
   sampling: {gen_length: 6, block_length: 3, num_denoise_steps: 4, temperature: 1.0}
-learner: {num_rounds: 4, groups_per_round: 8, group_size: 4, inner_updates: 2, lr: 0.001}
+learner: {num_workers: 1, num_rounds: 4, groups_per_round: 8, group_size: 4, inner_updates: 2, lr: 0.001}
 evaluation: {num_problems: 50, every_rounds: 2}
 control: {num_steps: 3}
 checkpoint_every_rounds: 1
 """
 # For tests of other matters: starting processes takes most of a small run's time.
-SMALL = ("rollout.num_samplers=1", "learner.num_workers=1")
+SMALL = ("rollout.num_samplers=1",)
 IS_QUANTIZED = find_spec("bitsandbytes") is not None
 REPEATABLE = ("sft_data", "sft_eval", "round", "evaluation", "checkpoint", "phase_end")
 # Values that depend on the clock or on the process that wrote them.
@@ -197,7 +198,7 @@ def test_the_timeline_shows_sampling_and_training_overlap_only_off_policy(
 @pytest.mark.nightly
 def test_a_lora_run_resumes_from_the_newest_complete_checkpoint(cluster: dict[str, str], folder: Path) -> None:
     # Enough SFT that some completions are rewarded: without a gradient all resumed runs would be equal.
-    lora = ("model.lora.rank=16", "model.lora.alpha=32", "sft.num_steps=40", "sft.lr=0.02")
+    lora = ("model.lora.rank=16", "model.lora.alpha=32", "sft.num_steps=40", "sft.lr=0.02", "learner.num_workers=2")
     if IS_QUANTIZED:
         lora += ("model.lora.base_weights=nf4",)
     first = _train(cluster, folder, "adapter", *lora)

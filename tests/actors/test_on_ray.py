@@ -374,6 +374,7 @@ def test_a_sampler_still_busy_at_the_end_of_its_turn_is_restarted(
     _run(turns())
 
 
+@pytest.mark.nightly
 def test_a_stopped_process_is_detected_and_replaced(store: Any, spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process neither answers nor exits, so that only the watch can detect it."""
     monkeypatch.setattr("actors.coordination.liveness.PROBE_EVERY_S", 0.2)

@@ -169,6 +169,7 @@ def test_a_trial_that_fails_is_named_after_the_tables(
     assert "| `cj-grpo` | 1 |" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_finished_trials_are_not_repeated(benchmark: Callable[..., None], tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "runs")
     benchmark("1")
