@@ -31,9 +31,10 @@ _RUNS, _RAY = "test_end_to_end", ("test_on_ray", "test_pin_on_ray", "test_cluste
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order end-to-end runs first, then the other tests that start a Ray cluster, since both take longest. xdist hands
-    out whole files in this order, so that each worker begins with one of them."""
-    items.sort(key=lambda item: (item.path.stem != _RUNS, item.path.stem not in _RAY))
+    """Order end-to-end runs first, then the other tests that start a Ray cluster, since both take longest, and then the
+    other files of this folder, which take longer than most. xdist hands out whole files in this order."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: (item.path.stem != _RUNS, item.path.stem not in _RAY, item.path.parent != here))
 
 
 def pytest_collection_finish() -> None:

@@ -23,7 +23,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ import pytest
 import ray
 
 from actors.registry.server import free_port
+from deploy.orphans import descendants
 from deploy.ray_session import ignoring_resource_warnings
 from tests.redis_server import DebianRedis
 
@@ -42,11 +43,23 @@ _CLONE_NEWNET = 0x40000000  # <sched.h>
 
 
 def shut_down_ray() -> None:
-    """Shut down this process's Ray. On a busy machine Ray does not wait for all processes that it kills. Their handles
-    are collected here, so that no later ResourceWarning reports them as still running."""
+    """Shut down this process's Ray, and kill the workers that outlive it.
+
+    On a busy machine Ray does not wait for all processes that it kills. Their handles are collected here, so that no
+    later ResourceWarning reports them as still running.
+    """
+    workers = {
+        worker
+        for pid in descendants(os.getpid())
+        if _words(pid)[:1] and _words(pid)[0].endswith("/raylet")
+        for worker in descendants(pid)
+    }
     with ignoring_resource_warnings():
         ray.shutdown()
         gc.collect()
+    for worker in workers:
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
 
 
 class RayProcesses:

@@ -35,6 +35,7 @@ from learner.model.checkpoint import load_policy
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 D1 = str(Path(sys.executable).with_name("d1"))
+# One learner worker: the run of tests/deploy/test_cluster_on_ray.py has two, as has the nightly one with LoRA.
 RECIPE = """
 task: {name: sums}
 num_train_problems: 100
@@ -44,13 +45,13 @@ rollout:
   batch_size: 16
   max_prompt_tokens: 12
   sampling: {gen_length: 6, block_length: 3, num_denoise_steps: 4, temperature: 1.0}
-learner: {num_rounds: 4, groups_per_round: 8, group_size: 4, inner_updates: 2, lr: 0.001}
+learner: {num_workers: 1, num_rounds: 4, groups_per_round: 8, group_size: 4, inner_updates: 2, lr: 0.001}
 evaluation: {num_problems: 50, every_rounds: 2}
 control: {num_steps: 3}
 checkpoint_every_rounds: 1
 """
 # For tests of other matters: starting processes takes most of a small run's time.
-SMALL = ("rollout.num_samplers=1", "learner.num_workers=1")
+SMALL = ("rollout.num_samplers=1",)
 IS_QUANTIZED = find_spec("bitsandbytes") is not None
 REPEATABLE = ("sft_data", "sft_eval", "round", "evaluation", "checkpoint", "phase_end")
 # Values that depend on the clock or on the process that wrote them.
@@ -101,7 +102,9 @@ def first_run(cluster: dict[str, str], folder: Path) -> list[dict[str, Any]]:
     return _train(cluster, folder, "first")
 
 
-def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
+def test_a_run_writes_events_samples_and_checkpoints(
+    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+) -> None:
     run_dir = folder / "first"
     labels = [event["label"] for event in first_run if event["event"] == "evaluation"]
     assert labels == ["untrained", "sft", "round", "rl", "control"]
@@ -129,8 +132,9 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
     assert "SFT + RL" in shown.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("first_run")
-def test_an_evaluation_on_the_cluster_is_that_of_one_worker(cluster: dict[str, str], folder: Path) -> None:
+def test_evaluation_on_the_cluster_equals_that_of_one_worker(cluster: dict[str, str], folder: Path) -> None:
     words = ("--samples", "2", "--temperature", "1", "--schedules", "0.5", "--workers", "2")
     done = _d1(cluster, "eval", str(folder / "first"), *words, "--out", str(folder / "answers"))
     assert done.returncode == 0, done.stderr
@@ -149,7 +153,9 @@ def test_an_evaluation_on_the_cluster_is_that_of_one_worker(cluster: dict[str, s
 
 
 @pytest.mark.nightly
-def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
+def test_the_timeline_shows_sampling_and_training_overlap_only_off_policy(
+    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+) -> None:
     # With eight work units a round, one sampler works on the next round long after the learner has begun one.
     exact = (
         "learner.estimator={name: trajectory, steps_per_segment: 1, law: sampler}",
@@ -190,11 +196,9 @@ def test_a_timeline_shows_what_overlaps(cluster: dict[str, str], folder: Path, f
 
 
 @pytest.mark.nightly
-def test_under_lora_in_4_bits_too_and_from_the_newest_checkpoint_that_is_whole(
-    cluster: dict[str, str], folder: Path
-) -> None:
+def test_a_lora_run_resumes_from_the_newest_complete_checkpoint(cluster: dict[str, str], folder: Path) -> None:
     # Enough SFT that some completions are rewarded: without a gradient all resumed runs would be equal.
-    lora = ("model.lora.rank=16", "model.lora.alpha=32", "sft.num_steps=40", "sft.lr=0.02")
+    lora = ("model.lora.rank=16", "model.lora.alpha=32", "sft.num_steps=40", "sft.lr=0.02", "learner.num_workers=2")
     if IS_QUANTIZED:
         lora += ("model.lora.base_weights=nf4",)
     first = _train(cluster, folder, "adapter", *lora)
@@ -228,7 +232,7 @@ def test_under_lora_in_4_bits_too_and_from_the_newest_checkpoint_that_is_whole(
 
 
 @pytest.mark.nightly
-def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(
+def test_a_finished_run_resumes_for_more_rounds(
     cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
 ) -> None:
     shutil.copytree(folder / "first", folder / "longer")
@@ -247,7 +251,9 @@ def test_a_finished_run_goes_on_for_more_rounds_from_its_last_round(
 
 
 @pytest.mark.nightly
-def test_sft_runs_alone(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
+def test_sft_alone_gives_the_weights_of_sft_in_a_whole_run(
+    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+) -> None:
     alone = _train(cluster, folder, "alone", "rollout.num_samplers=1", command="sft")
     assert [event["label"] for event in alone if event["event"] == "evaluation"] == ["untrained", "sft"]
     weights = [(folder / run / "checkpoints" / "sft" / "model.safetensors").read_bytes() for run in ("first", "alone")]
@@ -255,14 +261,16 @@ def test_sft_runs_alone(cluster: dict[str, str], folder: Path, first_run: list[d
 
 
 @pytest.mark.nightly
-def test_the_same_seed_gives_the_same_run(
+def test_the_same_seed_gives_the_same_metrics(
     cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
 ) -> None:
     assert _repeatable(_train(cluster, folder, "again")) == _repeatable(first_run)
 
 
 @pytest.mark.nightly
-def test_rounds_run_alone(cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]) -> None:
+def test_rl_alone_gives_the_rewards_of_a_whole_run(
+    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+) -> None:
     checkpoint = folder / "first" / "checkpoints" / "sft"
     events = _train(cluster, folder, "rounds", "--from", str(checkpoint), "rollout.num_samplers=1")
     assert [event["label"] for event in events if event["event"] == "evaluation"] == ["start", "round", "rl"]
@@ -271,7 +279,7 @@ def test_rounds_run_alone(cluster: dict[str, str], folder: Path, first_run: list
 
 
 @pytest.mark.nightly
-def test_a_run_that_fails_says_so_in_one_sentence(cluster: dict[str, str], folder: Path) -> None:
+def test_a_failed_run_prints_one_sentence(cluster: dict[str, str], folder: Path) -> None:
     arguments = (
         str(folder / "recipe.yaml"),
         "name=failing",
@@ -346,7 +354,7 @@ def _rounds(run_dir: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "round"]
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_whatever_dies_and_ctrl_c_ends_it_and_its_ray_and_loses_nothing(
+def test_a_resumed_run_survives_killed_samplers_and_keeps_every_round_on_ctrl_c(
     folder: Path, first_run: list[dict[str, Any]]
 ) -> None:
     """A single run, since a start takes half a minute. It is resumed after round two, its samplers are killed after
@@ -393,7 +401,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_whatever_dies_and_ctrl_c_ends_it
 
 
 @pytest.mark.nightly
-def test_a_run_that_goes_on_after_ctrl_c_repeats_nothing_and_sigterm_is_as_good(folder: Path) -> None:
+def test_a_run_resumed_after_sigint_or_sigterm_repeats_no_round(folder: Path) -> None:
     more = ("checkpoint_every_rounds=0", "control.enabled=false", "--resume-or-start")
     _stopped_by(signal.SIGINT, folder, "stopped", *SMALL, *more)
     before = [event["round"] for event in _rounds(folder / "stopped")]
@@ -438,7 +446,7 @@ def _under_way(folder: Path, run: str) -> Iterator[tuple[subprocess.Popen[str], 
 @pytest.mark.nightly
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize(("process", "name"), [("raylet/raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
-def test_the_death_of_rays_own_processes_is_one_sentence(
+def test_death_of_a_ray_process_is_reported_in_one_sentence(
     process: str, name: str, sent: signal.Signals, folder: Path
 ) -> None:
     run = f"without-{process[:3]}-{sent.name}"
@@ -466,7 +474,7 @@ def test_the_death_of_rays_own_processes_is_one_sentence(
 
 
 @pytest.mark.nightly
-def test_a_driver_that_is_killed_leaves_a_sentence_and_no_process(folder: Path) -> None:
+def test_a_killed_driver_leaves_a_message_and_no_process(folder: Path) -> None:
     with _under_way(folder, "killed") as (driver, _, mark):
         driver.kill()
         # Wait until no process holds its standard error.

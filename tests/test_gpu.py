@@ -61,7 +61,7 @@ def placed() -> Iterator[Placed]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_experts_are_one_grouped_product_there(moe_config: TransformerConfig, placed: Placed) -> None:
+def test_grouped_experts_equal_those_on_the_cpu(moe_config: TransformerConfig, placed: Placed) -> None:
     model = make_model(moe_config)
     init_weights(model, seed=0)
     ids = torch.arange(24).view(2, 12)
@@ -75,14 +75,14 @@ def test_experts_are_one_grouped_product_there(moe_config: TransformerConfig, pl
             torch.testing.assert_close(on_gpu.get_parameter(name).grad.cpu(), parameter.grad, atol=1e-3, rtol=1e-3)
 
 
-def test_draws_are_the_same_bits(placed: Placed) -> None:
+def test_uniform_draws_are_bit_identical(placed: Placed) -> None:
     keys = torch.arange(100_000)
     drawn = uniform(torch.tensor(7).cuda(), keys.cuda(), 3)
     assert drawn.is_cuda
     assert torch.equal(drawn.cpu(), uniform(torch.tensor(7), keys, 3))
 
 
-def test_greedy_completions_are_the_same_tokens(policy: Transformer, placed: Placed) -> None:
+def test_greedy_completions_equal_those_on_the_cpu(policy: Transformer, placed: Placed) -> None:
     params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.0)
     requests = [Request(prompt_ids=tuple(range(1, 2 + row)), params=params, seed=row) for row in range(5)]
     on_cpu = Sampler(policy, 0).generate(requests)
@@ -107,7 +107,7 @@ def test_greedy_completions_are_the_same_tokens(policy: Transformer, placed: Pla
         ({"forbidden_ids": (1, 2, 3)}, 1),
     ],
 )
-def test_requests_of_every_kind_are_the_same_text(
+def test_completions_equal_those_on_the_cpu_for_all_parameters(
     policy: Transformer, changes: dict[str, Any], steps_per_sync: int, placed: Placed
 ) -> None:
     engine = EngineConfig(num_slots=3, steps_per_sync=steps_per_sync)
@@ -132,7 +132,7 @@ def test_requests_of_every_kind_are_the_same_text(
     ],
 )
 @pytest.mark.parametrize("concatenates_rows", [False, True])
-def test_the_host_waits_once_for_a_step_once_for_who_enters_and_once_for_who_leaves(
+def test_the_host_synchronizes_once_per_step_entry_and_exit(
     policy: Transformer,
     changes: dict[str, Any],
     steps_per_sync: int,
@@ -155,7 +155,7 @@ def test_the_host_waits_once_for_a_step_once_for_who_enters_and_once_for_who_lea
             assert counter.num_blocking_uploads == 0
 
 
-def test_who_goes_on_from_an_earlier_batch_enters_without_a_wait(policy: Transformer, placed: Placed) -> None:
+def test_a_resumed_request_enters_without_host_synchronization(policy: Transformer, placed: Placed) -> None:
     params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, stop_ids=())
     request = Request(prompt_ids=(3, 4), params=params, seed=1)
     whole = Sampler(policy, 0).generate([request])[0]
@@ -174,7 +174,7 @@ def test_who_goes_on_from_an_earlier_batch_enters_without_a_wait(policy: Transfo
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_policy_in_bfloat16_samples_what_it_samples_eagerly(policy: Transformer) -> None:
+def test_a_compiled_bfloat16_policy_samples_like_the_eager_one(policy: Transformer) -> None:
     half = copy.deepcopy(policy).to("cuda", torch.bfloat16)
     params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.0)
     requests = [Request(prompt_ids=(3, 4, 5), params=params, seed=row) for row in range(4)]
@@ -187,7 +187,7 @@ def test_a_compiled_policy_in_bfloat16_samples_what_it_samples_eagerly(policy: T
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.filterwarnings("ignore")
-def test_cuda_graphs_are_taken_of_steps_that_write_into_a_memory(policy: Transformer) -> None:
+def test_cuda_graphs_capture_steps_that_write_to_the_kv_cache(policy: Transformer) -> None:
     from torch._dynamo.utils import counters
 
     params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.0, cache="dual")
@@ -203,7 +203,7 @@ def test_cuda_graphs_are_taken_of_steps_that_write_into_a_memory(policy: Transfo
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_update_is_the_eager_step(policy: Transformer) -> None:
+def test_a_compiled_update_equals_the_eager_one(policy: Transformer) -> None:
     batch, config = make_round(_ROUND), algorithm_config("diffu-grpo", **_OF_ROUND, filters={}, inner_updates=1)
     eager, compiled = (copy.deepcopy(policy).cuda() for _ in range(2))
     metrics = [
@@ -216,7 +216,7 @@ def test_a_compiled_update_is_the_eager_step(policy: Transformer) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_update_is_the_same_step(policy: Transformer, placed: Placed, name: str) -> None:
+def test_an_update_equals_that_on_the_cpu(policy: Transformer, placed: Placed, name: str) -> None:
     batch = make_round(_ROUND)
     config = algorithm_config(name, micro_batch_tokens=90, filters={}, **_OF_ROUND, inner_updates=1)
     on_gpu = placed(policy)
@@ -233,7 +233,7 @@ def test_an_update_is_the_same_step(policy: Transformer, placed: Placed, name: s
 
 
 @pytest.mark.parametrize("name", ["diffu-grpo", "spg", "tracerl"])
-def test_an_update_without_padding_is_the_same_step(
+def test_a_packed_update_equals_the_padded_one_on_the_cpu(
     policy: Transformer, placed: Placed, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With prompts of unequal lengths: padded on the CPU, packed without padding on the GPU, where float32 runs row by
@@ -252,7 +252,7 @@ def test_an_update_without_padding_is_the_same_step(
         torch.testing.assert_close(there.cpu(), tensor, atol=1e-4, rtol=1e-3, msg=parameter_name)
 
 
-def test_rows_of_unequal_length_cost_no_wait(policy: Transformer, placed: Placed) -> None:
+def test_ragged_rows_cause_no_host_synchronization(policy: Transformer, placed: Placed) -> None:
     """No host-device synchronization, padded or packed: the host knows the lengths."""
     slots = torch.tensor([0, 5, 6, 12, 14])
     views = Views(
@@ -274,7 +274,7 @@ def test_rows_of_unequal_length_cost_no_wait(policy: Transformer, placed: Placed
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_one_kernel_for_all_rows_is_close_to_padding_in_bfloat16(config: TransformerConfig, kv_heads: int) -> None:
+def test_varlen_attention_is_close_to_padding_in_bfloat16(config: TransformerConfig, kv_heads: int) -> None:
     """The packed bfloat16 forward is at most 1.5 times as far from float32 as the padded one, plus 0.02 nats."""
     wide = {"d_model": 64, "num_kv_heads": kv_heads, "max_sequence_length": 512}
     exact = make_model(config.model_copy(update=wide))
@@ -320,7 +320,7 @@ def test_one_kernel_for_all_rows_is_close_to_padding_in_bfloat16(config: Transfo
         ("vrpo", 2, 300),
     ],
 )
-def test_the_host_waits_once_for_an_optimizer_step_whatever_its_micro_batches(
+def test_the_host_synchronizes_once_per_optimizer_step(
     policy: Transformer, placed: Placed, name: str, of_losses: int, tokens: int
 ) -> None:
     num_waits, num_uploads = [], []
@@ -336,7 +336,7 @@ def test_the_host_waits_once_for_an_optimizer_step_whatever_its_micro_batches(
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_the_host_waits_once_for_a_step_of_sft(policy: Transformer, placed: Placed, packing: bool) -> None:
+def test_the_host_synchronizes_once_per_sft_step(policy: Transformer, placed: Placed, packing: bool) -> None:
     examples = [TokenizedExample(prompt_ids=(3,), completion_ids=(4, 5) * n, num_slots=2 * n + 1) for n in range(1, 5)]
     documents = make_documents(examples, 2, trains_padding=False)
     settings = {"num_labels": 4, "num_steps": 1, "batch_size": 4, "eos_padding": "ignored", "packing": packing}
@@ -351,7 +351,7 @@ def test_the_host_waits_once_for_a_step_of_sft(policy: Transformer, placed: Plac
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_adapters_are_run_where_the_policy_is(policy: Transformer, placed: Placed) -> None:
+def test_adapters_are_moved_to_the_policys_device(policy: Transformer, placed: Placed) -> None:
     """Adapters of a version arrive on the CPU, as do those of earlier stages."""
     start, adapter, other = (random_adapter(policy, rank) for rank in (3, 4, 4))
     on_gpu, ids = placed(policy), torch.arange(12).view(1, 12)
@@ -366,7 +366,7 @@ def test_adapters_are_run_where_the_policy_is(policy: Transformer, placed: Place
     assert all(matrix.is_cuda for matrix in (*on_gpu.parameters(), *on_gpu.buffers(), *sharing.parameters()))
 
 
-def test_tensors_of_two_devices_do_not_mix(placed: Placed) -> None:
+def test_the_simulated_gpu_refuses_to_mix_devices(placed: Placed) -> None:
     """Otherwise the tests above would prove nothing about device placement."""
     there, here = torch.ones(3).cuda(), torch.ones(3)
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
@@ -379,7 +379,7 @@ def test_tensors_of_two_devices_do_not_mix(placed: Placed) -> None:
     assert there[torch.tensor([0])].is_cuda, "as an index may"
 
 
-def test_a_limit_of_memory_wants_a_device_with_an_index(placed: Placed) -> None:
+def test_limit_memory_accepts_the_indexed_device(placed: Placed) -> None:
     """Tensors name such a device, and `indexed_device` returns it."""
     with pytest.raises(ValueError, match="specified index"):
         torch.cuda.set_per_process_memory_fraction(0.9, torch.device("cuda"))
@@ -395,7 +395,7 @@ def test_a_limit_of_memory_wants_a_device_with_an_index(placed: Placed) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_head_in_float32_sums_what_half_precision_would_round() -> None:
+def test_a_float32_head_on_bfloat16_equals_the_cpu() -> None:
     generator = torch.Generator().manual_seed(0)
     x_MD, weight_VD = (torch.randn(size, 64, generator=generator).bfloat16() for size in (33, 500))
     slots = torch.arange(33)

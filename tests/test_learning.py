@@ -76,9 +76,16 @@ def _sampling(name: str) -> SamplingParams:
     return SamplingParams.model_validate(settings | {"temperature": 1.0, "forbidden_ids": (11,)})
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "opdlm"])
+# Every method that uses rewards.
+NAMES = [name for name in ALGORITHMS if name != "opdlm"]
+# The first method with each estimator and objective; variants of it run nightly.
+FIRST = {(ALGORITHMS[name]["estimator"]["name"], ALGORITHMS[name]["objective"]["name"]): name for name in NAMES[::-1]}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST.values() else pytest.mark.nightly) for name in NAMES]
+)
 def test_the_expected_reward_rises(name: str) -> None:
-    """For every method that uses rewards."""
     model = Transformer(CONFIG)
     init_weights(model, seed=0)
     params = _sampling(name)

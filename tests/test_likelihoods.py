@@ -47,7 +47,7 @@ def _sampled(policy: Transformer, **settings: object) -> tuple[GroupedBatch, Sam
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_exact_trajectory_gives_the_recorded_log_probabilities(policy: Transformer, name: str) -> None:
+def test_the_trajectory_estimator_gives_the_recorded_log_probs(policy: Transformer, name: str) -> None:
     """Some completions end early. Tokens after an end of text in its block stay as context; slots never denoised stay
     masked."""
     with torch.no_grad():
@@ -77,7 +77,7 @@ BLOCK_CAUSAL: dict[str, dict[str, object]] = {
 @pytest.mark.filterwarnings("ignore:block_length .* is not the 4 slots")
 @pytest.mark.parametrize("predicts_next", [False, True])
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
-def test_a_block_causal_policys_come_back_from_one_row_for_each_completion(
+def test_one_row_replays_a_block_causal_completions_log_probs(
     policy: Transformer, name: str, predicts_next: bool
 ) -> None:
     """Sampled with a KV cache, replayed behind clean canvases: one row holds all steps of a completion."""
@@ -98,7 +98,7 @@ def test_a_block_causal_policys_come_back_from_one_row_for_each_completion(
     assert len(terms.views.ids) <= 8
 
 
-def test_a_sampler_that_does_not_record_its_law_is_told_apart() -> None:
+def test_approximate_samplers_are_marked_as_not_reproducible() -> None:
     for settings in ({"cache": "dual"}, {"top_p": 0.9}, {"cfg_scale": 1.0}):
         assert not sampler_facts(SamplingParams.model_validate(settings)).has_reproducible_logps
     drawn_first = sampler_facts(SamplingParams.model_validate({"drawing": "sample_then_select"}))

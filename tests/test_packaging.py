@@ -33,7 +33,7 @@ def _requirements(project: dict[str, Any]) -> list[Requirement]:
     return [Requirement(text) for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]]
 
 
-def test_every_dependency_is_pinned_to_a_version_that_pyproject_allows_and_every_machine_can_get() -> None:
+def test_dependencies_are_pinned_to_allowed_public_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pinned = _constraints()
     for requirement in _requirements(project):
@@ -41,7 +41,7 @@ def test_every_dependency_is_pinned_to_a_version_that_pyproject_allows_and_every
     assert [name for name, version in pinned.items() if version.local] == []
 
 
-def test_the_licence_that_pyproject_names_is_here() -> None:
+def test_the_licence_file_matches_pyproject() -> None:
     assert distribution("d1").metadata["License-Expression"] == "Apache-2.0"
     assert "Apache License\n                           Version 2.0" in (ROOT / "LICENSE").read_text(encoding="utf-8")
 
@@ -55,7 +55,7 @@ def test_containers_publish_on_loopback_only_and_have_no_default_secrets() -> No
     assert {name for name, rest in re.findall(r"\$\{(\w+)(.*?)}", text) if not rest.startswith(":?")} == set()
 
 
-def test_the_page_of_recipe_fields_is_current() -> None:
+def test_the_recipe_field_table_is_current() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert page == runpy.run_path(str(ROOT / "docs" / "recipe_fields.py"))["page"](page), "run make docs"
 
@@ -69,7 +69,7 @@ def _field_names(schema: dict[str, Any], section: dict[str, Any], prefix: str = 
                 yield from _field_names(schema, target, f"{prefix}{name}.") if "properties" in target else ()
 
 
-def test_the_documents_name_only_recipe_fields_that_exist() -> None:
+def test_documents_name_only_existing_recipe_fields() -> None:
     schema = recipe_schema()
     fields = set(_field_names(schema, schema))
     # run_directory.md is left out: it names files, and `model.safetensors` is not a field.
@@ -79,12 +79,12 @@ def test_the_documents_name_only_recipe_fields_that_exist() -> None:
         assert named - fields == set(), name
 
 
-def test_the_page_of_files_is_current() -> None:
+def test_the_file_tree_page_is_current() -> None:
     page = (ROOT / "docs" / "tree.md").read_text(encoding="utf-8")
     assert page == runpy.run_path(str(ROOT / "docs" / "tree.py"))["page"](), "run make docs"
 
 
-def test_a_folder_of_bytecode_alone_is_not_on_the_page(tmp_path: Path) -> None:
+def test_the_file_tree_page_skips_folders_with_only_bytecode(tmp_path: Path) -> None:
     """A moved folder leaves its bytecode behind."""
     (tmp_path / "moved" / "__pycache__").mkdir(parents=True)
     (tmp_path / "moved" / "__pycache__" / "old.pyc").touch()
@@ -116,6 +116,6 @@ def test_commits_have_a_subject_of_at_most_72_characters_and_a_body() -> None:
     assert _bad_messages(done.stdout) == []
 
 
-def test_a_long_subject_and_a_missing_body_are_found() -> None:
+def test_the_commit_check_finds_long_subjects_and_missing_bodies() -> None:
     messages = f"Good\n\nWhy.\n\0\n{'x' * 73}\n\nWhy.\n\0\nNo body\n\0\n"
     assert _bad_messages(messages) == ["x" * 73, "No body"]

@@ -237,7 +237,7 @@ def _assert_placed(walk: Walk, gpus: GpuSection, shares: list[float] | None, lea
 
 @_of_the_stand_in
 @pytest.mark.parametrize(("gpus", "lora"), [(_APART, LoraConfig()), (_TURNS, _ADAPTER)], ids=["apart", "taking turns"])
-def test_a_run_on_a_gpu_is_the_run_on_the_cpu(gpus: GpuSection, lora: LoraConfig, tmp_path: Path) -> None:
+def test_a_run_on_a_gpu_equals_the_run_on_the_cpu(gpus: GpuSection, lora: LoraConfig, tmp_path: Path) -> None:
     model = {**_RECIPE["model"], "lora": lora}
     here, _ = _walked("cpu", tmp_path / "cpu", model=model)
     there, shares = _walked("cuda", tmp_path / "cuda", model=model, gpus=gpus)
@@ -257,7 +257,7 @@ def test_a_run_on_a_gpu_is_the_run_on_the_cpu(gpus: GpuSection, lora: LoraConfig
 
 
 @_of_the_stand_in
-def test_a_run_in_half_precision_goes_through_all_of_it(tmp_path: Path) -> None:
+def test_a_run_in_half_precision_completes_every_stage(tmp_path: Path) -> None:
     """As for an adapter of a large model. The exact bits depend on the kernels, so that they are not compared."""
     walk, shares = _walked(
         "cuda",

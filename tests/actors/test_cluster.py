@@ -16,7 +16,7 @@ from actors.spec import RunSpec
 from actors.training.trainer import Trainer
 
 
-def test_a_controller_that_died_is_called_by_its_name(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_controller_is_named_in_the_error(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     def died(_: Any) -> None:
         raise ActorDiedError
 
@@ -44,7 +44,7 @@ class _Remote:
         return self
 
 
-def test_a_second_driver_of_a_run_leaves_the_store_of_the_first_as_it_is(
+def test_a_second_driver_does_not_change_the_first_drivers_store(
     spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, dict[str, Any]] = {}
@@ -55,7 +55,7 @@ def test_a_second_driver_of_a_run_leaves_the_store_of_the_first_as_it_is(
 
 
 @pytest.mark.parametrize("placement", [PlacementSection(), PlacementSection(learner="SPREAD", samplers="SPREAD")])
-def test_machines_are_chosen_as_the_recipe_says(
+def test_actors_are_placed_by_the_recipe(
     spec: RunSpec, placement: PlacementSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, dict[str, Any]] = {}

@@ -37,7 +37,7 @@ def _sent(completions: Completions) -> tuple[Completions, int]:
     return pickle.loads(text, buffers=buffers), len(buffers)
 
 
-def test_what_arrives_is_what_was_sent(completions: Completions) -> None:
+def test_completions_round_trip(completions: Completions) -> None:
     arrived, _ = _sent(completions)
     assert type(arrived) is Completions
     assert [completion.num_tokens for completion in arrived] == [4, 8, 12, 4, 8]
@@ -51,10 +51,10 @@ def test_what_arrives_is_what_was_sent(completions: Completions) -> None:
                 assert (type(ours), ours) == (type(theirs), theirs)
 
 
-def test_many_travel_in_as_few_buffers_as_one(completions: Completions) -> None:
+def test_the_number_of_buffers_does_not_grow_with_completions(completions: Completions) -> None:
     _, num_buffers = _sent(completions)
     assert num_buffers == _sent(Completions(completions[:1]))[1] <= 8
 
 
-def test_none_arrive_as_none() -> None:
+def test_an_empty_list_round_trips() -> None:
     assert _sent(Completions())[0] == ()

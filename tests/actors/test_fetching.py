@@ -105,7 +105,7 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path: Path, config: Transfor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_version_is_its_adapter_beside_the_weights_and_what_earlier_stages_added(
+def test_a_version_combines_base_weights_earlier_adapters_and_its_own(
     config: TransformerConfig, dtype: torch.dtype, checkpoints: Checkpoints
 ) -> None:
     shelf, policy = Shelf(), _policy(config, 2, dtype)
@@ -122,7 +122,7 @@ def test_a_version_is_its_adapter_beside_the_weights_and_what_earlier_stages_add
     assert {tensor.dtype for tensor in policy.parameters()} == {dtype}
 
 
-def test_the_weights_below_an_adapter_are_read_once(
+def test_base_weights_are_read_once(
     config: TransformerConfig, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf, loads = Shelf(), []
@@ -136,9 +136,7 @@ def test_the_weights_below_an_adapter_are_read_once(
     assert len(loads) == 2
 
 
-def test_after_a_load_that_failed_everything_is_loaded_again(
-    config: TransformerConfig, checkpoints: Checkpoints
-) -> None:
+def test_a_failed_load_is_followed_by_a_full_reload(config: TransformerConfig, checkpoints: Checkpoints) -> None:
     shelf, policy, whole = Shelf(), _policy(config, 0), checkpoints.weights
     loader, broken = PolicyLoader(policy, shelf, checkpoints.directory), _adapter(whole, 1)
     broken["blocks.1.mlp.down_proj.lora_B.weight"] = torch.zeros(1, 1)
@@ -151,7 +149,7 @@ def test_after_a_load_that_failed_everything_is_loaded_again(
 
 
 @pytest.mark.parametrize("hurt", ["weights", "adapter", "manifest", "gone"])
-def test_what_an_adapter_stands_on_is_verified_before_it_is_used(
+def test_the_base_of_an_adapter_is_verified(
     config: TransformerConfig, checkpoints: Checkpoints, hurt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actors.weights.fetching._VISIBLE_WITHIN_S", 0.0)
@@ -179,7 +177,7 @@ def test_what_an_adapter_stands_on_is_verified_before_it_is_used(
         loader.load(shelf.put(1, _adapter(checkpoints.weights, 1), base))
 
 
-def test_a_base_checkpoint_that_is_not_visible_yet_is_waited_for(
+def test_a_base_checkpoint_that_appears_late_is_waited_for(
     config: TransformerConfig, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Network file systems may show a rename late to other machines."""
@@ -192,7 +190,7 @@ def test_a_base_checkpoint_that_is_not_visible_yet_is_waited_for(
     _assert_computes(policy, checkpoints.weights, before, (adapter, SCALING))
 
 
-def test_whole_weights_take_the_place_of_an_adapter_and_another_policy_is_not_adapted(
+def test_full_weights_replace_the_policy_and_foreign_adapters_are_refused(
     config: TransformerConfig, checkpoints: Checkpoints
 ) -> None:
     shelf, policy, other = Shelf(), _policy(config, 0), _base(config, 5)
@@ -211,7 +209,7 @@ def _assert_is(policy: Transformer, weights: dict[str, Tensor]) -> None:
     assert different == []
 
 
-def test_a_digest_is_of_adapter_base_and_scaling_or_the_one_that_the_weights_had(config: TransformerConfig) -> None:
+def test_a_digest_covers_adapter_base_and_scaling_unless_overridden(config: TransformerConfig) -> None:
     base = _base(config, 1)
     adapter = _adapter(base, 1)
     on = BaseCheckpoint(checkpoint="initial", digest="a" * 64, scaling=SCALING)
@@ -222,7 +220,7 @@ def test_a_digest_is_of_adapter_base_and_scaling_or_the_one_that_the_weights_had
     assert make_manifest(1, adapter, on, digest_override="c" * 64).digest == "c" * 64
 
 
-def test_weights_that_come_in_shards_are_loaded_row_by_row(config: TransformerConfig) -> None:
+def test_sharded_weights_are_loaded_row_by_row(config: TransformerConfig) -> None:
     policy, weights = _policy(config, 0, torch.bfloat16), _base(config, 1)
     in_pieces = ReceivedTensors({name: tensor.split(3) for name, tensor in weights.items()})
     load_in_place(policy, in_pieces)
@@ -254,7 +252,7 @@ class LateStore:
         self.get = self._Call((manifest, ["tensors"]))
 
 
-def test_tensors_are_waited_for_as_long_as_their_bytes_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fetch_timeout_grows_with_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = make_manifest(3, {"a": torch.zeros(4)})
     wide = replace(manifest, tensors=(replace(manifest.tensors[0], shape=(2_000_000_000,)),))
     waited: list[float] = []
@@ -295,7 +293,7 @@ def staged() -> tuple[SlowShelf, list[WeightsId], PrefetchingReader]:
     return shelf, made, PrefetchingReader(shelf)
 
 
-def test_what_is_staged_is_handed_over_once_and_held_no_longer(
+def test_prefetched_weights_are_returned_once_and_released(
     staged: tuple[SlowShelf, list[WeightsId], PrefetchingReader],
 ) -> None:
     shelf, (first, second), reader = staged
@@ -309,7 +307,7 @@ def test_what_is_staged_is_handed_over_once_and_held_no_longer(
     assert shelf.asked == [1, 0, 1]
 
 
-def test_other_weights_of_the_same_number_are_not_what_was_staged(
+def test_a_prefetched_version_with_another_digest_is_not_used(
     staged: tuple[SlowShelf, list[WeightsId], PrefetchingReader],
 ) -> None:
     shelf, (first, _), reader = staged
@@ -318,7 +316,7 @@ def test_other_weights_of_the_same_number_are_not_what_was_staged(
     assert shelf.asked == [0, 0]
 
 
-def test_who_asks_while_it_is_fetched_waits_for_that(
+def test_a_read_during_a_prefetch_waits_for_it(
     staged: tuple[SlowShelf, list[WeightsId], PrefetchingReader],
 ) -> None:
     shelf, (first, _), reader = staged
@@ -336,7 +334,7 @@ def test_who_asks_while_it_is_fetched_waits_for_that(
     assert shelf.asked == [0]
 
 
-def test_what_could_not_be_staged_is_fetched_again_by_who_asks(
+def test_a_failed_prefetch_is_retried_by_the_next_read(
     staged: tuple[SlowShelf, list[WeightsId], PrefetchingReader],
 ) -> None:
     shelf, (_, second), reader = staged

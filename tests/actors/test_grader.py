@@ -15,7 +15,7 @@ print('torch' in sys.modules)
 """
 
 
-def test_a_grader_at_work_has_no_torch_in_memory(spec: RunSpec, plan: RunPlan) -> None:
+def test_a_grader_does_not_import_torch(spec: RunSpec, plan: RunPlan) -> None:
     empty = replace(plan.round_work_unit(0, 0), problems=(), group_ids=(), requests=())
     given = pickle.dumps((spec.task, spec.reward, spec.initial_checkpoint, empty))
     ran = subprocess.run([sys.executable, "-c", _GRADE], input=given, capture_output=True, check=False)

@@ -7,12 +7,12 @@ from learner.model.tokenizer import ChatTokenizer
 from rollout.config import RolloutConfig
 
 
-def test_a_round_is_the_same_whoever_plans_it(spec: RunSpec, plan: RunPlan) -> None:
+def test_planning_a_round_is_deterministic(spec: RunSpec, plan: RunPlan) -> None:
     again = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
     assert again.round_work_unit(3, 1) == plan.round_work_unit(3, 1)
 
 
-def test_portions_hold_whole_groups_and_every_group_once(plan: RunPlan) -> None:
+def test_work_units_hold_whole_groups_and_every_group_once(plan: RunPlan) -> None:
     work_units = [plan.round_work_unit(0, index) for index in range(plan.work_units_per_round)]
     groups = [group for work_unit in work_units for group in work_unit.group_ids]
     assert groups == [group for group in range(5) for _ in range(4)]
@@ -31,7 +31,7 @@ def test_portions_hold_whole_groups_and_every_group_once(plan: RunPlan) -> None:
         (9, 64, [1] * 5),
     ],
 )
-def test_a_round_is_shared_out_among_all_samplers(
+def test_a_round_is_divided_among_all_samplers(
     spec: RunSpec, num_samplers: int, batch_size: int, sizes: list[int]
 ) -> None:
     rollout = spec.rollout.model_copy(update={"num_samplers": num_samplers, "batch_size": batch_size})
@@ -41,7 +41,7 @@ def test_a_round_is_shared_out_among_all_samplers(
     assert [group for work_unit in work_units for group in work_unit.group_ids[::4]] == list(range(5))
 
 
-def test_a_round_that_may_replace_groups_has_problems_of_its_own_for_them(spec: RunSpec) -> None:
+def test_replacement_groups_have_problems_of_their_own(spec: RunSpec) -> None:
     rollout = spec.rollout.model_copy(update={"max_oversampling": 2.0})
     plan = RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))
     # The first request is a round without replacements.
@@ -55,7 +55,7 @@ def test_a_round_that_may_replace_groups_has_problems_of_its_own_for_them(spec: 
     assert sorted(asked) == sorted(problem.problem_id for problem in plan.train)
 
 
-def test_an_epoch_asks_every_problem_once_and_in_another_order_than_the_next(plan: RunPlan) -> None:
+def test_an_epoch_asks_every_problem_once_in_a_new_order(plan: RunPlan) -> None:
     def asked(rounds: range) -> list[str]:
         work_units = [plan.round_work_unit(r, index) for r in rounds for index in range(plan.work_units_per_round)]
         return [problem.problem_id for work_unit in work_units for problem in work_unit.problems[::4]]
@@ -73,7 +73,7 @@ def test_no_two_samples_of_a_run_share_a_seed(plan: RunPlan, other_seed: RunPlan
     assert len(set(seeds)) == len(seeds) == 2 * 25 * 20
 
 
-def test_each_group_is_denoised_at_a_schedule_that_the_seed_draws(spec: RunSpec) -> None:
+def test_each_group_has_a_schedule_drawn_by_the_seed(spec: RunSpec) -> None:
     def drawn(seed: int) -> list[list[int]]:
         steps = [{"num_denoise_steps": count} for count in (1, 2, 8)]
         rollout = RolloutConfig.model_validate({**spec.rollout.model_dump(), "schedules": steps})
@@ -91,7 +91,7 @@ def test_each_group_is_denoised_at_a_schedule_that_the_seed_draws(spec: RunSpec)
     assert drawn(0) == groups != drawn(1)
 
 
-def test_evaluation_asks_every_held_out_problem_once_and_greedily(
+def test_evaluation_asks_every_held_out_problem_once_greedily(
     spec: RunSpec, plan: RunPlan, other_seed: RunPlan
 ) -> None:
     work_units = plan.evaluation_work_units(spec.rollout.sampling, load_config(spec.initial_checkpoint))
@@ -102,7 +102,7 @@ def test_evaluation_asks_every_held_out_problem_once_and_greedily(
     assert problems == [problem.problem_id for problem in other_seed.heldout], "every run is asked the same"
 
 
-def test_overlong_prompts_are_dropped_and_counted_or_cut_from_the_left(spec: RunSpec, plan: RunPlan) -> None:
+def test_overlong_prompts_are_dropped_or_truncated_on_the_left(spec: RunSpec, plan: RunPlan) -> None:
     def limited(how: str, limit: int) -> RunPlan:
         rollout = spec.rollout.model_copy(update={"max_prompt_tokens": limit, "overlong_prompts": how})
         return RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))

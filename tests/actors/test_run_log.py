@@ -20,7 +20,7 @@ import actors.run_log
 from actors.run_log import LineFile, RunLog, append_event, read_events
 
 
-def test_events_are_on_disk_at_once_and_followers_see_each_once(tmp_path: Path) -> None:
+def test_events_are_written_immediately_and_seen_once_by_followers(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.append("phase", phase="sft", num_steps=3)
     log.append("sft", phase="sft", step=1, loss=2.5, lr=0.1)
@@ -29,7 +29,7 @@ def test_events_are_on_disk_at_once_and_followers_see_each_once(tmp_path: Path) 
     log.close()
 
 
-def test_what_comes_after_the_end_is_written_nowhere(tmp_path: Path) -> None:
+def test_events_after_the_end_are_ignored(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "run")
     log.append("done", seconds=1)
     log.close()
@@ -42,9 +42,7 @@ def test_what_comes_after_the_end_is_written_nowhere(tmp_path: Path) -> None:
     assert [event["event"] for event in read_events(tmp_path / "run")] == ["done"]
 
 
-def test_what_a_run_goes_on_from_is_on_disk_before_the_event_of_its_round(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_state_is_written_before_the_rounds_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").readlink().name))
     log = RunLog(tmp_path)
@@ -56,7 +54,7 @@ def test_what_a_run_goes_on_from_is_on_disk_before_the_event_of_its_round(
     log.close()
 
 
-def test_a_resumed_run_goes_on_in_the_same_files_and_on_the_same_clock(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_to_its_files_with_the_same_clock(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"event": "phase", "time_s": 100.0}) + "\n")
     log = RunLog(tmp_path)
     assert 100 <= log.append("done", seconds=1)["time_s"] < 110
@@ -64,12 +62,12 @@ def test_a_resumed_run_goes_on_in_the_same_files_and_on_the_same_clock(tmp_path:
     log.close()
 
 
-def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "phase", "time_s": 1}\n{"event": "rou')
     assert read_events(tmp_path) == [{"event": "phase", "time_s": 1}]
 
 
-def test_what_is_written_after_a_cut_line_can_be_read(tmp_path: Path) -> None:
+def test_events_after_a_truncated_line_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "phase", "time_s": 1}\n{"event": "rou')
     log = RunLog(tmp_path)
     log.append("done", seconds=2)
@@ -77,7 +75,7 @@ def test_what_is_written_after_a_cut_line_can_be_read(tmp_path: Path) -> None:
     assert [event["event"] for event in read_events(tmp_path)] == ["phase", "done"]
 
 
-def test_numbers_go_to_tensorboard(tmp_path: Path) -> None:
+def test_metrics_are_written_to_tensorboard(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.append(
         "round",
@@ -103,7 +101,7 @@ def test_numbers_go_to_tensorboard(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in board.Scalars("sft_eval/loss")] == [(2, 2.0)]
 
 
-def test_a_number_of_an_evaluation_may_have_the_name_of_several_of_a_round(tmp_path: Path) -> None:
+def test_an_evaluation_metric_may_share_a_name_with_round_metrics(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.append("evaluation", label="sft", round=0, num_correct=1, num_ungraded=2)
     log.append("round", round=0, reward=0.5, num_ungraded={"timeout": 1, "error": 1})
@@ -111,9 +109,7 @@ def test_a_number_of_an_evaluation_may_have_the_name_of_several_of_a_round(tmp_p
     assert [event["num_ungraded"] for event in read_events(tmp_path)] == [2, {"timeout": 1, "error": 1}]
 
 
-def test_numbers_go_to_weights_and_biases_if_a_project_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_are_sent_to_wandb_when_a_project_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[object] = []
     run = SimpleNamespace(log=told.append, finish=lambda: told.append("finished"))
 
@@ -157,7 +153,7 @@ def _fill(disk: Path) -> Path:
 
 
 @TENSORBOARDS_THREAD
-def test_what_a_full_disk_does_not_take_waits_and_is_written_once_and_in_order(small_disk: Path) -> None:
+def test_events_that_a_full_disk_refuses_are_written_later_in_order(small_disk: Path) -> None:
     log = RunLog(small_disk)
     # Events of more than a page, so that the disk can take a partial event.
     long = {"text": "x" * 3000, "reward": 0.5}
@@ -185,7 +181,7 @@ def test_what_a_full_disk_does_not_take_waits_and_is_written_once_and_in_order(s
 
 
 @TENSORBOARDS_THREAD
-def test_events_that_are_lost_at_the_end_are_no_secret(small_disk: Path) -> None:
+def test_events_lost_at_the_end_are_reported(small_disk: Path) -> None:
     log = RunLog(small_disk)
     _fill(small_disk)
     log.append("round", round=0, text="x" * 100_000)
@@ -193,9 +189,7 @@ def test_events_that_are_lost_at_the_end_are_no_secret(small_disk: Path) -> None
         log.close()
 
 
-def test_a_line_of_which_the_disk_took_a_part_is_not_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partially_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_half(file: int, data: bytes) -> int:
         if len(data) < 10:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -218,7 +212,7 @@ def test_a_line_of_which_the_disk_took_a_part_is_not_in_the_file(
     assert (tmp_path / "lines").read_text() == "the first line\nthe second line\nthe third line\n"
 
 
-def test_a_clock_that_is_set_back_makes_no_event_earlier_than_the_one_before(
+def test_event_times_do_not_decrease_when_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = RunLog(tmp_path)
@@ -229,7 +223,7 @@ def test_a_clock_that_is_set_back_makes_no_event_earlier_than_the_one_before(
     assert before <= after < before + 60
 
 
-def test_what_a_driver_adds_to_the_log_of_a_dead_coordinator_comes_last_and_can_be_read(tmp_path: Path) -> None:
+def test_a_driver_can_append_to_a_dead_coordinators_log(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "phase", "time_s": 7.5}\n{"event": "rou')
     append_event(tmp_path, "failure", what="the coordinator died", attempt=1)
     first, last = read_events(tmp_path)

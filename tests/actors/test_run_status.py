@@ -39,7 +39,7 @@ STATUS_OF_A_RUN = RunStatus(
 )
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_status_round_trips(tmp_path: Path) -> None:
     assert RunStatus.read(tmp_path) is None
     STATUS_OF_A_RUN.write(tmp_path)
     assert RunStatus.read(tmp_path) == STATUS_OF_A_RUN
@@ -49,7 +49,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pools": [{"name": "x", "state": "mad"}]}', '{"pools": 3}'])
-def test_what_cannot_be_read_is_nothing_said(text: str, tmp_path: Path) -> None:
+def test_an_unreadable_status_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / STATUS).write_text(text)
     assert RunStatus.read(tmp_path) is None
 
@@ -87,7 +87,7 @@ class _Restarting:
         return answer
 
 
-def test_an_answer_from_another_process_is_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_with_another_process_id_counts_as_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.coordination.liveness.PROBE_EVERY_S", 0.0)
 
     async def watch() -> dict[str, int]:
@@ -109,7 +109,7 @@ def test_an_answer_from_another_process_is_a_restart(monkeypatch: pytest.MonkeyP
     assert asyncio.run(asyncio.wait_for(watch(), 10)) == {"sampler 0": 1}
 
 
-def test_who_is_silent_is_named_with_what_waits_and_who_has_no_place_yet_with_where_to_look() -> None:
+def test_silent_and_pending_actors_are_named_in_the_status() -> None:
     key = WorkUnitKey(round=12, index=1)
     assignments = [Assignment(actor="sampler 1", key=key, seconds=40.0)]
     silent = {"sampler 1": 45.2, "grader 0": 16.0, "sampler 3": 61.0}

@@ -50,7 +50,7 @@ def _sampled(worker: SamplerWorker, weights_id: WeightsId, work_unit: WorkUnit) 
     return [(each.token_ids.tolist(), each.commit_logp.tolist()) for each in completions]
 
 
-def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
+def test_an_offloaded_sampler_holds_no_memory_and_samples_the_same(
     spec: RunSpec, plan: RunPlan, weights_ids: tuple[Shelf, list[WeightsId]]
 ) -> None:
     shelf, (first, second) = weights_ids
@@ -72,7 +72,7 @@ def test_a_sampler_that_sleeps_holds_nothing_and_samples_the_same(
         assert expected[0] != expected[1]
 
 
-def test_a_compiled_sampler_that_sleeps_gives_back_what_its_rows_are_remembered_in(
+def test_an_offloaded_compiled_sampler_frees_its_kv_cache(
     spec: RunSpec, plan: RunPlan, weights_ids: tuple[Shelf, list[WeightsId]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf, made = weights_ids
@@ -97,7 +97,7 @@ def test_a_compiled_sampler_that_sleeps_gives_back_what_its_rows_are_remembered_
         assert found[0] != found[1]
 
 
-def test_a_compiled_sampler_answers_long_prompts_without_compiling_their_lengths(
+def test_long_prompts_are_sampled_eagerly_by_a_compiled_sampler(
     spec: RunSpec, plan: RunPlan, weights_ids: tuple[Shelf, list[WeightsId]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf, (first, _) = weights_ids
@@ -122,7 +122,7 @@ def test_a_compiled_sampler_answers_long_prompts_without_compiling_their_lengths
     assert len(compiled) > num_compiled
 
 
-def test_weights_that_were_staged_are_sampled_from_as_if_they_had_been_fetched(
+def test_prefetched_weights_sample_like_fetched_ones(
     spec: RunSpec, plan: RunPlan, weights_ids: tuple[Shelf, list[WeightsId]]
 ) -> None:
     shelf, (first, second) = weights_ids
@@ -143,7 +143,7 @@ def test_weights_that_were_staged_are_sampled_from_as_if_they_had_been_fetched(
     assert expected[0] != expected[1]
 
 
-def test_what_is_being_fetched_as_it_is_asked_for_is_not_staged_beside_that(
+def test_a_version_being_fetched_is_not_prefetched_again(
     spec: RunSpec, plan: RunPlan, weights_ids: tuple[Shelf, list[WeightsId]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shelf, (first, _) = weights_ids

@@ -40,9 +40,7 @@ SCHEDULES: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_a_schedule_has_a_fallback_if_its_completions_show_one(
-    schedule: dict[str, object], policy: Transformer
-) -> None:
+def test_has_fallback_agrees_with_sampled_completions(schedule: dict[str, object], policy: Transformer) -> None:
     shape = {"gen_length": 8, "block_length": 4, "num_denoise_steps": 8, "temperature": 1.0, "stop_ids": ()}
     params = SamplingParams.model_validate(shape | schedule)
     (completion,) = Sampler(policy, 0).generate([Request(prompt_ids=(1, 2, 3), params=params, seed=1)])
@@ -50,7 +48,7 @@ def test_a_schedule_has_a_fallback_if_its_completions_show_one(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_a_completion_takes_at_most_so_many_steps(schedule: dict[str, object], policy: Transformer) -> None:
+def test_max_denoise_steps_agrees_with_sampled_completions(schedule: dict[str, object], policy: Transformer) -> None:
     shape = {"gen_length": 8, "block_length": 4, "num_denoise_steps": 4, "temperature": 1.0, "stop_ids": ()}
     params = SamplingParams.model_validate(shape | schedule)
     (completion,) = Sampler(policy, 0).generate([Request(prompt_ids=(1, 2, 3), params=params, seed=1)])
@@ -58,7 +56,7 @@ def test_a_completion_takes_at_most_so_many_steps(schedule: dict[str, object], p
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_steps_vary_if_a_surer_policy_takes_fewer(schedule: dict[str, object], policy: Transformer) -> None:
+def test_has_varying_steps_agrees_with_a_confident_policy(schedule: dict[str, object], policy: Transformer) -> None:
     shape = {"gen_length": 8, "block_length": 4, "num_denoise_steps": 8, "temperature": 1.0, "stop_ids": ()}
     params = SamplingParams.model_validate(shape | schedule)
     with torch.no_grad():
@@ -70,7 +68,7 @@ def test_steps_vary_if_a_surer_policy_takes_fewer(schedule: dict[str, object], p
 @pytest.mark.parametrize(
     ("changes", "most"), [({}, 3 * 2), ({"threshold": 0.999}, 3 * 2), ({"steps_per_block": 4}, 12)]
 )
-def test_steps_of_a_block_are_those_of_each_block(
+def test_steps_per_block_bound_the_steps_of_all_blocks(
     changes: dict[str, object], most: int, config: TransformerConfig
 ) -> None:
     """Three blocks where a block-causal policy's first block begins in the prompt, otherwise two."""
@@ -85,7 +83,7 @@ def test_steps_of_a_block_are_those_of_each_block(
     assert sampler_facts(params).max_denoise_steps == most * 2 // 3
 
 
-def test_who_waits_for_weights_waits_as_long_as_their_bytes_take(spec: RunSpec, tmp_path: Path) -> None:
+def test_timeouts_grow_with_the_size_of_the_weights(spec: RunSpec, tmp_path: Path) -> None:
     """For LLaDA-8B, 16 GB in bfloat16: published in at most 32 GB, and read twice as a checkpoint."""
     assert spec.sampling_timeout_s == pytest.approx(600, abs=0.1)
     assert spec.collective_timeout_s == pytest.approx(900, abs=0.1)
@@ -112,7 +110,7 @@ def test_who_waits_for_weights_waits_as_long_as_their_bytes_take(spec: RunSpec, 
     ],
     ids=["programs", "maths", "maths of a file", "nothing that runs"],
 )
-def test_a_grader_has_the_time_that_the_completions_of_a_portion_may_use_up(
+def test_the_grading_timeout_covers_the_slowest_completions(
     spec: RunSpec, task: TaskConfig, longest_s: float | None
 ) -> None:
     """Programs that loop and comparisons that do not end fail one by one, without failing their work unit."""
@@ -124,9 +122,7 @@ def test_a_grader_has_the_time_that_the_completions_of_a_portion_may_use_up(
 
 
 @pytest.mark.parametrize(("batch_size", "group_size"), [(8, 4), (7, 3), (2, 5)])
-def test_no_portion_has_more_completions_than_its_grader_has_time_for(
-    spec: RunSpec, batch_size: int, group_size: int
-) -> None:
+def test_work_units_are_limited_by_the_graders_time(spec: RunSpec, batch_size: int, group_size: int) -> None:
     run = spec.model_copy(
         update={
             "rollout": spec.rollout.model_copy(update={"batch_size": batch_size}),
@@ -140,7 +136,7 @@ def test_no_portion_has_more_completions_than_its_grader_has_time_for(
 
 
 @pytest.mark.parametrize(("given", "found"), [(None, 80), (1000, 80), (50, 50), (7, 20)])
-def test_a_micro_batch_of_sft_has_a_row_at_least_and_a_workers_examples_at_most(
+def test_an_sft_micro_batch_has_between_one_row_and_a_workers_examples(
     spec: RunSpec, given: int | None, found: int
 ) -> None:
     """Eight examples of at most 20 tokens, on two workers."""
@@ -148,7 +144,7 @@ def test_a_micro_batch_of_sft_has_a_row_at_least_and_a_workers_examples_at_most(
     assert spec.model_copy(update={"sft": sft}).sft_micro_batch_tokens == found
 
 
-def test_a_control_needs_examples_where_sft_is_skipped(spec: RunSpec) -> None:
+def test_the_control_needs_examples_when_sft_is_skipped(spec: RunSpec) -> None:
     skipped = dict(spec) | {"sft": SftConfig(num_steps=0, max_tokens=4096)}
     with pytest.raises(
         ValueError, match=r"sft\.num_labels is missing; .* the control trains on them too, unless control"
@@ -158,7 +154,7 @@ def test_a_control_needs_examples_where_sft_is_skipped(spec: RunSpec) -> None:
     assert without.longest_canvas == without.canvas_tokens == 20, "nothing has canvases of 4096"
 
 
-def test_sft_and_the_control_may_have_an_alpha_of_their_own(spec: RunSpec) -> None:
+def test_sft_and_control_may_have_their_own_lora_alpha(spec: RunSpec) -> None:
     lora = LoraConfig(rank=4, alpha=8)
     adapted = spec.model_copy(update={"model": ModelSection(lora=lora)})
     assert {adapted.lora_of(phase) for phase in Phase} == {lora}

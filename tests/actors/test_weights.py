@@ -14,12 +14,13 @@ from actors.weights.tensors import as_bytes, as_verified, make_manifest, manifes
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
 
-def test_weights_that_arrived_whole_pass() -> None:
+def test_verify_accepts_undamaged_weights() -> None:
+    """Does not raise."""
     verify(make_manifest(3, WEIGHTS), {name: tensor.clone() for name, tensor in WEIGHTS.items()})
 
 
 @pytest.mark.parametrize("change", ["value", "shape", "dtype", "missing", "extra"])
-def test_any_difference_is_named(change: str) -> None:
+def test_verify_names_the_differing_tensor(change: str) -> None:
     arrived = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
     if change == "value":
         arrived["b"][2] += 1
@@ -35,7 +36,7 @@ def test_any_difference_is_named(change: str) -> None:
         verify(make_manifest(3, WEIGHTS), arrived)
 
 
-def test_a_damaged_base_is_named_as_one() -> None:
+def test_a_damaged_base_is_named() -> None:
     arrived = {**WEIGHTS, "a": WEIGHTS["a"] + 1}
     with pytest.raises(ValueError, match=r"^base 0123 arrived damaged: tensor a differs"):
         verify(make_manifest(3, WEIGHTS), arrived, "base 0123")
@@ -47,13 +48,13 @@ def test_a_manifest_lists_shape_and_dtype() -> None:
     assert replace(entry, checksum=0) != entry
 
 
-def test_a_digest_names_the_weights_in_whichever_order_they_come() -> None:
+def test_a_digest_does_not_depend_on_the_order_of_tensors() -> None:
     digest = make_manifest(3, WEIGHTS).digest
     assert make_manifest(4, dict(reversed(WEIGHTS.items()))).digest == digest
     assert make_manifest(3, WEIGHTS | {"a": WEIGHTS["a"] + 1}).digest != digest
 
 
-def test_tensors_may_travel_for_as_long_as_their_bytes_take() -> None:
+def test_the_transfer_timeout_grows_with_the_size() -> None:
     """At the slowest tolerated rate, all of 8B parameters take eleven minutes."""
     manifest = make_manifest(3, WEIGHTS)
     assert [entry.num_bytes for entry in manifest.tensors] == [6 * 4, 4 * 2]
@@ -66,14 +67,14 @@ def test_tensors_may_travel_for_as_long_as_their_bytes_take() -> None:
 
 
 @given(st.lists(st.binary(max_size=70)))
-def test_a_checksum_of_parts_is_that_of_the_whole(parts: list[bytes]) -> None:
+def test_combined_checksums_equal_that_of_the_whole(parts: list[bytes]) -> None:
     arrays = [np.frombuffer(part, dtype=np.uint8) for part in parts]
     whole = b"".join(parts)
     assert checksum_of(arrays) == combine_checksums(checksum_of([array]) for array in arrays)
     assert checksum_of(arrays) == Checksum(num_bytes=len(whole), checksum=crc32(whole))
 
 
-def test_a_checksum_of_large_parts_is_that_of_the_whole() -> None:
+def test_combined_checksums_of_a_gigabyte_equal_that_of_the_whole() -> None:
     """Covers bits of the length that are too large for written test data: one byte after a gigabyte of zeros."""
     zeros = np.zeros(2**20 + 1, dtype=np.uint8)
     gigabyte, one = combine_checksums([checksum_of([zeros])] * 1024), Checksum(num_bytes=1, checksum=crc32(b"x"))
@@ -88,7 +89,7 @@ def _shards(first: int) -> list[dict[str, torch.Tensor]]:
     return [{"a": WEIGHTS["a"][:first], "b": WEIGHTS["b"]}, {"a": WEIGHTS["a"][first:]}]
 
 
-def test_a_tensor_in_pieces_is_put_together_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_concatenated_only_on_access(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [{name: as_bytes(tensor) for name, tensor in shard.items()} for shard in _shards(1)]
     monkeypatch.setattr(torch, "cat", lambda _: pytest.fail("it is put together"))
     arrived = as_verified(make_manifest(3, WEIGHTS), parts)
@@ -97,7 +98,7 @@ def test_a_tensor_in_pieces_is_put_together_only_when_it_is_asked_for(monkeypatc
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_what_ranks_have_in_shards_has_the_manifest_of_the_whole_and_arrives_as_that(first: int) -> None:
+def test_shards_have_the_manifest_of_full_weights(first: int) -> None:
     parts = [{name: as_bytes(tensor) for name, tensor in shard.items()} for shard in _shards(first)]
     ranks = [{name: checksum_of([rows]) for name, rows in part.items()} for part in parts]
     shapes, dtypes = ({name: getattr(tensor, of) for name, tensor in WEIGHTS.items()} for of in ("shape", "dtype"))
@@ -111,7 +112,7 @@ def test_what_ranks_have_in_shards_has_the_manifest_of_the_whole_and_arrives_as_
 
 
 @pytest.mark.parametrize("change", ["swapped", "missing", "damaged", "unlisted"])
-def test_shards_that_are_not_the_whole_are_named(change: str) -> None:
+def test_incomplete_or_damaged_shards_are_named(change: str) -> None:
     manifest = make_manifest(3, WEIGHTS)
     parts = [{name: as_bytes(tensor).copy() for name, tensor in shard.items()} for shard in _shards(1)]
     if change == "swapped":

@@ -39,7 +39,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("row", [RECIPE_ROW, *ALGORITHMS])
-def test_every_row_learns_from_how_it_samples(row: str, task: str, tmp_path: Path) -> None:
+def test_every_rows_learner_is_compatible_with_its_sampler(row: str, task: str, tmp_path: Path) -> None:
     trial = Trial(task=task, recipe=str(ROOT / TASKS[task]), row=row, seed=0, out=str(tmp_path))
     recipe = recipe_of(trial, base_recipe(trial), Budget(num_completions=1, cpu_s=1, of_round=512))
     learner = make_spec(recipe, Stages.RL).learner
@@ -90,7 +90,7 @@ def _result(row: str, seed: int, correct: int) -> Result:
     )
 
 
-def test_seeds_are_pooled_and_the_best_row_comes_first() -> None:
+def test_the_table_pools_seeds_and_sorts_by_accuracy() -> None:
     text = markdown([_result("spg", 0, 20), _result("espo", 0, 40), _result("espo", 1, 60)], 1000, 30.0)
     first, second = [line for line in text.splitlines() if line.startswith("| `")][:2]
     accuracy = "50.0 % (43.1 to 56.9)"
@@ -100,7 +100,7 @@ def test_seeds_are_pooled_and_the_best_row_comes_first() -> None:
     assert "| SFT |  |  |  |  | 10.0 | 10.0 in 9.0 |  |  |  |" in text
 
 
-def test_the_best_rate_of_a_row_counts() -> None:
+def test_the_table_shows_the_best_learning_rate() -> None:
     collapsed = replace(_result("spg", 0, 5), lr=4e-3)
     assert (collapsed.has_learned, _result("spg", 0, 20).has_learned) == (False, True)
     for results in ([collapsed, _result("spg", 0, 20)], [_result("spg", 0, 20), collapsed]):
@@ -108,7 +108,7 @@ def test_the_best_rate_of_a_row_counts() -> None:
         assert line.startswith("| `spg` | 1 | 1 x 4 | 1.0e-03 | 20.0 %")
 
 
-def test_which_rate_is_best_is_said_by_the_seeds_that_were_tried_at_both() -> None:
+def test_learning_rates_are_compared_on_their_common_seeds() -> None:
     slow = [replace(_result("spg", seed, correct), lr=1e-4) for seed, correct in ((0, 40), (1, 10))]
     (line,) = [line for line in markdown([_result("spg", 0, 30), *slow], 1000, 30.0).splitlines() if "x 4" in line]
     assert line.startswith("| `spg` | 2 | 1 x 4 | 1.0e-04 | 25.0 %")
@@ -140,7 +140,7 @@ def benchmark(small: Path, done: Path, tmp_path: Path) -> Callable[..., None]:
 
 
 @pytest.mark.nightly
-def test_a_row_that_has_learned_is_not_tried_at_a_further_rate(
+def test_a_row_that_has_learned_is_not_tried_at_another_rate(
     benchmark: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "sudoku.jsonl"
@@ -168,25 +168,26 @@ def test_a_trial_that_fails_is_named_after_the_tables(
     assert "| `cj-grpo` | 1 |" in capsys.readouterr().out
 
 
-def test_what_is_done_is_not_begun_again(benchmark: Callable[..., None], tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_finished_trials_are_not_repeated(benchmark: Callable[..., None], tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "runs")
     benchmark("1")
     assert not (tmp_path / "runs").exists(), "a checkpoint takes half a minute, and all results were there"
 
 
-def test_a_process_of_the_pool_finds_what_it_is_to_do() -> None:
+def test_pool_functions_are_importable_by_spawned_processes() -> None:
     """Run as a command, the module is `__main__`, which a spawned process cannot import."""
     assert {function.__module__ for function in (begin, start, try_row)} == {"benchmarks.algorithms.trial"}
 
 
-def test_a_trial_that_ended_early_says_why() -> None:
+def test_the_table_says_why_a_trial_ended_early() -> None:
     failed = replace(_result("spg", 0, 20), at_completions=None, at_seconds=None, failure="the loss is nan")
     line = next(line for line in markdown([failed, _result("espo", 0, 1)], 1, 30.0).splitlines() if "`spg`" in line)
     assert line.count("ended before") == 2
     assert "the loss is nan" in line
 
 
-def test_the_table_of_algorithms_says_what_each_came_to(tmp_path: Path) -> None:
+def test_accuracies_are_written_into_the_table_of_algorithms(tmp_path: Path) -> None:
     path = tmp_path / "algorithms.md"
     table = "| algorithm | paper | ours, % of chess |\n|---|---|---:|\n| `spg` | a | 9 |\n| `bgpo` | b | 9 |\n"
     path.write_text(f"before\n\n{table}\nafter\n")

@@ -23,7 +23,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> AutoregressiveCheckpoint
     return open_source(str(directory))
 
 
-def test_a_score_that_is_stopped_goes_on_and_counts_every_problem_once(
+def test_an_interrupted_score_resumes_and_counts_every_problem_once(
     source: AutoregressiveCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def score(out: str) -> dict[str, object]:
@@ -49,7 +49,7 @@ def test_a_score_that_is_stopped_goes_on_and_counts_every_problem_once(
     assert calls[0] == 4
 
 
-def test_what_the_model_says_is_graded_up_to_its_end_of_turn(
+def test_an_answer_is_graded_up_to_its_end_of_turn(
     source: AutoregressiveCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [problem] = make_task(TASK).problems(Split.HELDOUT, 1, seed=0)
@@ -61,7 +61,7 @@ def test_what_the_model_says_is_graded_up_to_its_end_of_turn(
     assert (found["num_correct"], found["mean_tokens"], found["truncated"]) == (1, len(ids) + 1, 0)
 
 
-def test_prompts_of_stories_are_fixed_and_all_different() -> None:
+def test_story_prompts_are_fixed_and_distinct() -> None:
     some = stories(1980)
     assert len(set(some)) == 1980
     assert some[:2] == [

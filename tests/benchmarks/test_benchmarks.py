@@ -21,7 +21,7 @@ from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
 
 
-def test_the_reference_is_the_original_d1_sampler(shared: Path) -> None:
+def test_the_reference_sampler_equals_the_original_d1_sampler(shared: Path) -> None:
     directory = shared / "fixtures" / "llada-tiny"
     net = ReferenceNet(load_policy(directory))
     for case in json.loads((directory / "expected_generations.json").read_text()):
@@ -36,7 +36,7 @@ def test_the_reference_is_the_original_d1_sampler(shared: Path) -> None:
         assert work.num_forwards == case["steps"]
 
 
-def test_the_references_network_is_ours(policy: Transformer) -> None:
+def test_the_reference_network_equals_ours(policy: Transformer) -> None:
     full = policy.config.model_copy(update={"num_kv_heads": policy.config.num_heads})
     model = Transformer(full)
     ids = torch.randint(0, 38, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -44,7 +44,7 @@ def test_the_references_network_is_ours(policy: Transformer) -> None:
         torch.testing.assert_close(ReferenceNet(model)(ids), model(ids), atol=1e-5, rtol=0)
 
 
-def test_lockstep_batches_commit_what_slots_do(policy: Transformer) -> None:
+def test_lockstep_batches_equal_continuous_batching(policy: Transformer) -> None:
     params = SamplingParams(gen_length=16, block_length=8, temperature=0, threshold=0.3, stop_ids=())
     prompts = torch.randint(0, 38, (4, 6), generator=torch.Generator().manual_seed(1))
     requests = [Request(prompt_ids=tuple(prompt), params=params, seed=0) for prompt in prompts.tolist()]
@@ -52,7 +52,7 @@ def test_lockstep_batches_commit_what_slots_do(policy: Transformer) -> None:
     assert generate_lockstep(policy, prompts, params).tolist() == slots
 
 
-def test_the_toys_answers_follow_from_its_prompts() -> None:
+def test_toy_answers_follow_from_their_prompts() -> None:
     prompts, answers, lengths = toy.problems(50, seed=3)
     canvas = torch.cat((prompts, answers), dim=1)
     for row, length in zip(canvas.tolist(), lengths.tolist(), strict=True):
@@ -81,7 +81,7 @@ TINY = Setting(
 
 
 @pytest.mark.parametrize("p_mask_prompt", [0.15, 0.0])
-def test_our_update_is_the_first_d1s(p_mask_prompt: float) -> None:
+def test_our_update_equals_the_original_d1s(p_mask_prompt: float) -> None:
     """Both use d1's normalisation and our prompt masks, over several inner updates with a KL penalty."""
     row = learner_benchmark.same(replace(TINY, p_mask_prompt=p_mask_prompt))
     assert row["updates"] == 3
@@ -90,7 +90,7 @@ def test_our_update_is_the_first_d1s(p_mask_prompt: float) -> None:
     assert row["weights"] < 1e-2
 
 
-def test_one_stacked_forward_gives_the_update_of_one_for_each_mask() -> None:
+def test_a_stacked_forward_gives_the_same_update_as_one_per_mask() -> None:
     batch = make_round(TINY)
     apart, stacked = make_reference(TINY), make_reference(TINY, is_stacked=True)
     for reference in (apart, stacked):
@@ -114,7 +114,7 @@ def test_every_part_of_the_learners_benchmark_runs(tmp_path: Path) -> None:
     assert (tmp_path / "learner.png").is_file()
 
 
-def test_methods_run_the_canvases_that_their_papers_ask_for() -> None:
+def test_methods_run_as_many_canvases_as_in_their_papers() -> None:
     # Short prompts share masks, and so canvases. In a group of three the draws of a completion are split.
     setting = replace(TINY, prompt_tokens=40, num_groups=1, group_size=6)
     rows = {row["method"]: row for row in learner_benchmark.methods(setting, 1)}
@@ -126,7 +126,7 @@ def test_methods_run_the_canvases_that_their_papers_ask_for() -> None:
     assert rows["stepmerge"]["backwards"] > 3 * rows["diffu-grpo"]["backwards"]
 
 
-def test_the_arithmetic_of_an_update_is_counted_from_the_products() -> None:
+def test_update_flops_are_counted_from_the_matrix_products() -> None:
     """LLaDA-8B: a forward of 512 slots is 7.81 TFLOP. Old, reference, new and backward are five of these."""
     config = learner_benchmark.LLADA_8B.config(512)
     counts = update_flops.Counts(num_canvases=1, canvas_tokens=512, asked_tokens=512, text_tokens=512, num_updates=1)
@@ -147,7 +147,7 @@ def test_a_rank_starts_in_little_more_memory_than_its_shard() -> None:
     assert row.peak_bytes < 1.05 * row.shard_bytes + 2 * 34e6
 
 
-def test_block_causal_policies_are_sampled_and_replayed_alike_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_of_sampling_block_causal_policies_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timings depend on the machine. The compared values must be equal, and replay must run fewer slots."""
     monkeypatch.setattr(blocks, "SHAPE", Shape(d_model=32, num_layers=2, num_heads=2, vocab_size=64))
     full, whole, plain, remembered = blocks.sampling(32, 2, 1)

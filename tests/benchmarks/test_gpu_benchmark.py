@@ -72,7 +72,7 @@ def test_every_stage_measures(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.nightly
-def test_rows_are_kept_as_they_come_and_a_stage_that_fails_says_why(measured: Callable[..., Any]) -> None:
+def test_rows_are_written_immediately_and_a_failed_stage_says_why(measured: Callable[..., Any]) -> None:
     if torch.cuda.is_available():
         pytest.skip("here cuda would not fail")
     code, rows, said = measured("--device", "cpu", "--stages", "publishing")
@@ -84,7 +84,7 @@ def test_rows_are_kept_as_they_come_and_a_stage_that_fails_says_why(measured: Ca
     assert "ceilings    failed: AssertionError: Torch not compiled with CUDA enabled" in said
 
 
-def test_the_engine_is_measured_where_none_of_the_service_s_packages_are() -> None:
+def test_the_benchmark_runs_without_the_services_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[\[<>=]", dependency)[0] for dependency in project["dependencies"]}
     assert names > BARE
@@ -102,7 +102,7 @@ def test_the_engine_is_measured_where_none_of_the_service_s_packages_are() -> No
     assert len(ended.stdout.splitlines()) == 3
 
 
-def test_a_stage_and_all_of_them_have_limits(measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_have_time_limits(measured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "STAGES", {"ceilings": replace(STAGES["ceilings"], limit_s=0.2)})
     code, rows, _ = measured("--device", "cpu", "--stages", "ceilings")
     assert (code, rows) == (True, [{"stage": "ceilings", "failure": "it was ended after 0 s"}])
@@ -110,7 +110,7 @@ def test_a_stage_and_all_of_them_have_limits(measured: Callable[..., Any], monke
     assert rows[1] == {"stage": "ceilings", "failure": "the 0 s of all stages were over"}
 
 
-def test_the_full_setting_is_llada_8b_and_its_stages_fit_their_time() -> None:
+def test_the_full_setting_is_llada_8b_and_takes_at_most_ten_minutes() -> None:
     setting = full("cuda")
     with torch.device("meta"):
         model = Transformer(setting.shape.config(setting.canvas_tokens))
@@ -118,14 +118,14 @@ def test_the_full_setting_is_llada_8b_and_its_stages_fit_their_time() -> None:
     assert sum(stage.limit_s for stage in STAGES.values()) <= 600
 
 
-def test_a_step_needs_no_mask_whether_rows_are_of_one_length_or_not() -> None:
+def test_a_step_needs_no_attention_mask() -> None:
     equal, ragged, cached = rows(tiny("meta"), 3, temperature=0.9)
     assert [row["masked"] for row in (equal, ragged, cached)] == [0, 0, 0]
     assert [row["attention"] for row in (equal, ragged, cached)] == [2, 2, 2]
     assert [row["waits"] for row in (equal, ragged, cached)] == [1, 1, 1]
 
 
-def test_rows_back_to_back_have_neither_padding_nor_mask() -> None:
+def test_packed_rows_have_neither_padding_nor_mask() -> None:
     setting = update.setting_of(tiny("meta").shape, 8, 2)
     padded, back_to_back = update.rows(setting, [3000])
     assert padded["slots"] * (1 - padded["padding"]) == pytest.approx(back_to_back["slots"])
@@ -138,7 +138,7 @@ def test_rows_back_to_back_have_neither_padding_nor_mask() -> None:
         assert back_to_back[fewer] < padded[fewer]
 
 
-def test_operations_are_counted_as_they_reach_a_device() -> None:
+def test_only_device_operations_are_counted() -> None:
     there, counter = torch.empty(4, 6, device="meta"), OpCounter()
     with counter:
         there.transpose(0, 1).unflatten(0, (2, 3))

@@ -28,7 +28,7 @@ def visit(tmp_path: Path) -> Visit:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here there is a GPU")
-def test_without_a_gpu_it_says_so_in_a_sentence_and_ends_with_2(tmp_path: Path) -> None:
+def test_without_a_gpu_it_exits_with_status_2(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "benchmarks.gpu.end_to_end", "--out", str(tmp_path / "out")]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -38,7 +38,7 @@ def test_without_a_gpu_it_says_so_in_a_sentence_and_ends_with_2(tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_stage_that_fails_is_a_row_and_the_next_one_goes_on(
+def test_a_failed_stage_is_a_row_and_the_next_one_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = []
@@ -73,7 +73,7 @@ def test_a_stage_that_fails_is_a_row_and_the_next_one_goes_on(
     assert "| second | a number | 2 s | plan 3 s |\n" in capsys.readouterr().out
 
 
-def test_a_stage_has_its_time_and_the_visit_has_its_own(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_and_the_visit_have_time_limits(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = command.Stage(lambda visit: visit.row("waited", str(visit.wait_until(lambda: False, "a train"))), 0.3)
     monkeypatch.setattr(command, "STAGES", {"waits": waits})
     command.carry_out(visit, "waits", time.monotonic() + 60)
@@ -83,13 +83,13 @@ def test_a_stage_has_its_time_and_the_visit_has_its_own(visit: Visit, monkeypatc
     assert text.endswith("| waits | failed | the visit's time was over before it began |  |\n")
 
 
-def test_a_command_that_fails_says_its_last_line(visit: Visit) -> None:
+def test_a_failed_command_reports_its_last_line(visit: Visit) -> None:
     with pytest.raises(StageError, match=r"^d1: cannot read the recipe nowhere\.yaml"):
         carried_out(visit, "train", "nowhere.yaml")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_recipes_of_the_stages_are_recipes(visit: Visit, device: str) -> None:
+def test_the_recipes_of_the_stages_are_valid(visit: Visit, device: str) -> None:
     visit.device = device
     gpus = "gpus={sampler: 0.5, learner: 0.5, colocate: true}"
     _, recipe, *overrides = small.words_of(visit, "run", f"device={device}", *[gpus] * (device == "cuda"))
@@ -110,7 +110,7 @@ def _events(sft_loss: float) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_run_that_is_not_the_cpu_s_is_a_failure_with_both_numbers(visit: Visit) -> None:
+def test_a_run_that_differs_from_the_cpus_fails_with_both_numbers(visit: Visit) -> None:
     visit.stage = "shares"
     on_cpu = small.facts_of(_events(0.05))
     small.tell_run(visit, _events(0.06), on_cpu)

@@ -13,7 +13,7 @@ from benchmarks.pipeline import coordinator, evaluation, overlap
 from benchmarks.pipeline.evaluation import Row, Way
 
 
-def test_simulated_samplers_go_through_every_round() -> None:
+def test_simulated_samplers_complete_every_round() -> None:
     with patch("actors.coordination.coordinator.RunGauges", coordinator.NoGauges):
         row = asyncio.run(coordinator.measured(num_samplers=5, portion_s=0.02, num_rounds=2))
     # Each sampler handles four work units in sequence.
@@ -25,7 +25,7 @@ def test_simulated_samplers_go_through_every_round() -> None:
     assert row.cpu_of_portion_s > 0
 
 
-def test_what_is_taken_is_the_share_of_what_could_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taken_is_the_share_of_the_possible_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     def rounds(spec: RunSpec, sampling_s: float, learning_s: float) -> tuple[list[float], float]:
         both, longer = sampling_s + learning_s, max(sampling_s, learning_s)
         assert spec.work_units_per_round == 4
@@ -63,7 +63,7 @@ class _Client:
     ("way", "label", "evaluated"),
     [(Way.NONE, "", []), (Way.WAITED, "", ["evaluate"]), (Way.BESIDE, "round", ["evaluate"])],
 )
-def test_an_evaluation_is_asked_for_with_its_round_or_by_itself(way: Way, label: str, evaluated: list[str]) -> None:
+def test_an_evaluation_is_requested_with_its_round_or_alone(way: Way, label: str, evaluated: list[str]) -> None:
     client = _Client()
     evaluation._round(client, 3, 0.0, way)  # type: ignore[arg-type]
     assert client.asked[0] == ("next", 3, 4, label)
@@ -74,7 +74,7 @@ def test_an_evaluation_is_asked_for_with_its_round_or_by_itself(way: Way, label:
     ("staleness", "learning_s", "limits"),
     [(0, 0.3, [0.6, 0.9, 0.6]), (1, 0.3, [0.3, 0.6, 0.6]), (1, 0.6, [0.6, 0.9, 0.6])],
 )
-def test_the_limit_of_a_round_is_what_its_learner_or_its_samplers_have_to_do(
+def test_the_limit_of_a_round_follows_from_sampling_and_learning_times(
     staleness: int, learning_s: float, limits: list[float]
 ) -> None:
     rows = [Row(sampling_s=0.3, learning_s=learning_s, staleness=staleness, way=way, round_s=1.0) for way in Way]

@@ -74,7 +74,7 @@ def test_a_refusal_is_a_failure(judge, ask, status):
     assert len(judge.judge([answer_of(ask, ["no"], status)]).failed) == 1
 
 
-def test_a_stream_that_ends_with_an_error_is_a_failure(judge, ask):
+def test_a_stream_ending_with_an_error_is_a_failure(judge, ask):
     lines = chunks(judge, ask, VERSION, judge.expected(ask, VERSION))[:1]
     found = judge.judge([answer_of(ask, [*lines, json.dumps({"error": {"message": "gone"}})])])
     assert len(found.failed) == 1
@@ -88,7 +88,7 @@ def test_a_stream_without_its_end_is_truncated(judge, ask, missing):
     assert len(found.truncated) == 1
 
 
-def test_fewer_tokens_than_the_usage_says_are_a_truncation(judge, ask):
+def test_fewer_tokens_than_in_usage_are_a_truncation(judge, ask):
     ids = judge.expected(ask, VERSION)
     lines = chunks(judge, ask, VERSION, ids)
     lines[1] = chunks(judge, ask, VERSION, ids[:-1])[1]
@@ -109,13 +109,13 @@ def test_chunks_of_two_versions_are_mixed(judge, ask):
     assert len(judge.judge([answer_of(ask, lines)]).mixed) == 1
 
 
-def test_text_that_is_not_that_of_its_tokens_is_mixed(judge, ask):
+def test_text_that_differs_from_its_tokens_is_mixed(judge, ask):
     ids = judge.expected(ask, VERSION)
     lines = chunks(judge, ask, VERSION, ids)
     assert len(judge.judge([answer_of(ask, [lines[0], *lines])]).mixed) == 1
 
 
-def test_the_asks_are_of_all_kinds(policies):
+def test_requests_are_of_all_kinds(policies):
     asks = mixed_asks(policies, 32, 0)
     kinds = {(one.is_chat, one.is_streamed, one.body["temperature"]) for one in asks}
     assert len(kinds) == 8
@@ -134,12 +134,12 @@ def test_growth_is_the_slope_of_the_second_half():
         growth([look(second) for second in range(4)])
 
 
-def test_an_answer_that_never_came_is_a_failure(judge, ask):
+def test_a_missing_answer_is_a_failure(judge, ask):
     lost = Answer(ask=ask, began_s=0.0)
     assert not judge.judge([lost]).is_good
 
 
-def test_an_open_loop_leaves_room_where_nothing_is_answered_and_counts_the_wait(
+def test_an_open_loop_limits_concurrency_and_counts_the_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise a slow machine would exceed the service's limit, and its refusals are no lost answers."""
@@ -167,7 +167,7 @@ def test_an_open_loop_leaves_room_where_nothing_is_answered_and_counts_the_wait(
     assert [later - due_s[0] for later in due_s] == pytest.approx([place / 1000 for place in range(30)])
 
 
-def test_what_grammars_cost_is_a_table(monkeypatch, capsys):
+def test_the_grammar_benchmark_prints_a_table(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["grammars", "--tokens", "600", "--slots", "96", "--block", "16"])
     grammars.main()
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]

@@ -92,7 +92,7 @@ def _plan(name: str, *methods: str) -> list[Step]:
 
 
 @pytest.mark.parametrize("name", list(SCALES))
-def test_each_step_finds_what_it_needs(name: str) -> None:
+def test_each_steps_inputs_are_made_before_it(name: str) -> None:
     made: set[str] = set()
     steps = _plan(name)
     for step in steps:
@@ -106,7 +106,7 @@ def test_each_step_finds_what_it_needs(name: str) -> None:
     )
 
 
-def test_what_a_user_sets_leaves_a_training_its_start() -> None:
+def test_overrides_do_not_change_a_trainings_start() -> None:
     changes = ("model={d_model: 32, num_layers: 1}", "name=mine", "sft.num_steps=3")
     steps = plan(SCALES["tiny"], Path("/out"), tasks=["sudoku"], seeds=[0], methods=[TRAJECTORY], changes=changes)
     base, sft = (
@@ -137,21 +137,21 @@ def test_a_method_is_trained_by_its_own_estimator() -> None:
 
 
 @pytest.mark.parametrize("task", list(SCALES["smollm2"].tasks))
-def test_the_recipes_of_smollm2_name_the_other_method_in_their_heads(task: str) -> None:
+def test_smollm2_recipes_name_the_other_method_in_a_comment(task: str) -> None:
     text = (RECIPES / f"smollm2-{task}.yaml").read_text(encoding="utf-8")
     (line,) = [line for line in text.splitlines() if line.startswith("# By the exact likelihood")]
     assert tuple(shlex.split(line.partition(": ")[2].removesuffix("."))) == SCALES["smollm2"].methods[TRAJECTORY]
 
 
 @pytest.mark.parametrize("name", ["smollm2-countdown", "smollm2-countdown-cpu", "smollm2-sudoku"])
-def test_the_recipes_of_smollm2_have_the_problems_that_they_ask_for(name: str) -> None:
+def test_smollm2_recipes_have_enough_problems(name: str) -> None:
     recipe = load_recipe(RECIPES / f"{name}.yaml", ["num_train_problems=390", "sft.num_labels=10"])
     task = make_task(recipe.task)
     assert len(task.problems(Split.TRAIN, 390, 0)) == 390
     assert len(task.problems(Split.HELDOUT, recipe.evaluation.num_problems, 0)) == recipe.evaluation.num_problems
 
 
-def test_every_command_is_given_once_and_every_cell_is_kept(
+def test_every_command_runs_once_and_every_cell_is_kept(
     table: Callable[..., int], calls: Callable[[], list[list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert table() == 0
@@ -174,7 +174,7 @@ def test_every_command_is_given_once_and_every_cell_is_kept(
     assert (tmp_path / "out" / "state.txt").read_text() == "cells.jsonl\nstate.txt\n", "no run is needed"
 
 
-def test_it_stops_in_time_and_continues_elsewhere_from_its_parts(
+def test_it_stops_at_its_limit_and_resumes_from_packed_parts(
     table: Callable[..., int], calls: Callable[[], list[list[str]]], tmp_path: Path
 ) -> None:
     """Stops in the last training run, RL from SFT, which needs only the SFT checkpoint."""
@@ -198,7 +198,7 @@ def test_it_stops_in_time_and_continues_elsewhere_from_its_parts(
     assert len(read_cells(out / "cells.jsonl")) == 12
 
 
-def test_parts_are_small_and_refused_unless_all_are_whole(tmp_path: Path) -> None:
+def test_parts_are_small_and_refused_if_damaged(tmp_path: Path) -> None:
     out, parts, again = tmp_path / "out", tmp_path / "parts", tmp_path / "again"
     (out / "runs").mkdir(parents=True)
     (out / "state.txt").write_text("runs\nstate.txt\n")
@@ -217,7 +217,7 @@ def test_parts_are_small_and_refused_unless_all_are_whole(tmp_path: Path) -> Non
     assert not (tmp_path / "new").exists()
 
 
-def test_a_command_that_fails_is_named(
+def test_a_failed_command_is_named(
     table: Callable[..., int],
     calls: Callable[[], list[list[str]]],
     tmp_path: Path,
@@ -248,7 +248,7 @@ def test_a_command_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch)
         (("--set", "learner.lrr=1"), "learner.lrr"),
     ],
 )
-def test_bad_input_is_a_sentence(
+def test_invalid_arguments_are_refused_in_one_sentence(
     table: Callable[..., int], capsys: pytest.CaptureFixture[str], words: tuple[str, ...], sentence: str
 ) -> None:
     assert table(*words) == 2
@@ -258,7 +258,7 @@ def test_bad_input_is_a_sentence(
     assert captured.err.count("\n") == 1
 
 
-def test_a_finished_cell_asks_for_no_training() -> None:
+def test_a_finished_cell_needs_no_training() -> None:
     steps = _plan("tiny", TRAJECTORY)
     done = {step.place for step in steps if isinstance(step, Evaluation) and step.place.row == "base"}
     names = [step.name for step in remaining(steps, done)]
@@ -271,7 +271,7 @@ def test_a_finished_cell_asks_for_no_training() -> None:
     ]
 
 
-def test_the_interval_over_seeds_is_students_and_never_narrower_than_wilsons() -> None:
+def test_the_interval_over_seeds_is_students_and_at_least_wilsons() -> None:
     # Mean 0.5, standard deviation 0.1, t = 4.303 at two degrees of freedom: half 4.303 * 0.1 / sqrt(3).
     assert interval_of([0.4, 0.5, 0.6], 600) == pytest.approx((0.5 - 0.24844, 0.5 + 0.24844), abs=1e-5)
     assert interval_of([0.1, 0.9], 600) == (0.0, 1.0)
@@ -279,7 +279,7 @@ def test_the_interval_over_seeds_is_students_and_never_narrower_than_wilsons() -
     assert interval_of([0.0, 0.0, 0.0], 600) == interval_of([0.0], 600) == wilson
 
 
-def test_every_row_is_in_the_table_measured_or_not(tmp_path: Path) -> None:
+def test_the_table_has_measured_and_missing_rows(tmp_path: Path) -> None:
     cell = Measured(
         place=Place(task="sudoku", row="+ SFT", length=128, seed=0),
         num_correct=30,
@@ -305,7 +305,7 @@ def test_every_row_is_in_the_table_measured_or_not(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_the_smallest_table_is_made_for_real(tmp_path: Path) -> None:
+def test_the_tiny_table_is_made_end_to_end(tmp_path: Path) -> None:
     small = "model={d_model: 32, num_layers: 1, num_heads: 2, mlp_hidden_size: 48}"
     rollout = ("rollout.num_samplers=1", "rollout.batch_size=16")
     rounds = ("learner.num_rounds=2", "learner.groups_per_round=4", "learner.group_size=4")

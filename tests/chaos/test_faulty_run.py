@@ -58,9 +58,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> History:
     return read_history(directory / "reference")
 
 
-def test_killed_and_stopped_workers_are_replaced_and_the_history_is_the_reference_runs(
-    tmp_path: Path, reference: History
-) -> None:
+def test_killed_and_stopped_workers_do_not_change_the_history(tmp_path: Path, reference: History) -> None:
     faults = (
         _fault(Target.SAMPLER),
         _fault(Target.LEARNER, trigger=Trigger.CHECKPOINT, number=2),

@@ -85,7 +85,7 @@ def test_the_report_has_a_row_of_outcomes_and_seconds_for_each_kind_of_fault() -
 @pytest.mark.ray
 @pytest.mark.nightly
 @pytest.mark.parametrize("oversampling", [1, 2])
-def test_killed_processes_and_scaled_pools_change_no_bit(tmp_path: Path, oversampling: int) -> None:
+def test_killed_processes_and_scaled_pools_are_bit_identical(tmp_path: Path, oversampling: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     out = tmp_path / "session"

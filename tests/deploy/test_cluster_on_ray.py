@@ -134,7 +134,7 @@ def service(processes: RayProcesses, tmp_path_factory: pytest.TempPathFactory) -
     return deployed
 
 
-def test_the_cluster_is_on_a_network_of_its_own(processes: RayProcesses) -> None:
+def test_the_cluster_has_its_own_network_namespace(processes: RayProcesses) -> None:
     # Interfaces that appear and vanish abort a concurrent browser's requests: net::ERR_NETWORK_CHANGED.
     here, outside = _interfaces("thread-self"), _interfaces(str(os.getppid()))
     assert len(here) == 2
@@ -164,7 +164,8 @@ def test_a_submitted_run_uses_both_nodes_and_the_registry_on_redis(processes: Ra
     registry.close()
 
 
-def test_no_request_fails_while_the_gcs_is_away_and_the_cluster_is_whole_again(service: _Service) -> None:
+@pytest.mark.nightly
+def test_no_request_fails_during_a_gcs_outage_and_the_cluster_recovers(service: _Service) -> None:
     processes = service.processes
     replicas = processes.replicas("d1")
     asker = service.ask_all_the_time()
@@ -179,7 +180,7 @@ def test_no_request_fails_while_the_gcs_is_away_and_the_cluster_is_whole_again(s
     assert [answer for answer in asker.answers if answer[0] != 200] == []
 
 
-def test_the_nodes_export_what_the_dashboards_ask_for(service: _Service) -> None:
+def test_the_nodes_export_the_metrics_of_the_dashboards(service: _Service) -> None:
     assert call(f"{service.url}/v1/completions", ASK)[0] == 200
     service.processes.python(NUMBERS)
     text = "".join(path.read_text(encoding="utf-8") for path in BOARDS.glob("*.json"))
@@ -189,7 +190,7 @@ def test_the_nodes_export_what_the_dashboards_ask_for(service: _Service) -> None
     wait_until(lambda: wanted <= metrics(), f"the metrics {sorted(wanted)}", 60)
 
 
-def test_the_worker_answers_while_the_head_is_away(service: _Service) -> None:
+def test_the_worker_answers_while_the_head_is_down(service: _Service) -> None:
     processes = service.processes
     replicas = processes.replicas("d1")
     asker = service.ask_all_the_time()

@@ -95,7 +95,7 @@ def _in_original_names(run: Run, name: str) -> dict[str, Tensor]:
     return {theirs: layout.stored(theirs, run.merged[name]) for theirs in layout.stored_shapes}
 
 
-def test_the_original_code_finds_its_files_and_none_of_ours(run: Run, d1: Callable, workdir: Path) -> None:
+def test_an_export_has_the_files_of_the_original_code_only(run: Run, d1: Callable, workdir: Path) -> None:
     newest = run.checkpoint("rl-000001")
     ended = d1("export", "runs/tiny", "out")
     assert ended.out == "out is the policy of runs/tiny/checkpoints/rl-000001\n"
@@ -120,7 +120,7 @@ def test_a_policy_without_an_adapter_is_exported_byte_for_byte(run: Run, d1: Cal
     assert written == {name: (run.checkpoint("initial") / name).read_bytes() for name in written}
 
 
-def test_an_adapter_whose_base_is_damaged_or_away_is_refused(run: Run, d1: Callable) -> None:
+def test_an_adapter_with_a_damaged_or_missing_base_is_refused(run: Run, d1: Callable) -> None:
     weights = run.checkpoint("initial") / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -135,7 +135,7 @@ def test_an_adapter_whose_base_is_damaged_or_away_is_refused(run: Run, d1: Calla
 
 
 @pytest.mark.parametrize(("name", "num_stages"), [("sft", 1), ("rl-000001", 2)])
-def test_peft_makes_the_merged_weights_of_the_original_model_and_the_adapter(
+def test_peft_merges_the_exported_adapter_to_our_weights(
     run: Run, d1: Callable, workdir: Path, name: str, num_stages: int
 ) -> None:
     ended = d1("export", f"runs/tiny/checkpoints/{name}", "out", "--lora", "apart")
@@ -159,7 +159,7 @@ def test_peft_makes_the_merged_weights_of_the_original_model_and_the_adapter(
         torch.testing.assert_close(merged[tensor].detach(), expected[tensor], msg=tensor)
 
 
-def test_an_adapter_in_half_precision_is_half_as_large_and_rounded(run: Run, d1: Callable, workdir: Path) -> None:
+def test_an_adapter_can_be_exported_in_half_precision(run: Run, d1: Callable, workdir: Path) -> None:
     assert d1("export", "runs/tiny/checkpoints/sft", "whole", "--lora", "apart").status == 0
     assert d1("export", "runs/tiny/checkpoints/sft", "half", "--lora", "apart", "--half").status == 0
     whole, half = (load_file(workdir / name / "adapter_model.safetensors") for name in ("whole", "half"))
@@ -174,7 +174,7 @@ def test_an_adapter_in_half_precision_is_half_as_large_and_rounded(run: Run, d1:
     )
 
 
-def test_an_adapter_of_a_policy_of_experts_is_exported_but_for_what_is_a_part(
+def test_an_adapter_of_experts_is_exported_unless_it_adapts_part_of_a_matrix(
     moe_config: TransformerConfig, workdir: Path, d1: Callable
 ) -> None:
     """LLaDA2 has query, key and value in one matrix, which peft could only adapt as a whole."""
@@ -205,7 +205,7 @@ def test_an_adapter_of_a_policy_of_experts_is_exported_but_for_what_is_a_part(
             torch.testing.assert_close(merged[tensor].detach(), expected, msg=tensor)
 
 
-def test_the_newest_that_is_whole_is_exported_and_the_damaged_one_is_named(run: Run, d1: Callable) -> None:
+def test_the_newest_complete_checkpoint_is_exported(run: Run, d1: Callable) -> None:
     path = run.checkpoint("rl-000001") / ADAPTER
     path.write_bytes(path.read_bytes()[:-1])
     ended = d1("export", "runs/tiny", "out")
@@ -215,7 +215,7 @@ def test_the_newest_that_is_whole_is_exported_and_the_damaged_one_is_named(run: 
     d1("export", "runs/tiny/checkpoints/rl-000001", "other").assert_refused(f"{ADAPTER} is damaged")
 
 
-def test_what_cannot_be_exported_is_refused_in_a_sentence(run: Run, d1: Callable, workdir: Path) -> None:
+def test_unsupported_exports_are_refused_in_one_sentence(run: Run, d1: Callable, workdir: Path) -> None:
     d1("export", "nowhere at all", "out").assert_refused("nowhere at all is no directory, and no hub id either")
     d1("export", "runs/tiny/checkpoints", "out").assert_refused("has no config.json")
     d1("export", "runs/tiny/checkpoints/initial", "out", "--lora", "apart").assert_refused(
@@ -237,7 +237,7 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run: Run, d1: Callable
     d1("export", "runs/tiny", "file/out").assert_refused("cannot write")
 
 
-def test_the_weights_that_a_run_refers_to_are_exported_and_named_to_peft(run: Run, d1: Callable, workdir: Path) -> None:
+def test_referenced_weights_are_exported_and_named_in_peft_config(run: Run, d1: Callable, workdir: Path) -> None:
     initial, original = run.checkpoint("initial"), workdir / "original"
     shutil.copytree(initial, original)
     stored = StoredWeights(original)

@@ -8,12 +8,12 @@ from deploy import doctor
 from deploy.doctor import CheckOutcome
 
 
-def test_it_starts_and_leaves_the_terminal_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_registry_starts_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     assert doctor._embedded_registry().outcome is CheckOutcome.OK
     assert capfd.readouterr() == ("", "")
 
 
-def test_one_that_does_not_start_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_TRY_REGISTRY", "raise RuntimeError('no such luck')")
     check = doctor._embedded_registry()
     assert check.outcome is CheckOutcome.FAILED

@@ -52,18 +52,18 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def test_its_weights_know_what_they_knew_before(here: Path) -> None:
+def test_the_converted_weights_keep_their_predictions(here: Path) -> None:
     assert "Paris" in _d1(here, "sample", "runs/causal", QUESTION, "gen_length=16")
 
 
-def test_it_is_evaluated_on_a_task(here: Path) -> None:
+def test_the_policy_is_evaluated_on_a_task(here: Path) -> None:
     asked = ("--tasks", "countdown", "--problems", "2", "--lengths", "16", "--json")
     lines = _d1(here, "eval", "runs/smollm2", *asked).splitlines()
     assert json.loads(lines[0])["checkpoint"]["name"] == "smollm2"
 
 
 @pytest.mark.ray
-def test_it_is_served(here: Path) -> None:
+def test_the_policy_is_served(here: Path) -> None:
     key = "a-key-that-is-long-enough-for-a-test"
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"D1_API_TOKEN": key}
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -22,9 +22,7 @@ def test_canvas_joins_prompt_and_completion_without_a_gap() -> None:
 
 @pytest.mark.parametrize("whole_groups", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 16])
-def test_ranks_share_a_round_and_hold_every_row_once(
-    grouped: GroupedBatch, world_size: int, whole_groups: bool
-) -> None:
+def test_ranks_partition_the_rows_of_a_round(grouped: GroupedBatch, world_size: int, whole_groups: bool) -> None:
     shares = [grouped.rows_of(rank, world_size, whole_groups=whole_groups) for rank in range(world_size)]
     assert torch.cat(shares).tolist() == list(range(12))
     if whole_groups:
@@ -32,7 +30,7 @@ def test_ranks_share_a_round_and_hold_every_row_once(
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 12, 40])
-def test_minibatches_hold_every_row_once_and_are_about_equal(grouped: GroupedBatch, count: int) -> None:
+def test_minibatches_partition_the_rows_evenly(grouped: GroupedBatch, count: int) -> None:
     parts = grouped.minibatches(count, whole_groups=False)
     assert torch.cat(parts).tolist() == list(range(12))
     assert len(parts) == min(count, 12)
@@ -43,14 +41,14 @@ def test_minibatches_hold_every_row_once_and_are_about_equal(grouped: GroupedBat
     assert sum(len(grouped.group_index[rows].unique()) for rows in whole) == 3
 
 
-def test_rows_know_their_group_wherever_they_stand(grouped: GroupedBatch) -> None:
+def test_rows_have_the_index_and_size_of_their_group(grouped: GroupedBatch) -> None:
     assert grouped.group_index.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert grouped.group_places.tolist() == [0, 1, 2, 3] * 3
     assert grouped.group_keys.tolist() == [key for first in (0, 4, 8) for key in [first * 7919] * 4]
     assert grouped.group_sizes.tolist() == [4] * 12
 
 
-def test_a_speed_is_text_tokens_per_forward(rollouts: RolloutBatch) -> None:
+def test_speed_is_text_tokens_per_forward(rollouts: RolloutBatch) -> None:
     batch = replace(rollouts, num_forwards=torch.arange(12))
     lengths = batch.completion_lengths.tolist()
     expected = [length / max(1, count) for count, length in enumerate(lengths)]

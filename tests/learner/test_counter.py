@@ -4,14 +4,14 @@ from learner.counter import uniform
 from learner.seeds import fold, key_of
 
 
-def test_tensor_draws_are_the_scalar_hash() -> None:
+def test_tensor_draws_equal_the_scalar_hash() -> None:
     seeds = [0, 1, 5, 123_456_789_012_345, 2**62]
     drawn = uniform(torch.tensor(seeds), torch.tensor(7), 3)
     expected = [((fold(seed, 7, 3) >> 40) + 0.5) * 2.0**-23 for seed in seeds]
     assert drawn.tolist() == expected
 
 
-def test_folding_keys_one_by_one_is_folding_them_together() -> None:
+def test_fold_is_associative_and_ordered() -> None:
     assert fold(fold(9, 4), 2) == fold(9, 4, 2)
     assert fold(9, 4, 2) != fold(9, 2, 4)
 

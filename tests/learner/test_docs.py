@@ -92,7 +92,7 @@ def _batch(rows: int) -> RolloutBatch:
     )
 
 
-def test_the_table_says_of_each_algorithm_what_the_results_say() -> None:
+def test_the_algorithm_table_agrees_with_the_results() -> None:
     results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     tables = re.findall(r"^### (Countdown|Sudoku)$(.*?)^(?=###|<!--)", results, re.DOTALL | re.MULTILINE)
     assert tables
@@ -105,7 +105,7 @@ def test_the_table_says_of_each_algorithm_what_the_results_say() -> None:
         assert [name for name, percent in said.items() if percent == "-"] == ["opdlm"]
 
 
-def test_the_words_between_completions_and_a_loss_mean_what_the_example_says(config: TransformerConfig) -> None:
+def test_the_pages_example_of_terms_agrees_with_the_code(config: TransformerConfig) -> None:
     a, b, c, d = 5, 6, 7, 8
     batch = batch_of(
         prompts=torch.tensor([[9, 10]] * 4),
@@ -135,7 +135,7 @@ def test_the_words_between_completions_and_a_loss_mean_what_the_example_says(con
     assert (list(corruption.masked.shape), list(terms.views.ids.shape)) == ([8, 4], [4, 6])
 
 
-def test_the_readme_and_the_page_name_every_algorithm_and_what_it_is_made_of() -> None:
+def test_the_table_and_the_page_name_every_algorithm() -> None:
     rows, page = _rows(), (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     assert list(rows) == list(ALGORITHMS)
     for name, row in rows.items():
@@ -147,7 +147,7 @@ def test_the_readme_and_the_page_name_every_algorithm_and_what_it_is_made_of() -
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_readme_says_what_an_algorithm_needs_of_the_sampler(name: str) -> None:
+def test_the_table_says_what_an_algorithm_needs_of_the_sampler(name: str) -> None:
     config = _config(name)
     assert config.incompatibility(FITTING) is None
     lacking = [need for need, facts in LACKING.items() if config.incompatibility(replace(FITTING, **facts))]  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def test_the_readme_says_what_an_algorithm_needs_of_the_sampler(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_tables_costs_are_what_the_learner_runs(
+def test_the_tables_costs_equal_the_learners_forwards(
     name: str, config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = _rows()[name]
@@ -188,7 +188,7 @@ def test_the_tables_costs_are_what_the_learner_runs(
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_metric_of_a_round_is_explained(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_every_metric_of_a_round_is_documented(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
     # All completions pass TraceRL's filter.
     settings = {"algorithm": name, "num_rounds": 1, "filters": {}}
     learned = Learner(ShardedPolicy(policy, None), LearnerConfig.model_validate(settings), FITTING)
@@ -200,7 +200,7 @@ def test_every_metric_of_a_round_is_explained(name: str, policy: Transformer, ro
     assert {"loss", GAP.format("mean")} <= metrics.keys()
 
 
-def test_the_worked_example_passes_the_tests_that_every_algorithm_passes(
+def test_the_worked_example_passes_the_tests_of_algorithms(
     policy: Transformer,
     rollouts: RolloutBatch,
     grouped: GroupedBatch,
@@ -215,6 +215,6 @@ def test_the_worked_example_passes_the_tests_that_every_algorithm_passes(
     monkeypatch.setattr(test_algorithms, "LearnerConfig", Extended)
     monkeypatch.setitem(slow.SLOW, "block-start", block_start)
     state = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    test_algorithms.test_loss_and_gradient_are_those_of_the_papers_formula("block-start", policy, rollouts, grouped)
+    test_algorithms.test_loss_and_gradient_equal_the_papers_formula("block-start", policy, rollouts, grouped)
     policy.load_state_dict(state)
     test_algorithms.test_small_micro_batches_give_the_gradient_of_the_whole_batch("block-start", policy, rollouts)

@@ -43,7 +43,7 @@ def _first_blocks_spare(model: Transformer, lora: LoraConfig, num_tokens: int) -
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["whole", "adapter"])
-def test_the_count_of_an_update_is_pytorchs(
+def test_the_flops_of_an_update_equal_pytorchs_count(
     policy: Transformer, rollouts: RolloutBatch, lora: LoraConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three inner updates with different masks, each with forwards of the policy, the old policy and the reference."""
@@ -61,7 +61,7 @@ def test_the_count_of_an_update_is_pytorchs(
     assert learner.model_flops == pytest.approx(counted, rel=1e-12)
 
 
-def test_of_experts_those_count_that_a_token_takes(
+def test_only_routed_experts_count(
     moe_config: TransformerConfig, rollouts: RolloutBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the router, the shared expert and their sum; in a dense block and in a sparse one."""
@@ -83,7 +83,7 @@ def test_padding_and_idle_micro_batches_do_not_count(policy: Transformer, rollou
     assert flops[0] == flops[1] > 0
 
 
-def test_a_canvas_is_counted_by_its_length_and_what_is_scored(policy: Transformer) -> None:
+def test_forward_flops_depend_on_length_and_scored_slots(policy: Transformer) -> None:
     """By hand, for two layers: one canvas of 5 slots, 2 of them scored."""
     config = policy.config  # d_model 32, key-value width 16, feed-forward 48, vocabulary 40.
     canvases = CanvasSums(tokens=5, pairs=25, queries=2, query_pairs=10, scored=2)
@@ -98,7 +98,7 @@ def test_a_canvas_is_counted_by_its_length_and_what_is_scored(policy: Transforme
     assert update_flops(config, LoraConfig(), canvases) == 3 * (found.total - found.adapter)
 
 
-def test_only_a_device_that_is_known_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_known_devices_have_a_peak_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.peak_flop_per_s(torch.device("cpu")) is None
     for name, rate in {
         "NVIDIA H200": 989e12,
@@ -112,7 +112,7 @@ def test_only_a_device_that_is_known_has_a_rate(monkeypatch: pytest.MonkeyPatch)
         assert hardware.peak_flop_per_s(torch.device("cuda", 0)) == rate
 
 
-def test_the_peak_of_a_process_grows_with_what_it_touches() -> None:
+def test_peak_memory_grows_with_touched_memory() -> None:
     cpu = torch.device("cpu")
     before = hardware.peak_memory_bytes(cpu)
     held = torch.ones(before // 4 + 25_000_000)
@@ -120,7 +120,7 @@ def test_the_peak_of_a_process_grows_with_what_it_touches() -> None:
     assert 100e6 <= after - before < 2 * held.nbytes
 
 
-def test_views_are_as_much_as_their_lengths_and_the_slots_that_are_scored() -> None:
+def test_canvas_sums_follow_lengths_and_scored_slots() -> None:
     """Two completions: a canvas of 3 slots in a row of 6, 2 of them scored, and a canvas of 6 slots with 1 scored."""
     views = Views(
         ids=torch.zeros(2, 6, dtype=torch.int64),

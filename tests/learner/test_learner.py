@@ -33,7 +33,7 @@ def _config(**changes: object) -> LearnerConfig:
     return LearnerConfig(**settings | changes)  # type: ignore[arg-type]
 
 
-def test_good_completions_become_likelier_and_bad_ones_less(policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_rewarded_completions_become_likelier(policy: Transformer, rollouts: RolloutBatch) -> None:
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0] * 3)
     batch = replace(rollouts, rewards=rewards)
     config = _config(estimator=OneStepConfig(p_mask_prompt=0.0), objective=ClippedRatioConfig(kl_coef=0.0), lr=1e-3)
@@ -53,7 +53,7 @@ def test_good_completions_become_likelier_and_bad_ones_less(policy: Transformer,
     assert gap() > before + 0.1
 
 
-def test_equal_rewards_leave_the_policy_alone(policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_equal_rewards_do_not_change_the_policy(policy: Transformer, rollouts: RolloutBatch) -> None:
     config = _config(objective=ClippedRatioConfig(kl_coef=0.0), weight_decay=0.0)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     metrics = Learner(ShardedPolicy(policy, None), config).update(replace(rollouts, rewards=torch.ones(12)), 0)
@@ -62,7 +62,7 @@ def test_equal_rewards_leave_the_policy_alone(policy: Transformer, rollouts: Rol
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_reference_is_in_its_policys_precision(policy: Transformer, dtype: torch.dtype) -> None:
+def test_a_reference_has_its_policys_precision(policy: Transformer, dtype: torch.dtype) -> None:
     """Otherwise each forward of a half-precision policy's reference would take a GPU about ten times as long."""
     held = ShardedPolicy(copy.deepcopy(policy).to(dtype), None)
     reference = held.frozen_copy()
@@ -71,7 +71,7 @@ def test_a_reference_is_in_its_policys_precision(policy: Transformer, dtype: tor
         assert torch.equal(weight, policy.get_parameter(name).detach().to(dtype))
 
 
-def test_the_reference_moves_only_when_the_recipe_says_so(policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_the_reference_is_synced_every_reference_sync_rounds(policy: Transformer, rollouts: RolloutBatch) -> None:
     for every, expected_round in ((0, None), (2, 2)):
         learner = Learner(ShardedPolicy(policy, None), _config(reference_sync_rounds=every))
         assert learner.reference is not None
@@ -89,7 +89,7 @@ def test_kl_starts_at_zero_and_grows(policy: Transformer, rollouts: RolloutBatch
     assert learner.update(rollouts, 1)["kl"] > 1e-6
 
 
-def test_a_gradient_that_is_not_finite_stops_training_and_spares_the_policy(
+def test_a_non_finite_gradient_raises_and_leaves_the_policy_unchanged(
     policy: Transformer, rollouts: RolloutBatch
 ) -> None:
     before, policy_before = policy.head.weight.clone(), copy.deepcopy(policy)
@@ -139,9 +139,7 @@ def test_group_normalization_weighs_tokens_unequally(policy: Transformer, rollou
     assert norms[0] != pytest.approx(norms[1], rel=1e-3)
 
 
-def test_the_gap_to_an_exact_sampler_is_rounding_and_to_another_policy_is_not(
-    policy: Transformer, rollouts: RolloutBatch
-) -> None:
+def test_sampling_logp_difference_detects_another_policy(policy: Transformer, rollouts: RolloutBatch) -> None:
     sampler = SamplerFacts(temperature=0.8)
     batch = _recorded_by(policy, rollouts, sampler)
     learner = Learner(ShardedPolicy(policy, None), _config(inner_updates=1), sampler)
@@ -159,9 +157,7 @@ def _recorded_by(model: Transformer, batch: RolloutBatch, sampler: SamplerFacts)
     return replace(batch, commit_logp=recorded)
 
 
-def test_the_share_of_an_adapter_that_has_reached_the_sampler_is_measured(
-    policy: Transformer, rollouts: RolloutBatch
-) -> None:
+def test_adapter_share_measures_how_much_of_it_the_sampler_used(policy: Transformer, rollouts: RolloutBatch) -> None:
     """All, none, and part of it; no share is reported for an adapter that has changed nothing."""
     sampler, lora, share = SamplerFacts(temperature=0.8), LoraConfig(rank=4, alpha=8), "sampling/adapter_share"
     start = copy.deepcopy(policy)
@@ -183,9 +179,7 @@ def test_the_share_of_an_adapter_that_has_reached_the_sampler_is_measured(
     assert share not in sampling_gap(whole, learner.config, sampler, _recorded_by(start, rollouts, sampler))
 
 
-def test_a_round_of_which_nothing_is_left_changes_nothing_and_says_so(
-    policy: Transformer, rollouts: RolloutBatch
-) -> None:
+def test_a_round_without_completions_left_changes_nothing(policy: Transformer, rollouts: RolloutBatch) -> None:
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
     batch = replace(rollouts, rewards=torch.ones(12))
     learner = Learner(ShardedPolicy(policy, None), _config(filters=Filters(zero_variance=True)))
@@ -207,7 +201,7 @@ def test_metrics_describe_the_completions(policy: Transformer, rollouts: Rollout
     assert metrics["ratio_max"] >= metrics["ratio_mean"]
 
 
-def test_the_state_of_an_optimizer_that_has_not_stepped_clears_the_moments(policy: Transformer) -> None:
+def test_loading_the_initial_optimizer_state_clears_the_moments(policy: Transformer) -> None:
     optimizer = PolicyOptimizer(ShardedPolicy(policy, None), betas=(0.9, 0.99), weight_decay=0.1)
     before = optimizer.full_state()
     for parameter in policy.parameters():
@@ -218,7 +212,7 @@ def test_the_state_of_an_optimizer_that_has_not_stepped_clears_the_moments(polic
     assert optimizer.full_state() == before == {}
 
 
-def test_what_a_plan_says_counts_is_what_counts_for_something(policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_a_plan_marks_micro_batches_without_scored_tokens(policy: Transformer, rollouts: RolloutBatch) -> None:
     some = Round(ShardedPolicy(policy, None), _config(), SamplerFacts(), rollouts).plan(0)
     assert len(some.counts) == len(some.micro_batches) > 1
     assert all(some.counts)
@@ -230,7 +224,7 @@ def test_what_a_plan_says_counts_is_what_counts_for_something(policy: Transforme
     ("clips", "is_narrow"),
     [((0.2, 0.2), False), ((1e-3, 1e-3), False), ((3e-4, 4e-4), True), ((0.2, 4e-4), True), ((None, None), False)],
 )
-def test_where_a_ratio_is_cut_near_to_1_logits_are_in_float32(
+def test_narrow_clipping_uses_a_float32_head(
     policy: Transformer, rollouts: RolloutBatch, clips: tuple[float | None, float | None], is_narrow: bool
 ) -> None:
     """For the policy and the reference alike; in float32 it makes no difference."""

@@ -31,7 +31,7 @@ def _over_all_masks(model: Transformer) -> float:
     return sum(means) / length
 
 
-def test_it_is_the_mean_over_all_masks(policy: Transformer) -> None:
+def test_the_bound_is_the_mean_over_all_masks(policy: Transformer) -> None:
     bound = evidence_lower_bound(policy, PROMPT, TEXT, num_draws=100_000, max_rows=20_000, seed=3)
     assert bound == pytest.approx(_over_all_masks(policy), abs=0.1)
 
@@ -45,7 +45,7 @@ def test_one_token_is_exact_at_any_number_of_draws(policy: Transformer) -> None:
         assert bound == pytest.approx(expected, abs=1e-5)
 
 
-def test_it_hangs_on_its_seed_and_not_on_how_many_canvases_are_run_together(policy: Transformer) -> None:
+def test_the_bound_depends_on_the_seed_and_not_on_batching(policy: Transformer) -> None:
     bounds = [
         evidence_lower_bound(policy, PROMPT, TEXT, num_draws=10, max_rows=rows, seed=seed)
         for rows, seed in ((10, 1), (3, 1), (10, 2))
@@ -54,5 +54,5 @@ def test_it_hangs_on_its_seed_and_not_on_how_many_canvases_are_run_together(poli
     assert bounds[0] != pytest.approx(bounds[2], abs=1e-5)
 
 
-def test_no_text_is_certain(policy: Transformer) -> None:
+def test_an_empty_text_has_log_likelihood_zero(policy: Transformer) -> None:
     assert evidence_lower_bound(policy, PROMPT, (), num_draws=4, max_rows=4, seed=0) == 0.0

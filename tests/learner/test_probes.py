@@ -67,7 +67,7 @@ def _estimate(policy: Transformer, batch: RolloutBatch, config: LearnerConfig, r
     ],
     ids=lambda estimator: "order" if "scores_order" in estimator else estimator["name"],
 )
-def test_the_variance_is_that_of_two_draws_by_hand(
+def test_the_variance_equals_that_of_two_draws(
     policy: Transformer, rollouts: RolloutBatch, estimator: dict[str, object]
 ) -> None:
     batch, config = _copies(rollouts), _config(estimator)
@@ -80,7 +80,7 @@ def test_the_variance_is_that_of_two_draws_by_hand(
 @pytest.mark.parametrize(
     "estimator", [{"name": "one_step", "p_mask_prompt": 0}, {"name": "trajectory", "num_segments": 2}]
 )
-def test_an_estimator_that_draws_nothing_has_none_and_costs_nothing(
+def test_a_deterministic_estimator_has_no_variance_and_runs_no_forward(
     policy: Transformer, rollouts: RolloutBatch, estimator: dict[str, object]
 ) -> None:
     policy.register_forward_pre_hook(lambda *_: pytest.fail("a forward"))
@@ -88,7 +88,7 @@ def test_an_estimator_that_draws_nothing_has_none_and_costs_nothing(
     assert found == {"estimator_variance": 0.0}
 
 
-def test_more_draws_of_an_elbo_vary_less(policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_more_elbo_draws_have_less_variance(policy: Transformer, rollouts: RolloutBatch) -> None:
     found = [
         mask_variance(ShardedPolicy(policy, None), config, SAMPLER, _copies(rollouts, 8))
         for config in (_config({"name": "elbo", "num_draws": draws, "complement": False}) for draws in (1, 16))
@@ -97,7 +97,9 @@ def test_more_draws_of_an_elbo_vary_less(policy: Transformer, rollouts: RolloutB
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_it_runs_few_completions_without_gradients(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_the_variance_probe_runs_few_completions_without_gradients(
+    name: str, policy: Transformer, rollouts: RolloutBatch
+) -> None:
     """Three of 36 completions, twice."""
     config = LearnerConfig.model_validate({"algorithm": name, "num_rounds": 1})
     rows: list[int] = []
@@ -121,7 +123,7 @@ def test_it_runs_few_completions_without_gradients(name: str, policy: Transforme
         {"name": "trajectory", "steps_per_segment": 1},
     ],
 )
-def test_the_gap_is_what_an_estimate_adds_to_the_record_by_hand(
+def test_the_likelihood_gap_is_estimate_minus_record(
     policy: Transformer, rollouts: RolloutBatch, estimator: dict[str, object]
 ) -> None:
     config = _config(estimator)
@@ -133,7 +135,7 @@ def test_the_gap_is_what_an_estimate_adds_to_the_record_by_hand(
     assert abs(expected) > 0.1
 
 
-def test_there_is_no_gap_to_what_does_not_replay(policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_without_reproducible_log_probs_there_is_no_likelihood_gap(policy: Transformer, rollouts: RolloutBatch) -> None:
     config, plain = _config({"name": "one_step"}), ShardedPolicy(policy, None)
     assert likelihood_gap(plain, config, replace(SAMPLER, has_reproducible_logps=False), rollouts) is None
     assert likelihood_gap(plain, config, replace(SAMPLER, temperature=0.0), rollouts) is None

@@ -82,7 +82,7 @@ def _logps_and_gradients(model: Transformer, views: Views) -> dict[str, Tensor]:
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_they_have_the_log_probabilities_and_gradients_of_padded_rows(
+def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(
     config: TransformerConfig, family: Family, kv_heads: int, lengths: list[int]
 ) -> None:
     model, views = _policy(config, family, kv_heads), _views(lengths)
@@ -101,20 +101,20 @@ def test_they_have_the_log_probabilities_and_gradients_of_padded_rows(
         torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-5, msg=name)
 
 
-def test_where_nothing_is_asked_for_there_is_nothing(policy: Transformer) -> None:
+def test_without_scored_slots_the_result_is_empty(policy: Transformer) -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     views = replace(_views([4, 2]), slots=nothing, scored=nothing, targets=nothing, concatenates_rows=True)
     assert token_logps(policy, views).shape == (0,)
 
 
-def test_a_row_that_is_too_long_is_refused_and_many_short_ones_are_not(policy: Transformer) -> None:
+def test_the_length_limit_is_per_row(policy: Transformer) -> None:
     views = replace(_views([40, 60, 60], width=60), concatenates_rows=True)
     assert token_logps(policy, views).isfinite().all()
     with pytest.raises(ValueError, match="65 tokens exceeds max_sequence_length 64"):
         token_logps(policy, replace(_views([40, 60, 65], width=65), concatenates_rows=True))
 
 
-def test_rows_of_blocks_keep_their_rows(policy: Transformer, unpadded: None) -> None:
+def test_block_causal_and_compiled_policies_are_not_packed(policy: Transformer, unpadded: None) -> None:
     causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
     assert ShardedPolicy(policy, None).concatenates_rows
     assert not ShardedPolicy(causal, None).concatenates_rows
@@ -122,7 +122,7 @@ def test_rows_of_blocks_keep_their_rows(policy: Transformer, unpadded: None) -> 
     assert not ShardedPolicy(policy, None, ShardingConfig(compile=True)).concatenates_rows
 
 
-def test_only_a_gpu_in_half_precision_has_the_kernel(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_packed_only_on_a_gpu_in_half_precision(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, half = torch.device("cuda", 0), torch.bfloat16
     assert not ShardedPolicy(policy, None).concatenates_rows, "CPUs keep the bits of their losses"
     with monkeypatch.context() as asked:
@@ -142,7 +142,7 @@ def test_only_a_gpu_in_half_precision_has_the_kernel(policy: Transformer, monkey
 
 @pytest.mark.parametrize("asks_about_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["as many", "grouped"])
-def test_the_kernel_is_told_what_it_asks_for(
+def test_the_kernel_gets_valid_arguments(
     heads: tuple[int, int], asks_about_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks the arguments as torch's flash_api.cpp does; computed here in float32 from the row ends alone."""
@@ -185,7 +185,7 @@ def test_the_kernel_is_told_what_it_asks_for(
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_torch_takes_such_a_call_and_gives_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_accepts_the_kernels_arguments_and_differentiates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checked by shapes, on meta tensors: the kernel itself runs only on a GPU (`tests/test_gpu.py`)."""
     monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
     ends = torch.tensor([0, 4, 4, 5], device="meta", dtype=torch.int32)
@@ -200,7 +200,7 @@ def test_torch_takes_such_a_call_and_gives_its_gradient(monkeypatch: pytest.Monk
     assert [x.grad is not None and x.grad.shape == x.shape for x in (q, k, v)] == [True] * 3
 
 
-def test_micro_batches_count_tokens_and_no_padding(policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_micro_batches_count_tokens_without_padding(policy: Transformer, rollouts: RolloutBatch) -> None:
     batch = _of_many_lengths(rollouts)
     work = Round(ShardedPolicy(policy, None), algorithm_config("diffu-grpo"), algorithm_sampler("diffu-grpo"), batch)
     terms = work.plan(0).terms
@@ -227,7 +227,7 @@ def _of_many_lengths(rollouts: RolloutBatch) -> RolloutBatch:
 
 
 @pytest.mark.parametrize("name", ["diffu-grpo", "spg", "cj-grpo"])
-def test_updates_have_the_same_gradients_whatever_the_micro_batches(
+def test_micro_batch_sizes_do_not_change_gradients(
     name: str, policy: Transformer, rollouts: RolloutBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over two steps, with new, old and reference likelihoods."""
@@ -244,7 +244,7 @@ def test_updates_have_the_same_gradients_whatever_the_micro_batches(
                 assert difference < 1e-4 * scale, (max_tokens, update, parameter)
 
 
-def test_the_count_of_an_update_is_pytorchs_whatever_the_lengths(
+def test_the_flops_of_a_ragged_update_equal_pytorchs_count(
     policy: Transformer, rollouts: RolloutBatch, unpadded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch counts padding too, so that `test_flops.py` has rows of one length."""

@@ -61,7 +61,7 @@ def _rollouts() -> RolloutBatch:
     )
 
 
-def test_a_batch_is_the_slow_sampler_row_by_row(published: Transformer) -> None:
+def test_a_batch_equals_the_slow_sampler(published: Transformer) -> None:
     params = SamplingParams(gen_length=8, block_length=4, steps_per_block=2, temperature=1.0)
     prompts = [(5,) * length for length in (3, 8)]
     requests = [Request(prompt_ids=prompt, params=params, seed=seed) for seed, prompt in enumerate(prompts)]
@@ -71,7 +71,7 @@ def test_a_batch_is_the_slow_sampler_row_by_row(published: Transformer) -> None:
             _check_equal(completion, slow)
 
 
-def test_likelihoods_of_steps_are_those_that_the_sampler_recorded(published: Transformer) -> None:
+def test_step_likelihoods_equal_the_samplers_record(published: Transformer) -> None:
     is_block_causal = published.config.is_block_causal
     batch, params = _sampled(published, steps_per_block=2)
     facts = sampler_facts(params, is_block_causal=is_block_causal)
@@ -120,7 +120,7 @@ def _rank(rank: int, port_file: str, directories: dict[str, Path], out: Path) ->
 
 
 @pytest.mark.nightly
-def test_on_two_ranks_training_is_that_of_one(tmp_path: Path) -> None:
+def test_training_on_two_ranks_equals_one(tmp_path: Path) -> None:
     directories = {name: tmp_path / name / "model" for name in FAMILIES}
     for name in FAMILIES:
         publish(tmp_path / name, name)

@@ -43,14 +43,14 @@ def _function(directory: Path, source: str) -> dict[str, object]:
     return {"kind": "function", "path": f"{name}:value", "directory": directory}
 
 
-def test_without_terms_a_grade_is_the_tasks() -> None:
+def test_without_terms_a_grade_equals_the_tasks() -> None:
     samples = [make_sample(text) for text in (RIGHT, SOME_RIGHT, "", "<answer>3")]
     assert Grader(SumsConfig(), RewardConfig()).grade(samples) == [
         Sums(SumsConfig()).grade(sample.problem, sample.text) for sample in samples
     ]
 
 
-def test_terms_are_parts_beside_the_tasks_own() -> None:
+def test_terms_add_parts_to_the_tasks() -> None:
     terms = {"overlong": {"kind": "length_penalty", "weight": 0.5, "buffer_tokens": 4}, "fast": {"kind": "speed"}}
     grader = Grader(SumsConfig(), _reward(task_weight=3, terms=terms))
     wrong, right = grader.grade([make_sample(SOME_RIGHT), make_sample(RIGHT, num_tokens=3)])
@@ -74,7 +74,7 @@ def test_a_reward_is_exactly_the_sum_of_its_parts(task_weight: float, weights: S
 
 
 @given(st.floats(0, 1e6))
-def test_so_is_one_of_a_task_of_two_parts_without_terms(task_weight: float) -> None:
+def test_a_reward_of_two_task_parts_is_exactly_their_sum(task_weight: float) -> None:
     """In floating point, a weight times a sum can differ from the sum of weighted parts."""
     task = CountdownConfig()
     (problem,) = Countdown(task).problems(Split.TRAIN, 1, seed=0)
@@ -84,7 +84,7 @@ def test_so_is_one_of_a_task_of_two_parts_without_terms(task_weight: float) -> N
     assert grade.reward == sum(grade.parts.values())
 
 
-def test_an_evaluation_asks_no_term(tmp_path: Path) -> None:
+def test_evaluation_uses_no_terms(tmp_path: Path) -> None:
     term = _function(tmp_path, "def value(**facts):\n    raise SystemExit('asked')")
     grader = Grader(SumsConfig(), _reward(terms={"own": term}, task_weight=0))
     (grade,) = grader.evaluate([make_sample(RIGHT)])
@@ -92,9 +92,7 @@ def test_an_evaluation_asks_no_term(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ungraded", "counts"), [("mask", False), ("zero", True)])
-def test_where_a_term_has_no_value_the_grade_is_an_error_of_reward_0(
-    ungraded: str, counts: bool, tmp_path: Path
-) -> None:
+def test_a_term_without_a_value_makes_the_grade_an_error(ungraded: str, counts: bool, tmp_path: Path) -> None:
     term = _function(tmp_path, "def value(completion, **rest):\n    return None if completion else 2.0")
     grader = Grader(SumsConfig(), _reward(ungraded=ungraded, terms={"own": term, "fast": {"kind": "speed"}}))
     failed, graded = grader.grade([make_sample(RIGHT), make_sample("")])
@@ -121,9 +119,7 @@ def test_a_grader_that_raises_is_a_counted_error() -> None:
     assert grade.detail == "the grader failed on sums/3,7,9: ZeroDivisionError: by zero"
 
 
-def test_terms_are_not_asked_about_what_the_task_could_not_grade(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_terms_are_not_called_for_ungraded_samples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("rewards.grader.make_task", _Broken)
     term = _function(tmp_path, "asked = []\ndef value(completion, **rest):\n    raise SystemExit(completion)")
     timeout, error = Grader(SumsConfig(), _reward(terms={"own": term})).grade([make_sample("slow"), make_sample("x")])
@@ -142,17 +138,17 @@ def test_terms_are_not_asked_about_what_the_task_could_not_grade(
         ({"terms": {"a": {"kind": "length_penalty"}}}, "buffer_tokens"),
     ],
 )
-def test_a_reward_that_means_nothing_is_refused(fields: dict[str, object], sentence: str) -> None:
+def test_meaningless_rewards_are_refused(fields: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         _reward(**fields)
 
 
-def test_a_term_with_the_name_of_a_part_of_the_task_is_refused() -> None:
+def test_a_term_named_like_a_part_of_the_task_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^terms\.digits: the task's reward has a part of that name; take another$"):
         _reward(terms={"digits": {"kind": "speed"}}).check(["digits"])
 
 
-def test_what_a_term_refuses_names_the_term(sample: Callable[..., Sample]) -> None:
+def test_a_terms_error_names_it(sample: Callable[..., Sample]) -> None:
     reward = _reward(terms={"own": {"kind": "function", "path": "no_such_module:value"}})
     with pytest.raises(ValueError, match=r"^terms\.own: no_such_module:value cannot be imported, installed or from /"):
         reward.check([])

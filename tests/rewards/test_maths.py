@@ -157,7 +157,7 @@ def _of(maths: MathVerifier, others: frozenset[int]) -> tuple[int, int]:
         ("\\text{June 20}", "\\text{June 21}", False),
     ],
 )
-def test_answers_are_compared_by_what_they_mean(maths: MathVerifier, gold: str, answer: str, right: bool) -> None:
+def test_answers_are_compared_mathematically(maths: MathVerifier, gold: str, answer: str, right: bool) -> None:
     verdict = maths.verify(gold, answer)
     assert (verdict.right, verdict.outcome) == (right, Outcome.GRADED)
 
@@ -184,7 +184,7 @@ _HOSTILE = {
 
 
 @pytest.mark.parametrize("answer", _HOSTILE.values(), ids=list(_HOSTILE))
-def test_hostile_answers_cost_their_limit_and_the_next_one_is_judged(
+def test_hostile_answers_take_bounded_time_and_the_next_is_judged(
     strict: MathVerifier, answer: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     zombies, start = _zombies(), time.monotonic()
@@ -197,19 +197,19 @@ def test_hostile_answers_cost_their_limit_and_the_next_one_is_judged(
     assert _zombies() <= zombies
 
 
-def test_a_long_answer_is_wrong_without_being_read(maths: MathVerifier) -> None:
+def test_an_overlong_answer_is_wrong(maths: MathVerifier) -> None:
     verdict = maths.verify("5", "5" + " " * 1_000)
     assert (verdict.right, verdict.outcome) == (False, Outcome.GRADED)
     assert verdict.detail == "the answer has 1001 characters; more than 1000 are not read"
 
 
-def test_too_much_cpu_is_a_timeout_and_not_a_wrong_answer(strict: MathVerifier) -> None:
+def test_exceeding_the_cpu_limit_is_a_timeout(strict: MathVerifier) -> None:
     verdict = strict.verify("5", _ENDLESS)
     assert (verdict.right, verdict.outcome) == (False, Outcome.TIMEOUT)
     assert verdict.detail == "the comparison took more than 0.4 s of CPU"
 
 
-def test_too_much_waiting_is_a_timeout(alone: MathVerifier, others: frozenset[int]) -> None:
+def test_exceeding_the_wall_limit_is_a_timeout(alone: MathVerifier, others: frozenset[int]) -> None:
     _, worker = _of(alone, others)
     os.kill(worker, signal.SIGSTOP)
     start = time.monotonic()
@@ -235,7 +235,7 @@ def test_a_crash_is_an_error_and_the_next_answer_is_judged(alone: MathVerifier, 
     assert alone.verify(*_HALF).right
 
 
-def test_a_zygote_that_hangs_is_given_up(
+def test_a_hung_zygote_is_replaced(
     alone: MathVerifier, others: frozenset[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_KILL_S", 0.3)
@@ -248,7 +248,9 @@ def test_a_zygote_that_hangs_is_given_up(
     assert alone.verify(*_HALF).right
 
 
-def test_what_cannot_start_is_an_error(tmp_path: Path, others: frozenset[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_start_is_an_error(
+    tmp_path: Path, others: frozenset[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken, slow = tmp_path / "broken.py", tmp_path / "slow.py"
     broken.write_text("import no_such_module")
     slow.write_text("import time; time.sleep(60)")
@@ -262,7 +264,7 @@ def test_what_cannot_start_is_an_error(tmp_path: Path, others: frozenset[int], m
     assert set(_descendants()) <= others
 
 
-def test_a_worker_is_replaced_when_it_is_worn(others: frozenset[int]) -> None:
+def test_a_worker_is_replaced_after_its_number_of_answers(others: frozenset[int]) -> None:
     maths = MathVerifier(Limits(answers_per_worker=2))
     workers = []
     for _ in range(3):
@@ -313,7 +315,7 @@ maths.verify("5", sys.argv[1])
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_the_processes_end_with_their_parent_in_the_middle_of_a_comparison(end: signal.Signals) -> None:
+def test_worker_processes_end_with_their_parent(end: signal.Signals) -> None:
     parent = subprocess.Popen([sys.executable, "-c", _PARENT, _ENDLESS], cwd=_ROOT, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"ready\n"
@@ -324,7 +326,7 @@ def test_the_processes_end_with_their_parent_in_the_middle_of_a_comparison(end: 
     _wait_for_the_end_of(processes)
 
 
-def test_a_forgotten_verifier_leaves_no_process(others: frozenset[int]) -> None:
+def test_a_garbage_collected_verifier_leaves_no_process(others: frozenset[int]) -> None:
     maths = MathVerifier()
     assert len(_of(maths, others)) == 2
     del maths
@@ -352,19 +354,21 @@ def test_a_forgotten_verifier_leaves_no_process(others: frozenset[int]) -> None:
         ("$$", ".", False),
     ],
 )
-def test_spelled_alike(a: str, b: str, alike: bool) -> None:
+def test_equal_spellings_are_recognized(a: str, b: str, alike: bool) -> None:
     assert same_spelling(a, b) == alike == same_spelling(b, a)
 
 
 @given(st.lists(st.sampled_from(["\\left", "(", "1", "23", "x", ",", " ", "\\frac", "{", "}", ".", "\\!", "$"])))
-def test_a_spelling_is_its_own_spelling(pieces: list[str]) -> None:
+def test_normalizing_a_spelling_is_idempotent(pieces: list[str]) -> None:
     spelling = normalized_latex("".join(pieces))
     assert normalized_latex(spelling) == spelling
 
 
 @pytest.mark.skipif(not _DATA.is_file(), reason="needs shared/data beside the repository")
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.nightly)])
-def test_what_is_spelled_alike_means_the_same(maths: MathVerifier, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+def test_equal_spellings_are_mathematically_equal(
+    maths: MathVerifier, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
     golds = {json.loads(line)["ground_truth"] for line in _DATA.read_text().splitlines()}
     monkeypatch.setattr(verifier, "same_spelling", lambda a, b: False)
     for gold in sorted(golds)[::every]:

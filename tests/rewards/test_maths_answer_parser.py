@@ -214,13 +214,13 @@ _KINDS |= {
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_answers_are_read_as_they_are_written(maths: MathVerifier, kind: str) -> None:
+def test_answers_are_parsed_with_markup_and_units(maths: MathVerifier, kind: str) -> None:
     verdicts = {(gold, answer, right): maths.verify(gold, answer) for gold, answer, right in _KINDS[kind]}
     assert [pair for pair, verdict in verdicts.items() if verdict.right != pair[2]] == []
     assert {verdict.outcome for verdict in verdicts.values()} == {Outcome.GRADED}
 
 
-def test_another_unit_is_said(maths: MathVerifier) -> None:
+def test_a_different_unit_is_reported(maths: MathVerifier) -> None:
     assert maths.verify(r"18 \text{ cm}", "18 m").detail == "the answer is in another unit"
 
 
@@ -234,7 +234,7 @@ def test_another_unit_is_said(maths: MathVerifier) -> None:
         ("52_8", "**52_9**", False),
     ],
 )
-def test_markup_and_units_do_not_hide_what_repeats_the_question(
+def test_repeated_questions_are_recognized_despite_markup(
     maths: MathVerifier, gold: str, answer: str, right: bool
 ) -> None:
     question = r"What of 18 in^2, \$3 million, 52_9 and \sqrt{180} is meant?"
@@ -244,7 +244,7 @@ def test_markup_and_units_do_not_hide_what_repeats_the_question(
 _PIECES = (*"*`_~^/$(){}.,=-1a \u00bd", "0.", "11", "**a", "1,000", r"\text{", r"\frac{", "cm ", "is ", "and ", r"\%")
 
 
-def test_taking_an_answer_apart_takes_milliseconds() -> None:
+def test_parsing_an_answer_takes_milliseconds() -> None:
     start = time.process_time()
     for piece in _PIECES:
         read_pair(f"0.{piece * 1000}"[:1000], f"3 {piece * 1000}"[:1000])

@@ -117,7 +117,7 @@ _KINDS: dict[str, list[tuple[str, str, bool]]] = {
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_what_a_computer_algebra_confuses_is_kept_apart(maths: MathVerifier, kind: str) -> None:
+def test_answers_that_sympy_confuses_are_distinguished(maths: MathVerifier, kind: str) -> None:
     verdicts = {pair: judge_answer(maths, question="What?", gold=pair[0], answer=pair[1]) for pair in _KINDS[kind]}
     assert [pair for pair, verdict in verdicts.items() if verdict.right != pair[2]] == []
     assert {verdict.outcome for verdict in verdicts.values()} == {Outcome.GRADED}
@@ -136,5 +136,5 @@ def test_what_a_computer_algebra_confuses_is_kept_apart(maths: MathVerifier, kin
         ("5", None),
     ],
 )
-def test_a_sign_before_a_box_and_a_scale_behind_it_belong_to_its_number(text: str, term: str | None) -> None:
+def test_signs_and_scales_around_a_box_count(text: str, term: str | None) -> None:
     assert final_term(text) == term

@@ -224,7 +224,7 @@ def _kind(gold: _Value, answer: _Value, is_equal: bool) -> str:
     return "a percent sign is left out" if written[0] == written[1] and not is_share else ""
 
 
-def test_the_grader_and_exact_arithmetic_disagree_on_documented_kinds_only() -> None:
+def test_the_grader_agrees_with_exact_arithmetic_except_documented_cases() -> None:
     rng, maths = Random(49), MathVerifier()
     found: Counter[str] = Counter()
     num_equal = 0

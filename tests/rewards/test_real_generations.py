@@ -43,7 +43,7 @@ def _d1_answer(text: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", ["countdown", "gsm8k", "math500", "sudoku"])
-def test_last_answers_are_those_of_d1s_expression(name: str) -> None:
+def test_last_answers_equal_d1s_regular_expression(name: str) -> None:
     for item in _generations(name):
         assert last_answer(item["generation"]) == _d1_answer(item["generation"])
 
@@ -67,7 +67,7 @@ def test_sudoku_rewards_equal_a_slow_reference() -> None:
     assert (num_right, num_empty) == (121, 2048)
 
 
-def test_countdown_rewards_are_those_of_d1s_training() -> None:
+def test_countdown_rewards_equal_d1s() -> None:
     countdown = Countdown(CountdownConfig(reward="d1"))
     num_unboxed_right = 0
     for item in _generations("countdown"):
@@ -88,18 +88,18 @@ def _score(config: TaskConfig) -> tuple[int, int]:
     return sum(grade.score[0] for grade in grades), sum(grade.score[1] for grade in grades)
 
 
-def test_the_d1_protocol_gives_what_d1s_parsers_give() -> None:
+def test_the_d1_protocol_equals_d1s_parsers() -> None:
     assert _score(CountdownConfig(protocol="d1")) == (50, 256)
     assert _score(SudokuConfig(protocol="d1")) == (137, 2048)
 
 
-def test_the_fixed_protocol() -> None:
+def test_the_fixed_protocols_accuracies_are_pinned() -> None:
     assert _score(CountdownConfig()) == (49, 256)
     assert _score(SudokuConfig()) == (121, 2048)
 
 
 @pytest.mark.parametrize("name", ["countdown", "gsm8k", "math500", "sudoku"])
-def test_no_real_text_makes_a_grader_raise(name: str) -> None:
+def test_graders_never_raise_on_real_generations(name: str) -> None:
     tasks = [make_task(config) for config in (CountdownConfig(), SudokuConfig(), SumsConfig())]
     posed = [(task, task.problems(Split.TRAIN, 1, seed=0)[0]) for task in tasks]
     for item in _generations(name):
@@ -107,7 +107,7 @@ def test_no_real_text_makes_a_grader_raise(name: str) -> None:
             assert 0.0 <= task.grade(problem, item["generation"]).reward <= 1.0
 
 
-def test_d1s_evaluation_puzzles_are_solved_as_they_say_but_a_quarter_is_ambiguous() -> None:
+def test_a_quarter_of_d1s_evaluation_puzzles_is_ambiguous() -> None:
     num_unique = 0
     with (_DATA / "d1-eval" / "4x4_test_sudoku.csv").open() as file:
         for row in csv.DictReader(file):
@@ -127,7 +127,7 @@ def test_d1s_evaluation_puzzles_are_solved_as_they_say_but_a_quarter_is_ambiguou
     ],
     ids=["gsm8k-d1", "gsm8k-fixed", "math500-d1", "math500-fixed"],
 )
-def test_maths_is_judged_as_published_and_by_our_rules(config: TaskConfig, correct: int, total: int) -> None:
+def test_maths_accuracies_equal_the_published_and_our_pinned_ones(config: TaskConfig, correct: int, total: int) -> None:
     task = make_task(config)
     grades = [
         task.grade(task.from_ground_truth(item["question"], item["ground_truth"]), item["generation"])
@@ -137,7 +137,7 @@ def test_maths_is_judged_as_published_and_by_our_rules(config: TaskConfig, corre
     assert (sum(grade.correct for grade in grades), len(grades)) == (correct, total)
 
 
-def test_every_row_of_gsm8k_is_a_problem_whose_demonstration_is_right() -> None:
+def test_every_gsm8k_demonstration_is_right() -> None:
     folder = _DATA / "gsm8k"
     task = Gsm8k(Gsm8kConfig(train_data=folder / "train.jsonl", heldout_data=folder / "test.jsonl"))
     assert (task.size(Split.TRAIN), task.size(Split.HELDOUT)) == (7473, 1319)

@@ -40,13 +40,13 @@ def test_every_example_is_a_reward() -> None:
         assert RewardConfig.model_validate(recipe).terms
 
 
-def test_the_first_example_adds_up() -> None:
+def test_the_parts_of_the_first_example_add_up() -> None:
     grader = Grader(SumsConfig(), RewardConfig.model_validate(_recipe("length_penalty")))
     (grade,) = grader.grade([make_sample(RIGHT, num_tokens=96, max_tokens=128, num_forwards=32)])
     assert grade.parts == {"digits": 1.0, "overlong": -0.25, "fast": 0.06}
 
 
-def test_the_function_runs(tmp_path: Path) -> None:
+def test_the_function_of_the_page_runs(tmp_path: Path) -> None:
     (tmp_path / "own_rewards.py").write_text(_code("own_rewards.py"))
     recipe = _recipe("own_rewards")
     recipe["terms"]["brevity"]["directory"] = tmp_path
@@ -77,7 +77,7 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
         process.terminate()
 
 
-def test_the_endpoint_runs(endpoint: str) -> None:
+def test_the_endpoint_of_the_page_runs(endpoint: str) -> None:
     recipe = _recipe("http")
     recipe["terms"]["polite"]["url"] = endpoint
     polite, rude = Grader(SumsConfig(), RewardConfig.model_validate(recipe)).grade(

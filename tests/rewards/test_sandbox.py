@@ -55,7 +55,7 @@ def test_a_program_runs_with_the_standard_library_and_its_own_files(sandbox: San
     assert "ZeroDivisionError" in sandbox.run("1 / 0").last_error_line
 
 
-def test_an_endless_loop_ends_with_its_cpu_seconds(sandbox: Sandbox) -> None:
+def test_an_endless_loop_ends_at_the_cpu_limit(sandbox: Sandbox) -> None:
     assert sandbox.run("while True: pass").exit_reason is ExitReason.CPU_LIMIT
 
 
@@ -64,7 +64,7 @@ def test_the_cpu_limit_cannot_be_caught(sandbox: Sandbox) -> None:
     assert ran.exit_reason is ExitReason.CPU_LIMIT
 
 
-def test_a_program_that_waits_ends_with_the_wall_seconds() -> None:
+def test_a_waiting_program_ends_at_the_wall_limit() -> None:
     ran = _run_started(SandboxConfig(wall_s=3), "import time; time.sleep(1000)")
     assert ran.exit_reason is ExitReason.WALL_LIMIT
     assert 3 <= ran.seconds < 20
@@ -77,13 +77,13 @@ def _run_started(config: SandboxConfig, source: str) -> RunResult:
     return ran
 
 
-def test_a_sandbox_that_is_slow_to_start_is_there_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_whose_sandbox_hangs_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = Sandbox(SandboxConfig(wall_s=0.001))
     monkeypatch.setattr(bubblewrap, "command", lambda *_: ["/bin/sh", "-c", "exec sleep 60"])
     assert sandbox.run("pass").exit_reason is ExitReason.NOT_STARTED
 
 
-def test_a_fork_bomb_stays_below_its_limit_and_nothing_of_it_is_left() -> None:
+def test_a_fork_bomb_is_limited_and_leaves_no_process() -> None:
     source = (
         "import os, sys, time\n"
         "made = 0\n"
@@ -129,18 +129,18 @@ def test_a_memory_bomb_meets_a_memory_error(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("call", ["shmget(0, 2**28, 0o1600)", "memfd_create(b'x', 0)", "msgget(0, 0o1600)"])
-def test_memory_cannot_be_had_beside_the_limit(sandbox: Sandbox, call: str) -> None:
+def test_memory_outside_the_limit_is_unavailable(sandbox: Sandbox, call: str) -> None:
     assert _said(sandbox.run(f"import ctypes\nprint(ctypes.CDLL(None).{call})")) == "-1\n"
 
 
 @pytest.mark.parametrize("fd", [1, 2])
-def test_a_gigabyte_of_output_is_cut_and_its_program_killed(sandbox: Sandbox, fd: int) -> None:
+def test_excess_output_is_cut_and_the_program_killed(sandbox: Sandbox, fd: int) -> None:
     ran = sandbox.run(f"import os\nfor _ in range(1024): os.write({fd}, b'x' * 2**20)")
     assert ran.exit_reason is ExitReason.OUTPUT_LIMIT
     assert (len(ran.stdout), len(ran.last_error_line)) == ((_CONFIG.output_bytes, 0), (0, 300))[fd - 1]
 
 
-def test_files_are_limited_one_by_one_and_in_all(sandbox: Sandbox) -> None:
+def test_files_are_limited_individually_and_in_total(sandbox: Sandbox) -> None:
     one = f"with open('/tmp/x', 'wb') as file: file.write(b'x' * {_CONFIG.file_bytes + 9})"
     many = f"for i in range(8): open(f'/tmp/{{i}}', 'wb').write(b'x' * {_CONFIG.file_bytes // 4})"
     handles = "kept = [open('/dev/null') for _ in range(100)]"
@@ -154,14 +154,14 @@ def test_the_environment_is_empty(sandbox: Sandbox, monkeypatch: pytest.MonkeyPa
     assert names == {"LC_CTYPE", "LD_LIBRARY_PATH", "PWD", "PYTHONHASHSEED"}
 
 
-def test_home_and_this_repository_are_not_there(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_home_and_this_repository_are_not_visible(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     homes = [str(Path.home()), "/home", "/root", "/etc", "/proc", "/sys", "/var", "/run", "/usr/bin", str(tmp_path)]
     homes.append(str(Path(__file__).parents[2]))
     assert _said(sandbox.run(f"import os\nprint([p for p in {homes} if os.path.exists(p)])")) == "[]\n"
 
 
-def test_no_other_process_can_be_seen_or_signalled(sandbox: Sandbox) -> None:
+def test_other_processes_are_invisible(sandbox: Sandbox) -> None:
     # Inside the sandbox, process id 1 is the program itself. Outside, it may be the tests' parent.
     others = sorted({*range(2, 5000), os.getpid(), os.getppid()} - {1})
     source = (
@@ -172,7 +172,7 @@ def test_no_other_process_can_be_seen_or_signalled(sandbox: Sandbox) -> None:
     assert _said(sandbox.run(source)) == "1 []\n"
 
 
-def test_killing_the_parent_kills_nobody_else(sandbox: Sandbox) -> None:
+def test_killing_the_parent_kills_no_other_process(sandbox: Sandbox) -> None:
     sandbox.run("import os\nos.kill(-1, 9)")
     sandbox.run("import os\nos.killpg(0, 9)")
     assert _said(sandbox.run("print('alive')")) == "alive\n"
@@ -200,7 +200,7 @@ def test_abstract_sockets_of_this_machine_cannot_be_reached(sandbox: Sandbox) ->
         assert "ConnectionRefusedError" in sandbox.run(source).last_error_line
 
 
-def test_nothing_can_be_written_outside_tmp_and_tmp_is_gone_afterwards(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_only_tmp_is_writable_and_it_is_deleted(sandbox: Sandbox, tmp_path: Path) -> None:
     places = ["/x", "/python/x", "/usr/lib/x", "/d1/inside/wire.py", "/dev/x", str(tmp_path / "x"), "/tmp/d1-left"]
     source = (
         f"written = []\nfor place in {places}:\n"
@@ -214,12 +214,12 @@ def test_nothing_can_be_written_outside_tmp_and_tmp_is_gone_afterwards(sandbox: 
 @pytest.mark.parametrize(
     "call", ["unshare(0x10000000)", "ptrace(16, 2, 0, 0)", "mount(b'none', b'/tmp', b'tmpfs', 0, 0)", "setuid(0)"]
 )
-def test_rights_cannot_be_had_back(sandbox: Sandbox, call: str) -> None:
+def test_privileges_cannot_be_regained(sandbox: Sandbox, call: str) -> None:
     source = f"import ctypes, os\nassert os.getuid() != 0\nprint(ctypes.CDLL(None).{call})"
     assert _said(sandbox.run(source)) == "-1\n"
 
 
-def test_no_command_of_the_system_is_there(sandbox: Sandbox) -> None:
+def test_no_system_command_is_available(sandbox: Sandbox) -> None:
     assert (
         "FileNotFoundError"
         in sandbox.run("import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'])").last_error_line
@@ -231,7 +231,7 @@ def test_the_order_of_sets_is_the_same_in_every_run(sandbox: Sandbox) -> None:
     assert len({sandbox.run(source).stdout for _ in range(4)}) == 1
 
 
-def test_a_text_that_utf8_cannot_say_runs(sandbox: Sandbox) -> None:
+def test_surrogates_in_a_program_are_accepted(sandbox: Sandbox) -> None:
     assert _said(sandbox.run("print(len('\ud800'))")) == "1\n"
     assert "SyntaxError" in sandbox.run("\x00").last_error_line or sandbox.run("\x00").exit_status == 1
 
@@ -250,7 +250,7 @@ def test_a_missing_sandbox_is_refused_in_one_sentence(monkeypatch: pytest.Monkey
     bubblewrap.bwrap.cache_clear()
 
 
-def test_a_sandbox_that_does_not_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_cannot_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bubblewrap, "bwrap", lambda: shutil.which("false"))
     with pytest.raises(ValueError, match="the sandbox bubblewrap does not start here"):
         Sandbox(SandboxConfig())
@@ -266,7 +266,7 @@ def test_an_old_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     bubblewrap.bwrap.cache_clear()
 
 
-def test_without_a_sandbox_only_the_limits_hold() -> None:
+def test_without_isolation_only_the_limits_hold() -> None:
     sandbox = Sandbox(_CONFIG.model_copy(update={"kind": "none"}))
     assert _said(sandbox.run("import os; print(os.path.exists('/usr/bin'))")) == "True\n"
     assert sandbox.run("while True: pass").exit_reason is ExitReason.CPU_LIMIT
@@ -279,7 +279,7 @@ def test_gvisor_runs_a_program() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_an_ordinary_user_has_the_same_sandbox() -> None:
+def test_an_unprivileged_user_has_the_same_sandbox() -> None:
     """Ordinary users need a user namespace. Root does not use one."""
     source = (
         "from rewards.sandbox import Sandbox, SandboxConfig\n"
@@ -311,6 +311,6 @@ def test_an_ordinary_user_has_the_same_sandbox() -> None:
 
 
 @pytest.mark.parametrize("field", ["wall_s", "cpu_s", "memory_bytes", "num_processes", "file_bytes", "num_files"])
-def test_a_limit_below_nothing_is_refused(field: str) -> None:
+def test_negative_limits_are_refused(field: str) -> None:
     with pytest.raises(ValidationError, match=field):
         SandboxConfig.model_validate({field: -1})

@@ -50,7 +50,7 @@ def _generated(model: Transformer, requests: list[Request], engine: EngineConfig
     "changes",
     [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.7, "top_k": 9}, {"cfg_scale": 1.0}, {"threshold": 0.3}],
 )
-def test_they_are_the_same_text(
+def test_packed_rows_sample_the_same_as_padded_ones(
     config: TransformerConfig,
     family: str,
     changes: dict[str, Any],
@@ -70,7 +70,9 @@ def test_they_are_the_same_text(
 
 
 @pytest.mark.parametrize("changes", [{"compile": True}, {"attention": "flex"}])
-def test_a_compiler_meets_padded_rows(config: TransformerConfig, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_under_compilation(
+    config: TransformerConfig, changes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Padded rows have few distinct widths, which avoids recompilation."""
     monkeypatch.setattr(module, "has_kernel", lambda *_: True)
     model = _policy(config, "llada")
@@ -78,7 +80,7 @@ def test_a_compiler_meets_padded_rows(config: TransformerConfig, changes: Any, m
     assert not module._concatenates_rows(model, EngineConfig(**changes))
 
 
-def test_rows_that_are_remembered_are_padded(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_with_a_kv_cache(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The KV cache has one fixed place for each column."""
     model, requests = _policy(config, "llada"), _requests({"temperature": 0.0, "cache": "prefix"})
     engine = EngineConfig(num_slots=4)

@@ -83,7 +83,7 @@ def _check_original(completion: Completion, setting: dict[str, Any], row: int, l
 
 @OTHER_BLOCKS
 @pytest.mark.parametrize(("name", "num"), [("sdar-tiny", 6), ("sdar-moe-tiny", 4), ("llada2-tiny", 5)])
-def test_generations_are_those_of_the_original_loops(shared: Path, name: str, num: int) -> None:
+def test_generations_equal_the_original_codes(shared: Path, name: str, num: int) -> None:
     """Each request alone, and on each engine all requests of all settings in one batch, with block lengths from 4 to
     32."""
     directory = shared / "fixtures" / name
@@ -118,7 +118,7 @@ FITTING = {name: changes for name, changes in SCHEDULES.items() if name != "two 
 
 @OTHER_BLOCKS
 @pytest.mark.parametrize("changes", FITTING.values(), ids=FITTING)
-def test_a_ragged_batch_is_the_slow_sampler_row_by_row(policy: Transformer, changes: dict[str, Any]) -> None:
+def test_a_ragged_batch_equals_the_slow_sampler(policy: Transformer, changes: dict[str, Any]) -> None:
     requests = _requests(**changes)
     expected = [sample(policy, request) for request in requests]
     for engine in ENGINES.values():
@@ -147,9 +147,7 @@ SHIFTED: dict[str, dict[str, Any]] = {
 
 @OTHER_BLOCKS
 @pytest.mark.parametrize("changes", SHIFTED.values(), ids=SHIFTED)
-def test_a_shifted_policys_first_slots_are_predicted_by_the_blocks_before(
-    config: TransformerConfig, changes: dict[str, Any]
-) -> None:
+def test_a_shifted_policy_equals_the_slow_sampler(config: TransformerConfig, changes: dict[str, Any]) -> None:
     """The preceding column comes from the KV cache or is recomputed; both must match the reference, which runs whole
     canvases."""
     policy, requests = sharp_policy(config, 4.0, predicts_next=True), _requests(**changes)
@@ -159,14 +157,14 @@ def test_a_shifted_policys_first_slots_are_predicted_by_the_blocks_before(
             assert completion.exact
 
 
-def test_a_shifted_policy_runs_one_column_more_than_its_block(config: TransformerConfig) -> None:
+def test_a_shifted_policy_runs_one_extra_column(config: TransformerConfig) -> None:
     request = replace(_requests(steps_per_block=4, stop_ids=())[1], prompt_ids=(1,) * 9)
     sampler = Sampler(sharp_policy(config, 4.0, predicts_next=True), 0)
     sampler.generate([request])
     assert sampler.counts.num_tokens == 12 + 2 * 5 + 3 * (8 + 3 * 5)
 
 
-def test_a_row_that_goes_on_to_its_next_block_unseen_sees_that_block(policy: Transformer) -> None:
+def test_rows_change_blocks_between_synchronizations(policy: Transformer) -> None:
     requests = _requests(steps_per_block=2)
     for static in (False, True):
         engine = EngineConfig(block_cache=False, static_shapes=static, steps_per_sync=5)
@@ -174,7 +172,7 @@ def test_a_row_that_goes_on_to_its_next_block_unseen_sees_that_block(policy: Tra
             _check_equal(completion, sample(policy, request))
 
 
-def test_a_step_runs_its_block_alone_and_the_first_of_a_block_the_one_before_it_too(policy: Transformer) -> None:
+def test_a_step_runs_only_its_block_and_the_uncached_one_before(policy: Transformer) -> None:
     request = replace(_requests(steps_per_block=4, stop_ids=())[1], prompt_ids=(1,) * 9)
     sampler = Sampler(policy, 0)
     sampler.generate([request])
@@ -186,7 +184,7 @@ def test_a_step_runs_its_block_alone_and_the_first_of_a_block_the_one_before_it_
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_a_request_goes_on_from_its_finished_blocks(policy: Transformer, engine: EngineConfig) -> None:
+def test_a_request_resumes_from_its_finished_blocks(policy: Transformer, engine: EngineConfig) -> None:
     """Resume at the end of every block, between other requests."""
     (request,) = _requests(temperature=1.3, stop_ids=())[1:2]
     (whole,) = Sampler(policy, 0, engine).generate([request])
@@ -204,7 +202,7 @@ def test_a_request_goes_on_from_its_finished_blocks(policy: Transformer, engine:
     assert seen >= {0, 3, 7, 11}
 
 
-def test_given_tokens_may_be_whole_blocks(policy: Transformer) -> None:
+def test_fixed_tokens_may_fill_whole_blocks(policy: Transformer) -> None:
     """A block without any slot to denoise must enter the KV cache too."""
     (request,) = _requests(stop_ids=())[:1]
     request = replace(request, fixed_tokens={slot: slot + 2 for slot in (0, 5, 6, 7, 8, 13)})
@@ -213,7 +211,7 @@ def test_given_tokens_may_be_whole_blocks(policy: Transformer) -> None:
         _check_equal(completion, sample(policy, request))
 
 
-def test_a_slot_that_is_given_to_another_forgets_what_it_remembered(policy: Transformer) -> None:
+def test_a_reused_slot_does_not_keep_its_old_kv_cache(policy: Transformer) -> None:
     requests = _requests()
     batch = Sampler(policy, 0, EngineConfig(num_slots=1)).open(requests[1:2])
     batch.step()
@@ -226,7 +224,7 @@ def test_a_slot_that_is_given_to_another_forgets_what_it_remembered(policy: Tran
     _check_equal(completions[0][1], sample(policy, requests[3]))
 
 
-def test_what_the_policy_names_as_ends_ends_a_completion(policy: Transformer) -> None:
+def test_other_stop_ids_of_the_config_end_a_completion(policy: Transformer) -> None:
     requests = _requests(temperature=2.0, gen_length=30)
     (plain, *_) = Sampler(policy, 0).generate(requests)
     token = int(plain.token_ids[6])
@@ -244,9 +242,7 @@ def test_what_the_policy_names_as_ends_ends_a_completion(policy: Transformer) ->
         ({"gen_length": 60}, "prompt_ids of 3 and gen_length 60 in blocks of 4 make 64 tokens"),
     ],
 )
-def test_what_a_block_causal_policy_cannot_do_is_refused(
-    policy: Transformer, changes: dict[str, Any], sentence: str
-) -> None:
+def test_unsupported_parameters_are_refused(policy: Transformer, changes: dict[str, Any], sentence: str) -> None:
     if changes == {"gen_length": 60}:
         policy.config = policy.config.model_copy(update={"max_sequence_length": 63})
     with pytest.raises((FieldError, ValueError)) as refused:
@@ -254,7 +250,7 @@ def test_what_a_block_causal_policy_cannot_do_is_refused(
     assert sentence in str(refused.value).replace("{", "").replace("}", "")
 
 
-def test_blocks_that_the_policy_was_not_trained_with_are_told_of_once(policy: Transformer) -> None:
+def test_an_untrained_block_length_warns_once(policy: Transformer) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
         Sampler(policy, 0).generate([*_requests(block_length=6), *_requests()])
@@ -265,7 +261,7 @@ def test_blocks_that_the_policy_was_not_trained_with_are_told_of_once(policy: Tr
     )
 
 
-def test_a_bidirectional_policy_wants_whole_blocks(config: TransformerConfig) -> None:
+def test_a_bidirectional_policy_needs_whole_blocks(config: TransformerConfig) -> None:
     bidirectional = make_model(config)
     init_weights(bidirectional, seed=0)
     with pytest.raises(ValueError, match="block_length 4 does not divide gen_length 14"):

@@ -103,9 +103,7 @@ def either(request: pytest.FixtureRequest, policy: Transformer) -> Transformer:
         {"cache": "dual", "entropy_bound": 1.0},
     ],
 )
-def test_a_cached_step_attends_to_what_the_last_whole_forward_left(
-    either: Transformer, changes: dict[str, object]
-) -> None:
+def test_a_cached_step_attends_to_the_last_full_forwards_keys(either: Transformer, changes: dict[str, object]) -> None:
     params = SamplingParams(**BASE | changes)
     requests = _requests(params)
     # Three slots: rows are at different steps of their blocks, so a step mixes whole and cached forwards.
@@ -120,7 +118,7 @@ def test_a_cached_step_attends_to_what_the_last_whole_forward_left(
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_a_cache_that_is_refreshed_at_every_step_is_exact(policy: Transformer, cache: str) -> None:
+def test_a_cache_refreshed_at_every_step_is_exact(policy: Transformer, cache: str) -> None:
     exact = _requests(SamplingParams(**BASE))
     cached = _requests(SamplingParams(**BASE, cache=cache, cache_refresh_steps=1))
     for one, other in zip(Sampler(policy, 0).generate(exact), Sampler(policy, 0).generate(cached), strict=True):
@@ -139,7 +137,7 @@ def test_cached_and_exact_rows_share_a_batch(policy: Transformer) -> None:
         assert completion.exact == (request.params.cache is Cache.NONE)
 
 
-def test_the_mismatch_of_a_cache_is_what_replay_shows(policy: Transformer) -> None:
+def test_replay_differs_only_with_an_approximate_cache(policy: Transformer) -> None:
     for cache, exact in (("none", True), ("dual", False)):
         request = _requests(SamplingParams(**BASE, cache=cache))[1]
         (completion,) = Sampler(policy, 0).generate([request])
@@ -147,7 +145,7 @@ def test_the_mismatch_of_a_cache_is_what_replay_shows(policy: Transformer) -> No
         assert (difference < 1e-5) == exact
 
 
-def test_a_cached_step_runs_less(policy: Transformer) -> None:
+def test_a_cached_step_runs_fewer_tokens(policy: Transformer) -> None:
     tokens = {}
     for cache in ("none", "prefix", "dual"):
         sampler = Sampler(policy, 0)
@@ -157,7 +155,7 @@ def test_a_cached_step_runs_less(policy: Transformer) -> None:
     assert tokens == {"none": 8 * 25, "prefix": 2 * 25 + 3 * 16 + 3 * 8, "dual": 2 * 25 + 6 * 8}
 
 
-def test_what_each_block_remembers_has_a_storage_of_its_own(policy: Transformer) -> None:
+def test_each_layers_kv_cache_has_its_own_storage(policy: Transformer) -> None:
     """When a tensor is written to, a compiler copies everything in its storage: with shared storage, all blocks for
     each block."""
     params = SamplingParams(**BASE, cache=Cache.DUAL)
@@ -187,7 +185,7 @@ def as_if_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_if_compiled")
 @pytest.mark.parametrize("cache", [Cache.PREFIX, Cache.DUAL])
-def test_a_compiled_policy_remembers_in_one_place(policy: Transformer, cache: Cache) -> None:
+def test_a_compiled_policys_kv_cache_keeps_its_addresses(policy: Transformer, cache: Cache) -> None:
     """A CUDA graph writes to the addresses it was captured with, so the KV cache must keep them across batches."""
     params = SamplingParams(**BASE, cache=cache, stop_ids=())
     batches = [[(3, 4), (5,) * 9], [(6,)], [(7, 8), (9,)], [(4,) * 9]]
@@ -214,7 +212,7 @@ def test_a_compiled_policy_remembers_in_one_place(policy: Transformer, cache: Ca
 
 
 @pytest.mark.usefixtures("as_if_compiled")
-def test_bad_weights_leave_nothing_behind_for_the_next_version(policy: Transformer) -> None:
+def test_a_kv_cache_written_by_bad_weights_does_not_affect_the_next_version(policy: Transformer) -> None:
     params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
     model, engine = copy.deepcopy(policy), EngineConfig(compile=True, num_slots=2)
     sampler = Sampler(model, 0, engine)
@@ -232,7 +230,7 @@ def test_bad_weights_leave_nothing_behind_for_the_next_version(policy: Transform
 
 
 @pytest.mark.usefixtures("as_if_compiled")
-def test_a_memory_is_one_batch_s_at_a_time(policy: Transformer) -> None:
+def test_nested_batches_do_not_share_a_kv_cache(policy: Transformer) -> None:
     params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
     ours, theirs = (
         [
@@ -247,14 +245,14 @@ def test_a_memory_is_one_batch_s_at_a_time(policy: Transformer) -> None:
     assert _drawn(within[0]) == _drawn(Sampler(policy, 0).generate(theirs))
 
 
-def test_an_eager_policy_keeps_no_memory_between_batches(policy: Transformer) -> None:
+def test_an_eager_policy_keeps_no_kv_cache_between_batches(policy: Transformer) -> None:
     sampler = Sampler(policy, 0)
     sampler.generate([Request(prompt_ids=(3, 4), params=SamplingParams(**BASE, cache=Cache.DUAL), seed=0)])
     assert sampler._kv_cache == []
 
 
 @pytest.mark.usefixtures("as_if_compiled")
-def test_a_memory_grows_block_after_block(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kv_cache_grows_layer_by_layer(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Growing must never hold two whole KV caches at once."""
     params = SamplingParams(**BASE, cache=Cache.DUAL, stop_ids=())
     sampler = Sampler(policy, 0, EngineConfig(compile=True))

@@ -83,13 +83,13 @@ def test_a_completion_is_a_text_of_its_grammar(policy: Transformer, changes: dic
 
 
 @pytest.mark.parametrize("steps_per_sync", [1, 4])
-def test_rows_that_are_not_looked_at_in_every_step_too(policy: Transformer, steps_per_sync: int) -> None:
+def test_the_grammar_holds_between_synchronizations(policy: Transformer, steps_per_sync: int) -> None:
     sampler = Sampler(policy, 0, EngineConfig(num_slots=4, steps_per_sync=steps_per_sync))
     for completion in sampler.generate([request(seed) for seed in range(4)]):
         expect_pairs(completion)
 
 
-def test_of_a_block_causal_policy_too(config: TransformerConfig) -> None:
+def test_the_grammar_holds_for_a_block_causal_policy(config: TransformerConfig) -> None:
     sampler = Sampler(sharp_policy(config, 4.0), 0)
     # Blocks are counted from the prompt's first token, so that the last one extends past `gen_length`.
     for changes in ({"steps_per_block": 2}, {"steps_per_block": 4, "threshold": 0.9}, {"steps_per_block": 1}):
@@ -98,7 +98,7 @@ def test_of_a_block_causal_policy_too(config: TransformerConfig) -> None:
             expect_pairs(completion)
 
 
-def test_slots_past_a_block_causal_policys_text_are_no_part_of_it(config: TransformerConfig) -> None:
+def test_slots_beyond_gen_length_are_no_part_of_the_text(config: TransformerConfig) -> None:
     """The last block may extend past `gen_length`, but a text may not."""
     grammar = pairs(2**31 - 1)
     sampler = Sampler(sharp_policy(config, 4.0), 0)
@@ -108,7 +108,7 @@ def test_slots_past_a_block_causal_policys_text_are_no_part_of_it(config: Transf
             expect_pairs(completion, length)
 
 
-def test_rows_that_end_otherwise_share_no_forward(policy: Transformer) -> None:
+def test_rows_with_different_end_tokens_share_no_logits(policy: Transformer) -> None:
     """`ac` or `b`, then a given c. In one row the c is text, in the other an end token, so that they allow different
     tokens before it. Their canvases are equal, and rows with equal canvases share a forward's logits."""
     a, b, c = 1, 2, 3
@@ -123,14 +123,14 @@ def test_rows_that_end_otherwise_share_no_forward(policy: Transformer) -> None:
     assert (first.token_ids[0], second.token_ids[0]) == (a, b)
 
 
-def test_a_text_has_no_more_tokens_than_its_grammar_says(policy: Transformer) -> None:
+def test_a_text_is_no_longer_than_its_grammar_allows(policy: Transformer) -> None:
     for most in (4, 7, 8):
         completions = Sampler(policy, 0).generate([request(seed, pairs(most)) for seed in range(4)])
         for completion in completions:
             expect_pairs(completion, most)
 
 
-def test_rows_without_a_grammar_are_as_without_the_others(policy: Transformer) -> None:
+def test_rows_without_a_grammar_are_unaffected_by_others(policy: Transformer) -> None:
     free = [replace(request(seed), grammar=None) for seed in range(3)]
     alone = Sampler(policy, 0).generate(free)
     mixed = Sampler(policy, 0).generate([part for seed, one in enumerate(free) for part in (request(seed), one)])[1::2]
@@ -140,7 +140,7 @@ def test_rows_without_a_grammar_are_as_without_the_others(policy: Transformer) -
         assert one.commit_logp == pytest.approx(other.commit_logp, abs=1e-5)
 
 
-def test_the_record_is_of_the_law_among_what_fits(policy: Transformer) -> None:
+def test_recorded_log_probs_are_over_the_allowed_tokens(policy: Transformer) -> None:
     """Replay each step: a full forward of the canvas before it, with all disallowed tokens removed."""
     asked = request(5, num_denoise_steps=16, temperature=0.7)
     completion = Sampler(policy, 0).generate([asked])[0]
@@ -166,13 +166,13 @@ def test_the_record_is_of_the_law_among_what_fits(policy: Transformer) -> None:
             )
 
 
-def test_what_does_not_fit_beside_another_draw_waits(policy: Transformer) -> None:
+def test_a_draw_that_conflicts_with_another_is_postponed(policy: Transformer) -> None:
     """Committing all slots at once would pair even and odd tokens, so that more steps are needed."""
     completions = Sampler(policy, 0).generate([request(seed, num_denoise_steps=2) for seed in range(8)])
     assert max(int(completion.step_map.max()) for completion in completions) > 1
 
 
-def test_a_row_goes_on_from_its_finished_blocks(policy: Transformer) -> None:
+def test_a_row_resumes_from_its_finished_blocks(policy: Transformer) -> None:
     batch = Sampler(policy, 0).open([request(2)])
     whole = Sampler(policy, 0).generate([request(2)])[0]
     while not batch.num_committed().get(0):
@@ -184,7 +184,7 @@ def test_a_row_goes_on_from_its_finished_blocks(policy: Transformer) -> None:
     assert resumed.token_ids.tolist() == whole.token_ids.tolist()
 
 
-def test_given_tokens_are_part_of_the_text(policy: Transformer) -> None:
+def test_fixed_tokens_are_part_of_the_text(policy: Transformer) -> None:
     given = replace(request(1), fixed_tokens={1: 3, 5: 4})
     completion = Sampler(policy, 0).generate([given])[0]
     expect_pairs(completion)
@@ -212,7 +212,7 @@ NONE_FITS = "grammar has no text that fits what is given or forbidden"
         ({"grammar": replace(pairs(), class_of=np.zeros(3, dtype=np.int32))}, "grammar has classes of 3 tokens"),
     ],
 )
-def test_a_grammar_that_no_completion_fits_is_refused(
+def test_a_grammar_without_a_possible_completion_is_refused(
     policy: Transformer, changes: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):

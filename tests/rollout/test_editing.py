@@ -75,7 +75,7 @@ def _check_original(completion: Completion, setting: dict[str, Any], row: int) -
 
 
 @pytest.mark.filterwarnings("ignore:block_length .* is not the 32 slots")
-def test_generations_are_those_of_the_original_loop(shared: Path) -> None:
+def test_generations_equal_the_original_codes(shared: Path) -> None:
     """Each request alone, and on each engine all requests of both settings in one batch."""
     directory = shared / "fixtures" / "llada2-tiny"
     policy, settings = load_policy(directory), _originals(directory)
@@ -121,7 +121,7 @@ FITTING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", FITTING.values(), ids=FITTING)
-def test_a_ragged_batch_is_the_slow_sampler_row_by_row(policy: Transformer, changes: dict[str, Any]) -> None:
+def test_a_ragged_batch_equals_the_slow_sampler(policy: Transformer, changes: dict[str, Any]) -> None:
     """Batched with rows that do not edit, which must equal their completions alone."""
     requests, others = _requests(**changes), [replace(request, params=WITHOUT_EDITS) for request in _requests()[:2]]
     edited = [sample(policy, request) for request in requests]
@@ -135,7 +135,7 @@ def test_a_ragged_batch_is_the_slow_sampler_row_by_row(policy: Transformer, chan
             assert completion.token_ids.tolist() == slow.tokens[: len(completion.token_ids)]
 
 
-def test_tokens_are_edited(policy: Transformer) -> None:
+def test_the_slow_sampler_edits_tokens(policy: Transformer) -> None:
     """Guards the other tests: some tokens are written twice, and blocks end in both ways."""
     loose = [sample(policy, request) for request in _requests(editing_threshold=0.0, stop_ids=())]
     assert sum(len(slow.writes) - len(slow.tokens) for slow in loose) > 20
@@ -144,7 +144,7 @@ def test_tokens_are_edited(policy: Transformer) -> None:
     assert sum(slow.num_steps for slow in strict) < sum(slow.num_steps for slow in loose)
 
 
-def test_given_tokens_are_never_replaced_and_rows_that_differ_in_them_share_no_forward(policy: Transformer) -> None:
+def test_fixed_tokens_are_never_edited(policy: Transformer) -> None:
     request = _requests(editing_threshold=0.0, temperature=0.0, stop_ids=())[1]
     free = sample(policy, request)
     # The first token it would write there: from then on the canvases are equal, but one must not edit that slot.
@@ -158,7 +158,7 @@ def test_given_tokens_are_never_replaced_and_rows_that_differ_in_them_share_no_f
         assert two.token_ids[first[1]] == first[2]
 
 
-def test_what_stands_is_what_was_written_last(policy: Transformer) -> None:
+def test_a_token_is_the_last_one_written_to_its_slot(policy: Transformer) -> None:
     for completion in Sampler(policy, 0).generate(_requests(editing_threshold=0.0)):
         writes = completion.writes
         assert writes is not None
@@ -169,7 +169,7 @@ def test_what_stands_is_what_was_written_last(policy: Transformer) -> None:
         assert sorted(set(writes.steps.tolist())) == [*range(completion.step_map.max() + 1)]
 
 
-def test_rows_that_leave_take_their_record_along(policy: Transformer) -> None:
+def test_finished_and_cancelled_rows_leave_no_edit_log(policy: Transformer) -> None:
     requests = _requests(editing_threshold=0.0)
     batch = Sampler(policy, 0, EngineConfig(num_slots=3)).open(requests)
     batch.step()
@@ -182,7 +182,7 @@ def test_rows_that_leave_take_their_record_along(policy: Transformer) -> None:
     assert not batch._edit_log._steps
 
 
-def test_an_interrupted_completion_goes_on_as_it_would_have(policy: Transformer) -> None:
+def test_a_resumed_completion_equals_the_uninterrupted_one(policy: Transformer) -> None:
     for request in _requests(editing_threshold=0.0, stop_ids=()):
         (whole,) = Sampler(policy, 0).generate([request])
         batch = Sampler(policy, 0).open([request])
@@ -195,7 +195,7 @@ def test_an_interrupted_completion_goes_on_as_it_would_have(policy: Transformer)
         assert rest.commit_logp == pytest.approx(whole.commit_logp, abs=2e-5)
 
 
-def test_no_write_is_no_record() -> None:
+def test_no_writes_have_length_zero() -> None:
     assert len(Writes.none()) == 0
 
 
@@ -207,7 +207,7 @@ def test_a_bidirectional_policy_does_not_edit(config: TransformerConfig) -> None
         Sampler(model, 0).generate([Request(prompt_ids=(1,), params=params, seed=0)])
 
 
-def test_tokens_that_are_drawn_first_are_not_edited() -> None:
+def test_editing_needs_select_then_sample() -> None:
     with pytest.raises(ValueError, match="needs drawing select_then_sample") as caught:
         SamplingParams(threshold=0.5, editing_threshold=0.5, drawing=SamplingOrder.SAMPLE_THEN_SELECT)
     assert isinstance(caught.value, FieldError) or "editing_threshold" in str(caught.value)

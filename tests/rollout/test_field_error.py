@@ -11,7 +11,7 @@ from rollout.field_error import FieldError
 from rollout.request import SamplingParams
 
 
-def test_only_fields_are_renamed_whatever_the_values_are() -> None:
+def test_only_field_names_are_substituted() -> None:
     error = FieldError("{schedule} threshold needs {threshold}, not {given}", given="{schedule} threshold")
     assert str(error) == "schedule threshold needs threshold, not {schedule} threshold"
     assert error.named({"threshold": "--threshold"}) == (
@@ -20,7 +20,7 @@ def test_only_fields_are_renamed_whatever_the_values_are() -> None:
     assert error.fields == ["schedule", "threshold"]
 
 
-def test_a_refusal_of_the_sampler_has_its_fields() -> None:
+def test_a_samplers_error_names_its_fields() -> None:
     with pytest.raises(ValidationError) as refused:
         SamplingParams(gen_length=20, block_length=8)
     error = refused.value.errors()[0]["ctx"]["error"]

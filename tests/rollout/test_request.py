@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {"gen_length": 16, "block_length": 8, "num_denoise_steps"
         ({"top_p": 0.0}, "greater than or equal to 0.000001"),
     ],
 )
-def test_params_that_cannot_be_are_refused(changes: dict[str, Any], sentence: str) -> None:
+def test_invalid_parameters_are_refused(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         SamplingParams(**BASE | changes)
 
@@ -90,5 +90,6 @@ def test_requests_that_the_policy_cannot_serve_are_refused(
         Sampler(policy, 0).generate([Request(**good), bad])
 
 
-def test_the_longest_canvas_is_served(config: TransformerConfig) -> None:
+def test_a_request_of_the_maximum_length_is_accepted(config: TransformerConfig) -> None:
+    """Does not raise."""
     check_request(Request(prompt_ids=(1,) * 48, seed=2**63 - 1, params=SamplingParams(**BASE)), config)

@@ -59,7 +59,7 @@ def _check_equal(completion: Completion, slow: Slow, atol: float = 2e-5) -> None
         ({"schedule": "left_to_right", "threshold": 0.4}, 8),
     ],
 )
-def test_no_more_slots_are_drawn_than_a_step_may_commit(
+def test_a_step_draws_only_as_many_slots_as_it_may_commit(
     policy: Transformer, changes: dict[str, object], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = []
@@ -92,7 +92,7 @@ SCHEDULES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("changes", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("engine", [EngineConfig(), EngineConfig(num_slots=2, static_shapes=True, steps_per_sync=3)])
-def test_a_ragged_batch_is_the_slow_sampler_row_by_row(
+def test_a_ragged_batch_equals_the_slow_sampler(
     policy: Transformer, changes: dict[str, object], engine: EngineConfig
 ) -> None:
     params = SamplingParams(**{**BASE, **changes})
@@ -105,7 +105,7 @@ def test_a_ragged_batch_is_the_slow_sampler_row_by_row(
         assert completion.num_forwards == (last + 1) * (2 if params.cfg_scale else 1)
 
 
-def test_unlike_requests_share_a_batch(policy: Transformer) -> None:
+def test_different_requests_share_a_batch(policy: Transformer) -> None:
     """Different lengths, blocks, schedules, temperatures and fixed tokens in three slots, refilled as rows finish."""
     prompts = [request.prompt_ids for request in _requests(PARAMS)]
     requests = [
@@ -165,7 +165,7 @@ def test_rows_with_equal_canvases_share_a_forward(policy: Transformer, is_static
     assert sampler.counts.num_rows == len(canvases)
 
 
-def test_canvases_of_one_hash_are_compared(policy: Transformer) -> None:
+def test_canvases_with_equal_hashes_are_compared(policy: Transformer) -> None:
     slots = BatchState(6, policy.config, torch.device("cpu"))
     prompts = [(1, 2), (3, 4), (1, 2), (3, 4), (1, 2, 3), (1, 2)]
     slots.admit(range(6), [replace(_requests(WARM)[0], prompt_ids=prompt) for prompt in prompts])
@@ -175,7 +175,7 @@ def test_canvases_of_one_hash_are_compared(policy: Transformer) -> None:
     assert slots.equal_canvases(rows).tolist() == [5, 1, 5, 3, 4], "rows that equal another than the first stay alone"
 
 
-def test_what_differs_in_more_than_its_tokens_shares_no_forward(policy: Transformer) -> None:
+def test_requests_with_different_parameters_share_no_forward(policy: Transformer) -> None:
     base = _requests(WARM)[1]
     rows = [{}, {"forbidden_ids": (3, 4)}, {"cfg_scale": 1.5}, {"gen_length": 8}, {"block_length": 4}]
     requests = [replace(base, params=SamplingParams(**{**BASE, "temperature": 0.7, **changes})) for changes in rows]
@@ -184,7 +184,7 @@ def test_what_differs_in_more_than_its_tokens_shares_no_forward(policy: Transfor
         _check_equal(completion, sample(policy, request))
 
 
-def test_a_group_has_different_samples_and_a_seed_always_the_same(policy: Transformer) -> None:
+def test_different_seeds_differ_and_equal_seeds_agree(policy: Transformer) -> None:
     params = WARM.model_copy(update={"temperature": 2.0})
     group = [replace(_requests(params)[0], seed=seed) for seed in (1, 2, 3, 1)]
     texts = [completion.token_ids.tolist() for completion in Sampler(policy, 0).generate(group)]
@@ -223,7 +223,7 @@ def test_the_mask_id_is_never_emitted(policy: Transformer) -> None:
     assert all((completion.token_ids != policy.config.mask_token_id).all() for completion in completions)
 
 
-def test_a_row_ends_with_the_block_of_its_first_end_of_text(policy: Transformer) -> None:
+def test_a_row_ends_with_the_block_of_its_first_eos(policy: Transformer) -> None:
     params = SamplingParams(gen_length=32, block_length=4, num_denoise_steps=16, temperature=3.0)
     completions = Sampler(policy, 0).generate([replace(_requests(params)[2], seed=seed) for seed in range(40)])
     eos_id = policy.config.eos_token_id
@@ -242,7 +242,7 @@ def test_a_row_ends_with_the_block_of_its_first_end_of_text(policy: Transformer)
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("drawing", ["select_then_sample", "sample_then_select"])
-def test_tokens_are_those_of_the_original_d1_sampler(shared: Path, family: str, drawing: str) -> None:
+def test_tokens_equal_the_original_d1_samplers(shared: Path, family: str, drawing: str) -> None:
     directory = shared / "fixtures" / f"{family}-tiny"
     sampler = Sampler(load_policy(directory), 0)
     for case in json.loads((directory / "expected_generations.json").read_text()):
@@ -261,7 +261,7 @@ def test_tokens_are_those_of_the_original_d1_sampler(shared: Path, family: str, 
         assert all(completion.logp_exact for completion in completions)
 
 
-def test_the_head_runs_on_the_masked_slots_of_the_block_alone(policy: Transformer) -> None:
+def test_the_head_runs_only_on_masked_slots_of_the_block(policy: Transformer) -> None:
     """The memory of a step then grows with the number of these slots, not with batch size times length times
     vocabulary."""
     scored: list[int] = []
@@ -283,7 +283,7 @@ def test_a_group_may_forbid_different_ids(policy: Transformer) -> None:
     assert not set(both[1].token_ids.tolist()) & set(free.token_ids.tolist())
 
 
-def test_given_tokens_stay_and_are_seen(policy: Transformer) -> None:
+def test_fixed_tokens_stay_and_are_attended_to(policy: Transformer) -> None:
     """Infilling: a whole block, an end of text, and a canvas without any slot to fill."""
     params, eos_id = PARAMS, policy.config.eos_token_id
     (prompt, *_) = _requests(params)
@@ -298,7 +298,7 @@ def test_given_tokens_stay_and_are_seen(policy: Transformer) -> None:
     assert completion.num_forwards == 0
 
 
-def test_a_batch_can_be_stepped_by_hand_and_joined_late(policy: Transformer) -> None:
+def test_requests_can_join_a_running_batch(policy: Transformer) -> None:
     requests = _requests(WARM)
     batch = Sampler(policy, 0, EngineConfig(num_slots=4)).open(requests[:3])
     assert batch.step() == []
@@ -314,7 +314,7 @@ def test_a_batch_can_be_stepped_by_hand_and_joined_late(policy: Transformer) -> 
         _check_equal(done[index], sample(policy, request))
 
 
-def test_bfloat16_draws_with_its_own_law(policy: Transformer) -> None:
+def test_bfloat16_log_probs_equal_a_bfloat16_replay(policy: Transformer) -> None:
     """Logits differ in their last bits, but the record must match a replay in bfloat16."""
     half = copy.deepcopy(policy).to(torch.bfloat16)
     requests = _requests(WARM)
@@ -334,7 +334,7 @@ def test_a_compiled_policy_samples_the_same(policy: Transformer) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_policy_is_whole_and_outlives_portions_and_versions(
+def test_a_compiled_policy_has_one_graph_and_is_not_recompiled(
     config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted in torch.compile's backend: a graph break adds a graph for each block, a new version would
@@ -361,7 +361,7 @@ def test_a_compiled_policy_is_whole_and_outlives_portions_and_versions(
     assert not all(same), "the weights are others"
 
 
-def test_a_refilled_slot_may_have_a_longer_block_than_the_longest_row(policy: Transformer) -> None:
+def test_the_block_window_may_extend_past_the_longest_row(policy: Transformer) -> None:
     """All rows view their block through a window of the longest block length, wherever that block is."""
     sizes = [(40, 24, 1), (1, 2, 2), (1, 32, 32)]
     requests = [
@@ -379,7 +379,7 @@ def test_a_refilled_slot_may_have_a_longer_block_than_the_longest_row(policy: Tr
         _check_equal(completion, sample(policy, request))
 
 
-def test_seeds_side_by_side_share_no_draws(policy: Transformer) -> None:
+def test_adjacent_seeds_have_different_draws(policy: Transformer) -> None:
     """Seeds, steps and slots are small integers, which collide under a weak hash."""
     (request, *_) = _requests(WARM)
     keys = torch.tensor([replace(request, seed=seed).draw_key for seed in range(64)])
@@ -388,7 +388,7 @@ def test_seeds_side_by_side_share_no_draws(policy: Transformer) -> None:
     assert len(draws.unique()) > 0.99 * draws.numel()
 
 
-def test_bad_weights_are_said_and_not_sampled_from(policy: Transformer) -> None:
+def test_non_finite_weights_raise(policy: Transformer) -> None:
     with torch.no_grad():
         policy.norm.weight[3] = torch.nan
     for params in (PARAMS, WARM):
@@ -396,7 +396,7 @@ def test_bad_weights_are_said_and_not_sampled_from(policy: Transformer) -> None:
             Sampler(policy, 0).generate(_requests(params))
 
 
-def test_a_request_that_cannot_be_served_never_enters_a_batch(policy: Transformer) -> None:
+def test_an_invalid_request_does_not_enter_a_batch(policy: Transformer) -> None:
     batch = Sampler(policy, 0).open()
     with pytest.raises(ValueError, match="prompt_ids is empty"):
         batch.submit(Request(prompt_ids=(), params=WARM, seed=0))

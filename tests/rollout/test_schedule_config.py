@@ -28,7 +28,7 @@ BASE = SamplingParams(gen_length=18, block_length=18, num_denoise_steps=9, tempe
         ),
     ],
 )
-def test_a_schedule_takes_the_place_of_another(
+def test_a_schedule_replaces_the_sampling_schedule(
     sampling: dict[str, object], schedule: dict[str, object], expected: dict[str, object], name: str | None
 ) -> None:
     params = ScheduleConfig(**schedule).of(SamplingParams(**{**BASE.model_dump(exclude={"schedule"}), **sampling}))
@@ -37,7 +37,7 @@ def test_a_schedule_takes_the_place_of_another(
     assert name is None or params.schedule_name == name
 
 
-def test_steps_of_a_block_take_the_place_of_steps_in_all_and_these_of_them() -> None:
+def test_steps_per_block_and_total_steps_replace_each_other() -> None:
     blocks = SamplingParams(gen_length=18, block_length=4, steps_per_block=2)
     assert blocks.schedule_name == "2 steps a block"
     assert ScheduleConfig(steps_per_block=4).of(blocks).schedule_name == "4 steps a block"
@@ -49,13 +49,13 @@ def test_steps_of_a_block_take_the_place_of_steps_in_all_and_these_of_them() -> 
     assert ScheduleConfig(num_denoise_steps=16).of(of_all).num_block_steps == 4
 
 
-def test_one_step_is_one_step() -> None:
+def test_schedule_names_have_the_right_plural() -> None:
     assert BASE.model_copy(update={"num_denoise_steps": 1}).schedule_name == "1 step"
     random = BASE.model_copy(update={"schedule": Schedule.RANDOM})
     assert random.schedule_name == "random, 9 steps"
 
 
-def test_without_schedules_there_is_that_of_the_sampling() -> None:
+def test_the_default_schedule_is_that_of_the_sampling() -> None:
     assert RolloutConfig(sampling=BASE).params == (BASE,)
     assert EvaluationConfig().params(BASE) == (BASE,)
 
@@ -72,6 +72,6 @@ def test_without_schedules_there_is_that_of_the_sampling() -> None:
         ([], "schedules is empty; name one"),
     ],
 )
-def test_one_that_does_not_fit_is_named(schedules: list[dict[str, object]], sentence: str) -> None:
+def test_an_incompatible_schedule_is_named(schedules: list[dict[str, object]], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         RolloutConfig.model_validate({"sampling": BASE, "schedules": schedules})

@@ -60,7 +60,7 @@ def test_draws_follow_softmax(temperature: float, vocab_size: int) -> None:
     torch.testing.assert_close(logps, distribution.log()[tokens].float(), atol=1e-5, rtol=0)
 
 
-def test_the_tail_of_a_large_vocabulary_is_drawn() -> None:
+def test_tokens_at_the_tail_of_a_large_vocabulary_are_drawn() -> None:
     """A Zipf distribution over LLaDA's vocabulary: with bfloat16 noise, ranks above about a hundred are never
     sampled."""
     ranks = torch.arange(1, 126_465, dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_top_k_and_top_p_keep_the_most_probable_and_renormalise() -> None:
         torch.testing.assert_close(logps, (distribution / distribution.sum()).log()[tokens], atol=1e-5, rtol=0)
 
 
-def test_each_slot_has_its_own_limits() -> None:
+def test_each_slot_has_its_own_truncation() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     kept = truncate(logits, torch.tensor([1.0, 1.0, 0.3]), torch.tensor([0, 4, 0])).isfinite()
     assert kept[0].all()
@@ -97,7 +97,7 @@ def test_each_slot_has_its_own_limits() -> None:
     assert 1 <= kept[2].sum() < 50
 
 
-def test_temperature_0_is_the_lowest_id_of_the_most_probable() -> None:
+def test_temperature_0_takes_the_lowest_id_of_the_most_probable() -> None:
     tokens, logps = _draw(torch.tensor([1.0, 3.0, 3.0, -1.0]), 0.0, 5)
     assert tokens.tolist() == [1] * 5
     assert logps.tolist() == [0.0] * 5
@@ -107,7 +107,7 @@ def test_temperature_0_is_the_lowest_id_of_the_most_probable() -> None:
     weights=st.lists(st.sampled_from([0.0, 1e-30, 1e-6, 0.5, 1.0, 3.0]), min_size=1, max_size=200),
     uniform_draw=st.floats(1e-7, 1 - 1e-7),
 )
-def test_a_token_without_weight_is_never_drawn(weights: list[float], uniform_draw: float) -> None:
+def test_a_token_of_zero_probability_is_never_drawn(weights: list[float], uniform_draw: float) -> None:
     row = torch.tensor([weights])
     if row.sum() == 0:
         return
@@ -116,7 +116,7 @@ def test_a_token_without_weight_is_never_drawn(weights: list[float], uniform_dra
     assert totals[0].item() == pytest.approx(row.double().sum().item(), rel=1e-5)
 
 
-def test_the_statistics_are_those_of_log_softmax() -> None:
+def test_the_statistics_equal_those_of_log_softmax() -> None:
     logits = 3 * torch.randn(7, 33, generator=torch.Generator().manual_seed(2))
     logits[:, 4] = -torch.inf
     logp = logits.log_softmax(-1)

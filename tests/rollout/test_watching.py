@@ -53,7 +53,7 @@ def _assert_same(one: Completion, other: Completion) -> None:
 
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("num_blocks", [1, 2])
-def test_a_completion_taken_up_at_a_block_is_the_uninterrupted_one(
+def test_a_completion_resumed_at_a_block_equals_the_uninterrupted_one(
     policy: Transformer, changes: dict[str, Any], num_blocks: int
 ) -> None:
     request = _request(**changes)
@@ -69,7 +69,7 @@ def test_a_completion_taken_up_at_a_block_is_the_uninterrupted_one(
     assert whole.step_map.max() > committed.step_map.max()
 
 
-def test_a_completion_with_given_tokens_is_taken_up_too(policy: Transformer) -> None:
+def test_a_completion_with_fixed_tokens_can_be_resumed(policy: Transformer) -> None:
     request = replace(_request(temperature=0.9), fixed_tokens=dict.fromkeys([*range(8), 9, 20], 7))
     whole = Sampler(policy, 1).generate([request])[0]
     batch = Sampler(policy, 1).open([request])
@@ -83,7 +83,7 @@ def test_a_completion_with_given_tokens_is_taken_up_too(policy: Transformer) -> 
     _assert_same(Sampler(policy, 1).generate([replace(request, committed=committed)])[0], whole)
 
 
-def test_what_ended_before_it_was_taken_up_is_done_at_once(policy: Transformer) -> None:
+def test_a_request_that_already_ended_runs_no_forward(policy: Transformer) -> None:
     request = _request(temperature=3.0, stop_ids=tuple(range(30)))
     whole = Sampler(policy, 1).generate([request])[0]
     assert len(whole.token_ids) == 8
@@ -103,12 +103,12 @@ def test_what_ended_before_it_was_taken_up_is_done_at_once(policy: Transformer) 
         ({"token_ids": np.full(8, -1, np.int32)}, "committed has -1"),
     ],
 )
-def test_what_cannot_have_been_committed_is_refused(policy: Transformer, change: dict[str, Any], words: str) -> None:
+def test_invalid_committed_slots_are_refused(policy: Transformer, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Sampler(policy, 1).open([replace(_request(), committed=_committed(**change))])
 
 
-def test_a_finished_block_has_no_masks(policy: Transformer) -> None:
+def test_a_committed_mask_id_is_refused(policy: Transformer) -> None:
     mask_id = policy.config.mask_token_id
     request = replace(_request(), committed=_committed(token_ids=np.full(8, mask_id, np.int32)))
     with pytest.raises(ValueError, match=f"committed has the mask id {mask_id}"):
@@ -130,7 +130,7 @@ def _committed(**changes: Any) -> Committed:
     return Committed(**columns | changes)
 
 
-def test_progress_shows_the_canvas_as_it_fills_and_nothing_of_it_changes(policy: Transformer) -> None:
+def test_progress_shows_the_canvas_and_is_not_changed_later(policy: Transformer) -> None:
     request = _request(temperature=0.9)
     batch = Sampler(policy, 1).open([request])
     assert batch.progress([0]) == {}
@@ -152,7 +152,7 @@ def test_progress_shows_the_canvas_as_it_fills_and_nothing_of_it_changes(policy:
     assert batch.progress([0]) == {}
 
 
-def test_only_watched_rows_are_fetched(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_fetches_only_the_given_rows(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Sampler(policy, 1).open([_request(0), _request(1)])
     batch.step()
     fetched: list[list[int]] = []
@@ -165,7 +165,7 @@ def test_only_watched_rows_are_fetched(policy: Transformer, monkeypatch: pytest.
     assert fetched == [[1]]
 
 
-def test_a_cancelled_request_gives_its_slot_to_the_next_at_the_next_step(policy: Transformer) -> None:
+def test_a_cancelled_requests_slot_is_reused_at_the_next_step(policy: Transformer) -> None:
     sampler = Sampler(policy, 1, EngineConfig(num_slots=2))
     requests = [_request(index, temperature=0.9) for index in range(4)]
     expected = Sampler(policy, 1).generate(requests)
@@ -187,7 +187,9 @@ def test_a_cancelled_request_gives_its_slot_to_the_next_at_the_next_step(policy:
 
 @pytest.mark.parametrize("fixed", [{}, {3: 7}], ids=["alike", "with a given token"])
 @pytest.mark.parametrize("is_static", [False, True])
-def test_who_gets_the_slot_of_a_twin_is_no_twin(policy: Transformer, is_static: bool, fixed: dict[int, int]) -> None:
+def test_a_successor_does_not_share_its_predecessors_forward(
+    policy: Transformer, is_static: bool, fixed: dict[int, int]
+) -> None:
     """Rows with equal canvases share a forward. When one of them leaves, its successor in the slot must not
     share it."""
     one, other = (replace(_request(1), prompt_ids=ids) for ids in ((1, 2, 3, 4), (9, 8, 7, 6)))

@@ -49,7 +49,7 @@ def _name(found: object) -> str:
     return found.directory.name  # type: ignore[attr-defined]
 
 
-def test_the_rules_say_whether_the_controls_counts(checkpoints: Path) -> None:
+def test_the_controls_checkpoint_is_resumable_but_not_servable(checkpoints: Path) -> None:
     assert _name(newest_checkpoint(checkpoints, resumable(2))) == "control"
     assert _name(newest_checkpoint(checkpoints, resumable(3))) == "rl-000002"
     found = newest_checkpoint(checkpoints, servable)
@@ -71,9 +71,7 @@ def _cut_short(path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [_flip_a_bit, _cut_short, Path.unlink])
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "trainer_state.json", "manifest.json"])
-def test_of_a_damaged_one_the_one_before_is_taken_and_it_is_said(
-    checkpoints: Path, harm: Callable[[Path], None], file: str
-) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_named(checkpoints: Path, harm: Callable[[Path], None], file: str) -> None:
     harm(checkpoints / "rl-000002" / file)
     found = newest_checkpoint(checkpoints, servable)
     assert found is not None
@@ -83,13 +81,13 @@ def test_of_a_damaged_one_the_one_before_is_taken_and_it_is_said(
     assert said.endswith("; going on with checkpoint rl-000001")
 
 
-def test_what_was_changed_by_hand_is_damaged_too(checkpoints: Path) -> None:
+def test_a_checkpoint_edited_by_hand_is_skipped(checkpoints: Path) -> None:
     path = checkpoints / "rl-000002" / "trainer_state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"policy_version": 1}))
     assert _name(newest_checkpoint(checkpoints, servable)) == "rl-000001"
 
 
-def test_none_and_none_that_is_whole_are_not_the_same(checkpoints: Path, tmp_path: Path) -> None:
+def test_no_checkpoint_is_none_and_only_damaged_ones_raise(checkpoints: Path, tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "nowhere", servable) is None
     assert newest_checkpoint(checkpoints, lambda position: position.policy_version > 8) is None
     for name in POSITIONS:
@@ -98,7 +96,7 @@ def test_none_and_none_that_is_whole_are_not_the_same(checkpoints: Path, tmp_pat
         newest_checkpoint(checkpoints, servable)
 
 
-def test_what_a_run_did_not_write_is_none_of_its_checkpoints(checkpoints: Path) -> None:
+def test_foreign_and_partial_folders_are_ignored(checkpoints: Path) -> None:
     (checkpoints / "best").mkdir()
     (checkpoints / "best" / "config.json").write_text("{}")
     (checkpoints / "notes.txt").write_text("")
@@ -128,9 +126,7 @@ def _under_way(phase: Phase, version: int, step: int) -> Position:
     return Position(phase=phase, round=9 if version else 0, policy_version=version, rl_seconds=0.0, step=step)
 
 
-def test_a_stage_under_way_is_further_than_where_it_began_and_is_never_answered_from(
-    checkpoints: Path, policy: Transformer
-) -> None:
+def test_checkpoints_within_a_stage_are_resumable_but_not_servable(checkpoints: Path, policy: Transformer) -> None:
     _save(checkpoints, policy, _under_way(Phase.SFT, 0, 40), _under_way(Phase.SFT, 0, 120))
     names = [path.name for _, path in servable_checkpoints(checkpoints)]
     assert names == ["initial", "sft", "rl-000001", "rl-000002"]
@@ -142,7 +138,7 @@ def test_a_stage_under_way_is_further_than_where_it_began_and_is_never_answered_
     assert _name(newest_checkpoint(checkpoints, servable)) == "rl-000009"
 
 
-def test_the_newest_are_kept_and_the_best_and_what_ends_a_stage(checkpoints: Path, policy: Transformer) -> None:
+def test_prune_keeps_the_newest_the_best_and_the_ends_of_stages(checkpoints: Path, policy: Transformer) -> None:
     _save(checkpoints, policy, _under_way(Phase.SFT, 0, 40), *_rounds(3, 4, 5, 6))
     deleted = prune(checkpoints, 2, [4], NOW)
     assert sorted(path.name for path in deleted) == ["rl-000001", "rl-000002", "rl-000004", "sft-000040"]
@@ -151,28 +147,28 @@ def test_the_newest_are_kept_and_the_best_and_what_ends_a_stage(checkpoints: Pat
     assert prune(checkpoints, 2, [4], NOW) == []
 
 
-def test_the_last_round_stays_under_the_checkpoints_of_the_control(checkpoints: Path, policy: Transformer) -> None:
+def test_prune_keeps_the_last_round_during_the_control(checkpoints: Path, policy: Transformer) -> None:
     _save(checkpoints, policy, *_rounds(9), *(_under_way(Phase.CONTROL, 10, step) for step in (1, 2, 3)))
     prune(checkpoints, 2, [], NOW)
     left = sorted(path.name for path in checkpoints.iterdir())
     assert left == ["control", "control-000002", "control-000003", "initial", "rl-000009", "sft"]
 
 
-def test_what_cannot_be_read_is_not_deleted(checkpoints: Path, policy: Transformer) -> None:
+def test_prune_keeps_unreadable_checkpoints(checkpoints: Path, policy: Transformer) -> None:
     _save(checkpoints, policy, *_rounds(3, 4, 5))
     (checkpoints / "rl-000001" / "trainer_state.json").write_text("{")
     prune(checkpoints, 1, [], NOW)
     assert (checkpoints / "rl-000001").is_dir()
 
 
-def test_a_future_that_was_given_up_is_none_of_the_newest(checkpoints: Path, policy: Transformer) -> None:
+def test_prune_deletes_checkpoints_abandoned_by_a_rollback(checkpoints: Path, policy: Transformer) -> None:
     """After a rollback, its files may be the reason for the rollback."""
     _save(checkpoints, policy, *_rounds(3, 4, 5, 6))
     prune(checkpoints, 1, [], now=_rounds(4)[0])
     assert sorted(path.name for path in checkpoints.iterdir()) == ["control", "initial", "rl-000004", "sft"]
 
 
-def test_what_a_process_that_died_had_begun_goes(checkpoints: Path, policy: Transformer) -> None:
+def test_prune_deletes_leftovers_of_dead_processes(checkpoints: Path, policy: Transformer) -> None:
     (checkpoints / ".rl-000007.partial").mkdir()
     (checkpoints / ".rl-000003.deleted").mkdir()
     prune(checkpoints, 3, [], NOW)
@@ -186,7 +182,7 @@ def _save_adapters(directory: Path, policy: Transformer, *positions: Position) -
         save_checkpoint(directory / name, policy.config, None, directory.parent, adapter=adapter, trainer_state=state)
 
 
-def test_an_adapter_alone_is_whole_where_what_it_stands_on_is(checkpoints: Path, policy: Transformer) -> None:
+def test_an_adapter_checkpoint_needs_an_undamaged_base(checkpoints: Path, policy: Transformer) -> None:
     _save_adapters(checkpoints, policy, *_rounds(3, 4))
     assert _name(newest_checkpoint(checkpoints, servable)) == "rl-000004"
     _flip_a_bit(checkpoints / "rl-000004" / "lora.safetensors")
@@ -200,7 +196,7 @@ def test_an_adapter_alone_is_whole_where_what_it_stands_on_is(checkpoints: Path,
     assert _name(newest_checkpoint(checkpoints, servable)) == "rl-000002"
 
 
-def test_what_adapters_stand_on_is_never_deleted(checkpoints: Path, policy: Transformer) -> None:
+def test_prune_keeps_the_bases_of_adapters(checkpoints: Path, policy: Transformer) -> None:
     _save_adapters(checkpoints, policy, *_rounds(3, 4, 5))
     prune(checkpoints, 1, [4], NOW)
     left = sorted(path.name for path in checkpoints.iterdir())

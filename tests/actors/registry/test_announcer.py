@@ -116,7 +116,7 @@ def _facts(*versions: int) -> list[Any]:
     return [fact for facts in of_version for fact in facts]
 
 
-def test_it_hears_everything_in_order(case: _Case) -> None:
+def test_facts_are_announced_in_order(case: _Case) -> None:
     async def scene() -> None:
         announcer = case.announcer()
         await _tell_of(announcer, 1)
@@ -128,7 +128,7 @@ def test_it_hears_everything_in_order(case: _Case) -> None:
     _run(scene())
 
 
-def test_the_best_version_is_named_where_validation_problems_were_asked(case: _Case) -> None:
+def test_the_best_version_follows_validation_scores(case: _Case) -> None:
     def validated(version: int, num_correct: int) -> None:
         facts = {"label": VALIDATION, "policy_version": version, "num_correct": num_correct, "num_problems": 9}
         case.log.append("evaluation", round=version, **facts)
@@ -145,7 +145,7 @@ def test_the_best_version_is_named_where_validation_problems_were_asked(case: _C
 
 
 @pytest.mark.usefixtures("is_hurried")
-def test_who_announces_goes_on_while_the_registry_is_silent(case: _Case) -> None:
+def test_announcing_does_not_block_on_a_silent_registry(case: _Case) -> None:
     async def scene() -> None:
         announcer = case.announcer()
         case.registry.may_answer.clear()
@@ -159,9 +159,7 @@ def test_who_announces_goes_on_while_the_registry_is_silent(case: _Case) -> None
     _run(scene())
 
 
-def test_a_version_is_told_before_its_publisher_goes_on_where_the_registry_answers(
-    case: _Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_publisher_waits_for_a_responsive_registry(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE_S", 60)
 
     async def scene() -> None:
@@ -171,7 +169,7 @@ def test_a_version_is_told_before_its_publisher_goes_on_where_the_registry_answe
     _run(scene())
 
 
-def test_an_outage_is_one_failure_and_loses_nothing(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_is_reported_once_and_loses_nothing(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE_S", 60)
 
     async def scene() -> None:
@@ -193,7 +191,7 @@ def test_an_outage_is_one_failure_and_loses_nothing(case: _Case, monkeypatch: py
     _run(scene())
 
 
-def test_who_announces_hears_whether_it_was_told(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_announce_returns_whether_the_registry_was_told(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene() -> None:
         announcer, weights_id = case.announcer(), WeightsId(version=1, digest="1")
         assert await announcer.announce(weights_id, Phase.RL, 1)
@@ -212,7 +210,7 @@ def test_who_announces_hears_whether_it_was_told(case: _Case, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("is_hurried")
-def test_it_is_not_asked_for_each_thing_that_it_missed(case: _Case) -> None:
+def test_retries_are_not_made_for_each_missed_fact(case: _Case) -> None:
     async def scene() -> None:
         announcer = case.announcer()
         case.registry.is_away = True
@@ -229,7 +227,7 @@ def test_it_is_not_asked_for_each_thing_that_it_missed(case: _Case) -> None:
 
 
 @pytest.mark.parametrize("goes_away_between", [False, True])
-def test_a_registry_that_knew_nothing_gets_what_the_run_directory_says(case: _Case, goes_away_between: bool) -> None:
+def test_an_empty_registry_is_rebuilt_from_the_run_directory(case: _Case, goes_away_between: bool) -> None:
     async def scene() -> None:
         announcer = case.announcer()
         case.log.append("round", round=0, policy_version=2)
@@ -247,7 +245,7 @@ def test_a_registry_that_knew_nothing_gets_what_the_run_directory_says(case: _Ca
     _run(scene())
 
 
-def test_after_an_outage_it_is_told_without_anything_new(case: _Case) -> None:
+def test_retry_announces_without_new_facts(case: _Case) -> None:
     async def scene() -> None:
         announcer = case.announcer()
         case.registry.is_away = True
@@ -267,7 +265,7 @@ def test_after_an_outage_it_is_told_without_anything_new(case: _Case) -> None:
 
 
 @pytest.mark.parametrize("refusal", [None, KeyError("version")])
-def test_what_it_refuses_is_recorded_and_what_comes_after_is_told(case: _Case, refusal: Exception | None) -> None:
+def test_a_refused_fact_is_recorded_and_later_ones_are_announced(case: _Case, refusal: Exception | None) -> None:
     async def scene() -> None:
         announcer = case.announcer()
         case.registry.refuses = "checkpoint", 1
@@ -286,7 +284,7 @@ def test_what_it_refuses_is_recorded_and_what_comes_after_is_told(case: _Case, r
 
 
 @pytest.mark.parametrize("announces", [True, False])
-def test_what_a_coordinator_that_died_left_untold_is_filled_in_once(case: _Case, announces: bool) -> None:
+def test_facts_of_a_dead_coordinator_are_restored_once(case: _Case, announces: bool) -> None:
     async def scene() -> None:
         case.log.append("round", round=0, policy_version=2)
         announcer = case.announcer(lacks_history=True)
@@ -300,6 +298,6 @@ def test_what_a_coordinator_that_died_left_untold_is_filled_in_once(case: _Case,
     _run(scene())
 
 
-def test_a_new_one_may_be_of_a_coordinator_that_died(case: _Case) -> None:
+def test_a_new_announcer_assumes_missing_history(case: _Case) -> None:
     registry: Any = case.registry
     assert Announcer(registry, case.log, case.run_dir, "store")._lacks_history

@@ -88,7 +88,7 @@ def _history(run_dir: Path) -> list[PolicyVersion]:
     return history_of(run_dir, read_events(run_dir))
 
 
-def test_the_run_directory_says_what_was_published(run_dir: Path) -> None:
+def test_the_history_lists_published_versions(run_dir: Path) -> None:
     history = _history(run_dir)
     assert [(known.version, known.round, known.phase, known.num_correct) for known in history] == [
         (0, 0, "untrained", 0),
@@ -101,13 +101,13 @@ def test_the_run_directory_says_what_was_published(run_dir: Path) -> None:
     assert with_checkpoint == {0: "initial", 1: "sft", 3: "rl-000002"}
 
 
-def test_a_score_of_weights_that_were_made_again_is_not_theirs(run_dir: Path) -> None:
+def test_a_score_is_dropped_when_its_version_is_made_again(run_dir: Path) -> None:
     events = read_events(run_dir)
     again = [{"event": "round", "round": 2, "policy_version": 4}]
     assert {known.version: known.num_correct for known in history_of(run_dir, [*events, *again])}[4] is None
 
 
-def test_a_torn_checkpoint_is_no_place_to_load_from(run_dir: Path) -> None:
+def test_a_damaged_checkpoint_is_not_listed(run_dir: Path) -> None:
     (run_dir / "checkpoints" / "rl-000002" / "trainer_state.json").write_text("{")
     assert {known.version: known.checkpoint is not None for known in _history(run_dir)} == {
         0: True,
@@ -118,7 +118,7 @@ def test_a_torn_checkpoint_is_no_place_to_load_from(run_dir: Path) -> None:
     }
 
 
-def test_an_empty_registry_is_filled_once(run_dir: Path, registry: Registry) -> None:
+def test_an_empty_registry_is_rebuilt_once(run_dir: Path, registry: Registry) -> None:
     assert rebuild(registry, run_dir) == 5
     newest = latest(registry)
     # The newest loadable version: version 4's weights were only in a store that may be lost.
@@ -131,7 +131,7 @@ def test_an_empty_registry_is_filled_once(run_dir: Path, registry: Registry) -> 
     assert [event.kind for event in registry.events("0")] == [EventKind.REBUILT]
 
 
-def test_the_best_by_validation_is_filled_in_too(run_dir: Path, registry: Registry) -> None:
+def test_rebuild_restores_the_best_version(run_dir: Path, registry: Registry) -> None:
     for version, right in ((1, 2), (3, 5), (4, 4)):
         scored = {"policy_version": version, "round": 0, "num_correct": right, "num_problems": 10}
         append_event(run_dir, "evaluation", label="validation", **scored)
@@ -139,7 +139,7 @@ def test_the_best_by_validation_is_filled_in_too(run_dir: Path, registry: Regist
     assert registry.snapshot().aliases == {"newest": 3, "base": 1, "best": 3}
 
 
-def test_what_a_registry_knows_stays(run_dir: Path, registry: Registry) -> None:
+def test_rebuild_keeps_known_versions(run_dir: Path, registry: Registry) -> None:
     announced = replace(_history(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
     registry.announce(announced)
     assert rebuild(registry, run_dir) == 4
@@ -147,7 +147,7 @@ def test_what_a_registry_knows_stays(run_dir: Path, registry: Registry) -> None:
     assert registry.snapshot().aliases == {"newest": 4, "base": 1}
 
 
-def test_what_a_registry_does_not_know_of_a_version_is_filled_in(run_dir: Path, registry: Registry) -> None:
+def test_rebuild_completes_known_versions(run_dir: Path, registry: Registry) -> None:
     """The coordinator announced the version and died before it reported checkpoint, score or best version."""
     for version, right in ((1, 2), (3, 5)):
         scored = {"policy_version": version, "round": 0, "num_correct": right, "num_problems": 10}
@@ -166,14 +166,14 @@ def test_what_a_registry_does_not_know_of_a_version_is_filled_in(run_dir: Path, 
     assert _everything(registry) == before
 
 
-def test_nothing_is_filled_in_of_other_weights(run_dir: Path, registry: Registry) -> None:
+def test_rebuild_does_not_complete_other_weights(run_dir: Path, registry: Registry) -> None:
     other = replace(_history(run_dir)[3], checkpoint=None, manifest_digest="of a run that was resumed")
     registry.announce(other)
     rebuild(registry, run_dir)
     assert registry.version(3) == other
 
 
-def test_what_a_service_has_heard_of_is_announced_again(run_dir: Path, registry: Registry) -> None:
+def test_versions_known_to_a_service_are_announced_again(run_dir: Path, registry: Registry) -> None:
     newest = replace(_history(run_dir)[4], weight_store="d1-weights-tiny", manifest_digest="abc")
     assert rebuild(registry, run_dir, newest) == 5
     assert latest(registry) == newest
@@ -184,7 +184,7 @@ def test_what_a_service_has_heard_of_is_announced_again(run_dir: Path, registry:
     assert latest(registry) == newer
 
 
-def test_the_checksums_of_what_has_a_checkpoint_are_filled_in(run_dir: Path, registry: Registry) -> None:
+def test_rebuild_restores_checksums_of_checkpoints(run_dir: Path, registry: Registry) -> None:
     rebuild(registry, run_dir)
     assert [known and known.manifest_digest for known in map(registry.version, range(5))] == [
         "digest of 0",
@@ -195,19 +195,19 @@ def test_the_checksums_of_what_has_a_checkpoint_are_filled_in(run_dir: Path, reg
     ]
 
 
-def test_what_was_heard_of_has_no_checkpoint_of_other_weights(run_dir: Path, registry: Registry) -> None:
+def test_a_known_version_gets_no_checkpoint_of_other_weights(run_dir: Path, registry: Registry) -> None:
     newest = replace(_history(run_dir)[3], checkpoint=None, weight_store="d1-weights-tiny", manifest_digest="other")
     rebuild(registry, run_dir, newest)
     assert latest(registry) == newest
 
 
-def test_what_was_heard_of_keeps_its_checkpoint(run_dir: Path, registry: Registry) -> None:
+def test_a_known_version_keeps_its_checkpoint(run_dir: Path, registry: Registry) -> None:
     on_disk = _history(run_dir)[3]
     rebuild(registry, run_dir, replace(on_disk, checkpoint=None, weight_store="d1-weights-tiny"))
     assert latest(registry) == replace(on_disk, weight_store="d1-weights-tiny")
 
 
-def test_a_registry_that_has_lost_its_data_is_filled_and_the_run_goes_on(
+def test_a_registry_that_lost_its_data_is_rebuilt_during_the_run(
     run_dir: Path, server: ValkeyServer, registry: Registry
 ) -> None:
     rebuild(registry, run_dir)
@@ -221,7 +221,7 @@ def test_a_registry_that_has_lost_its_data_is_filled_and_the_run_goes_on(
     assert registry.snapshot().aliases == {"newest": 4, "base": 1, "policy": 3}
 
 
-def test_a_registry_that_knows_an_earlier_run_of_the_name_is_filled_anew(run_dir: Path, registry: Registry) -> None:
+def test_a_registry_of_an_earlier_run_of_the_name_is_rebuilt(run_dir: Path, registry: Registry) -> None:
     registry.announce(replace(_history(run_dir)[4], version=9, checkpoint="/gone"), 1.0)
     registry.serve(9, expected=None)
     registry.set_admin(AdminState(pinned=9, is_paused=True, changed_at=1.0))
@@ -238,7 +238,7 @@ def test_a_registry_that_knows_an_earlier_run_of_the_name_is_filled_anew(run_dir
     assert registry.snapshot().admin == held
 
 
-def test_an_operators_settings_are_read_as_they_were_written(run_dir: Path) -> None:
+def test_admin_settings_round_trip(run_dir: Path) -> None:
     assert read_admin(run_dir) == DEFAULT_ADMIN_STATE
     state = AdminState(pinned=1, is_paused=True, why="it adds well", changed_at=1700000000.25)
     write_admin(run_dir, state)
@@ -247,7 +247,7 @@ def test_an_operators_settings_are_read_as_they_were_written(run_dir: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"pinned": 1}', '{"pinned": 1, "is_paused": true, "more": 1}'])
-def test_a_damaged_file_of_what_an_operator_wants_is_named(run_dir: Path, text: str) -> None:
+def test_damaged_admin_settings_are_named(run_dir: Path, text: str) -> None:
     (run_dir / "admin.json").write_text(text)
     with pytest.raises(ValueError, match=r"admin\.json is damaged"):
         read_admin(run_dir)

@@ -57,14 +57,14 @@ def client(server):
     client.close()
 
 
-def test_the_latest_is_what_was_announced_last(registry):
+def test_the_latest_version_is_the_last_announced(registry):
     assert latest(registry) is None
     registry.announce(POLICY)
     registry.announce(replace(POLICY, version=4, round=3))
     assert latest(registry) == replace(POLICY, version=4, round=3)
 
 
-def test_a_follower_waits_for_an_event_and_reads_on_where_it_stopped(registry):
+def test_wait_returns_the_next_event_id(registry):
     began = time.monotonic()
     timer = threading.Timer(0.2, lambda: registry.announce(POLICY))
     timer.start()
@@ -77,28 +77,28 @@ def test_a_follower_waits_for_an_event_and_reads_on_where_it_stopped(registry):
     assert registry.wait(seen, 0) == registry.events(seen)[0].id != seen
 
 
-def test_runs_do_not_see_each_other(server, registry):
+def test_runs_are_isolated(server, registry):
     registry.announce(POLICY)
     other = Registry(server.url, "another")
     assert latest(other) is None
     other.close()
 
 
-def test_a_score_is_the_latest_version_announced_again(registry):
+def test_a_score_updates_the_latest_version(registry):
     registry.announce(POLICY)
     assert registry.score(3, 7, 10)
     assert latest(registry) == replace(POLICY, num_correct=7, num_problems=10)
     assert latest(registry).has_same_weights(POLICY)
 
 
-def test_a_score_that_comes_late_does_not_bring_old_weights_back(registry):
+def test_a_late_score_does_not_change_the_latest_version(registry):
     registry.announce(POLICY)
     registry.announce(replace(POLICY, version=4))
     assert registry.score(3, 7, 10)
     assert latest(registry).version == 4
 
 
-def test_a_checkpoint_is_announced_for_whoever_reaches_no_weight_store(registry):
+def test_a_checkpoint_can_be_added_to_a_known_version(registry):
     registry.announce(POLICY)
     registry.score(3, 7, 10)
     assert registry.add_checkpoint(3, "/runs/ünï/rl-000002")
@@ -110,7 +110,7 @@ def test_a_checkpoint_is_announced_for_whoever_reaches_no_weight_store(registry)
     assert not registry.add_checkpoint(5, "/elsewhere")
 
 
-def test_a_version_is_found_by_its_number_with_what_is_known_of_it_last(registry):
+def test_a_version_is_found_by_number_with_its_score(registry):
     registry.announce(POLICY)
     registry.announce(replace(POLICY, version=4))
     assert registry.score(3, 7, 10)
@@ -119,14 +119,14 @@ def test_a_version_is_found_by_its_number_with_what_is_known_of_it_last(registry
     assert not registry.score(5, 7, 10)
 
 
-def test_the_base_is_the_last_version_before_the_rounds(registry):
+def test_the_base_is_the_last_version_before_rl(registry):
     registry.announce(replace(POLICY, version=0, phase="untrained"))
     registry.announce(replace(POLICY, version=1, phase="sft"))
     registry.announce(replace(POLICY, version=2, phase="rl"))
     assert registry.snapshot().aliases == {"newest": 2, "base": 1}
 
 
-def test_the_served_version_changes_only_from_what_its_mover_saw(registry):
+def test_serve_is_a_compare_and_set(registry):
     for version in (3, 4):
         registry.announce(replace(POLICY, version=version, round=version - 1))
     assert registry.serve(3, expected=None)
@@ -137,7 +137,7 @@ def test_the_served_version_changes_only_from_what_its_mover_saw(registry):
     assert registry.snapshot().aliases["policy"] == 4
 
 
-def test_of_many_who_move_an_alias_at_once_one_does(server, registry):
+def test_of_concurrent_serve_calls_one_succeeds(server, registry):
     for version in range(9):
         registry.announce(replace(POLICY, version=version))
     registry.serve(0, expected=None)
@@ -157,7 +157,7 @@ def test_of_many_who_move_an_alias_at_once_one_does(server, registry):
     assert [event.kind for event in registry.events("0")][-2:] == [EventKind.SERVING, EventKind.RETIRED]
 
 
-def test_what_is_not_known_is_neither_served_nor_pinned(registry):
+def test_an_unknown_version_cannot_be_served_or_pinned(registry):
     registry.announce(POLICY)
     with pytest.raises(LookupError, match="policy version 9 is not known"):
         registry.serve(9, expected=None)
@@ -167,7 +167,7 @@ def test_what_is_not_known_is_neither_served_nor_pinned(registry):
     assert registry.snapshot().aliases == {"newest": 3}
 
 
-def test_the_best_moves_to_a_version_that_is_known_and_its_move_is_told(registry):
+def test_choosing_the_best_version_emits_an_event(registry):
     for version in (1, 2):
         registry.announce(replace(POLICY, version=version))
     assert registry.choose_best(2)
@@ -178,7 +178,7 @@ def test_the_best_moves_to_a_version_that_is_known_and_its_move_is_told(registry
     assert [event.version for event in registry.last_events(9) if event.kind is EventKind.MOVED] == [2, 1]
 
 
-def test_what_happens_to_versions_is_told_in_order(registry):
+def test_version_events_are_in_order(registry):
     registry.announce(POLICY)
     registry.serve(3, expected=None)
     registry.announce(replace(POLICY, version=4, round=3))
@@ -197,7 +197,7 @@ def test_what_happens_to_versions_is_told_in_order(registry):
     ]
 
 
-def test_a_refusal_is_told_once_of_the_same_weights(registry):
+def test_the_same_weights_are_refused_once(registry):
     registry.announce(POLICY)
     with ThreadPoolExecutor(4) as threads:
         told = list(threads.map(lambda n: registry.refuse(3, f"engine {n}: bad checksum"), range(8)))
@@ -212,14 +212,14 @@ def test_a_refusal_is_told_once_of_the_same_weights(registry):
     assert kinds == [EventKind.PUBLISHED, EventKind.REFUSED, EventKind.PUBLISHED, EventKind.REFUSED]
 
 
-def test_weights_that_were_announced_anew_meanwhile_are_not_those_that_are_refused(registry):
+def test_a_refusal_of_another_digest_has_no_effect(registry):
     registry.announce(replace(POLICY, manifest_digest="def"))
     assert not registry.refuse(3, "the store has other weights by now", "abc")
     assert registry.snapshot().refused == frozenset()
     assert registry.refuse(3, "bad checksum", "def")
 
 
-def test_a_version_that_lies_elsewhere_now_is_refused_no_longer(registry):
+def test_a_new_checkpoint_lifts_a_refusal(registry):
     registry.announce(POLICY)
     registry.refuse(3, "it arrived damaged")
     registry.score(3, 5, 9)
@@ -231,13 +231,13 @@ def test_a_version_that_lies_elsewhere_now_is_refused_no_longer(registry):
     assert registry.snapshot().refused == {3}
 
 
-def test_other_weights_under_the_same_number_are_published_again(registry):
+def test_other_weights_of_a_version_emit_another_event(registry):
     registry.announce(POLICY)
     registry.announce(replace(POLICY, manifest_digest="def"))
     assert [event.kind for event in registry.events("0")] == [EventKind.PUBLISHED] * 2
 
 
-def test_a_version_that_is_announced_again_keeps_its_score_and_its_checkpoint(registry):
+def test_a_reannounced_version_keeps_score_and_checkpoint(registry):
     registry.announce(POLICY)
     registry.add_checkpoint(3, "/run/checkpoints/rl-000002")
     registry.score(3, 5, 9)
@@ -250,7 +250,7 @@ def test_a_version_that_is_announced_again_keeps_its_score_and_its_checkpoint(re
     assert registry.version(3) == latest(registry) == other
 
 
-def test_a_reader_of_events_reads_on_and_knows_when_they_were(registry):
+def test_events_have_times_and_are_read_incrementally(registry):
     registry.announce(POLICY)
     (first,) = registry.events("0")
     assert abs(first.time_s - time.time()) < 60
@@ -263,12 +263,12 @@ def test_a_reader_of_events_reads_on_and_knows_when_they_were(registry):
 
 
 @pytest.mark.parametrize("last_id", ["", "$", "+", "1-2-3", "1; FLUSHALL", "9" * 40])
-def test_an_id_that_is_none_is_refused(registry, last_id):
+def test_an_invalid_event_id_is_refused(registry, last_id):
     with pytest.raises(ValueError, match="no id of an entry"):
         registry.events(last_id)
 
 
-def test_the_stream_is_bounded(client, registry):
+def test_the_event_stream_is_bounded(client, registry):
     with client.pipeline(transaction=False) as pipe:
         # One call trims at most 10,000 entries.
         for _ in range(10_500):
@@ -289,7 +289,7 @@ def test_a_run_has_one_hash_and_one_stream(client, registry):
     assert keys == {f"d1:{run}:state": "hash", f"d1:{run}:events": "stream"}
 
 
-def test_what_an_operator_wants_is_kept_and_told_once(registry):
+def test_admin_settings_are_stored_and_emit_one_event(registry):
     def want(pinned, is_paused, changed_at):
         state = AdminState(pinned=pinned, is_paused=is_paused, why="steady", changed_at=changed_at)
         registry.set_admin(state)
@@ -317,7 +317,7 @@ def test_what_an_operator_wants_is_kept_and_told_once(registry):
     ]
 
 
-def test_a_run_takes_nothing_over_from_an_earlier_one_of_its_name(registry):
+def test_a_new_run_inherits_nothing_from_an_earlier_run_of_its_name(registry):
     assert not registry.announce(replace(POLICY, version=9), 1700000000.25)
     registry.serve(9, expected=None)
     registry.refuse(9, "damaged")
@@ -340,7 +340,7 @@ def test_a_run_takes_nothing_over_from_an_earlier_one_of_its_name(registry):
     assert latest(registry) == first
 
 
-def test_a_version_that_another_d1_wrote_is_unknown_until_it_is_announced(client, registry):
+def test_an_unreadable_version_is_unknown_until_announced(client, registry):
     registry.announce(POLICY)
     client.hset(registry._state, "version:3", '{"version": 3}')
     assert registry.version(3) is latest(registry) is None
@@ -348,13 +348,13 @@ def test_a_version_that_another_d1_wrote_is_unknown_until_it_is_announced(client
     assert latest(registry) == POLICY
 
 
-def test_versions_of_another_manifest_are_other_weights():
+def test_versions_with_other_digests_are_other_weights():
     assert not POLICY.has_same_weights(replace(POLICY, manifest_digest="def"))
     assert POLICY.has_same_weights(replace(POLICY, manifest_digest=None))
     assert not POLICY.has_same_weights(replace(POLICY, version=4))
 
 
-def test_a_registry_is_usable_again_after_its_server_was_away():
+def test_a_registry_reconnects_after_an_outage():
     port, password = free_port(), secrets.token_urlsafe(16)
     server = ValkeyServer(port, password)
     registry = Registry(server.url, "run")
@@ -373,7 +373,7 @@ def test_a_registry_is_usable_again_after_its_server_was_away():
         server.stop()
 
 
-def test_a_wrong_password_is_refused_in_a_sentence(server):
+def test_a_wrong_password_is_a_clear_error(server):
     url = server.url.replace("redis://:", "redis://:wrong-")
     with pytest.raises(ConnectionError, match="refused the password") as caught:
         Registry(url, "run").ping()
@@ -382,7 +382,7 @@ def test_a_wrong_password_is_refused_in_a_sentence(server):
         Registry(url.replace(url.split("@")[0], "redis://").replace("//@", "//"), "run").announce(POLICY)
 
 
-def test_entries_that_are_no_event_can_be_skipped(client, registry):
+def test_malformed_stream_entries_can_be_skipped(client, registry):
     registry.announce(POLICY)
     client.xadd(registry._events, {"json": b"\xff{"})
     client.xadd(registry._events, {"other": "x"})
@@ -410,16 +410,16 @@ def test_entries_that_are_no_event_can_be_skipped(client, registry):
         POLICY.to_json().replace("{", '{"extra": 1, ', 1),
     ],
 )
-def test_json_that_is_no_policy_version_is_refused(text):
+def test_invalid_json_is_refused(text):
     with pytest.raises(ValueError, match="policy version"):
         PolicyVersion.from_json(text)
 
 
-def test_json_gives_a_policy_version_back():
+def test_a_policy_version_round_trips_through_json():
     assert PolicyVersion.from_json(POLICY.to_json()) == POLICY
 
 
-def test_the_server_ends_when_its_process_is_killed():
+def test_the_server_dies_with_its_parent():
     port = free_port()
     script = (
         "import time; from actors.registry.server import ValkeyServer;"
@@ -435,7 +435,7 @@ def test_the_server_ends_when_its_process_is_killed():
         time.sleep(0.05)
 
 
-def test_a_server_that_cannot_start_says_so():
+def test_a_failed_server_start_raises():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

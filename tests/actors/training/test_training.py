@@ -166,7 +166,7 @@ if find_spec("bitsandbytes") is not None:
     LORAS["adapter on 4 bits"] = LoraConfig(rank=4, alpha=8, base_weights="nf4")
 
 
-@pytest.mark.parametrize("lora", LORAS)
+@pytest.mark.parametrize("lora", [pytest.param(x, marks=[pytest.mark.nightly] * ("4 bits" in x)) for x in LORAS])
 @pytest.mark.parametrize(
     ("stop_when", "checkpoint", "again"),
     [

@@ -30,7 +30,7 @@ def _violations(page: Page) -> list[str]:
         pytest.param("phone", "light", marks=pytest.mark.nightly),
     ],
 )
-def test_axe_finds_nothing_to_mend(open_page: Open, service: FakeService, scheme: str, size: str) -> None:
+def test_axe_finds_no_violations(open_page: Open, service: FakeService, scheme: str, size: str) -> None:
     service.answers["policy"] = frames((*TEXTS, "<|endoftext|>"), (*STEPS, 0))
     service.text = "".join(TEXTS)
     service.allowed = 3
@@ -67,7 +67,7 @@ def _fits(page: Page) -> None:
 
 
 @pytest.mark.parametrize(("motion", "animation"), [("reduce", "none"), ("no-preference", "commit")])
-def test_slots_fade_in_only_where_motion_is_welcome(
+def test_slots_fade_in_unless_reduced_motion_is_preferred(
     open_page: Open, service: FakeService, motion: str, animation: str
 ) -> None:
     service.allowed = 1

@@ -32,7 +32,7 @@ def _expect_done(page: Page, index: int = 0) -> None:
     expect(page.locator("#play")).to_have_accessible_name("Play")
 
 
-def test_a_completion_is_seen_to_fill_in_slot_by_slot(open_page: Open, service: FakeService) -> None:
+def test_a_completion_fills_in_slot_by_slot(open_page: Open, service: FakeService) -> None:
     service.allowed = 1
     page = open_page()
     _ask(page)
@@ -48,9 +48,7 @@ def test_a_completion_is_seen_to_fill_in_slot_by_slot(open_page: Open, service: 
     expect(page.locator(".column h3")).to_have_text("policy · version 12")
 
 
-def test_a_slot_is_committed_on_the_screen_at_once_and_stays_the_same_element(
-    open_page: Open, service: FakeService
-) -> None:
+def test_a_committed_slot_keeps_its_element(open_page: Open, service: FakeService) -> None:
     service.allowed = 2
     page = open_page()
     _ask(page)
@@ -62,9 +60,7 @@ def test_a_slot_is_committed_on_the_screen_at_once_and_stays_the_same_element(
     assert handle.evaluate("element => element.isConnected && element.textContent") == " of"
 
 
-def test_paused_the_canvas_stays_while_frames_come_and_play_goes_on_to_the_newest(
-    open_page: Open, service: FakeService
-) -> None:
+def test_pause_freezes_the_canvas_and_play_continues_to_the_newest_frame(open_page: Open, service: FakeService) -> None:
     service.allowed = 2
     page = open_page()
     _ask(page)
@@ -80,7 +76,7 @@ def test_paused_the_canvas_stays_while_frames_come_and_play_goes_on_to_the_newes
     expect(page.locator("#play")).to_have_accessible_name("Play")
 
 
-def test_a_recording_is_stepped_back_and_forward_and_replayed(open_page: Open) -> None:
+def test_a_recording_can_be_stepped_and_replayed(open_page: Open) -> None:
     page = open_page()
     _ask(page)
     _expect_done(page)
@@ -146,9 +142,7 @@ def test_colours_follow_step_or_confidence(open_page: Open, service: FakeService
         expect(shade).to_have_class(re.compile(rf"{name}\b"))
 
 
-def test_what_follows_the_text_is_shown_as_that_and_neither_copied_nor_spoken(
-    open_page: Open, service: FakeService
-) -> None:
+def test_tokens_after_the_text_are_marked_and_neither_copied_nor_spoken(open_page: Open, service: FakeService) -> None:
     texts = ("5", " ", "😀", "", "<|user|>", "", "é", EOS, "x", EOS)
     service.answers["policy"], service.text = frames(texts, (0, 3, 1, 2, 1, 1, 2, 0, 0, 3)), "5 😀é"
     service.allowed = 4
@@ -180,7 +174,7 @@ def test_what_follows_the_text_is_shown_as_that_and_neither_copied_nor_spoken(
     expect(page.locator(".slot.outside")).to_have_count(3)
 
 
-def test_an_answer_without_text_is_announced_as_that(open_page: Open, service: FakeService) -> None:
+def test_an_empty_answer_is_announced(open_page: Open, service: FakeService) -> None:
     service.answers["policy"], service.text = frames((EOS, EOS), (0, 1)), ""
     page = open_page()
     _ask(page)
@@ -189,7 +183,7 @@ def test_an_answer_without_text_is_announced_as_that(open_page: Open, service: F
     expect(page.locator("text=Copy text")).to_be_hidden()
 
 
-def test_base_and_policy_are_asked_the_same_and_shown_beside_each_other(open_page: Open, service: FakeService) -> None:
+def test_base_and_policy_get_the_same_prompt_side_by_side(open_page: Open, service: FakeService) -> None:
     service.answers["base"] = frames(("No", " idea"), (0, 1))
     page = open_page()
     page.check("#compare")
@@ -264,7 +258,7 @@ def test_only_options_that_were_filled_in_are_sent(open_page: Open, service: Fak
     ]
 
 
-def test_two_models_are_asked_the_same_plain_text(open_page: Open, service: FakeService) -> None:
+def test_two_models_get_the_same_plain_text(open_page: Open, service: FakeService) -> None:
     service.answers["base"] = frames(("No", " idea"), (0, 1))
     page = open_page()
     page.check("#compare")
@@ -279,7 +273,7 @@ def test_two_models_are_asked_the_same_plain_text(open_page: Open, service: Fake
     ]
 
 
-def test_what_cannot_be_sent_is_said_before_it_is(open_page: Open, service: FakeService) -> None:
+def test_invalid_input_is_reported_before_sending(open_page: Open, service: FakeService) -> None:
     page = open_page()
     _ask(page, "  ")
     expect(page.locator("#ask-error")).to_have_text("The prompt is empty.")
@@ -299,7 +293,7 @@ def test_what_cannot_be_sent_is_said_before_it_is(open_page: Open, service: Fake
         ({"message": "Its replica died.", "type": "server_error"}, "The service ended the stream. Its replica died."),
     ],
 )
-def test_a_stream_that_breaks_is_an_error_beside_what_came(
+def test_a_broken_stream_shows_an_error_and_the_partial_answer(
     open_page: Open, service: FakeService, event: dict[str, str] | None, said: str
 ) -> None:
     service.breaks_after, service.breaks_with = 3, event
@@ -314,7 +308,7 @@ def test_a_stream_that_breaks_is_an_error_beside_what_came(
     expect(page.locator("#where")).to_have_text(f"step 1 of {NUM_STEPS}")
 
 
-def test_one_column_that_breaks_leaves_the_other_alone(open_page: Open, service: FakeService) -> None:
+def test_a_broken_column_does_not_affect_the_other(open_page: Open, service: FakeService) -> None:
     service.answers["base"] = [*frames(("a", "b"), (0, 1))[:1], {"step": 1, "num_steps": 2, "slots": [None, None]}]
     page = open_page()
     page.check("#compare")
@@ -332,7 +326,7 @@ def test_one_column_that_breaks_leaves_the_other_alone(open_page: Open, service:
         (503, {"message": "No replica is up."}, {}, "The service failed (503). No replica is up."),
     ],
 )
-def test_a_refusal_is_said_in_plain_words(
+def test_a_refusal_is_shown_in_plain_words(
     open_page: Open, service: FakeService, status: int, error: dict[str, str], headers: dict[str, str], said: str
 ) -> None:
     service.refusal = (status, error, headers)
@@ -341,7 +335,7 @@ def test_a_refusal_is_said_in_plain_words(
     expect(page.locator(".column [role=alert]")).to_have_text(said)
 
 
-def test_stop_ends_the_request_and_keeps_what_came(open_page: Open, service: FakeService) -> None:
+def test_stop_ends_the_request_and_keeps_the_partial_answer(open_page: Open, service: FakeService) -> None:
     service.allowed = 3
     page = open_page()
     _ask(page)
@@ -353,7 +347,7 @@ def test_stop_ends_the_request_and_keeps_what_came(open_page: Open, service: Fak
     _wait_until(page, lambda: service.num_gone == 1)
 
 
-def test_a_new_question_ends_the_one_before(open_page: Open, service: FakeService) -> None:
+def test_a_new_prompt_ends_the_previous_request(open_page: Open, service: FakeService) -> None:
     service.allowed = 3
     page = open_page()
     _ask(page, "one")
@@ -367,7 +361,7 @@ def test_a_new_question_ends_the_one_before(open_page: Open, service: FakeServic
     expect(page.locator(".column")).to_have_count(1)
 
 
-def test_without_a_key_nothing_is_asked_and_a_wrong_one_is_reported(open_page: Open, service: FakeService) -> None:
+def test_a_missing_or_wrong_key_is_reported(open_page: Open, service: FakeService) -> None:
     page = open_page(has_key=False, expected=(NETWORK,))
     expect(page.locator("#key")).to_be_focused()
     assert {path for path in service.paths if path.startswith("/v1")} == set()
@@ -382,7 +376,7 @@ def test_without_a_key_nothing_is_asked_and_a_wrong_one_is_reported(open_page: O
     _expect_done(page)
 
 
-def test_a_service_that_was_not_there_is_found_when_it_is(open_page: Open, service: FakeService) -> None:
+def test_a_service_that_starts_later_is_found(open_page: Open, service: FakeService) -> None:
     page = open_page(has_key=False, expected=(NETWORK,))
     page.route("**/v1/**", lambda route: route.abort())
     page.fill("#key", KEY)
@@ -395,7 +389,7 @@ def test_a_service_that_was_not_there_is_found_when_it_is(open_page: Open, servi
     _expect_done(page)
 
 
-def test_the_link_that_serve_prints_brings_the_key_and_loses_it_at_once(
+def test_the_printed_link_sets_the_key_and_removes_it_from_the_url(
     open_page: Open, service: FakeService, url: str
 ) -> None:
     page = open_page(f"/#key={KEY}", has_key=False)
@@ -408,7 +402,7 @@ def test_the_link_that_serve_prints_brings_the_key_and_loses_it_at_once(
     assert page.evaluate("sessionStorage.getItem('d1.key')") == KEY
 
 
-def test_a_link_with_the_key_works_in_a_tab_that_is_open(open_page: Open, url: str) -> None:
+def test_a_link_with_the_key_works_in_an_open_tab(open_page: Open, url: str) -> None:
     page = open_page(has_key=False)
     expect(page.locator("#key")).to_be_focused()
     page.evaluate(f"location.hash = 'key={KEY}'")
@@ -416,7 +410,7 @@ def test_a_link_with_the_key_works_in_a_tab_that_is_open(open_page: Open, url: s
     assert page.url == f"{url}/"
 
 
-def test_the_key_is_in_this_tabs_storage_alone(open_page: Open, service: FakeService) -> None:
+def test_the_key_is_only_in_session_storage(open_page: Open, service: FakeService) -> None:
     page = open_page(has_key=False)
     page.fill("#key", KEY)
     page.click("text=Use this key")
@@ -458,7 +452,7 @@ def test_finished_text_is_announced_once_and_frames_are_not(open_page: Open, ser
     expect(inside).to_have_count(0)
 
 
-def test_everything_is_done_with_the_keyboard_alone(open_page: Open) -> None:
+def test_everything_works_with_the_keyboard(open_page: Open) -> None:
     page = open_page(has_key=False)
     page.keyboard.type(KEY)
     page.keyboard.press("Enter")
@@ -491,9 +485,7 @@ def test_everything_is_done_with_the_keyboard_alone(open_page: Open) -> None:
     assert outline == "solid"
 
 
-def test_what_the_policy_does_is_said_and_its_problems_are_asked_with_a_click(
-    open_page: Open, service: FakeService
-) -> None:
+def test_the_task_is_described_and_its_problems_are_clickable(open_page: Open, service: FakeService) -> None:
     service.examples = {"task": "sums", "prompts": ["1 + 2", "two\nlines", *map(str, range(9))]}
     page = open_page()
     about = page.locator("#about")
@@ -506,7 +498,7 @@ def test_what_the_policy_does_is_said_and_its_problems_are_asked_with_a_click(
     assert (asked["path"], asked["messages"][0]["content"]) == ("/v1/chat/completions", "two\nlines")
 
 
-def test_a_checkpoint_without_a_run_has_the_prompts_of_its_model_card(open_page: Open, service: FakeService) -> None:
+def test_a_checkpoint_without_a_run_shows_prompts_of_its_model_card(open_page: Open, service: FakeService) -> None:
     service.examples = {"task": None, "prompts": []}
     page = open_page()
     _ask(page)
@@ -558,7 +550,7 @@ def test_a_sudoku_is_a_grid_that_fills(open_page: Open, service: FakeService) ->
     expect(page.locator(".sudoku")).to_have_accessible_name("Sudoku, row after row: 2 4 3 1 1 3 4 3 3 2 1 4 4 1 2 2")
 
 
-def test_an_answer_between_tags_stands_by_itself(open_page: Open, service: FakeService) -> None:
+def test_an_answer_between_tags_is_shown_separately(open_page: Open, service: FakeService) -> None:
     service.answers["policy"] = frames(("so ", "<answer>", "3*4", "-2", "</answer>"), (0, 1, 2, 3, 4))
     page = open_page()
     _ask(page, "3 4 2 make 10")
@@ -566,7 +558,7 @@ def test_an_answer_between_tags_stands_by_itself(open_page: Open, service: FakeS
     expect(page.locator(".answer .said")).to_have_text("3*4-2")
 
 
-def test_on_a_phone_the_answer_comes_into_sight(open_page: Open) -> None:
+def test_on_a_phone_the_answer_scrolls_into_view(open_page: Open) -> None:
     page = open_page(viewport={"width": 390, "height": 640})
     _ask(page)
     _expect_done(page)
@@ -623,7 +615,7 @@ def _renoised() -> list[dict[str, object]]:
     ]
 
 
-def test_slots_that_lose_their_token_say_so_live_and_in_the_replay(open_page: Open, service: FakeService) -> None:
+def test_renoised_slots_are_shown_live_and_in_the_replay(open_page: Open, service: FakeService) -> None:
     service.answers["policy"], service.allowed = _renoised(), 1
     page = open_page()
     _ask(page)

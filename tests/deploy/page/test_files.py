@@ -45,7 +45,7 @@ def client() -> TestClient:
 
 
 @pytest.mark.parametrize("path", ["/", *(f"/assets/{name}" for name in ASSETS)])
-def test_every_file_is_sent_with_the_headers_that_protect_its_reader(client: TestClient, path: str) -> None:
+def test_every_file_has_security_headers(client: TestClient, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 200
     assert HEADERS.items() <= dict(response.headers).items()
@@ -71,16 +71,16 @@ def test_every_file_is_sent_with_the_headers_that_protect_its_reader(client: Tes
         "/assets/API.js",
     ],
 )
-def test_no_other_file_is_sent(client: TestClient, path: str) -> None:
+def test_other_files_are_not_served(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
 
 
-def test_every_file_of_the_folder_is_sent_or_known_not_to_be() -> None:
+def test_every_file_of_the_folder_is_served_or_listed_as_internal() -> None:
     there = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.suffix in (".js", ".css", ".svg")}
     assert there == set(ASSETS)
 
 
-def test_what_the_files_refer_to_is_among_them() -> None:
+def test_referenced_files_are_served() -> None:
     index = (FOLDER / "index.html").read_text(encoding="utf-8")
     assert {path.removeprefix("assets/") for path in re.findall(r'(?:src|href)="([^"#]+)"', index)} <= set(ASSETS)
     for name in (name for name in ASSETS if name.endswith(".js")):
@@ -95,14 +95,14 @@ def test_the_page_has_no_inline_script_and_no_inline_style() -> None:
     assert re.search(r"<style|<script(?![^>]*\bsrc=)|\bon\w+=|\bstyle=|javascript:", index) is None
 
 
-def test_no_module_makes_markup_from_text() -> None:
+def test_no_module_creates_markup_from_text() -> None:
     for name in (name for name in ASSETS if name.endswith(".js")):
         text = (FOLDER / name).read_text(encoding="utf-8")
         found = re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text)
         assert found == [], name
 
 
-def test_an_installed_d1_has_the_files() -> None:
+def test_the_installed_package_has_the_files() -> None:
     pyproject = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = pyproject["tool"]["setuptools"]["package-data"]["deploy.page"]
     packaged = {str(path.relative_to(FOLDER)) for pattern in patterns for path in FOLDER.glob(pattern)}

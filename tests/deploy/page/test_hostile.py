@@ -30,7 +30,7 @@ def _no_markup(page: Page) -> None:
     expect(page.locator(".about :is(img, script, iframe, a, svg, style), #foreign")).to_have_count(0)
 
 
-def test_markup_in_a_completion_is_shown_as_it_is(open_page: Open, service: FakeService) -> None:
+def test_markup_in_a_completion_is_shown_as_text(open_page: Open, service: FakeService) -> None:
     service.answers["policy"] = frames(HOSTILE, range(len(HOSTILE)))
     page = open_page()
     page.fill("#prompt", HOSTILE[0])
@@ -44,7 +44,7 @@ def test_markup_in_a_completion_is_shown_as_it_is(open_page: Open, service: Fake
     _no_markup(page)
 
 
-def test_overrides_of_direction_and_controls_are_made_visible(open_page: Open, service: FakeService) -> None:
+def test_direction_overrides_and_controls_are_made_visible(open_page: Open, service: FakeService) -> None:
     service.answers["policy"] = frames((DIRECTION,), (0,))
     page = open_page()
     page.fill("#prompt", "x")
@@ -53,7 +53,7 @@ def test_overrides_of_direction_and_controls_are_made_visible(open_page: Open, s
     expect(page.locator("#canvas-0")).to_have_text(shown)
 
 
-def test_text_from_right_to_left_is_as_it_was(open_page: Open, service: FakeService) -> None:
+def test_right_to_left_text_is_unchanged(open_page: Open, service: FakeService) -> None:
     service.answers["policy"] = frames(("שלום", " עולם", " 👩‍👩‍👧"), (0, 1, 2))
     page = open_page()
     page.fill("#prompt", "x")
@@ -61,7 +61,7 @@ def test_text_from_right_to_left_is_as_it_was(open_page: Open, service: FakeServ
     expect(page.locator("#canvas-0")).to_have_text("שלום עולם 👩‍👩‍👧")
 
 
-def test_a_hundred_kilobytes_are_cut_and_stay_in_their_box(open_page: Open, service: FakeService) -> None:
+def test_a_hundred_kilobytes_are_truncated_and_fit_their_box(open_page: Open, service: FakeService) -> None:
     service.answers["policy"] = frames(("x" * 100_000, " y" * 50_000), (0, 1))
     page = open_page(viewport={"width": 360, "height": 740})
     page.fill("#prompt", "q" * 100_000)
@@ -83,7 +83,7 @@ def test_many_slots_are_drawn_in_time(open_page: Open, service: FakeService) -> 
     expect(page.locator("#canvas-0 .slot.masked")).to_have_count(0)
 
 
-def test_hostile_names_numbers_and_errors_are_text_too(open_page: Open, service: FakeService) -> None:
+def test_hostile_names_numbers_and_errors_are_shown_as_text(open_page: Open, service: FakeService) -> None:
     service.models = ["policy", FOREIGN]
     service.examples = {"task": FOREIGN, "prompts": [FOREIGN]}
     service.policy |= {"run": FOREIGN, "policy_version": FOREIGN, "pinned": FOREIGN, "score": {"accuracy": FOREIGN}}
@@ -101,7 +101,7 @@ def test_hostile_names_numbers_and_errors_are_text_too(open_page: Open, service:
     _no_markup(page)
 
 
-def test_the_pages_policy_stops_markup_even_if_a_script_tried(open_page: Open) -> None:
+def test_the_content_security_policy_blocks_injected_markup(open_page: Open) -> None:
     page = open_page(expected=("TrustedHTML", "Content Security Policy"))
     outcome = page.evaluate(
         """() => {

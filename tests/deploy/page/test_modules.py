@@ -40,7 +40,7 @@ def _slow_events(text: str) -> list[dict[str, str]]:
     return events
 
 
-def test_events_are_parsed_alike_however_the_text_is_cut(page: Page) -> None:
+def test_events_are_parsed_the_same_for_any_chunking(page: Page) -> None:
     draw = random.Random(0)
     alphabet = [
         "data: a",
@@ -78,7 +78,7 @@ def test_events_are_parsed_alike_however_the_text_is_cut(page: Page) -> None:
     assert found == [_slow_events(text) for text in texts]
 
 
-def test_durations_are_those_of_the_reports(page: Page) -> None:
+def test_durations_equal_those_of_the_reports(page: Page) -> None:
     seconds = [0.04, 9.94, 10.0, 59.4, 60.0, 184.7, 3599.6, 7621.0]
     found = page.evaluate(
         """async (seconds) => seconds.map((await import("/assets/numbers.js")).duration)""",
@@ -87,7 +87,7 @@ def test_durations_are_those_of_the_reports(page: Page) -> None:
     assert found == [duration(value) for value in seconds]
 
 
-def test_hostile_text_is_made_visible_as_on_a_terminal(page: Page) -> None:
+def test_hostile_text_is_escaped_as_on_a_terminal(page: Page) -> None:
     # The joiners stay, for emoji. A lone surrogate cannot travel through JSON.
     kept = "\u200c\u200d"
     text = "".join(map(chr, [*range(0x3000), *range(0xFDD0, 0x10000), 0x1F600, 0xE0001, 0xE007F]))
@@ -95,7 +95,7 @@ def test_hostile_text_is_made_visible_as_on_a_terminal(page: Page) -> None:
     assert found == "".join(char if char in kept else printable(char) for char in text)
 
 
-def test_a_player_goes_along_frame_after_frame_at_the_end_alone(page: Page) -> None:
+def test_a_player_follows_new_frames_only_at_the_end(page: Page) -> None:
     found = page.evaluate(
         """async () => {
           const { Player } = await import("/assets/player.js");
@@ -143,7 +143,7 @@ def test_a_player_goes_along_frame_after_frame_at_the_end_alone(page: Page) -> N
     assert len(shown) < 120
 
 
-def test_slots_that_are_no_part_of_a_text_are_told_by_it(page: Page) -> None:
+def test_slots_after_the_text_are_recognized(page: Page) -> None:
     after, other = "after the text", "not part of the text"
     rows: list[tuple[list[str], str, list[str]]] = [
         (["a", " b"], "a b", ["", ""]),

@@ -28,7 +28,7 @@ def test_the_policy_and_its_lag_follow_the_events(open_page: Open, service: Fake
     )
 
 
-def test_a_cut_event_stream_is_resumed_where_it_ended(open_page: Open, service: FakeService) -> None:
+def test_an_interrupted_event_stream_is_resumed(open_page: Open, service: FakeService) -> None:
     service.policy_events += [("published", {"version": 13, "round": 12, "time_s": 1.0})]
     page = open_page()
     expect(page.locator("#serving")).to_have_text("version 12 · up to date")
@@ -42,7 +42,7 @@ def test_a_cut_event_stream_is_resumed_where_it_ended(open_page: Open, service: 
     assert service.last_event_ids[:2] == [None, "1"]
 
 
-def test_a_service_that_cannot_be_reached_is_reported_and_found_again(open_page: Open, service: FakeService) -> None:
+def test_an_unreachable_service_is_reported_and_found_again(open_page: Open, service: FakeService) -> None:
     page = open_page(expected=(NETWORK,))
     expect(page.locator("#serving")).to_have_text("version 12 · up to date")
     page.route("**/v1/**", lambda route: route.abort())

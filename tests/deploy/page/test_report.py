@@ -11,7 +11,7 @@ from playwright.sync_api import Browser
 from tests.deploy.page.test_access import RULES, SIZES
 
 
-def test_it_is_for_everyone_and_fits_a_phone(
+def test_the_report_is_accessible_and_fits_a_phone(
     browser: Browser, d1: Callable, make_run: Callable, events: list[dict[str, Any]]
 ) -> None:
     directory = make_run("tiny", events)

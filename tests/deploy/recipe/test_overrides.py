@@ -16,7 +16,7 @@ from learner.estimators import OneStepConfig
 from tests.deploy.conftest import RECIPE
 
 
-def test_a_recipe_without_a_name_takes_its_files(recipe_file: Path) -> None:
+def test_a_recipe_without_a_name_is_named_after_its_file(recipe_file: Path) -> None:
     assert load_recipe(recipe_file, []).name == "tiny"
     recipe_file.write_text("name: other\n" + recipe_file.read_text())
     assert load_recipe(recipe_file, []).name == "other"
@@ -42,7 +42,7 @@ def test_floats_in_scientific_notation_work_in_the_file_and_in_overrides(recipe_
     assert recipe.learner.betas == (0.9, 0.99)
 
 
-def test_overrides_reach_sections_that_the_file_leaves_out_or_leaves_empty(recipe_file: Path) -> None:
+def test_overrides_reach_missing_and_empty_sections(recipe_file: Path) -> None:
     recipe_file.write_text(recipe_file.read_text() + "grading:\n")
     recipe = load_recipe(recipe_file, ["grading.num_graders=3", "control.enabled=false"])
     assert recipe.grading.num_graders == 3
@@ -57,7 +57,7 @@ RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_shipped_recipe_is_one(path: Path) -> None:
+def test_every_shipped_recipe_is_valid(path: Path) -> None:
     recipe = load_recipe(path, [])
     assert recipe.learner.incompatibility(sampler_facts(recipe.rollout.sampling)) is None
 
@@ -83,7 +83,7 @@ def test_one_override_switches_a_shipped_recipe_to_any_algorithm(name: str) -> N
     assert fitting.learner.incompatibility(sampler_facts(fitting.rollout.sampling)) is None
 
 
-def test_an_override_of_the_algorithm_leaves_out_the_files_method_and_nothing_else(recipe_file: Path) -> None:
+def test_an_algorithm_override_replaces_only_the_files_method(recipe_file: Path) -> None:
     method = "advantage: round_z, estimator: {p_mask_prompt: 0.0}, objective: {kl_coef: 0.5}"
     text = recipe_file.read_text()
     recipe_file.write_text(text.replace("learner: {", f"learner: {{inner_updates: 3, {method}, "))
@@ -111,27 +111,27 @@ def test_the_resolved_yaml_loads_to_the_same_recipe(recipe_file: Path, workdir: 
     assert yaml.safe_load(text)["name"] == "2024-01-01"
 
 
-def test_loading_leaves_no_default_unresolved(recipe_file: Path) -> None:
+def test_loading_resolves_all_defaults(recipe_file: Path) -> None:
     resolved = yaml.safe_load(resolved_yaml(load_recipe(recipe_file, [])))
     assert resolved["rollout"]["max_attempts"] == 3
     assert resolved["device"] == "cpu"
 
 
-def test_under_lora_the_reference_cannot_follow(recipe_file: Path) -> None:
+def test_reference_sync_is_refused_with_lora(recipe_file: Path) -> None:
     with pytest.raises(
         UserError, match=r"learner\.reference_sync_rounds 5 moves the KL reference, which with model\.lora"
     ):
         load_recipe(recipe_file, ["learner.reference_sync_rounds=5", "model.lora.rank=8"])
 
 
-def test_samples_of_sft_need_a_policy_where_it_computes(recipe_file: Path) -> None:
+def test_sft_samples_need_the_policy_on_its_device(recipe_file: Path) -> None:
     samples = ["device=cuda", "sft.num_eval=3", "sft.num_samples=2"]
     with pytest.raises(UserError, match=r"sft\.num_samples is 2, and with sharding\.cpu_offload the learner has no"):
         load_recipe(recipe_file, [*samples, "sharding.cpu_offload=true"])
     assert load_recipe(recipe_file, samples).sft.num_samples == 2
 
 
-def test_another_task_names_every_field_that_it_does_not_have_and_what_would_do(workdir: Path, d1: Callable) -> None:
+def test_fields_of_another_task_are_named_with_alternatives(workdir: Path, d1: Callable) -> None:
     sudoku = "task: {name: sudoku, prompt: compact, min_empty: 4, max_empty: 9}"
     (workdir / "tiny.yaml").write_text(RECIPE.replace("task: {name: sums}", sudoku))
     words = ("train", "tiny.yaml", "task.name=countdown", "task.num_numbers=4", "--dry-run")
@@ -278,7 +278,7 @@ def test_a_bad_override_is_refused_in_one_sentence(
         ),
     ],
 )
-def test_with_validation_that_is_what_may_be_looked_at(
+def test_settings_that_use_held_out_problems_are_refused_with_validation(
     override: str, sentence: str, recipe_file: Path, d1: Callable
 ) -> None:
     words = ("evaluation.num_validation=5", "task.validation_fraction=0.2")
@@ -309,14 +309,14 @@ def test_a_bad_file_is_refused_in_one_sentence(text: str, parts: tuple[str, ...]
     d1("train", "bad.yaml").assert_refused(*parts)
 
 
-def test_a_file_that_is_absent_or_no_text_is_refused(workdir: Path, d1: Callable) -> None:
+def test_a_missing_or_binary_file_is_refused(workdir: Path, d1: Callable) -> None:
     d1("train", "none.yaml").assert_refused("cannot read the recipe none.yaml: no such file or directory")
     d1("train", ".").assert_refused("cannot read the recipe .: is a directory")
     (workdir / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     d1("train", "binary.yaml").assert_refused("binary.yaml is not YAML")
 
 
-def test_a_problem_that_a_file_and_overrides_make_together_names_both(recipe_file: Path) -> None:
+def test_an_error_of_file_and_overrides_together_names_both(recipe_file: Path) -> None:
     overrides = ["task.name=countdown", "task.min_number=9", "task.max_number=3"]
     with pytest.raises(UserError, match=r"tiny.yaml with its overrides: task: max_number is 3; it must be at least"):
         load_recipe(recipe_file, overrides)

@@ -32,13 +32,13 @@ from deploy.recipe.yaml_text import parse_yaml
         ("runs/a b", "runs/a b"),
     ],
 )
-def test_a_scalar(text: str, value: object) -> None:
+def test_scalars_have_yaml_1_2_types(text: str, value: object) -> None:
     parsed = parse_yaml(text)
     assert parsed == value
     assert type(parsed) is type(value)
 
 
-def test_a_key_may_come_twice_in_two_mappings_but_not_in_one() -> None:
+def test_duplicate_keys_of_a_mapping_are_refused() -> None:
     assert parse_yaml("a: {x: 1}\nb: {x: 2}") == {"a": {"x": 1}, "b": {"x": 2}}
     with pytest.raises(ValueError, match="the key x comes twice in line 3"):
         parse_yaml("a:\n  x: 1\n  x: 2")
@@ -57,7 +57,7 @@ def test_a_key_may_come_twice_in_two_mappings_but_not_in_one() -> None:
         ("{!!bool maybe: 1}", "'maybe' cannot be read as !!bool in line 1"),
     ],
 )
-def test_a_tag_that_does_not_fit_is_a_sentence(text: str, said: str) -> None:
+def test_an_invalid_tag_is_refused_in_one_sentence(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"{said}$") as refused:
         parse_yaml(text)
     assert len(str(refused.value)) < 200

@@ -57,7 +57,7 @@ def _assert_is_self_contained(page: Page) -> None:
             assert all(url.startswith("#") for url in re.findall(r"url\(([^)]*)\)", value or ""))
 
 
-def test_a_run(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
+def test_a_report_of_one_run(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
     make_run("tiny", events)
     ended = d1("report", "tiny", "--out", "here/report.html")
     assert (ended.status, ended.out, ended.err) == (0, "", "d1: here/report.html has the report\n")
@@ -75,7 +75,7 @@ def test_a_run(d1: Callable, make_run: Callable, events: Events, workdir: Path) 
     assert (workdir / "again.html").read_text() == (workdir / "here" / "report.html").read_text()
 
 
-def test_what_has_no_data_has_no_plot(d1: Callable, make_run: Callable, recorder: Any, workdir: Path) -> None:
+def test_plots_without_data_are_left_out(d1: Callable, make_run: Callable, recorder: Any, workdir: Path) -> None:
     recorder.add("run", name="$\\frac$ [b]", seed=0, commit="", hardware="", versions={})
     recorder.evaluation("start", 100)
     make_run("tiny", recorder.events)
@@ -89,12 +89,14 @@ def test_what_has_no_data_has_no_plot(d1: Callable, make_run: Callable, recorder
     assert "Reward" in Page((workdir / "report.html").read_text()).texts
 
 
-def test_a_moving_mean_is_over_a_twentieth() -> None:
+def test_the_moving_mean_covers_a_twentieth() -> None:
     assert smooth([1, 2, 3]) == [1, 2, 3]
     assert smooth(range(40))[:4] == [0, 0.5, 1.5, 2.5]
 
 
-def test_two_runs_and_what_differs(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
+def test_a_report_of_two_runs_lists_their_differences(
+    d1: Callable, make_run: Callable, events: Events, workdir: Path
+) -> None:
     first, second = make_run("first", events), make_run("second", events)
     recipe = (second / "recipe.yaml").read_text()
     (second / "recipe.yaml").write_text(recipe.replace("lr: 1e-4", "lr: 2e-4"))
@@ -106,7 +108,7 @@ def test_two_runs_and_what_differs(d1: Callable, make_run: Callable, events: Eve
     assert "second: SFT + RL" in Page(text).texts
 
 
-def test_hostile_texts_stay_texts(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
+def test_hostile_texts_are_escaped(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
     run = make_run("tiny", events)
     for event in events:
         if event["event"] == "round":
@@ -120,7 +122,7 @@ def test_hostile_texts_stay_texts(d1: Callable, make_run: Callable, events: Even
     assert page.text.count(HOSTILE) == 2, "in the recipe, and in the legend of a plot"
 
 
-def test_hostile_completions_stay_texts(make_run: Callable, events: Events, tmp_path: Path) -> None:
+def test_hostile_completions_are_escaped(make_run: Callable, events: Events, tmp_path: Path) -> None:
     token = Token(text=HOSTILE, step=1, shade=3)
     answered = GradedCompletion(policy=HOSTILE, correct=False, num_steps=1, tokens=[token])
     example = ReportExample(prompt=HOSTILE, completions=[answered])
@@ -130,7 +132,7 @@ def test_hostile_completions_stay_texts(make_run: Callable, events: Events, tmp_
     assert page.text.count(HOSTILE) > 8
 
 
-def test_what_cannot_be_reported_is_a_sentence(
+def test_unsupported_reports_are_refused_in_one_sentence(
     d1: Callable, make_run: Callable, events: Events, workdir: Path, runs: Path
 ) -> None:
     make_run("empty", events[:1])
@@ -161,7 +163,7 @@ def test_examples_are_the_first_problems_before_and_after(runs: Path) -> None:
     assert make_examples(run, read_recipe(run), 0) == []
 
 
-def test_fields_of_recipes_side_by_side() -> None:
+def test_recipe_fields_are_compared_side_by_side() -> None:
     first = {"name": "a", "learner": {"lr": 0.1, "betas": [0.9, 0.99]}, "task": {}}
     second = {"name": "b", "learner": {"lr": 0.2, "betas": [0.9, 0.99]}, "seed": 3}
     found = {field.path: (field.values, field.differs) for field in fields_of([first, second])}
@@ -239,7 +241,7 @@ def _evaluate(run: Path, checkpoint: str, slots: int, steps: int, num_correct: i
     return record.path
 
 
-def test_what_d1_eval_found_is_in_the_report(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
+def test_results_of_d1_eval_are_in_the_report(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
     run = make_run("tiny", events)
     assert d1("report", "tiny", "--examples", "0").status == 0
     assert "By length and schedule" not in (workdir / "report.html").read_text()
@@ -265,7 +267,7 @@ def test_what_d1_eval_found_is_in_the_report(d1: Callable, make_run: Callable, e
     assert text.index('<th scope="col">sft</th>') < text.index('<th scope="col">rl-000002</th>')
 
 
-def test_only_whole_evaluations_of_these_weights_are_reported(make_run: Callable, events: Events) -> None:
+def test_only_complete_evaluations_of_the_same_weights_are_reported(make_run: Callable, events: Events) -> None:
     run, other = make_run("tiny", events), make_run("tiny-2", events)
     _evaluate(run, "sft", 8, 4, 5)
     half = _evaluate(run, "sft", 8, 2, 5)
@@ -280,9 +282,7 @@ def test_only_whole_evaluations_of_these_weights_are_reported(make_run: Callable
     assert found == [("countdown", "sft", 8, "8 steps", 0.25), ("sums", "sft", 8, "4 steps", 0.25)]
 
 
-def test_lengths_are_told_apart_once_whatever_was_evaluated(
-    d1: Callable, make_run: Callable, events: Events, workdir: Path
-) -> None:
+def test_lengths_are_distinguished_once(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
     run = make_run("tiny", events)
     for checkpoints in (["sft"], ["rl-000001", "rl-000002"]):
         for checkpoint in checkpoints:
@@ -293,7 +293,7 @@ def test_lengths_are_told_apart_once_whatever_was_evaluated(
         assert [text for text in texts if text.endswith(" slots")] == ["8 slots", "16 slots"]
 
 
-def test_the_front_has_what_nothing_beats_at_its_cost(make_run: Callable, events: Events) -> None:
+def test_the_pareto_front_has_undominated_schedules(make_run: Callable, events: Events) -> None:
     run = make_run("tiny", events)
     for steps, slots, right in ((1, 8, 3), (2, 8, 2), (4, 8, 6), (4, 16, 7), (6, 8, 7), (8, 8, 7), (8, 16, 9)):
         _evaluate(run, "sft", slots, steps, right)

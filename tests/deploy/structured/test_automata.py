@@ -33,7 +33,7 @@ LETTERS = ("ab", "abcd", "aAbBé😀\n")
 @pytest.mark.parametrize(
     "expression", ["a|bc*", "(ab|a)(c|bcd)", "[^a]{0,3}", ".{1,4}", "(?i)ab?", "(a|b)*a(a|b){3}", ""]
 )
-def test_an_expression_is_what_python_says_it_is(expression: str) -> None:
+def test_expressions_match_like_python(expression: str) -> None:
     automaton = byte_automaton("regex", expression)
     draw = random.Random(expression)
     texts = ["", *("".join(draw.choices(draw.choice(LETTERS), k=draw.randint(1, 6))) for _ in range(600))]
@@ -42,7 +42,7 @@ def test_an_expression_is_what_python_says_it_is(expression: str) -> None:
     assert 0 < sum(matches) < len(texts)
 
 
-def test_classes_of_characters_are_of_ascii() -> None:
+def test_character_classes_are_ascii() -> None:
     """As in most libraries. In the library used here they cover all of Unicode."""
     automaton = byte_automaton("regex", r"\d[\w-]\s\\d")
     assert accepts(*automaton, rb"1_ \d")
@@ -50,7 +50,7 @@ def test_classes_of_characters_are_of_ascii() -> None:
     assert not any(accepts(*automaton, text.encode()) for text in ("٣a \\d", "1é \\d", "1a\u00a0\\d", "1a 1", r"1\ \d"))
 
 
-def test_counted_characters_of_any_kind_do_not_multiply_states() -> None:
+def test_counted_wildcards_do_not_multiply_states() -> None:
     """By default the library makes an unanchored automaton. For one of these it has 2 ** 30 states."""
     for kind, text in (
         ("regex", ".{0,30}"),
@@ -61,7 +61,7 @@ def test_counted_characters_of_any_kind_do_not_multiply_states() -> None:
         assert len(byte_automaton(kind, text)[1]) < 2000
 
 
-def test_choices_are_texts_and_no_expressions() -> None:
+def test_choices_are_literal() -> None:
     choices = ["a.b", "(", "x|y", "é {2}", "[^-]&#~"]
     structure = Structure.of_choices(choices, "structured_outputs")
     automaton = byte_automaton(structure.kind, structure.text)
@@ -70,7 +70,7 @@ def test_choices_are_texts_and_no_expressions() -> None:
 
 
 @pytest.mark.parametrize("expression", ["(", "a)|(b", "[a", "^a$", "a$", r"\bword", "(?!a)b", r"(a)\1", "a{3"])
-def test_what_is_no_expression_is_refused(expression: str) -> None:
+def test_invalid_expressions_are_refused(expression: str) -> None:
     with pytest.raises(AutomatonError, match="it has a mistake, or an anchor, a word boundary, a lookaround"):
         byte_automaton("regex", expression)
 
@@ -81,7 +81,7 @@ def test_classes_that_libraries_read_differently_are_refused(expression: str) ->
         byte_automaton("regex", expression)
 
 
-def test_signs_of_classes_outside_of_them_are_themselves() -> None:
+def test_class_operators_outside_classes_are_literal() -> None:
     automaton = byte_automaton("regex", r"[]a\[-]&&--[^]\]]~~")
     assert accepts(*automaton, b"]&&--x~~")
     assert accepts(*automaton, b"[&&--a~~")
@@ -94,12 +94,12 @@ def test_a_pattern_that_closes_its_group_is_refused() -> None:
             byte_automaton("schema", json.dumps({"type": "string", "pattern": pattern}))
 
 
-def test_half_a_surrogate_pair_is_no_text_of_a_schema() -> None:
+def test_lone_surrogates_are_refused() -> None:
     with pytest.raises(AutomatonError, match="is not served"):
         byte_automaton("schema", json.dumps({"enum": ["\ud800"]}))
 
 
-def test_what_is_too_large_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_automata_are_refused_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AutomatonError, match="has an automaton of 6001 states; 2048 are the most"):
         byte_automaton("regex", "a{2000}{3}")
     with pytest.raises(AutomatonError, match="has 65537 characters; 65536 are the most"):
@@ -115,13 +115,13 @@ def test_what_is_too_large_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("pattern", [".", "[^a]", 'a"', r"\\", r"\s", "[ -~]"])
-def test_a_pattern_that_would_end_its_string_is_refused(pattern: str) -> None:
+def test_a_pattern_that_can_match_a_quote_is_refused(pattern: str) -> None:
     with pytest.raises(AutomatonError, match="which quotes, backslashes or control characters match"):
         byte_automaton("schema", json.dumps({"type": "array", "items": {"type": "string", "pattern": f"({pattern})"}}))
 
 
 @pytest.mark.parametrize("expression", ["(ab|a)(c|bcd)*", "[a-c]{2,5}", "é+|😀", ".*"])
-def test_tokens_lead_where_their_bytes_lead(expression: str) -> None:
+def test_token_transitions_equal_those_of_their_bytes(expression: str) -> None:
     draw = random.Random(expression)
     spelled: list[bytes | None] = [None, *(bytes([byte]) for byte in range(256))]
     spelled += ["".join(draw.choices(draw.choice(("abcd", "é")), k=draw.randint(1, 3))).encode() for _ in range(100)]
@@ -147,7 +147,7 @@ def test_tokens_lead_where_their_bytes_lead(expression: str) -> None:
     assert (grammar.next_state[:, nothing] == NOWHERE).all()
 
 
-def test_more_states_than_are_walked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transitions_are_right_across_chunks_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
     automaton = byte_automaton("regex", "(abc|ab){2,20}")
     spelled: list[bytes | None] = [b"a", b"b", b"c", b"ab", b"bc", b"cab"]
     at_once = TokenTrie(spelled, 6).grammar(*automaton)
@@ -156,7 +156,7 @@ def test_more_states_than_are_walked_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert at_once.next_state[:, at_once.class_of].tolist() == apart.next_state[:, apart.class_of].tolist()
 
 
-def test_an_automaton_of_too_many_kinds_of_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_token_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.requests.structured.token_automaton.MAX_ENTRIES", 10)
     with pytest.raises(ValueError, match=r"leads \d+ kinds of tokens through \d+ states, which is too many"):
         TokenTrie([b"a", b"b"], 2).grammar(*byte_automaton("regex", "a{9}b"))

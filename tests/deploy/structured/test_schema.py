@@ -61,7 +61,7 @@ INT = {"type": "integer"}
         ({"$ref": "#/$defs/a", "type": "integer", "$defs": {"a": INT}}, "has 'type' beside `$ref`"),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_refused_by_its_name(schema: dict[str, Any], words: str) -> None:
+def test_unsupported_keywords_are_refused_by_name(schema: dict[str, Any], words: str) -> None:
     with pytest.raises(SchemaError) as error:
         library_schema(schema)
     assert words in str(error.value)
@@ -76,7 +76,7 @@ def test_references_that_multiply_are_refused() -> None:
         library_schema({"$ref": "#/$defs/d0", "$defs": defs | {names[-1]: INT}})
 
 
-def test_a_schema_that_is_deep_is_refused_before_it_is_followed() -> None:
+def test_a_deep_schema_is_refused_before_recursion() -> None:
     deep: dict[str, Any] = INT
     for _ in range(MAX_DEPTH + 1):
         deep = {"type": "array", "items": deep}
@@ -105,5 +105,5 @@ def test_a_schema_that_is_deep_is_refused_before_it_is_followed() -> None:
         ({"const": None}, {"enum": [None]}),
     ],
 )
-def test_a_schema_in_the_librarys_words(schema: dict[str, Any], read: dict[str, Any]) -> None:
+def test_a_schema_becomes_the_librarys_regex(schema: dict[str, Any], read: dict[str, Any]) -> None:
     assert library_schema(schema) == read

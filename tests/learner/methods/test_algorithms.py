@@ -128,7 +128,7 @@ def gradients_of_two_steps(
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradient_are_those_of_the_papers_formula(
+def test_loss_and_gradient_equal_the_papers_formula(
     name: str, policy: Transformer, rollouts: RolloutBatch, grouped: GroupedBatch
 ) -> None:
     """Over two steps: at the second, new, old and reference policy differ."""
@@ -183,7 +183,7 @@ def _assert_gradients(recorder: Recorder, news: list[Transformer]) -> None:
 
 
 @pytest.mark.parametrize("name", ["diffu-grpo", "coupled-grpo", "espo", "stabledrl"])
-def test_steps_on_minibatches_are_those_of_the_papers_formula(
+def test_minibatch_steps_equal_the_papers_formula(
     name: str, policy: Transformer, rollouts: RolloutBatch, grouped: GroupedBatch
 ) -> None:
     """Two sweeps of three steps, each step on one group. Old likelihoods are from the start of the round, and masks are
@@ -206,7 +206,7 @@ def test_steps_on_minibatches_are_those_of_the_papers_formula(
 
 
 @pytest.mark.parametrize(("name", "count", "num_steps"), [("espo", 5, 5), ("agrpo", 50, 12), ("dmpo", 2, 2)])
-def test_the_steps_of_a_sweep_add_up_to_the_whole_round(
+def test_minibatch_gradients_add_up_to_the_whole_round(
     name: str, count: int, num_steps: int, policy: Transformer, rollouts: RolloutBatch
 ) -> None:
     """With a fixed policy. Each step is weighted by its share of the completions, or of the groups for group losses."""
@@ -276,7 +276,7 @@ def _others(value: object, key: str) -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "section", "key"), _coefficients())
-def test_every_coefficient_of_a_row_can_change_an_update(
+def test_every_coefficient_of_an_algorithm_affects_the_update(
     name: str, section: str, key: str, policy: Transformer, rollouts: RolloutBatch
 ) -> None:
     config, sampler = algorithm_config(name), algorithm_sampler(name)
@@ -320,9 +320,7 @@ def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "mapg"])
-def test_a_block_causal_policy_takes_steps_by_each_method(
-    name: str, policy: Transformer, rollouts: RolloutBatch
-) -> None:
+def test_every_algorithm_trains_a_block_causal_policy(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
     """All methods except mapg, which compares slots of different blocks. Micro-batches also split a row's draws."""
     causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
     causal.load_state_dict(policy.state_dict())

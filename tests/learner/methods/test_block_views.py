@@ -66,7 +66,7 @@ def _random(batch: GroupedBatch, num_draws: int) -> Corruption:
     return Corruption(rows=rows, masked=masked, scored=masked)
 
 
-def test_each_token_is_scored_in_its_canvas_block_behind_what_is_clean(policy: Transformer) -> None:
+def test_each_token_is_scored_after_the_clean_blocks(policy: Transformer) -> None:
     batch = _batch()
     corruption = _random(batch, 3)
     terms = make_terms(batch, policy.config, corruption)
@@ -151,7 +151,7 @@ def test_steps_are_joined_within_their_block(policy: Transformer) -> None:
     assert drawn.scored[0].nonzero()[:, 0].tolist() == [0]
 
 
-def test_the_gradient_is_that_of_a_forward_of_each_canvas(policy: Transformer) -> None:
+def test_the_gradient_equals_that_of_separate_forwards(policy: Transformer) -> None:
     batch = _batch(num_rows=4)
     config = TrajectoryConfig(steps_per_segment=1)
     corruption = config.corrupt(batch, FIRST, SamplerFacts(block_length=BLOCK, is_block_causal=True))
@@ -182,7 +182,7 @@ def test_micro_batches_count_all_slots_of_a_row(policy: Transformer) -> None:
     assert all(micro.views.blocks is not None for micro in make_micro_batches(terms, terms.rows, length).terms)
 
 
-def test_a_masked_prompt_is_so_for_every_block(policy: Transformer) -> None:
+def test_a_masked_prompt_applies_to_every_block(policy: Transformer) -> None:
     batch = _batch(num_rows=4)
     plain = _random(batch, 1)
     prompt = torch.zeros(4, 6, dtype=torch.bool)
@@ -199,7 +199,7 @@ def test_a_masked_prompt_is_so_for_every_block(policy: Transformer) -> None:
     torch.testing.assert_close(token_logps(policy, terms.views)[place[0]], alone, atol=1e-5, rtol=0)
 
 
-def test_masked_sft_scores_each_block_behind_clean_ones(policy: Transformer) -> None:
+def test_masked_sft_scores_each_block_after_clean_ones(policy: Transformer) -> None:
     batch = _batch(num_rows=4)
     clean = torch.cat((batch.prompt_ids, batch.completion_ids), dim=1)
     lengths = torch.tensor([19, 9, 14, 10])
@@ -226,7 +226,7 @@ def test_masked_sft_scores_each_block_behind_clean_ones(policy: Transformer) -> 
         torch.testing.assert_close(masked_logps(policy, masked), expected, atol=1e-5, rtol=0)
 
 
-def test_a_text_in_blocks_of_one_has_its_likelihood_and_no_bound(policy: Transformer) -> None:
+def test_with_blocks_of_one_the_likelihood_is_exact(policy: Transformer) -> None:
     policy.config = policy.config.model_copy(update={"block_length": 1})
     prompt, text = [3, 4, 5, 6, 7], [8, 9, 10, 11]
     ids, exact = [*prompt, *text], 0.0
@@ -250,7 +250,7 @@ def test_a_text_in_blocks_of_one_has_its_likelihood_and_no_bound(policy: Transfo
         assert float(token_logps(policy, views).sum()) == pytest.approx(exact, abs=1e-4)
 
 
-def test_the_original_sdar_codes_log_probabilities_come_back(shared: Path) -> None:
+def test_the_original_sdar_codes_log_probs_are_reproduced(shared: Path) -> None:
     directory = shared / "fixtures" / "sdar-tiny"
     policy = load_policy(directory)
     for setting in json.loads((directory / "expected_generations.json").read_text()):
@@ -276,7 +276,7 @@ def test_the_original_sdar_codes_log_probabilities_come_back(shared: Path) -> No
             assert sorted(terms.slots.tolist()) == list(range(len(output)))
 
 
-def test_an_order_over_blocks_is_refused() -> None:
+def test_scores_order_is_refused_for_block_causal_policies() -> None:
     config = TrajectoryConfig(steps_per_segment=1, scores_order=True)
     refusal = config.incompatibility(SamplerFacts(is_block_causal=True))
     assert refusal is not None
@@ -284,7 +284,7 @@ def test_an_order_over_blocks_is_refused() -> None:
     assert config.incompatibility(SamplerFacts()) is None
 
 
-def test_segments_of_blocks_follow_the_blocks_of_the_sampler() -> None:
+def test_block_segments_follow_the_samplers_blocks() -> None:
     batch = _batch(num_rows=4)
     config = TrajectoryConfig(blocks_per_segment=1)
     corruption = config.corrupt(batch, FIRST, SamplerFacts(block_length=BLOCK, is_block_causal=True))

@@ -64,9 +64,7 @@ _EVERY: list[Objective] = [
         (EstimatorFacts(scores_order=True), 0, set()),
     ],
 )
-def test_an_objective_says_itself_which_estimators_and_how_stale_completions_it_takes(
-    facts: EstimatorFacts, max_staleness: int, takers: set[str]
-) -> None:
+def test_objectives_check_estimators_and_staleness(facts: EstimatorFacts, max_staleness: int, takers: set[str]) -> None:
     estimator = cast("Estimator", _Unheard(facts))
     assert {one.name for one in _EVERY if one.incompatibility(estimator, max_staleness) is None} == takers
 
@@ -79,7 +77,7 @@ def test_an_objective_says_itself_which_estimators_and_how_stale_completions_it_
         (EstimatorFacts(), 0, True),
     ],
 )
-def test_a_ratio_to_recorded_likelihoods_takes_stale_completions_and_needs_states_that_replay(
+def test_ratios_to_recorded_log_probs_need_replayable_states(
     facts: EstimatorFacts, max_staleness: int, is_refused: bool
 ) -> None:
     why = ClippedRatioConfig(old="sampler").incompatibility(cast("Estimator", _Unheard(facts)), max_staleness)
@@ -94,7 +92,7 @@ def test_a_ratio_to_recorded_likelihoods_takes_stale_completions_and_needs_state
         (SamplerFacts(temperature=0), "at rollout.sampling.temperature 0 nothing is drawn"),
     ],
 )
-def test_only_a_ratio_to_recorded_likelihoods_minds_what_a_sampler_records(sampler: SamplerFacts, why: str) -> None:
+def test_only_ratios_to_recorded_log_probs_depend_on_the_samplers_record(sampler: SamplerFacts, why: str) -> None:
     assert [one.sampler_incompatibility(sampler) for one in _EVERY] == [None] * len(_EVERY)
     recorded = ClippedRatioConfig(old="sampler")
     assert why in str(recorded.sampler_incompatibility(sampler))

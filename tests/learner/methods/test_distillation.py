@@ -97,7 +97,7 @@ def _teacher(_module: Transformer, views: Views, _device: object) -> Tensor:
 
 
 @pytest.mark.parametrize(("reverse_kl", "top_k"), GOLDEN)
-def test_opdlm_is_its_authors(
+def test_opdlm_equals_the_authors_code(
     reverse_kl: float, top_k: int | None, policy: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_opdlm_is_its_authors(
     assert "token_logp" not in metrics
 
 
-def test_its_states_are_those_of_the_authors_code() -> None:
+def test_block_states_equal_the_authors_code() -> None:
     batch = GroupedBatch.of(_batch())
     corruption = BlockStatesConfig().corrupt(batch, InnerUpdate(0, 1), SAMPLER)
     assert corruption.parts is not None
@@ -143,7 +143,7 @@ def test_its_states_are_those_of_the_authors_code() -> None:
     assert has_canvas.sum(dim=1).tolist() == [1, 1, 2, 1, 2, 2, 1, 2]
 
 
-def test_every_state_of_a_block_is_as_likely() -> None:
+def test_states_of_a_block_are_equally_likely() -> None:
     batch = GroupedBatch.of((whole := _batch()).select(whole.truncated))
     shares = []
     for index in range(400):
@@ -155,7 +155,7 @@ def test_every_state_of_a_block_is_as_likely() -> None:
     assert float(found.mean()) == pytest.approx(0.75, abs=0.02)
 
 
-def test_the_end_of_a_text_is_scored_where_it_is_to_be(rollouts: RolloutBatch) -> None:
+def test_scores_end_adds_the_end_of_text(rollouts: RolloutBatch) -> None:
     batch = GroupedBatch.of(rollouts)
     without, with_it = BlockStatesConfig(), BlockStatesConfig(scores_end=True)
     ends = (~batch.truncated).long()
@@ -167,7 +167,7 @@ def test_the_end_of_a_text_is_scored_where_it_is_to_be(rollouts: RolloutBatch) -
 @pytest.mark.parametrize("reverse_kl", [0.0, 0.35, 1.0])
 @pytest.mark.parametrize("top_k", [None, 3])
 @pytest.mark.parametrize("excludes", [False, True])
-def test_a_divergence_and_its_derivatives_are_those_of_plain_loops(
+def test_divergence_and_gradient_equal_plain_loops(
     reverse_kl: float, top_k: int | None, excludes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain loops over slots and tokens, in float64. Chunks hold two slots, and terms of different chunks share
@@ -201,7 +201,7 @@ def test_a_divergence_and_its_derivatives_are_those_of_plain_loops(
 
 
 @pytest.mark.parametrize("reverse_kl", [0.0, 0.35, 1.0])
-def test_the_likeliest_tokens_of_a_sure_teacher_are_found_among_those_without_probability(reverse_kl: float) -> None:
+def test_top_k_works_when_probabilities_underflow(reverse_kl: float) -> None:
     """In float32 all but the first token underflow: they are more than 104 nats below it."""
     logits_NV, teacher_NV = torch.randn(2, 3, 12, generator=torch.Generator().manual_seed(0))
     teacher_NV = 200.0 * teacher_NV
@@ -221,7 +221,7 @@ def test_the_likeliest_tokens_of_a_sure_teacher_are_found_among_those_without_pr
     torch.testing.assert_close(slope_NV.double(), expected_NV, atol=1e-4, rtol=1e-4)
 
 
-def test_a_teacher_of_a_checkpoint_says_what_the_autoregressive_model_says(
+def test_a_loaded_teacher_equals_the_autoregressive_model(
     policy: Transformer, rollouts: RolloutBatch, tmp_path: Path
 ) -> None:
     """At every scored slot, given the tokens before it, while the policy has an adapter."""
@@ -245,7 +245,7 @@ def test_a_teacher_of_a_checkpoint_says_what_the_autoregressive_model_says(
     assert not any(parameter.requires_grad for parameter in teacher.model.module.parameters())
 
 
-def test_rewards_do_not_enter_and_no_group_is_left_out(policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_distillation_ignores_rewards(policy: Transformer, rollouts: RolloutBatch) -> None:
     found = []
     for rewards in (rollouts.rewards, torch.zeros(12)):
         batch = replace(rollouts, rewards=rewards, correct=rewards > 0.5)
@@ -260,7 +260,7 @@ def test_rewards_do_not_enter_and_no_group_is_left_out(policy: Transformer, roll
     assert all(torch.equal(found[0][1][name], tensor) for name, tensor in found[1][1].items())
 
 
-def test_the_divergence_falls(policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_distillation_lowers_the_divergence(policy: Transformer, rollouts: RolloutBatch) -> None:
     """Many updates on one batch."""
     settings = {"algorithm": "opdlm", "num_rounds": 1, "inner_updates": 25, "num_minibatches": 1, "lr": 1e-2}
     config = LearnerConfig.model_validate(settings | {"weight_decay": 0.0, "max_grad_norm": 10.0})

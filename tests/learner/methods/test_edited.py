@@ -58,7 +58,7 @@ def batch(sampled: tuple[list[Request], list[Completion]], config: TransformerCo
     return found
 
 
-def test_every_write_of_a_text_is_scored_as_it_was_drawn(
+def test_writes_are_scored_as_they_were_drawn(
     policy: Transformer, batch: RolloutBatch, sampled: tuple[list[Request], list[Completion]]
 ) -> None:
     grouped = GroupedBatch.of(batch)
@@ -86,7 +86,7 @@ def test_every_write_of_a_text_is_scored_as_it_was_drawn(
             assert again.tolist() == pytest.approx(micro.recorded.tolist(), abs=1e-4)
 
 
-def test_a_state_shows_what_was_written_last(policy: Transformer, batch: RolloutBatch) -> None:
+def test_a_state_shows_the_last_written_tokens(policy: Transformer, batch: RolloutBatch) -> None:
     grouped = GroupedBatch.of(batch)
     corruption = EXACT.corrupt(grouped, FIRST, FACTS)
     assert corruption.shown is not None
@@ -109,7 +109,7 @@ def test_a_state_shows_what_was_written_last(policy: Transformer, batch: Rollout
     assert num_edits > 10
 
 
-def test_drawn_steps_stand_for_all(batch: RolloutBatch) -> None:
+def test_sampled_steps_have_importance_weights(batch: RolloutBatch) -> None:
     grouped = GroupedBatch.of(batch)
     every = EXACT.corrupt(grouped, FIRST, FACTS)
     some = TrajectoryConfig(steps_per_segment=1, law="sampler", num_sampled=2).corrupt(grouped, FIRST, FACTS)
@@ -124,7 +124,7 @@ def test_drawn_steps_stand_for_all(batch: RolloutBatch) -> None:
     [{"algorithm": "cj-grpo"}, {"algorithm": "tracerl", "estimator": EXACT.model_dump()}, {"algorithm": "diffu-grpo"}],
     ids=["cj-grpo", "tracerl", "diffu-grpo"],
 )
-def test_a_round_is_trained_on(policy: Transformer, batch: RolloutBatch, method: dict[str, object]) -> None:
+def test_a_round_with_edits_trains(policy: Transformer, batch: RolloutBatch, method: dict[str, object]) -> None:
     config = LearnerConfig(**with_algorithm(ROUND | method))
     learner = Learner(ShardedPolicy(policy, None), config, FACTS)
     before = {name: weight.clone() for name, weight in policy.named_parameters()}
@@ -146,7 +146,7 @@ def test_a_round_is_trained_on(policy: Transformer, batch: RolloutBatch, method:
         ({"p_mask_prompt": 0.25}, "p_mask_prompt is 0.25"),
     ],
 )
-def test_what_cannot_be_said_of_single_writes_is_refused(changes: dict[str, object], said: str) -> None:
+def test_options_that_single_writes_lack_are_refused(changes: dict[str, object], said: str) -> None:
     refusal = TrajectoryConfig(**{"steps_per_segment": 1} | changes).incompatibility(FACTS)
     assert refusal is not None
     assert refusal.startswith(f"estimator.{said}, and rollout.sampling.editing_threshold")

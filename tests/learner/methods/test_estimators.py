@@ -41,7 +41,7 @@ def _many(batch: GroupedBatch, row: int, count: int) -> GroupedBatch:
     )
 
 
-def test_every_block_is_masked_at_levels_of_its_own(grouped: GroupedBatch) -> None:
+def test_each_block_has_its_own_mask_counts(grouped: GroupedBatch) -> None:
     """EBPO: each block has between one and all of its slots masked, spread evenly over its draws, without bias."""
     config = ElboConfig(num_draws=32, counts="block", complement=False, slots="text")
     many = _many(grouped, int(grouped.completion_lengths.argmax()), 16)
@@ -62,7 +62,7 @@ def test_every_block_is_masked_at_levels_of_its_own(grouped: GroupedBatch) -> No
     torch.testing.assert_close(mean_L, is_text[0].float(), atol=0.15, rtol=0)
 
 
-def test_a_bidirectional_policys_blocks_are_one(grouped: GroupedBatch) -> None:
+def test_a_bidirectional_policy_counts_as_one_block(grouped: GroupedBatch) -> None:
     config = ElboConfig(num_draws=8, counts="block", complement=False)
     drawn = config.corrupt(grouped, FIRST, SamplerFacts(block_length=4))
     assert drawn.weights is not None
@@ -87,7 +87,7 @@ def test_a_bidirectional_policys_blocks_are_one(grouped: GroupedBatch) -> None:
         (TrajectoryConfig(num_segments=4), False, True),
     ],
 )
-def test_what_objectives_hear_of_units_in_several_parts_is_what_is_scored(
+def test_facts_about_split_units_agree_with_the_corruption(
     grouped: GroupedBatch, estimator: Estimator, splits_tokens: bool, splits_rows: bool
 ) -> None:
     corruption = estimator.corrupt(grouped, FIRST, SAMPLER)
@@ -100,7 +100,7 @@ def test_what_objectives_hear_of_units_in_several_parts_is_what_is_scored(
     assert (estimator.facts.splits_tokens, estimator.facts.splits_rows) == (splits_tokens, splits_rows)
 
 
-def test_one_segment_is_diffu_grpo(policy: Transformer, grouped: GroupedBatch) -> None:
+def test_one_segment_equals_diffu_grpo(policy: Transformer, grouped: GroupedBatch) -> None:
     """StepMerge with one segment: the same canvases and scored tokens as diffu-GRPO."""
     one = make_terms(grouped, policy.config, OneStepConfig(p_mask_prompt=0).corrupt(grouped, FIRST, SAMPLER))
     merged = make_terms(grouped, policy.config, TrajectoryConfig(num_segments=1).corrupt(grouped, FIRST, SAMPLER))
@@ -110,9 +110,7 @@ def test_one_segment_is_diffu_grpo(policy: Transformer, grouped: GroupedBatch) -
 
 
 @pytest.mark.parametrize(("settings", "lengths"), [({"steps_per_segment": 1}, 1), ({"num_segments": 2}, 2)])
-def test_a_segments_canvas_shows_what_was_committed_before_it(
-    grouped: GroupedBatch, settings: dict[str, int], lengths: int
-) -> None:
+def test_a_segments_canvas_shows_earlier_commits(grouped: GroupedBatch, settings: dict[str, int], lengths: int) -> None:
     full = replace(grouped, completion_lengths=torch.full((12,), 8)).select(grouped.completion_lengths > 4)
     corruption = TrajectoryConfig(**settings).corrupt(full, FIRST, SAMPLER)  # type: ignore[arg-type]
     assert corruption.parts is not None
@@ -123,9 +121,7 @@ def test_a_segments_canvas_shows_what_was_committed_before_it(
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_a_block_is_scored_in_the_state_that_it_began_in_however_many_steps_it_took(
-    grouped: GroupedBatch, blocks: int
-) -> None:
+def test_a_block_segment_is_scored_in_its_initial_state(grouped: GroupedBatch, blocks: int) -> None:
     # Different numbers of steps in each block of each row.
     steps = grouped.step_map.where(grouped.step_map < 0, grouped.step_map // (1 + torch.arange(12)[:, None] % 3))
     corruption = TrajectoryConfig(blocks_per_segment=blocks).corrupt(replace(grouped, step_map=steps), FIRST, SAMPLER)
@@ -139,7 +135,7 @@ def test_a_block_is_scored_in_the_state_that_it_began_in_however_many_steps_it_t
 
 
 @pytest.mark.parametrize("given", [{}, {"num_segments": 2, "blocks_per_segment": 1}])
-def test_a_trajectory_is_cut_in_one_way(given: dict[str, int]) -> None:
+def test_only_one_kind_of_segment_may_be_given(given: dict[str, int]) -> None:
     with pytest.raises(ValidationError, match="give one of num_segments, steps_per_segment and blocks_per_segment"):
         TrajectoryConfig(**given)  # type: ignore[arg-type]
 
@@ -157,7 +153,7 @@ def test_every_text_token_is_scored_once_over_all_segments(grouped: GroupedBatch
     assert torch.equal(times == 1, grouped.completion_mask())
 
 
-def test_segments_are_of_the_whole_canvas(grouped: GroupedBatch) -> None:
+def test_segments_divide_the_steps_of_the_whole_canvas(grouped: GroupedBatch) -> None:
     """Two slots a step: the whole canvas takes four steps, and a completion that ends in its first block takes two."""
     corruption = TrajectoryConfig(num_segments=4).corrupt(grouped, FIRST, SAMPLER)
     assert corruption.parts is not None
@@ -167,7 +163,7 @@ def test_segments_are_of_the_whole_canvas(grouped: GroupedBatch) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"steps_per_segment": 2}, {"num_segments": 2}])
-def test_the_first_steps_can_be_shown_throughout(grouped: GroupedBatch, settings: dict[str, int]) -> None:
+def test_the_first_steps_can_be_shown_in_all_segments(grouped: GroupedBatch, settings: dict[str, int]) -> None:
     config = TrajectoryConfig(num_shown_steps=1, **settings)  # type: ignore[arg-type]
     corruption = config.corrupt(grouped, FIRST, SAMPLER)
     assert corruption.parts is not None
@@ -177,13 +173,13 @@ def test_the_first_steps_can_be_shown_throughout(grouped: GroupedBatch, settings
     assert torch.equal(corruption.masked, (step_RL > 2 * parts_R1) | (step_RL < 0))
 
 
-def test_a_sampler_of_no_more_steps_than_are_shown_is_refused() -> None:
+def test_a_sampler_without_steps_beyond_the_shown_ones_is_refused() -> None:
     config = TrajectoryConfig(num_segments=2, num_shown_steps=3)
     assert "nothing would be scored" in str(config.incompatibility(SamplerFacts(max_denoise_steps=3)))
     assert config.incompatibility(SamplerFacts(max_denoise_steps=4)) is None
 
 
-def test_segments_that_are_drawn_alike_are_different_ones_and_any_of_them(grouped: GroupedBatch) -> None:
+def test_uniformly_sampled_segments_are_distinct_and_cover_all(grouped: GroupedBatch) -> None:
     row = int(grouped.completion_lengths.argmax())
     many = _many(grouped, row, 600)
     config = TrajectoryConfig(steps_per_segment=1, num_sampled=2)
@@ -194,7 +190,7 @@ def test_segments_that_are_drawn_alike_are_different_ones_and_any_of_them(groupe
     assert max(pairs.values()) < 2 * min(pairs.values()), "no pair is likelier"
 
 
-def test_tokens_that_are_drawn_stand_for_all(grouped: GroupedBatch) -> None:
+def test_sampled_tokens_are_weighted_to_the_mean_of_all(grouped: GroupedBatch) -> None:
     """Their weighted sum over the completion's length equals the mean of all tokens."""
     config = TrajectoryConfig(steps_per_segment=1, num_sampled=1, weigh="value")
     corruption = config.corrupt(grouped, FIRST, SAMPLER)
@@ -205,12 +201,12 @@ def test_tokens_that_are_drawn_stand_for_all(grouped: GroupedBatch) -> None:
     assert (corruption.weights > 1).any()
 
 
-def test_tokens_that_stand_for_all_must_be_drawn_alike() -> None:
+def test_weighing_values_needs_a_uniform_proposal() -> None:
     with pytest.raises(ValidationError, match="proposal must be uniform, not entropy"):
         TrajectoryConfig(steps_per_segment=1, num_sampled=1, weigh="value", proposal="entropy")
 
 
-def test_an_order_is_scored_against_all_that_a_segment_leaves_masked(grouped: GroupedBatch) -> None:
+def test_rivals_of_an_order_are_all_slots_left_masked(grouped: GroupedBatch) -> None:
     """Rivals include later blocks and blocks never denoised, but not the slots that the segment commits together."""
     config = TrajectoryConfig(num_segments=2, scores_order=True)
     corruption = config.corrupt(grouped, FIRST, SAMPLER)
@@ -221,7 +217,7 @@ def test_an_order_is_scored_against_all_that_a_segment_leaves_masked(grouped: Gr
     assert corruption.rivals.any()
 
 
-def test_all_tokens_of_a_step_are_scored_up_to_the_last_that_says_something(grouped: GroupedBatch) -> None:
+def test_all_tokens_are_scored_up_to_the_last_step_with_text(grouped: GroupedBatch) -> None:
     """The text ends in its second slot. Its steps 0 and 1 commit ends of text too, steps 2 and 3 commit nothing
     else."""
     batch = replace(
@@ -241,7 +237,7 @@ def test_all_tokens_of_a_step_are_scored_up_to_the_last_that_says_something(grou
     assert corruption.importance[:, 0].tolist() == [1 / 2] * 2 + [1 / 4] * 4
 
 
-def test_segments_are_drawn_by_the_entropy_of_what_was_drawn_from(grouped: GroupedBatch) -> None:
+def test_segments_are_sampled_by_recorded_entropy(grouped: GroupedBatch) -> None:
     """The second step has nearly all entropy of the sampling distributions, the first that of untempered
     predictions."""
     row = int(grouped.completion_lengths.argmax())
@@ -259,7 +255,7 @@ def test_segments_are_drawn_by_the_entropy_of_what_was_drawn_from(grouped: Group
 
 @pytest.mark.parametrize("proposal", ["uniform", "entropy"])
 @pytest.mark.parametrize("num_sampled", [1, 3])
-def test_sampled_segments_count_for_one_on_average(grouped: GroupedBatch, proposal: str, num_sampled: int) -> None:
+def test_importance_weights_have_mean_one(grouped: GroupedBatch, proposal: str, num_sampled: int) -> None:
     row = int(grouped.completion_lengths.argmax())
     many = _many(grouped, row, 6000)
     config = TrajectoryConfig(steps_per_segment=1, num_sampled=num_sampled, proposal=proposal)  # type: ignore[arg-type]
@@ -271,7 +267,7 @@ def test_sampled_segments_count_for_one_on_average(grouped: GroupedBatch, propos
     assert int(corruption.rows.bincount().max()) <= num_sampled
 
 
-def test_only_fallback_tokens_and_only_uncertain_ones(grouped: GroupedBatch) -> None:
+def test_only_selects_fallback_or_uncertain_tokens(grouped: GroupedBatch) -> None:
     fallback = TrajectoryConfig(steps_per_segment=1, only="fallback").corrupt(grouped, FIRST, SAMPLER)
     scored = torch.zeros(12, 8).index_add_(0, fallback.rows, fallback.scored.float()) > 0
     assert torch.equal(scored, grouped.fallback & grouped.completion_mask())
@@ -284,13 +280,13 @@ def test_only_fallback_tokens_and_only_uncertain_ones(grouped: GroupedBatch) -> 
         assert not len(left) or kept.min() >= left.max()
 
 
-def test_fallback_needs_a_sampler_that_falls_back() -> None:
+def test_fallback_needs_a_sampler_with_fallback() -> None:
     config = TrajectoryConfig(steps_per_segment=1, only="fallback")
     assert "never falls back" in str(config.incompatibility(SamplerFacts(has_fallback=False)))
     assert config.incompatibility(SAMPLER) is None
 
 
-def test_a_mask_and_its_complement_hide_every_token_once(grouped: GroupedBatch) -> None:
+def test_a_mask_and_its_complement_cover_every_token_once(grouped: GroupedBatch) -> None:
     corruption = RandomMasksConfig().corrupt(grouped, FIRST, SAMPLER)
     masked = corruption.masked.unflatten(0, (12, 3))
     assert masked[:, 0].all()
@@ -337,7 +333,7 @@ def _exhaustive_elbo(policy: Transformer, batch: GroupedBatch, num_slots: int) -
         {"counts": "row", "complement": True, "num_draws": 2},
     ],
 )
-def test_the_mean_estimate_is_the_exhaustive_elbo(
+def test_the_mean_estimate_equals_the_exhaustive_elbo(
     policy: Transformer, grouped: GroupedBatch, settings: dict[str, object]
 ) -> None:
     short = replace(
@@ -358,7 +354,7 @@ def test_the_mean_estimate_is_the_exhaustive_elbo(
 
 @pytest.mark.parametrize("slots", ["text", "denoised", "canvas"])
 @pytest.mark.parametrize("complement", [True, False])
-def test_an_elbo_scores_the_slots_that_it_is_about(grouped: GroupedBatch, slots: str, complement: bool) -> None:
+def test_an_elbo_scores_its_slots(grouped: GroupedBatch, slots: str, complement: bool) -> None:
     config = ElboConfig(num_draws=16, counts="row", complement=complement, slots=slots)  # type: ignore[arg-type]
     corruption = config.corrupt(grouped, FIRST, SAMPLER)
     scored_BL = torch.zeros_like(grouped.completion_ids, dtype=torch.bool)
@@ -390,7 +386,7 @@ def test_quadrature_integrates_a_polynomial_of_the_ratio_exactly(grouped: Groupe
     torch.testing.assert_close(totals, torch.full((12,), -1000 / 3), atol=1.0, rtol=0)
 
 
-def test_block_masks_are_states_of_a_block_wise_sampler(grouped: GroupedBatch) -> None:
+def test_block_masks_are_states_of_a_blockwise_sampler(grouped: GroupedBatch) -> None:
     many = replace(_many(grouped, 0, 400), completion_lengths=torch.full((400,), 7))
     corruption = BlockMasksConfig(num_draws=2).corrupt(many, FIRST, SAMPLER)
     masked = corruption.masked
@@ -405,9 +401,7 @@ def test_block_masks_are_states_of_a_block_wise_sampler(grouped: GroupedBatch) -
     assert ((pairs[:, :, 4:7].sum(dim=2) == 3).any(dim=1)).all()
 
 
-def test_a_round_without_any_scored_token_still_has_something_to_run(
-    policy: Transformer, grouped: GroupedBatch
-) -> None:
+def test_a_round_without_scored_tokens_still_runs_a_forward(policy: Transformer, grouped: GroupedBatch) -> None:
     empty = replace(grouped, completion_lengths=torch.zeros(12, dtype=torch.long))
     for config in (
         OneStepConfig(),

@@ -293,7 +293,7 @@ def masks(name: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_row_has_the_loss_and_the_gradient_of_its_public_code(name: str) -> None:
+def test_loss_and_gradient_equal_the_public_code(name: str) -> None:
     """At the first inner update, and at two others whose ratios lie on both sides of the clip."""
     golden = GOLDEN[name]
     assert masks(name) == golden["masks"], "other masks are drawn: these numbers say nothing of them"
@@ -311,7 +311,7 @@ def test_a_row_has_the_loss_and_the_gradient_of_its_public_code(name: str) -> No
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if "advantages" in GOLDEN[name]])
-def test_a_row_has_the_advantages_of_its_public_code(name: str) -> None:
+def test_advantages_equal_the_public_code(name: str) -> None:
     """Up to the definition of a group's standard deviation: ours is the population's, plus 1e-4."""
     batch, std = example(SOURCES[name]), SOURCES[name].std
     ours = group_advantages(Rewards.of(batch), config(name).advantage)
@@ -323,5 +323,5 @@ def test_a_row_has_the_advantages_of_its_public_code(name: str) -> None:
     assert torch.allclose(ours * factors, torch.tensor(GOLDEN[name]["advantages"]), rtol=1e-5, atol=1e-6)
 
 
-def test_every_golden_number_is_of_a_row() -> None:
+def test_golden_numbers_belong_to_algorithms() -> None:
     assert set(GOLDEN) == set(SOURCES) <= set(ALGORITHMS)

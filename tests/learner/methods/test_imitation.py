@@ -60,7 +60,7 @@ def _by_hand(policy: Transformer, batch: RolloutBatch) -> tuple[dict[str, Tensor
 
 
 @pytest.mark.parametrize("max_tokens", [14, 10_000])
-def test_it_adds_the_gradient_of_the_mean_cross_entropy(
+def test_imitation_adds_the_gradient_of_the_mean_cross_entropy(
     policy: Transformer, rollouts: RolloutBatch, max_tokens: int
 ) -> None:
     batch = _some_correct(rollouts)
@@ -75,7 +75,7 @@ def test_it_adds_the_gradient_of_the_mean_cross_entropy(
         assert float((added - COEFFICIENT * gradient).abs().max()) < 2e-4 * float(gradient.abs().max()), name
 
 
-def test_a_round_without_a_correct_completion_has_none(policy: Transformer, rollouts: RolloutBatch) -> None:
+def test_without_a_correct_completion_there_is_no_imitation(policy: Transformer, rollouts: RolloutBatch) -> None:
     batch = replace(rollouts, correct=torch.zeros(rollouts.num_rows, dtype=torch.bool))
     without, plain = _gradients(policy, batch, 0.0)
     with_it, metrics = _gradients(policy, batch, COEFFICIENT)

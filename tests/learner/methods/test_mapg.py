@@ -140,7 +140,7 @@ def drawn(config: LearnerConfig) -> list[list[list[int]]]:
     return found
 
 
-def test_the_row_is_what_its_authors_train_with() -> None:
+def test_the_defaults_are_the_authors_settings() -> None:
     """Settings of map/configs/gsm8k.yaml."""
     config = LearnerConfig.model_validate({"algorithm": "mapg", "num_rounds": 1})
     estimator, objective = config.estimator, config.objective
@@ -151,7 +151,7 @@ def test_the_row_is_what_its_authors_train_with() -> None:
     assert (objective.kl_coef, estimator.p_mask_prompt) == (0.0, 0.0)
 
 
-def test_losses_and_gradients_are_those_of_the_public_code() -> None:
+def test_losses_and_gradients_equal_the_public_code() -> None:
     config = LearnerConfig.model_validate(SETTINGS)
     assert drawn(config) == DRAWN
     batch = rollouts()

@@ -86,7 +86,7 @@ def test_gradient_at_ratio_one_is_minus_the_advantage() -> None:
     # d = reference - new = -1; the derivative is by new, and d decreases in new.
     [(Kl.K1, 1.0, 1.0), (Kl.K2, 0.5, 1.0), (Kl.K3, math.exp(-1), 1 - math.exp(-1))],
 )
-def test_kl_and_its_pull_to_the_reference(kind: Kl, value: float, slope: float) -> None:
+def test_kl_pulls_towards_the_reference(kind: Kl, value: float, slope: float) -> None:
     new = torch.tensor([-1.0], requires_grad=True)
     config = ClippedRatioConfig(kl=kind, kl_coef=0.5)
     found = _loss(config, new, new.detach(), torch.tensor([-2.0]), torch.tensor([0.0]))
@@ -103,7 +103,7 @@ def test_k3_and_k2_are_never_negative() -> None:
     assert (kl_estimate(Kl.K2, difference) >= 0).all()
 
 
-def test_gradient_is_that_of_finite_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
     torch.manual_seed(0)
     new, old, reference = (torch.randn(6, dtype=torch.float64) * 0.1 for _ in range(3))
     advantages = torch.randn(6, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_gradient_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda values: _loss(CONFIG, values, old, reference, advantages).total, new)
 
 
-def test_lightningrls_loss_is_what_its_code_gives() -> None:
+def test_lightningrls_loss_equals_its_code() -> None:
     """SJTU-DENG-Lab/LightningRL, commit e4d7d29, models/sdar/modeling_sdar.py: all three means are over sequences."""
     new = torch.tensor([-1.0, -0.5, -2.0, -0.3, -1.2, -0.7], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.1, -0.9, -1.5, -0.3, -1.6, -0.4], dtype=torch.float64)
@@ -135,7 +135,7 @@ def test_a_likelihood_of_the_correct_completions_is_a_mean_over_completions(sett
 
 
 @pytest.mark.parametrize("baseline", [0.0, 0.5, -3.0])
-def test_tbas_loss_is_what_its_code_gives(baseline: float) -> None:
+def test_tbas_loss_equals_its_code(baseline: float) -> None:
     """bbartoldson/TBA, src/tba_trainer_gsm8k.py, for one prompt. log Z absorbs any reward offset that a group
     shares."""
     new = torch.tensor([-1.5, -3.5, -0.7, -2.0], dtype=torch.float64, requires_grad=True)
@@ -178,7 +178,7 @@ def test_trajectory_balance_needs_a_completions_likelihood(estimator: dict[str, 
 
 @pytest.mark.parametrize("algorithm", ["dmpo", "tba"])
 @pytest.mark.parametrize("advantage", list(Advantage))
-def test_an_optimum_tilted_by_the_reward_needs_rewards_in_their_own_unit(algorithm: str, advantage: Advantage) -> None:
+def test_trajectory_balance_needs_unnormalized_rewards(algorithm: str, advantage: Advantage) -> None:
     settings = {"num_rounds": 1, "algorithm": algorithm, "advantage": advantage}
     if advantage is Advantage.GROUP_MEAN:
         assert LearnerConfig.model_validate(settings).advantage is advantage
@@ -188,13 +188,13 @@ def test_an_optimum_tilted_by_the_reward_needs_rewards_in_their_own_unit(algorit
             LearnerConfig.model_validate(settings)
 
 
-def test_trajectory_balance_learns_from_stale_completions_too() -> None:
+def test_trajectory_balance_accepts_stale_completions() -> None:
     assert LearnerConfig.model_validate({"num_rounds": 1, "algorithm": "tba", "max_staleness": 3}).max_staleness == 3
     with pytest.raises(ValidationError, match="or the objective trajectory_balance, or max_staleness 0"):
         LearnerConfig.model_validate({"num_rounds": 1, "max_staleness": 3})
 
 
-def test_a_range_of_speeds_needs_steps_that_vary() -> None:
+def test_a_speed_filter_needs_varying_steps() -> None:
     config = LearnerConfig.model_validate({"num_rounds": 1, "algorithm": "lightningrl"})
     assert config.incompatibility(SamplerFacts(has_varying_steps=True)) is None
     assert config.incompatibility(SamplerFacts()) == (
@@ -222,29 +222,29 @@ def test_advantages_are_within_the_group() -> None:
     torch.testing.assert_close(round_z, torch.tensor([0.5, -0.5, -1.0, 1.0]) / 0.625**0.5, atol=1e-3, rtol=0)
 
 
-def test_leave_one_out_compares_with_the_others() -> None:
+def test_leave_one_out_uses_the_mean_of_the_others() -> None:
     advantages = group_advantages(_rewards([1.0, 2.0, 6.0, 4.0], [0, 0, 0, 1]), Advantage.LEAVE_ONE_OUT)
     torch.testing.assert_close(advantages, torch.tensor([-3.0, -1.5, 4.5, 0.0]))
 
 
-def test_softmax_pairs_sum_to_nothing_and_stress_the_ends() -> None:
+def test_softmax_pairs_sum_to_zero_and_emphasize_extremes() -> None:
     advantages = group_advantages(_rewards([0.0, 1.0, 2.0], [0, 0, 0]), Advantage.SOFTMAX_PAIR)
     centred = torch.tensor([-1.0, 0.0, 1.0])
     torch.testing.assert_close(advantages, centred.softmax(0) - (-centred).softmax(0))
 
 
-def test_parts_of_unlike_scale_weigh_alike() -> None:
+def test_parts_of_different_scale_have_equal_weight() -> None:
     rewards = _rewards([1.0, 100.0], [0, 0], [[1.0, 0.0], [0.0, 100.0]])
     torch.testing.assert_close(group_advantages(rewards, Advantage.PART_Z), torch.zeros(2), atol=1e-3, rtol=0)
 
 
-def test_correctness_alone_counts_where_the_advantage_is_of_it() -> None:
+def test_correctness_advantages_ignore_the_reward() -> None:
     rewards = _rewards([0.1, 0.9, 0.0, -1.0, 0.2, 7.0], [4, 4, 4, 4, 2, 2])
     z = group_advantages(rewards, Advantage.CORRECT_Z)
     torch.testing.assert_close(z, torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0]), atol=1e-3, rtol=0)
 
 
-def test_lightningrls_advantages_are_what_its_code_gives() -> None:
+def test_lightningrls_advantages_equal_its_code() -> None:
     """SJTU-DENG-Lab/LightningRL, commit e4d7d29: `reward/rl_reward.py`, then `train/train_policy_no_value.py`, in its
     configured mode. Its standard deviation over the round divides by n - 1."""
     correct = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
@@ -256,7 +256,7 @@ def test_lightningrls_advantages_are_what_its_code_gives() -> None:
     torch.testing.assert_close(advantages, torch.tensor(theirs) * (8 / 7) ** 0.5, atol=2e-4, rtol=2e-4)
 
 
-def test_parts_normalised_over_the_round_too_have_its_unit_variance() -> None:
+def test_parts_normalized_over_the_round_have_unit_variance() -> None:
     rewards = _rewards([0.0] * 5, [0, 0, 1, 1, 1], [[1.0, 3.0], [0.0, 5.0], [0.0, 7.0], [0.0, 9.0], [1.0, 2.0]])
     parts_z = group_advantages(rewards, Advantage.PART_Z)
     round_z = group_advantages(rewards, Advantage.ROUND_PART_Z)
@@ -271,7 +271,7 @@ def test_a_group_of_equal_rewards_has_no_advantage() -> None:
     assert zero_variance_share(rewards) == 0.5
 
 
-def test_filters_leave_out_whole_groups_or_cut_off_completions() -> None:
+def test_filters_drop_groups_or_truncated_completions() -> None:
     rewards = _rewards([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], [0, 0, 1, 1, 2, 2])
     truncated = torch.tensor([False, False, True, False, False, False])
     speeds = torch.tensor([1.0, 1.5, 4.0, 4.0, 2.0, 2.01])
@@ -298,9 +298,7 @@ def test_filters_leave_out_whole_groups_or_cut_off_completions() -> None:
         ({"name": "trajectory", "num_segments": 4}, "sequence", "trajectory scores a completion"),
     ],
 )
-def test_a_mean_over_parts_is_refused_where_a_unit_is_in_several(
-    estimator: dict[str, object], level: str, what: str
-) -> None:
+def test_a_mean_over_parts_is_refused_for_split_units(estimator: dict[str, object], level: str, what: str) -> None:
     objective = {"name": "clipped_ratio", "level": level, "normalize_by": "part"}
     with pytest.raises(ValidationError) as refused:
         LearnerConfig.model_validate({"num_rounds": 1, "estimator": estimator, "objective": objective})
@@ -308,7 +306,7 @@ def test_a_mean_over_parts_is_refused_where_a_unit_is_in_several(
 
 
 @pytest.mark.parametrize("changes", [{"normalize_by": "round"}, {"normalize_by": "part", "level": "part"}])
-def test_a_sum_of_kls_over_a_part_is_refused_where_the_loss_is_no_mean_over_parts(changes: dict[str, object]) -> None:
+def test_summed_kl_needs_a_mean_over_parts(changes: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="kl_sums_tokens needs level: token and normalize_by: part"):
         ClippedRatioConfig.model_validate({"kl_sums_tokens": True, **changes})
 
@@ -323,7 +321,7 @@ def test_a_sum_of_kls_over_a_part_is_refused_where_the_loss_is_no_mean_over_part
         ({"name": "trajectory", "num_segments": 4}, "token"),
     ],
 )
-def test_a_mean_over_parts_is_taken_where_each_unit_is_in_one(estimator: dict[str, object], level: str) -> None:
+def test_a_mean_over_parts_is_accepted_for_unsplit_units(estimator: dict[str, object], level: str) -> None:
     objective = {"name": "clipped_ratio", "level": level, "normalize_by": "part"}
     config = LearnerConfig.model_validate({"num_rounds": 1, "estimator": estimator, "objective": objective})
     assert config.objective.normalize_by == "part"
@@ -333,6 +331,6 @@ def test_a_mean_over_parts_is_taken_where_each_unit_is_in_one(estimator: dict[st
     ("settings", "why"),
     [({"level": "token"}, "an order is no single token's"), ({"level": "sequence", "old": "sampler"}, "no logits")],
 )
-def test_an_order_needs_whole_completions_and_the_learners_own_logits(settings: dict[str, object], why: str) -> None:
+def test_scores_order_needs_whole_completions_and_unshaped_logits(settings: dict[str, object], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         ClippedRatioConfig.model_validate({"order_temperature": 1.0} | settings)

@@ -35,11 +35,11 @@ def _slowly(policy: Transformer, batch: GroupedBatch) -> torch.Tensor:
     return values
 
 
-def test_estimate_is_that_of_a_row_by_row_loop(policy: Transformer, grouped: GroupedBatch) -> None:
+def test_the_estimate_equals_a_row_by_row_loop(policy: Transformer, grouped: GroupedBatch) -> None:
     torch.testing.assert_close(_values(policy, grouped), _slowly(policy, grouped), atol=1e-5, rtol=0)
 
 
-def test_without_prompt_masks_a_group_is_one_canvas(policy: Transformer, grouped: GroupedBatch) -> None:
+def test_without_prompt_masks_a_group_shares_one_canvas(policy: Transformer, grouped: GroupedBatch) -> None:
     assert len(_terms(policy, grouped, p_mask_prompt=0.0).views.ids) == 3
     assert len(_terms(policy, grouped, p_mask_prompt=0.5).views.ids) > 3
 
@@ -53,9 +53,7 @@ def test_the_value_of_a_token_ignores_the_other_completion_tokens(policy: Transf
     assert before[0] != after[0]
 
 
-def test_prompt_masks_depend_on_the_sample_and_the_update_and_nothing_else(
-    policy: Transformer, grouped: GroupedBatch
-) -> None:
+def test_prompt_masks_depend_on_sample_and_update_only(policy: Transformer, grouped: GroupedBatch) -> None:
     batch = grouped.select(slice(0, 2))
     alone = _terms(policy, batch.select(slice(1, 2)), 3, p_mask_prompt=0.5).views
     together = _terms(policy, batch, 3, p_mask_prompt=0.5).views
@@ -64,7 +62,7 @@ def test_prompt_masks_depend_on_the_sample_and_the_update_and_nothing_else(
     assert _same_masks(policy, batch, 3, 2, prompt_mask="fixed")
 
 
-def test_d1s_micro_steps_give_each_group_half_of_the_masks_twice(policy: Transformer, grouped: GroupedBatch) -> None:
+def test_d1s_micro_steps_repeat_masks_within_a_group(policy: Transformer, grouped: GroupedBatch) -> None:
     """In four updates, an even-numbered group has masks 0, 2, 0, 2, an odd-numbered one 1, 3, 1, 3."""
     even, odd = grouped.select(grouped.group_index == 0), grouped.select(grouped.group_index == 1)
     for rows in (even, odd):
@@ -76,7 +74,7 @@ def test_d1s_micro_steps_give_each_group_half_of_the_masks_twice(policy: Transfo
 
 
 @pytest.mark.parametrize("p", [0.15, 0.6])
-def test_prompts_are_masked_as_often_as_asked_and_completions_always(
+def test_prompts_are_masked_at_the_given_rate_and_completions_always(
     policy: Transformer, grouped: GroupedBatch, p: float
 ) -> None:
     wide = replace(grouped.select(torch.zeros(4000, dtype=torch.long)), sample_keys=torch.arange(4000))

@@ -130,7 +130,7 @@ def _learned(
     return trained.update(batch, 0)["loss"], steps.gradients
 
 
-def test_tracerl_is_its_authors(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracerl_equals_the_authors_code(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps of a sweep, each on the segments of four completions. The rewards are not used. Our z-score adds 1e-4
     to the standard deviation."""
     correct = torch.tensor([True, False, False, True, False, True, True, True])
@@ -141,7 +141,7 @@ def test_tracerl_is_its_authors(policy: Transformer, monkeypatch: pytest.MonkeyP
     assert gradients == pytest.approx([-0.084318826, 0.297514194], abs=1e-4)
 
 
-def test_agrpo_is_its_authors(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agrpo_equals_the_authors_code(policy: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy has moved since it sampled. Their code received our draws, and 0.005 more entropy per token, since our
     minimum entropy of a step is 0.01."""
     rewards = torch.tensor([0.9, 0.1, 0.3, 0.5])

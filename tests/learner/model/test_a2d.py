@@ -114,7 +114,7 @@ def _expected(model: PreTrainedModel, block: int) -> Tensor:
 
 @families
 @pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied"])
-def test_logits_are_those_of_the_original_without_its_causal_mask(tmp_path: Path, family: str, is_tied: bool) -> None:
+def test_logits_equal_the_original_without_its_causal_mask(tmp_path: Path, family: str, is_tied: bool) -> None:
     original = _original(family, is_tied=is_tied)
     policy = load_policy(_saved(original, tmp_path, family))
     assert (policy.head is None) == is_tied
@@ -124,9 +124,7 @@ def test_logits_are_those_of_the_original_without_its_causal_mask(tmp_path: Path
 
 
 @families
-def test_logits_of_blocks_and_shifted_ones_are_those_of_the_original_with_their_mask(
-    tmp_path: Path, family: str
-) -> None:
+def test_block_and_shifted_logits_equal_the_original_with_their_mask(tmp_path: Path, family: str) -> None:
     original = _original(family)
     for block in (None, 4, 1):
         expected = _expected(original, block or LENGTH)
@@ -143,7 +141,7 @@ def test_logits_of_blocks_and_shifted_ones_are_those_of_the_original_with_their_
         torch.testing.assert_close(found[:, 1:], original(_ids()).logits[:, :-1], atol=1e-4, rtol=0)
 
 
-def test_the_sampler_of_shifted_blocks_of_one_generates_what_the_original_does(tmp_path: Path) -> None:
+def test_shifted_blocks_of_one_sample_like_the_original(tmp_path: Path) -> None:
     original = _original("a2d-qwen2")
     policy = load_policy(_saved(original, tmp_path, "a2d-qwen2", block_size=1, right_shift_logits=True))
     params = SamplingParams(gen_length=12, block_length=1, steps_per_block=1, temperature=0.0, stop_ids=())
@@ -162,7 +160,7 @@ def test_the_sampler_of_shifted_blocks_of_one_generates_what_the_original_does(t
 @pytest.mark.parametrize(
     ("family", "name"), [("a2d-llama", "llama3"), ("a2d-qwen2", "yarn, all"), ("a2d-qwen3", "linear")]
 )
-def test_what_is_saved_comes_back_here_and_in_the_original(tmp_path: Path, family: str, name: str) -> None:
+def test_a_saved_policy_loads_here_and_in_transformers(tmp_path: Path, family: str, name: str) -> None:
     original = _original(family, rope_parameters=SCALINGS[name] | {"rope_theta": 1e4})
     directory = _saved(original, tmp_path / "original", family, block_size=4, right_shift_logits=True)
     policy, expected = load_policy(directory), _expected(original, 4)
@@ -178,7 +176,7 @@ def test_what_is_saved_comes_back_here_and_in_the_original(tmp_path: Path, famil
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scaled_positions_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_scaled_positions_equal_transformers(tmp_path: Path, name: str) -> None:
     theirs = LlamaConfig(**SHAPE, rope_parameters=SCALINGS[name] | {"rope_theta": 1e4})
     expected, magnitude = ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]](theirs, CPU)
     for settings in (
@@ -194,7 +192,7 @@ def test_scaled_positions_are_those_of_transformers(tmp_path: Path, name: str) -
 
 
 @families
-def test_what_published_configs_say_beside_it_changes_nothing(tmp_path: Path, family: str) -> None:
+def test_inert_settings_of_published_configs_are_ignored(tmp_path: Path, family: str) -> None:
     yarn = {"factor": 4.0, "original_max_position_embeddings": 16}
     _written(tmp_path, family, {"rope_theta": 1e4, "rope_scaling": yarn | {"rope_type": "yarn"}})
     expected = load_config(tmp_path)
@@ -233,7 +231,7 @@ def test_what_published_configs_say_beside_it_changes_nothing(tmp_path: Path, fa
         ({"mask_token_id": None}, "has no token <|mask|> or <|MASK|> or <|mdm_mask|>"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_its_name(
+def test_unsupported_settings_are_refused_by_name(
     tmp_path: Path, family: str, settings: dict[str, Any], sentence: str
 ) -> None:
     _written(tmp_path, family, {"rope_theta": 1e4} | settings)
@@ -250,7 +248,7 @@ def _written(directory: Path, family: str, keys: dict[str, Any]) -> None:
     (directory / "config.json").write_text(json.dumps(raw | {"model_type": family, "mask_token_id": 38} | keys))
 
 
-def test_biases_and_windows_are_refused_where_a_family_may_have_them(tmp_path: Path) -> None:
+def test_unsupported_biases_and_windows_are_refused(tmp_path: Path) -> None:
     for family, key in (("a2d-llama", "mlp_bias"), ("a2d-qwen2", "use_sliding_window")):
         _written(tmp_path, family, {"rope_theta": 1e4, key: True})
         with pytest.raises(ValueError, match=f"has {key} = True; d1 computes {key} = False only"):
@@ -267,7 +265,7 @@ def test_biases_and_windows_are_refused_where_a_family_may_have_them(tmp_path: P
         ({"content": "<mine>", "special": True}, {"<|mask|>": 30, "<mine>": 33}, 33),
     ],
 )
-def test_a_mask_that_the_config_lacks_is_the_tokenizers(
+def test_a_missing_mask_id_is_taken_from_the_tokenizer(
     tmp_path: Path, declared: object, tokens: dict[str, int], expected: int
 ) -> None:
     _written(tmp_path, "a2d-qwen3", {"rope_theta": 1e4, "mask_token_id": None})
@@ -282,7 +280,7 @@ def test_a_mask_that_the_config_lacks_is_the_tokenizers(
 
 
 @families
-def test_a_config_of_another_function_is_no_policy(tmp_path: Path, family: str) -> None:
+def test_a_config_that_contradicts_its_family_is_refused(tmp_path: Path, family: str) -> None:
     config = load_policy(_saved(_original(family), tmp_path, family)).config
     for field in ("qkv_bias", "qk_norm"):
         other = not getattr(config, field)

@@ -58,7 +58,7 @@ def _beside(
 
 
 @pytest.mark.parametrize(("name", "block"), [("sdar-tiny", 4), ("sdar-moe-tiny", 4), ("llada2-tiny", 8)])
-def test_logits_are_those_of_the_original_code(shared: Path, name: str, block: int) -> None:
+def test_logits_equal_the_original_code(shared: Path, name: str, block: int) -> None:
     """With heads wider than d_model / num_heads and query-key norms, and with experts of both kinds. The config of
     LLaDA2 omits its training block length of 8."""
     directory = shared / "fixtures" / name
@@ -74,7 +74,7 @@ def test_logits_are_those_of_the_original_code(shared: Path, name: str, block: i
 # Uncompiled FlexAttention warns that it is slow.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flex", [False, True])
-def test_a_slot_sees_its_block_and_those_before_it(model: Transformer, flex: bool) -> None:
+def test_a_slot_attends_to_its_block_and_earlier_ones(model: Transformer, flex: bool) -> None:
     ids = _rows(2)
     with torch.no_grad():
         before = model(ids, flex=flex)
@@ -86,7 +86,7 @@ def test_a_slot_sees_its_block_and_those_before_it(model: Transformer, flex: boo
             assert differs[:, begin:].min() > 1e-6
 
 
-def test_rows_of_a_forward_may_have_blocks_of_their_own(model: Transformer) -> None:
+def test_rows_may_have_different_block_lengths(model: Transformer) -> None:
     ids, lengths = _rows(3), torch.tensor([4, 7, 16])
     with torch.no_grad():
         together = model(ids, block_lengths_B=lengths)
@@ -100,7 +100,7 @@ def test_rows_of_a_forward_may_have_blocks_of_their_own(model: Transformer) -> N
 # Uncompiled FlexAttention warns that it is slow.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flex", [False, True])
-def test_beside_clean_each_block_is_as_in_a_forward_of_its_own(either: Transformer, flex: bool) -> None:
+def test_noisy_blocks_in_one_row_equal_separate_forwards(either: Transformer, flex: bool) -> None:
     clean = _rows(2)
     noisy = _masked(clean)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_beside_clean_each_block_is_as_in_a_forward_of_its_own(either: Transform
                 torch.testing.assert_close(found, either(alone)[0, begin:], atol=1e-5, rtol=0)
 
 
-def test_states_of_a_block_that_share_a_row_do_not_see_each_other(either: Transformer) -> None:
+def test_states_of_a_block_in_one_row_do_not_attend_to_each_other(either: Transformer) -> None:
     """Two states of the third block and padding, in a row without a clean third block."""
     clean = _rows(1)[:, :12]
     states = torch.tensor([[38, 3, 38, 5], [1, 38, 38, 38]])
@@ -127,7 +127,7 @@ def test_states_of_a_block_that_share_a_row_do_not_see_each_other(either: Transf
             torch.testing.assert_close(found[:8], alone[:8], atol=1e-5, rtol=0)
 
 
-def test_beside_clean_the_gradient_is_that_of_forwards_of_each_block(either: Transformer) -> None:
+def test_the_gradient_of_noisy_blocks_equals_that_of_separate_forwards(either: Transformer) -> None:
     clean = _rows(1)
     noisy = _masked(clean)
     weight = torch.randn(LENGTH, 40, generator=torch.Generator().manual_seed(3))
@@ -141,7 +141,7 @@ def test_beside_clean_the_gradient_is_that_of_forwards_of_each_block(either: Tra
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_with_one_slot_a_block_it_is_the_likelihood_of_a_text_from_left_to_right(either: Transformer) -> None:
+def test_blocks_of_one_give_the_autoregressive_likelihood(either: Transformer) -> None:
     clean = _rows(1)
     blocks = torch.tensor([1])
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_with_one_slot_a_block_it_is_the_likelihood_of_a_text_from_left_to_right
             torch.testing.assert_close(at_once[slot], either(canvas, block_lengths_B=blocks)[0, -1], atol=1e-5, rtol=0)
 
 
-def test_ids_that_the_config_lacks_are_those_of_the_files_beside_it(shared: Path, tmp_path: Path) -> None:
+def test_missing_ids_are_read_from_neighbouring_files(shared: Path, tmp_path: Path) -> None:
     """Configs on the hub have neither mask id nor block length; `<|im_end|>` is only in generation_config.json."""
     original = shared / "fixtures" / "sdar-tiny"
     whole = load_config(original)
@@ -172,7 +172,7 @@ def test_ids_that_the_config_lacks_are_those_of_the_files_beside_it(shared: Path
     )
 
 
-def test_what_ends_a_text_is_written_with_the_checkpoint(model: Transformer, tmp_path: Path) -> None:
+def test_stop_ids_are_saved_with_the_checkpoint(model: Transformer, tmp_path: Path) -> None:
     config = model.config.model_copy(update={"other_stop_ids": (7, 9)})
     save_checkpoint(tmp_path / "saved", config, model.state_dict(), tmp_path)
     assert load_config(tmp_path / "saved") == config
@@ -189,9 +189,7 @@ def test_what_ends_a_text_is_written_with_the_checkpoint(model: Transformer, tmp
         ({"other_stop_ids": (40,)}, "other_stop_ids has 40, no id of a vocabulary of 40"),
     ],
 )
-def test_a_config_that_is_no_policy_is_refused(
-    config: TransformerConfig, changes: dict[str, object], sentence: str
-) -> None:
+def test_invalid_configs_are_refused(config: TransformerConfig, changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match="Value error") as refused:
         TransformerConfig(**config.model_dump() | changes)
     assert sentence in str(refused.value)

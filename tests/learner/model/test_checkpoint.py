@@ -35,7 +35,7 @@ def saved(policy: Transformer, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def test_a_checkpoint_comes_back_the_same(policy: Transformer, saved: Path) -> None:
+def test_a_checkpoint_round_trips(policy: Transformer, saved: Path) -> None:
     loaded = load_policy(saved)
     assert loaded.config == policy.config
     for name, tensor in policy.state_dict().items():
@@ -52,7 +52,7 @@ def sharded(policy: Transformer, saved: Path, tmp_path: Path) -> Path:
     return tmp_path / "sharded"
 
 
-def test_shards_hold_what_a_single_file_holds(saved: Path, sharded: Path) -> None:
+def test_shards_together_equal_a_single_file(saved: Path, sharded: Path) -> None:
     index = json.loads((sharded / "model.safetensors.index.json").read_text())
     shards = sorted(sharded.glob("model-*.safetensors"))
     assert [path.name for path in shards] == [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in (1, 2, 3)]
@@ -68,7 +68,7 @@ def test_shards_hold_what_a_single_file_holds(saved: Path, sharded: Path) -> Non
     assert {path.name for path in shards} <= json.loads((sharded / "manifest.json").read_text()).keys()
 
 
-def test_weights_are_cast_as_they_are_read_and_the_config_says_what_is_written(
+def test_weights_are_cast_when_read_and_the_config_has_the_saved_dtype(
     policy: Transformer, saved: Path, tmp_path: Path
 ) -> None:
     half = load_policy(saved, torch.bfloat16)
@@ -99,9 +99,7 @@ def test_tensors_have_the_names_of_the_original_code(saved: Path, shared: Path) 
     assert set(load_file(saved / "model.safetensors")) == names
 
 
-def test_nothing_is_left_of_an_earlier_checkpoint_or_a_partial_one(
-    policy: Transformer, saved: Path, tmp_path: Path
-) -> None:
+def test_earlier_and_partial_checkpoints_are_replaced(policy: Transformer, saved: Path, tmp_path: Path) -> None:
     (tmp_path / ".saved.partial").mkdir()
     (tmp_path / ".saved.partial" / "junk").write_text("from a crash")
     save_checkpoint(saved, policy.config, policy.state_dict(), tmp_path / "tokenizer")
@@ -137,14 +135,14 @@ def test_a_wrong_tensor_is_named(saved: Path, change: str, sentence: str) -> Non
     assert str(refused.value) == f"the weights in {saved} do not fit: {sentence}"
 
 
-def test_of_many_wrong_tensors_some_are_named_and_all_are_counted(saved: Path) -> None:
+def test_many_wrong_tensors_are_counted_and_some_named(saved: Path) -> None:
     raw = json.loads((saved / "config.json").read_text())
     (saved / "config.json").write_text(json.dumps(raw | {"d_model": 64}))
     with pytest.raises(ValueError, match=r"wte.weight is \[40, 32\]; config.json makes \[40, 64\]; .*; and 18 more$"):
         load_policy(saved)
 
 
-def test_no_tensor_is_read_before_all_headers_are_right(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_checked_before_tensors_are_read(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Extent] = []
 
     def watched(extents: Sequence[Extent], progress: Throughput | None = None) -> None:
@@ -209,7 +207,7 @@ def test_incomplete_shards_are_refused(sharded: Path, harm: Callable[[Path], obj
     assert str(refused.value).startswith(sentence.format(sharded))
 
 
-def test_damage_is_noticed(saved: Path) -> None:
+def test_damage_is_detected(saved: Path) -> None:
     with (saved / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
@@ -232,7 +230,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         load_policy(tmp_path)
 
 
-def test_rows_of_a_stored_tensor_are_those_of_the_whole(policy: Transformer, sharded: Path) -> None:
+def test_rows_of_a_stored_tensor_can_be_read(policy: Transformer, sharded: Path) -> None:
     """For matrices and vectors, and for empty slices, since the last ranks may have no rows."""
     stored = StoredWeights(sharded)
     assert list(stored) == [name for name, _ in policy.named_parameters()]
@@ -241,7 +239,7 @@ def test_rows_of_a_stored_tensor_are_those_of_the_whole(policy: Transformer, sha
             assert torch.equal(stored[name][rows], parameter[rows])
 
 
-def test_an_empty_policy_has_the_shape_and_needs_no_weights(saved: Path) -> None:
+def test_an_empty_policy_needs_no_weight_files(saved: Path) -> None:
     for path in saved.glob("*.safetensors"):
         path.unlink()
     empty = empty_policy(saved, torch.bfloat16, "cpu")
@@ -268,7 +266,7 @@ def _save_adapter(directory: Path, adapted: ShardedPolicy, base: str, matrices: 
 
 @pytest.mark.parametrize("shard_bytes", [5_000_000_000, 16_000])
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
-def test_an_adapter_alone_is_the_policy_that_the_learner_has(
+def test_an_adapter_checkpoint_loads_the_learners_policy(
     policy: Transformer, saved: Path, tmp_path: Path, held: torch.dtype, shard_bytes: int
 ) -> None:
     policy = policy.to(held)
@@ -309,9 +307,7 @@ def test_an_adapter_that_does_not_fit_its_base_is_refused(policy: Transformer, s
             load_policy(tmp_path / "alone")
 
 
-def test_an_adapter_does_not_go_with_another_base_of_the_same_name(
-    policy: Transformer, saved: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_with_a_changed_base_is_refused(policy: Transformer, saved: Path, tmp_path: Path) -> None:
     """As when a stage was repeated with another number of workers."""
     adapted = _trained(policy)
     digest = chain_digest(saved)
@@ -329,9 +325,7 @@ def test_an_adapter_does_not_go_with_another_base_of_the_same_name(
 
 
 @pytest.mark.parametrize("base", ["nothing", "../saved", "alone", "..", "."])
-def test_an_adapter_without_its_base_is_no_checkpoint(
-    policy: Transformer, saved: Path, tmp_path: Path, base: str
-) -> None:
+def test_an_adapter_without_its_base_is_refused(policy: Transformer, saved: Path, tmp_path: Path, base: str) -> None:
     adapted = _trained(policy)
     _save_adapter(tmp_path / "alone", adapted, base, adapted.adapter_on_rank_0())
     for look in (load_policy, verify_checkpoint):
@@ -339,7 +333,7 @@ def test_an_adapter_without_its_base_is_no_checkpoint(
             look(tmp_path / "alone")
 
 
-def test_damage_to_what_an_adapter_stands_on_is_noticed(policy: Transformer, saved: Path, tmp_path: Path) -> None:
+def test_damage_to_an_adapters_base_is_detected(policy: Transformer, saved: Path, tmp_path: Path) -> None:
     adapted = _trained(policy)
     _save_adapter(tmp_path / "alone", adapted, "saved", adapted.adapter_on_rank_0())
     verify_checkpoint(tmp_path / "alone")

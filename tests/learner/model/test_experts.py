@@ -72,7 +72,7 @@ def _of_one_token(layer: SparseMLP, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_token_gets_what_its_experts_give(shape: dict[str, Any]) -> None:
+def test_the_layer_equals_a_token_by_token_loop(shape: dict[str, Any]) -> None:
     layer, x = _layer(shape), _tokens(40)
     with torch.no_grad():
         expected = torch.stack([_of_one_token(layer, row.double()) for row in x])
@@ -94,7 +94,7 @@ def _with_gradients(layer: SparseMLP, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
 @pytest.mark.parametrize("shape", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
-def test_one_grouped_product_is_a_product_for_each_expert(
+def test_the_grouped_product_equals_one_product_per_expert(
     shape: dict[str, Any], num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the gradients, and of experts without tokens. A GPU uses the grouped product, the CPU the other."""
@@ -106,7 +106,7 @@ def test_one_grouped_product_is_a_product_for_each_expert(
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_it_is_one_graph_for_a_compiler() -> None:
+def test_the_layer_compiles_to_one_graph() -> None:
     """In bfloat16, the only dtype in which torch compiles grouped products."""
     layer, x = _layer(SIGMOID).to(torch.bfloat16), _tokens(20).bfloat16()
     with torch.no_grad():
@@ -114,13 +114,13 @@ def test_it_is_one_graph_for_a_compiler() -> None:
         torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), expected)
 
 
-def test_without_any_token_there_is_a_gradient_all_the_same() -> None:
+def test_experts_without_tokens_have_a_zero_gradient() -> None:
     linear = ExpertLinear(3, 4, 5)
     linear(torch.zeros(0, 4), torch.zeros(3, dtype=torch.int32)).sum().backward()
     assert torch.equal(linear.weight.grad, torch.zeros(3, 5, 4))
 
 
-def test_experts_are_chosen_in_float32_whatever_the_policy_is_in() -> None:
+def test_routing_is_computed_in_float32() -> None:
     """In bfloat16 many of 256 experts would have equal scores."""
     config = MoEConfig(**SIGMOID | {"num_experts": 256, "num_groups": 1, "kept_groups": 1})
     half = SparseMLP(WIDTH, config, None)
@@ -144,7 +144,7 @@ def model(moe_config: TransformerConfig) -> Transformer:
     return model
 
 
-def test_a_bias_stays_in_float32_and_has_no_gradient(model: Transformer) -> None:
+def test_the_router_bias_stays_in_float32_without_gradient(model: Transformer) -> None:
     router = model.blocks[1].mlp.router
     assert torch.equal(router.expert_bias, torch.zeros(8))
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_a_fresh_policy_keeps_its_scale(model: Transformer) -> None:
         (SIGMOID | {"dense_layers": (1,)}, "dense_layers must be the first ones where the router is sigmoid"),
     ],
 )
-def test_a_shape_that_no_model_has_is_refused(shape: dict[str, Any], sentence: str) -> None:
+def test_invalid_shapes_are_refused(shape: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match="Value error") as refused:
         MoEConfig(**shape)
     assert sentence in str(refused.value)

@@ -220,7 +220,7 @@ def _original_logits(directory: Path, ids_L: Tensor) -> Tensor:
     return torch.cat([logits_LV[:1], logits_LV[:-1]]) if raw["model_type"] == "Dream" else logits_LV
 
 
-def test_logits_are_those_of_a_slow_restatement_of_the_original_code(variant: Path) -> None:
+def test_logits_equal_a_slow_reimplementation(variant: Path) -> None:
     ids = torch.randint(0, 38, (2, 9), generator=torch.Generator().manual_seed(5))
     expected = torch.stack([_original_logits(variant, row) for row in ids])
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_logits_are_those_of_a_slow_restatement_of_the_original_code(variant: Pa
     torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_slow_restatement_is_the_original_code(shared: Path) -> None:
+def test_the_slow_reimplementation_equals_the_original_code(shared: Path) -> None:
     for name in ("llada-tiny", "dream-tiny"):
         directory = shared / "fixtures" / name
         expected = load_file(directory / "expected.safetensors")
@@ -239,7 +239,7 @@ def test_the_slow_restatement_is_the_original_code(shared: Path) -> None:
         torch.testing.assert_close(_original_logits(directory, ids).float(), logits, atol=1e-4, rtol=0)
 
 
-def test_logits_are_those_of_the_original_dream_code_one_slot_further(shared: Path) -> None:
+def test_dream_logits_equal_the_original_shifted_by_one(shared: Path) -> None:
     directory = shared / "fixtures" / "dream-tiny"
     expected = load_file(directory / "expected.safetensors")
     with torch.no_grad():
@@ -250,7 +250,7 @@ def test_logits_are_those_of_the_original_dream_code_one_slot_further(shared: Pa
 
 
 @pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "sdar-tiny", "sdar-moe-tiny", "llada2-tiny"])
-def test_an_original_checkpoint_is_written_as_it_was(shared: Path, tmp_path: Path, name: str) -> None:
+def test_an_original_checkpoint_round_trips(shared: Path, tmp_path: Path, name: str) -> None:
     original = shared / "fixtures" / name
     save_checkpoint(tmp_path / "again", load_config(original), load_policy(original).state_dict(), original)
     before, after = (load_file(directory / "model.safetensors") for directory in (original, tmp_path / "again"))
@@ -267,7 +267,7 @@ def test_an_original_checkpoint_is_written_as_it_was(shared: Path, tmp_path: Pat
     assert {key: value for key, value in old.items() if key not in unused}.items() <= new.items()
 
 
-def test_a_variant_comes_back_as_it_was(variant: Path, tmp_path: Path) -> None:
+def test_variants_round_trip(variant: Path, tmp_path: Path) -> None:
     policy = load_policy(variant)
     save_checkpoint(tmp_path / "again", policy.config, policy.state_dict(), variant)
     for name in ("config.json", "model.safetensors"):
@@ -275,7 +275,7 @@ def test_a_variant_comes_back_as_it_was(variant: Path, tmp_path: Path) -> None:
     assert load_config(tmp_path / "again") == policy.config
 
 
-def test_a_policy_stays_of_its_family(variant: Path) -> None:
+def test_copies_of_a_policy_keep_its_family(variant: Path) -> None:
     policy = load_policy(variant)
     reference = ShardedPolicy(policy, None).frozen_copy()
     assert reference.config == policy.config
@@ -322,9 +322,7 @@ def test_the_published_configs_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("raw", "num_parameters"), [(LLADA_8B, 8_015_581_184), (DREAM_7B, 7_615_616_512)])
-def test_the_published_models_have_as_many_parameters_as_ours(
-    tmp_path: Path, raw: dict[str, Any], num_parameters: int
-) -> None:
+def test_parameter_counts_equal_the_published_models(tmp_path: Path, raw: dict[str, Any], num_parameters: int) -> None:
     """LLaDA's index.json states 16,031,162,368 bytes of bfloat16; Dream has the shape of Qwen2.5-7B."""
     with torch.device("meta"):
         model = make_model(load_config(_directory(tmp_path, raw)))
@@ -335,7 +333,7 @@ def _field(directory: Path, raw: dict[str, Any], field: str) -> Any:
     return getattr(load_config(_directory(directory, raw)), field)
 
 
-def test_keys_that_may_be_null_or_missing_mean_what_the_original_code_takes(tmp_path: Path) -> None:
+def test_null_and_missing_keys_have_the_originals_defaults(tmp_path: Path) -> None:
     llada = LLADA_8B | {"embedding_size": None, "vocab_size": 130_000, "mlp_hidden_size": None, "n_kv_heads": None}
     for raw in (llada, {key: value for key, value in llada.items() if value is not None}):
         fields = ("vocab_size", "mlp_hidden_size", "num_kv_heads")
@@ -379,7 +377,7 @@ def test_keys_that_may_be_null_or_missing_mean_what_the_original_code_takes(tmp_
         (DREAM_7B, "use_sliding_window", True, "False"),
     ],
 )
-def test_a_config_that_asks_for_another_function_is_refused(
+def test_unsupported_settings_are_refused(
     tmp_path: Path, raw: dict[str, Any], key: str, value: Any, right: str
 ) -> None:
     with pytest.raises(ValueError, match="computes") as refused:
@@ -414,7 +412,7 @@ def test_a_missing_key_is_named(tmp_path: Path, raw: dict[str, Any], key: str) -
         (json.dumps(LLADA_8B | {"n_heads": 30}), "makes no policy: num_heads 30 must split d_model 4096"),
     ],
 )
-def test_a_config_that_makes_no_policy_is_refused_in_one_line(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_configs_are_refused_in_one_line(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match="config") as refused:
         load_config(tmp_path)

@@ -113,7 +113,7 @@ def _refusal(reference: str | Path) -> str:
     return str(refused.value)
 
 
-def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_used_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_checkpoint(tmp_path) == tmp_path
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -128,7 +128,7 @@ def test_a_cached_model_is_found_without_the_hub(cache: Path, reference: str | P
     assert find_checkpoint(reference) == find_checkpoint(reference, config_only=True) == snapshot
 
 
-def test_a_cached_commit_is_found_by_its_name(cache: Path) -> None:
+def test_a_cached_commit_is_found_by_its_hash(cache: Path) -> None:
     snapshot = _cached(cache, "main")
     assert find_checkpoint(f"org/name@{COMMIT}") == snapshot
 
@@ -141,7 +141,7 @@ def test_a_model_that_is_not_cached_is_refused_offline(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("reference", ["nowhere", "/no/such", "a/b/c", "./a/b", "org/name@", "~/x"])
-def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(reference: str, hub: FakeHub) -> None:
+def test_invalid_references_are_refused(reference: str, hub: FakeHub) -> None:
     assert _refusal(reference) == (
         f"{reference} is no directory, and no hub id either: that is org/name or org/name@revision"
     )
@@ -149,7 +149,7 @@ def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(reference: str, hub
     assert hub.asked == []
 
 
-def test_of_a_model_on_the_hub_only_data_is_fetched(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_data_files_of_a_model_are_fetched(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = find_checkpoint("org/name", config_only=True)
     assert [path.name for path in directory.iterdir()] == ["config.json"]
     assert set(hub.asked) == {"config.json"}
@@ -168,7 +168,7 @@ def test_of_a_model_on_the_hub_only_data_is_fetched(hub: FakeHub, monkeypatch: p
 
 
 @pytest.mark.parametrize("find", [partial(find_checkpoint, config_only=True), find_tokenizer])
-def test_of_an_adapter_on_the_hub_config_and_matrices_are_fetched(
+def test_only_config_and_matrices_of_an_adapter_are_fetched(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, find: Callable[[str], Path]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -194,7 +194,7 @@ def test_the_base_of_an_adapter_is_fetched_at_its_revision(hub: FakeHub, tmp_pat
         find_base(tmp_path)
 
 
-def test_what_the_hub_does_not_give_is_refused_with_what_would_help(hub: FakeHub) -> None:
+def test_hub_refusals_say_what_would_help(hub: FakeHub) -> None:
     hub.refusals = {"org/gone": (404, "RepoNotFound"), "org/gated": (403, "GatedRepo"), "org/broken": (400, "")}
     assert _refusal("org/gone") == (
         "there is no directory org/gone, and the hub shows no model of that name; check the name, and if it is "
@@ -210,7 +210,7 @@ def test_what_the_hub_does_not_give_is_refused_with_what_would_help(hub: FakeHub
     assert "the model org/broken is not in the cache" in _refusal("org/broken")
 
 
-def test_a_hub_that_is_out_of_reach_is_said_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert _refusal("org/name") == (

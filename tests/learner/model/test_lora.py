@@ -76,7 +76,7 @@ def test_a_fresh_adapter_changes_nothing(base: Transformer) -> None:
     assert policy.full_weights().keys() == base.state_dict().keys()
 
 
-def test_without_the_adapter_a_trained_policy_is_its_base(base: Transformer, rollouts: RolloutBatch) -> None:
+def test_a_trained_policy_without_its_adapter_equals_the_base(base: Transformer, rollouts: RolloutBatch) -> None:
     policy = _with_adapter(base)
     Learner(policy, RL).update(rollouts, 0)
     assert not torch.allclose(_logits(policy.module), _logits(base), atol=1e-2)
@@ -114,7 +114,7 @@ def test_the_sampler_has_the_logits_of_the_learner(base: Transformer, rollouts: 
     torch.testing.assert_close(_logits(merged), _logits(exact.module), atol=1e-6, rtol=0)
 
 
-def test_the_merged_weights_are_pefts(base: Transformer, rollouts: RolloutBatch) -> None:
+def test_merged_weights_equal_pefts(base: Transformer, rollouts: RolloutBatch) -> None:
     from peft.tuners.lora import LoraLayer
 
     policy = _with_adapter(base, LoraConfig(rank=3, alpha=7, targets=("v_proj", "down_proj")))
@@ -127,7 +127,7 @@ def test_the_merged_weights_are_pefts(base: Transformer, rollouts: RolloutBatch)
         torch.testing.assert_close(ours[f"{name}.weight"], layer.get_base_layer().weight)
 
 
-def test_the_kl_reference_is_the_base_and_needs_no_copy(base: Transformer, rollouts: RolloutBatch) -> None:
+def test_the_kl_reference_is_the_base_without_a_copy(base: Transformer, rollouts: RolloutBatch) -> None:
     policy = _with_adapter(base)
     learner = Learner(policy, RL)
     assert learner.reference is None
@@ -141,14 +141,14 @@ def test_the_kl_reference_is_the_base_and_needs_no_copy(base: Transformer, rollo
     assert learner.update(rollouts, 1)["kl"] > 1e-4
 
 
-def test_an_adapter_goes_in_as_it_came_out(base: Transformer, rollouts: RolloutBatch) -> None:
+def test_an_adapter_round_trips(base: Transformer, rollouts: RolloutBatch) -> None:
     policy, other = _with_adapter(base), _with_adapter(base)
     Learner(policy, RL).update(rollouts, 0)
     other.load_adapter(policy.adapter_on_rank_0())
     assert torch.equal(_logits(other.module), _logits(policy.module))
 
 
-def test_on_other_weights_an_adapter_begins_anew(base: Transformer, rollouts: RolloutBatch) -> None:
+def test_loading_full_weights_resets_the_adapter(base: Transformer, rollouts: RolloutBatch) -> None:
     policy = _with_adapter(base)
     first = policy.adapter_on_rank_0()
     Learner(policy, RL).update(rollouts, 0)
@@ -173,7 +173,7 @@ def test_the_seed_fixes_the_adapter(base: Transformer) -> None:
     ("targets", "what"),
     [(("q_proj", "ff_out"), "it names ff_out, which no block has"), ((), "it is empty")],
 )
-def test_a_target_that_is_nowhere_is_refused_with_what_there_is(targets: tuple[str, ...], what: str) -> None:
+def test_unknown_targets_are_refused_with_the_known_ones(targets: tuple[str, ...], what: str) -> None:
     with pytest.raises(ValidationError) as refused:
         LoraConfig(rank=4, targets=targets)
     assert f"{what}; the linear layers of a block are q_proj, k_proj, v_proj, out_proj, gate_proj" in str(refused.value)
@@ -187,9 +187,7 @@ def test_the_targets_are_the_linear_layers_of_a_block(base: Transformer) -> None
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_algorithm_starts_from_the_base_and_trains_the_adapter_alone(
-    name: str, policy: Transformer, rollouts: RolloutBatch
-) -> None:
+def test_every_algorithm_trains_only_the_adapter(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
     config, sampler = algorithm_config(name), algorithm_sampler(name)
     adapted = _with_adapter(policy)
     start, adapter = adapted.full_weights(), adapted.adapter_on_rank_0()
@@ -260,7 +258,7 @@ def _run(layer: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 5, 32), (7, 32)], ids=["rows", "slots"])
-def test_a_layer_and_its_derivatives_are_pefts(base: Transformer, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_layer_and_its_gradients_equal_pefts(base: Transformer, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     layer, is_half = _trained(base).attn.q_proj, dtype is torch.bfloat16
     layer.base_layer.to(dtype)
@@ -308,7 +306,7 @@ def _stage(base: Transformer, seed: int, scale: float = 1.0) -> Adapter:
     return Adapter(rank=LORA.rank, alpha=LORA.alpha, base="initial", matrices=matrices)
 
 
-def test_a_stage_trains_its_adapter_beside_what_earlier_stages_added(base: Transformer, rollouts: RolloutBatch) -> None:
+def test_a_stage_trains_on_top_of_earlier_adapters(base: Transformer, rollouts: RolloutBatch) -> None:
     """The same function, gradients and reference as on weights with the earlier stage merged."""
     earlier = _stage(base, 1, 0.1)
     policy, on_merged = _with_adapter(base), copy.deepcopy(base)
@@ -329,7 +327,7 @@ def test_a_stage_trains_its_adapter_beside_what_earlier_stages_added(base: Trans
     assert torch.equal(_logits(policy.module), _logits(base))
 
 
-def test_the_layers_derivatives_are_those_of_the_sum(base: Transformer) -> None:
+def test_gradients_equal_autograd_on_the_explicit_sum(base: Transformer) -> None:
     """Compared with autograd on the explicit sum, with both adapters, and with the trained one off."""
     layer = _trained(base).attn.q_proj
     layer.set_start_adapter(torch.randn(3, 32), torch.randn(32, 3), 0.5)
@@ -348,7 +346,7 @@ def test_the_layers_derivatives_are_those_of_the_sum(base: Transformer) -> None:
             torch.testing.assert_close(our, their, atol=1e-2, rtol=1e-4)
 
 
-def test_adapters_of_several_stages_add_up_to_one_whatever_their_scale(base: Transformer) -> None:
+def test_adapters_of_several_stages_combine_into_one(base: Transformer) -> None:
     stages = [_stage(base, 1, 0.1), replace(_stage(base, 2, 0.1), alpha=3)]
     together, summed = combine_adapters(stages), copy.deepcopy(base)
     assert together is not None
@@ -363,7 +361,7 @@ def test_adapters_of_several_stages_add_up_to_one_whatever_their_scale(base: Tra
         torch.testing.assert_close(one.state_dict()[name], weight, atol=1e-5, rtol=1e-5)
 
 
-def test_policies_that_share_a_base_have_adapters_of_their_own(base: Transformer) -> None:
+def test_policies_with_a_shared_base_have_separate_adapters(base: Transformer) -> None:
     first = copy.deepcopy(base)
     attach_adapters(first, _stage(base, 1).matrices, 2.0, _stage(base, 2))
     expected = _logits(first)
@@ -381,7 +379,7 @@ def test_policies_that_share_a_base_have_adapters_of_their_own(base: Transformer
     assert len(theirs - ours) == 2 * len(adapted_layers(first))
 
 
-def test_an_early_adapter_counts_in_bfloat16_for_learner_and_sampler_and_not_when_it_is_merged() -> None:
+def test_small_adapter_updates_survive_bfloat16_unless_merged() -> None:
     """At the sizes of the first d1: lr 3e-6, twelve updates a round, scale 1/2, weights of 0.02.
 
     A share is the regression slope of a change in log-probability since the stage began on the change in float32.
@@ -439,9 +437,7 @@ def test_an_early_adapter_counts_in_bfloat16_for_learner_and_sampler_and_not_whe
             assert shares[2] < 0.6, "what is lost otherwise"
 
 
-def test_of_experts_the_shared_one_has_adapters_and_no_other(
-    moe_config: TransformerConfig, rollouts: RolloutBatch
-) -> None:
+def test_only_the_shared_expert_has_adapters(moe_config: TransformerConfig, rollouts: RolloutBatch) -> None:
     model = make_model(moe_config)
     init_weights(model, seed=0)
     policy = _with_adapter(model)
@@ -459,7 +455,7 @@ def test_of_experts_the_shared_one_has_adapters_and_no_other(
     torch.testing.assert_close(_logits(merged), _logits(policy.module), atol=1e-4, rtol=1e-4)
 
 
-def test_what_experts_have_not_is_refused(moe_config: TransformerConfig) -> None:
+def test_targets_that_experts_lack_are_refused(moe_config: TransformerConfig) -> None:
     moe = {"num_experts": 8, "experts_per_token": 3, "expert_width": 16, "router": "softmax"}
     bare = TransformerConfig(**moe_config.model_dump() | {"family": "sdar_moe", "moe": moe})
     lora = LoraConfig(rank=4, targets=("up_proj", "down_proj"))

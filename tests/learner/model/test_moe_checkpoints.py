@@ -43,7 +43,7 @@ def saved(model: Transformer, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def test_it_comes_back_as_it_was_from_files_that_are_no_larger(saved: Path, model: Transformer, tmp_path: Path) -> None:
+def test_a_checkpoint_round_trips_without_growing(saved: Path, model: Transformer, tmp_path: Path) -> None:
     loaded = load_policy(saved)
     assert loaded.config == model.config
     for name, parameter in model.named_parameters():
@@ -72,7 +72,7 @@ def test_any_rows_of_a_tensor_can_be_read(saved: Path, model: Transformer) -> No
             assert torch.equal(part, parameter[rows]), name
 
 
-def test_in_half_precision_a_bias_stays_what_it_is(saved: Path, tmp_path: Path) -> None:
+def test_a_router_bias_stays_in_float32_in_half_precision(saved: Path, tmp_path: Path) -> None:
     half = load_policy(saved, torch.bfloat16)
     assert {parameter.dtype for name, parameter in half.named_parameters() if name != BIAS} == {torch.bfloat16}
     assert torch.equal(half.get_parameter(BIAS), load_policy(saved).get_parameter(BIAS))
@@ -97,7 +97,7 @@ def _changed(saved: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     return str(refused.value).partition("do not fit: ")[2]
 
 
-def test_tensors_that_do_not_fit_are_named_as_they_are_stored(saved: Path) -> None:
+def test_wrong_tensors_have_their_stored_names_in_errors(saved: Path) -> None:
     lost, fused = "model.layers.1.mlp.experts.5.up_proj.weight", "model.layers.0.attention.query_key_value.weight"
     assert _changed(saved, lambda tensors: tensors.pop(lost, None)) == f"there is no {lost}; config.json makes [16, 32]"
 
@@ -120,7 +120,7 @@ def _copy(shared: Path, name: str, out: Path, **changes: Any) -> Path:
     return out
 
 
-def test_ids_of_llada2_are_those_of_its_tokenizer_and_its_padding(shared: Path, tmp_path: Path) -> None:
+def test_llada2_takes_ids_from_tokenizer_and_padding(shared: Path, tmp_path: Path) -> None:
     directory = _copy(shared, "llada2-tiny", tmp_path)
     config = load_config(directory)
     assert (config.mask_token_id, config.eos_token_id, config.pad_token_id, config.stop_ids) == (510, 509, 509, (509,))
@@ -136,7 +136,7 @@ def test_ids_of_llada2_are_those_of_its_tokenizer_and_its_padding(shared: Path, 
         load_config(directory)
 
 
-def test_blocks_without_experts_are_those_that_the_config_says(shared: Path, tmp_path: Path) -> None:
+def test_dense_layers_follow_the_config(shared: Path, tmp_path: Path) -> None:
     every_second = _copy(shared, "sdar-moe-tiny", tmp_path, decoder_sparse_step=2, norm_topk_prob=False)
     config = load_config(every_second)
     assert config.moe is not None
@@ -171,7 +171,7 @@ def test_blocks_without_experts_are_those_that_the_config_says(shared: Path, tmp
         ("sdar-moe-tiny", "quantization_config", {"bits": 8}, "d1 computes quantization_config = None only"),
     ],
 )
-def test_what_is_not_computed_is_refused(
+def test_unsupported_settings_are_refused(
     shared: Path, tmp_path: Path, name: str, key: str, value: Any, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match="config") as refused:
@@ -213,7 +213,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_the_published_models_have_as_many_parameters_and_tensors_as_ours(family: str) -> None:
+def test_parameter_and_tensor_counts_equal_the_published_models(family: str) -> None:
     ids = {"mask_token_id": 2, "eos_token_id": 1, "pad_token_id": 1, "max_sequence_length": 32768}
     attention = {"num_heads": 32, "num_kv_heads": 4, "head_width": 128, "qk_norm": True}
     shape = TransformerConfig(family=family, **ids | attention | SHAPES[family])

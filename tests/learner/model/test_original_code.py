@@ -94,7 +94,7 @@ def _logits(directory: Path) -> Tensor:
     return load_policy(directory)(IDS)
 
 
-def test_logits_are_those_of_the_original_code(saved: Path) -> None:
+def test_logits_equal_the_original_code(saved: Path) -> None:
     expected = torch.tensor(GOLDEN[saved.name].logits)
     torch.testing.assert_close(_logits(saved)[1, :, [7, 20]].T, expected, atol=1e-4, rtol=0)
 
@@ -111,7 +111,7 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 @torch.no_grad()
-def test_logits_are_those_of_transformers_when_a_slot_sees_what_it_sees_here(saved: Path) -> None:
+def test_logits_equal_transformers_under_the_same_mask(saved: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     path, (model_type, names) = saved / "config.json", TRANSFORMERS[saved.name]
@@ -128,7 +128,7 @@ def test_logits_are_those_of_transformers_when_a_slot_sees_what_it_sees_here(sav
     torch.testing.assert_close(expected, logits, atol=1e-4, rtol=0)
 
 
-def test_a_checkpoint_comes_back_as_it_was(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_round_trips(saved: Path, tmp_path: Path) -> None:
     policy = load_policy(saved)
     assert policy.config.family == saved.name
     save_checkpoint(tmp_path / "again", policy.config, policy.state_dict(), saved)
@@ -225,7 +225,7 @@ def _directory(path: Path, raw: dict[str, Any], masks: dict[str, int] = MASKS) -
     return path
 
 
-def test_the_published_configs_are_read_with_the_ids_of_the_files_beside_them(tmp_path: Path) -> None:
+def test_published_configs_take_ids_from_neighbouring_files(tmp_path: Path) -> None:
     fast = load_config(_directory(tmp_path, FAST_DLLM_7B))
     assert (fast.block_length, fast.predicts_next, fast.qkv_bias, fast.tied_embeddings) == (32, True, True, False)
     assert (fast.mask_token_id, fast.stop_ids, fast.pad_token_id) == (151665, (151645,), 151645)
@@ -267,7 +267,7 @@ def test_the_published_configs_are_read_with_the_ids_of_the_files_beside_them(tm
         ),
     ],
 )
-def test_the_published_models_have_as_many_parameters_and_tensors_as_ours(
+def test_parameter_and_tensor_counts_equal_the_published_models(
     tmp_path: Path, family: str, changes: dict[str, Any], num_parameters: int, num_tensors: int
 ) -> None:
     shape = load_config(_directory(tmp_path, PUBLISHED[family] | changes))
@@ -277,7 +277,7 @@ def test_the_published_models_have_as_many_parameters_and_tensors_as_ours(
     assert len(layout.stored_shapes) == num_tensors
 
 
-def test_keys_that_may_be_missing_mean_what_the_original_code_takes(tmp_path: Path) -> None:
+def test_missing_keys_have_the_originals_defaults(tmp_path: Path) -> None:
     def read(family: str, *missing: str, **changes: Any) -> TransformerConfig:
         raw = {key: value for key, value in PUBLISHED[family].items() if key not in missing} | changes
         return load_config(_directory(tmp_path, raw))
@@ -316,9 +316,7 @@ def test_keys_that_may_be_missing_mean_what_the_original_code_takes(tmp_path: Pa
         ("fast_dllm", "use_sliding_window", True, "False"),
     ],
 )
-def test_a_config_that_asks_for_another_function_is_refused(
-    tmp_path: Path, family: str, key: str, value: Any, right: str
-) -> None:
+def test_unsupported_settings_are_refused(tmp_path: Path, family: str, key: str, value: Any, right: str) -> None:
     with pytest.raises(ValueError, match="computes") as refused:
         load_config(_directory(tmp_path, PUBLISHED[family] | {key: value}))
     assert str(refused.value) == f"{tmp_path}/config.json has {key} = {value!r}; d1 computes {key} = {right} only"
@@ -333,7 +331,7 @@ def test_a_config_that_asks_for_another_function_is_refused(
         ("fast_dllm", {"bd_size": 0}, "makes no policy: block_length: Input should be greater than 0"),
     ],
 )
-def test_what_makes_no_policy_is_named(tmp_path: Path, family: str, changes: dict[str, Any], sentence: str) -> None:
+def test_invalid_configs_are_refused(tmp_path: Path, family: str, changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match="config") as refused:
         load_config(_directory(tmp_path, PUBLISHED[family] | changes))
     assert sentence in str(refused.value)

@@ -94,7 +94,7 @@ def _bytes_of_blocks(policy: ShardedPolicy) -> int:
     return sum(t.nbytes for _, layer in quantized_layers(policy.module) for t in (layer.packed, layer.scales))
 
 
-def test_a_layer_computes_with_the_weight_that_it_stands_for() -> None:
+def test_a_layer_computes_with_its_dequantized_weight() -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(96, 80)
     layer, x = Nf4Linear(linear, CPU), torch.randn(5, 96, requires_grad=True)
@@ -105,7 +105,7 @@ def test_a_layer_computes_with_the_weight_that_it_stands_for() -> None:
     torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=0)
 
 
-def test_a_weight_is_its_nearest_of_sixteen_values_times_the_largest_of_its_block() -> None:
+def test_nf4_rounds_to_the_nearest_of_sixteen_scaled_values() -> None:
     """Computed by hand, with the values of appendix E of QLoRA."""
     values = [-1, -0.6961928, -0.5250731, -0.39491749, -0.28444138, -0.18477343, -0.09105003, 0]
     values += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1]
@@ -120,7 +120,7 @@ def test_a_weight_is_its_nearest_of_sixteen_values_times_the_largest_of_its_bloc
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_who_samples_in_another_precision_has_the_learners_weights(
+def test_a_sampler_in_another_precision_has_the_learners_weights(
     base: Transformer, tmp_path: Path, stored: torch.dtype, dtype: torch.dtype
 ) -> None:
     """The checkpoint's weights are quantized to 4 bits first, and cast afterwards."""
@@ -135,15 +135,13 @@ def test_who_samples_in_another_precision_has_the_learners_weights(
         assert torch.equal(held[plain_name(f"{name}.weight")], layer.weight_as(dtype)), name
 
 
-def test_without_bitsandbytes_4_bits_are_refused_in_a_sentence(
-    base: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nf4_without_bitsandbytes_is_refused(base: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match=r"nf4 needs the package bitsandbytes; pip install 'd1\[quantized\]'"):
         _policy(base)
 
 
-def test_what_is_rounded_stays_what_it_is_when_it_is_rounded_again(base: Transformer) -> None:
+def test_quantization_is_idempotent(base: Transformer) -> None:
     policy = _policy(base)
     weights = policy.full_weights()
     assert any(not torch.equal(weight, base.state_dict()[name]) for name, weight in weights.items())
@@ -155,7 +153,7 @@ def test_what_is_rounded_stays_what_it_is_when_it_is_rounded_again(base: Transfo
     assert torch.equal(again["blocks.0.mlp.up_proj.weight"], torch.zeros(48, 32))
 
 
-def test_other_weights_are_rounded_as_they_go_in(base: Transformer) -> None:
+def test_loaded_weights_are_quantized(base: Transformer) -> None:
     policy, other = _policy(base), copy.deepcopy(base)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -166,7 +164,7 @@ def test_other_weights_are_rounded_as_they_go_in(base: Transformer) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_is_rounded_tensor_by_tensor_as_it_is_read(
+def test_a_checkpoint_is_quantized_tensor_by_tensor_while_reading(
     base: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """Bit-identical to quantizing a complete policy. Besides the current tensor, only the 4-bit weights take memory."""
@@ -198,7 +196,7 @@ def test_a_checkpoint_is_rounded_tensor_by_tensor_as_it_is_read(
     assert [name for name, weight in loaded.items() if not torch.equal(weight, expected[name])] == []
 
 
-def test_the_linear_layers_of_the_blocks_are_rounded_and_nothing_else(base: Transformer) -> None:
+def test_only_linear_layers_of_blocks_are_quantized(base: Transformer) -> None:
     policy, whole = _policy(base), base.state_dict()
     rounded = {name for name, weight in policy.full_weights().items() if not torch.equal(weight, whole[name])}
     assert rounded == {name for name in whole if name.startswith("blocks.") and name.endswith("proj.weight")}
@@ -214,7 +212,7 @@ def test_the_sampler_has_the_logits_of_the_learner(base: Transformer, rollouts: 
     torch.testing.assert_close(_logits(_plain(policy)), _logits(policy.module), atol=2e-5, rtol=1e-5)
 
 
-def test_training_moves_the_adapter_as_it_does_beside_whole_weights(base: Transformer, rollouts: RolloutBatch) -> None:
+def test_training_on_nf4_equals_training_on_dequantized_weights(base: Transformer, rollouts: RolloutBatch) -> None:
     """A round on the 4-bit weights equals a round on their dequantized values."""
     policy = _policy(base)
     start = policy.full_weights()
@@ -228,7 +226,7 @@ def test_training_moves_the_adapter_as_it_does_beside_whole_weights(base: Transf
     assert [name for name, weight in policy.full_weights().items() if not torch.equal(weight, start[name])] == []
 
 
-def test_without_lora_there_is_nothing_to_train() -> None:
+def test_nf4_needs_an_adapter() -> None:
     with pytest.raises(ValidationError, match="base_weights nf4 cannot be trained, only an adapter beside them"):
         LoraConfig(base_weights="nf4")
 
@@ -252,7 +250,7 @@ def _trained(policy: ShardedPolicy, batch: RolloutBatch) -> dict[str, Any]:
     return {"weights": policy.full_weights(), "adapter": policy.adapter_on_rank_0(), "metrics": metrics}
 
 
-def test_two_ranks_are_one(config: TransformerConfig, rollouts: RolloutBatch, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_process(config: TransformerConfig, rollouts: RolloutBatch, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
     _save(_base(config), tmp_path / "it")
     run_ranks(_rank, str(tmp_path / "at"), config, tmp_path / "it", rollouts, out, num=2)

@@ -33,12 +33,12 @@ def _of_transformers(directory: Path) -> RenoisingConfig:
         {"text_config": {"max_position_embeddings": 99}},
     ],
 )
-def test_a_config_is_read_as_transformers_reads_it(tmp_path: Path, config: dict) -> None:
+def test_a_config_is_read_like_in_transformers(tmp_path: Path, config: dict) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "diffusion_gemma"} | config))
     assert read_renoising_config(tmp_path) == _of_transformers(tmp_path)
 
 
-def test_the_generation_config_goes_before_it(shared: Path, tmp_path: Path) -> None:
+def test_the_generation_config_takes_precedence(shared: Path, tmp_path: Path) -> None:
     directory = shared / "fixtures" / "diffusiongemma-tiny"
     found = read_renoising_config(directory)
     assert (found.canvas_length, found.vocab_size, found.max_sequence_length) == (16, 384, 1024)
@@ -48,7 +48,7 @@ def test_the_generation_config_goes_before_it(shared: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("nothing", [None, []])
-def test_what_names_no_id_leaves_it_to_the_others(tmp_path: Path, nothing: object) -> None:
+def test_a_file_without_ids_falls_back_to_the_others(tmp_path: Path, nothing: object) -> None:
     text = {"eos_token_id": [5, 6], "pad_token_id": -1}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "diffusion_gemma", "text_config": text}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": nothing, "pad_token_id": nothing}))
@@ -66,7 +66,7 @@ def test_what_names_no_id_leaves_it_to_the_others(tmp_path: Path, nothing: objec
         ("{", "is not JSON"),
     ],
 )
-def test_what_makes_no_policy_is_a_sentence(tmp_path: Path, config: str, said: str) -> None:
+def test_invalid_configs_are_refused_in_one_sentence(tmp_path: Path, config: str, said: str) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ValueError, match=said):
         read_renoising_config(tmp_path)

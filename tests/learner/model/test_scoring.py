@@ -36,7 +36,7 @@ def _plainly(x_MD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor:
 @pytest.mark.parametrize(("temperature", "excludes"), [(1.0, False), (0.7, True)])
 @pytest.mark.parametrize("is_logit", [False, True])
 @pytest.mark.parametrize(("chunk", "kept"), [(1000, 1000), (22, 1000), (22, 0), (44, 0)])
-def test_values_and_gradients_are_autograds(
+def test_values_and_gradients_equal_autograds(
     chunk: int,
     kept: int,
     temperature: float,
@@ -70,7 +70,7 @@ def test_values_and_gradients_are_autograds(
             torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
-def test_where_nothing_is_scored_there_is_no_value_and_no_gradient() -> None:
+def test_without_scored_slots_there_is_no_value_and_no_gradient() -> None:
     x_MD, weight_VD = _inputs(torch.float32)
     none = torch.zeros(0, dtype=torch.int64)
     logps_N = score_targets(x_MD[:0], weight_VD, Targets(slot=none, token=none))
@@ -88,7 +88,7 @@ def test_a_frozen_head_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logits_in_float32_are_not_rounded_to_half_precision(temperature: float) -> None:
+def test_float32_logits_are_not_rounded_to_half_precision(temperature: float) -> None:
     """With half-precision inputs, float32 logits are as close to the exact product as full float32, unlike rounded
     ones."""
     targets = Targets(slot=SLOTS, token=torch.tensor([0, 2, 10, 4, 6, 4, 9]), temperature=temperature)
@@ -107,7 +107,7 @@ def test_logits_in_float32_are_not_rounded_to_half_precision(temperature: float)
         torch.testing.assert_close(half.grad.float(), single.grad, atol=5e-2, rtol=2e-2)
 
 
-def test_in_float32_it_changes_nothing() -> None:
+def test_a_float32_head_changes_nothing_in_float32() -> None:
     x_MD, weight_VD = _inputs(torch.float32)
     targets = Targets(slot=SLOTS, token=SLOTS)
     plain_N, float32_N = (score_targets(x_MD, weight_VD, one) for one in (targets, replace(targets, float32_head=True)))

@@ -45,7 +45,7 @@ def referring(original: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_large_tensors_are_read_in_pieces_to_the_bit(
+def test_large_tensors_read_in_pieces_are_bit_identical(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "_CHUNK_BYTES", 1000)
@@ -60,7 +60,7 @@ def test_large_tensors_are_read_in_pieces_to_the_bit(
     assert progress.num_bytes == 70 * 43 * 2
 
 
-def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(100))
     extents = [
         Extent(path=tmp_path / "a", begin=40 * place, dtype=torch.float32, destination=torch.empty(10, dtype=kind))
@@ -78,9 +78,7 @@ def test_a_policy_is_read_to_a_gpu_through_small_buffers(original: Path, policy:
     assert [name for name, tensor in policy.state_dict().items() if not torch.equal(found[name], tensor)] == []
 
 
-def test_what_is_hashed_once_is_not_read_again_until_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hashes_are_cached_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [tmp_path / name for name in "ab"]
     for path in paths:
         path.write_bytes(path.name.encode() * 5000)
@@ -98,7 +96,7 @@ def test_what_is_hashed_once_is_not_read_again_until_it_changes(
         checksums(paths)
 
 
-def test_what_was_written_just_now_is_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recently_written_files_are_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next change may have the same timestamp: here all have, as on a file system with a coarse clock."""
     path = tmp_path / "a"
     path.write_bytes(b"0")
@@ -109,7 +107,7 @@ def test_what_was_written_just_now_is_hashed_again(tmp_path: Path, monkeypatch: 
         assert checksums([path])[path] == hashlib.sha256(content).hexdigest()
 
 
-def test_a_rate_is_said_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_is_reported_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = [100.0], list[str]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     progress = Throughput("loading sft", 4_000_000_000, said.append)
@@ -119,9 +117,7 @@ def test_a_rate_is_said_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == ["loading sft: 2.0 of 4.0 GB, 1.7 GB/s", "loading sft: 4.0 of 4.0 GB, 1.7 GB/s"]
 
 
-def test_a_checkpoint_that_refers_to_files_is_the_same_policy(
-    policy: Transformer, original: Path, referring: Path
-) -> None:
+def test_a_checkpoint_of_references_loads_the_same_policy(policy: Transformer, original: Path, referring: Path) -> None:
     assert list(referring.glob("*.safetensors")) == []
     assert weight_files(referring) == weight_files(original)
     assert max_float32_bytes(referring) == max_float32_bytes(original) > 2 * 60_000
@@ -133,15 +129,13 @@ def test_a_checkpoint_that_refers_to_files_is_the_same_policy(
     check_unchanged(referring)
 
 
-def test_one_that_refers_to_one_that_refers_names_the_files_themselves(
-    original: Path, referring: Path, tmp_path: Path
-) -> None:
+def test_references_to_references_name_the_original_files(original: Path, referring: Path, tmp_path: Path) -> None:
     stored = StoredWeights(referring)
     save_checkpoint(tmp_path / "other" / "initial", stored.config, stored, referring)
     assert weight_files(tmp_path / "other" / "initial") == weight_files(original)
 
 
-def test_a_file_that_is_gone_is_named(original: Path, referring: Path) -> None:
+def test_a_missing_referenced_file_is_named(original: Path, referring: Path) -> None:
     gone = weight_files(original)[1]
     gone.unlink()
     sentence = (
@@ -154,7 +148,7 @@ def test_a_file_that_is_gone_is_named(original: Path, referring: Path) -> None:
         assert str(refused.value) == sentence
 
 
-def test_a_file_that_was_changed_is_named(original: Path, referring: Path) -> None:
+def test_a_changed_referenced_file_is_named(original: Path, referring: Path) -> None:
     changed = weight_files(original)[1]
     os.utime(changed, (1, 1))
     # Unchanged content passes, whatever its timestamp.
@@ -170,7 +164,7 @@ def test_a_file_that_was_changed_is_named(original: Path, referring: Path) -> No
         )
 
 
-def test_files_that_a_copy_holds_itself_count_and_are_checked(original: Path, referring: Path) -> None:
+def test_files_next_to_a_reference_are_used_and_verified(original: Path, referring: Path) -> None:
     """As for a copy on another machine, where the referenced path does not exist."""
     for path in weight_files(original):
         path.rename(referring / path.name)
@@ -198,20 +192,22 @@ def test_files_that_a_copy_holds_itself_count_and_are_checked(original: Path, re
         '{"a.safetensors": {"path": "a.safetensors", "sha256": "SHA", "size": 1, "mtime_ns": 1}}',
     ],
 )
-def test_a_list_that_d1_did_not_write_is_refused(referring: Path, listed: str) -> None:
+def test_an_invalid_list_of_references_is_refused(referring: Path, listed: str) -> None:
     (referring / REFERENCES).write_text(listed.replace("SHA", "0" * 64))
     with pytest.raises(ValueError, match=r"weights\.json is damaged: it does not list weight files"):
         weight_files(referring)
 
 
-def test_the_list_itself_is_checked(referring: Path) -> None:
+def test_the_list_of_references_is_verified(referring: Path) -> None:
     path = referring / REFERENCES
     path.write_text(json.dumps(json.loads(path.read_text())))
     with pytest.raises(ValueError, match=r"weights\.json is damaged: it is not what manifest\.json lists"):
         verify_checkpoint(referring)
 
 
-def test_what_is_read_into_can_be_resized(original: Path) -> None:
+def test_the_storages_of_a_loaded_policy_can_be_resized(original: Path) -> None:
     """An offloaded learner frees its memory by resizing storages."""
     for parameter in load_policy(original).parameters():
-        parameter.detach().untyped_storage().resize_(0)
+        storage = parameter.detach().untyped_storage()
+        storage.resize_(0)
+        assert storage.nbytes() == 0

@@ -29,7 +29,7 @@ def test_digits_and_tags_are_single_tokens(tokenizer: ChatTokenizer) -> None:
     assert tokenizer.tokens(tokenizer.encode_plain("<answer>19</answer>")) == ["<answer>", "1", "9", "</answer>"]
 
 
-def test_a_conversation_ends_where_the_assistant_begins(tokenizer: ChatTokenizer) -> None:
+def test_a_prompt_ends_where_the_assistant_begins(tokenizer: ChatTokenizer) -> None:
     ids = tokenizer.encode_chat([{"role": "user", "content": " 3 7 "}])
     assert tokenizer.tokens(ids) == ["<|user|>", "3", " ", "7", "<|assistant|>"]
 
@@ -41,7 +41,7 @@ def test_special_tokens_have_the_first_ids(tokenizer: ChatTokenizer) -> None:
 
 @given(st.text())
 @settings(max_examples=200)
-def test_any_text_comes_back(tokenizer: ChatTokenizer, text: str) -> None:
+def test_any_text_round_trips(tokenizer: ChatTokenizer, text: str) -> None:
     assume(not any(token in text for token in SPECIAL_TOKENS))
     assert tokenizer.decode(tokenizer.encode_plain(text)) == text
 
@@ -85,7 +85,7 @@ def dream_files(tmp_path: Path) -> Path:
     return directory
 
 
-def test_dreams_two_files_are_read_as_qwens_and_no_code_beside_them_is_run(dream_files: Path, tmp_path: Path) -> None:
+def test_dreams_tokenizer_files_are_read_without_running_code(dream_files: Path, tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(dream_files)
     assert [tokenizer.token_id(token) for token in DREAM_SPECIAL] == [259, 260, 261, 262, 263, 264]
     assert (len(tokenizer), tokenizer.eos_id) == (265, 259)
@@ -100,14 +100,14 @@ def test_dreams_two_files_are_read_as_qwens_and_no_code_beside_them_is_run(dream
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_checkpoint_takes_dreams_tokenizer_along(dream_files: Path, policy: Transformer, tmp_path: Path) -> None:
+def test_saving_a_checkpoint_copies_dreams_tokenizer(dream_files: Path, policy: Transformer, tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "saved", policy.config, policy.state_dict(), dream_files)
     messages = [{"role": "user", "content": "hello"}]
     assert ChatTokenizer(tmp_path / "saved").encode_chat(messages) == ChatTokenizer(dream_files).encode_chat(messages)
     assert not (tmp_path / "saved" / "tokenization_dream.py").exists()
 
 
-def test_lladas_config_keys_are_no_obstacle(tmp_path: Path) -> None:
+def test_lladas_config_keys_are_accepted(tmp_path: Path) -> None:
     make_tokenizer(["solve 3 7 19 = 24"], tmp_path, 300)
     special = {
         str(index): {"content": token, "normalized": False, "special": True}

@@ -12,7 +12,7 @@ from learner.model.targets import query_grid
 from learner.model.transformer import Transformer
 
 
-def test_logits_are_those_of_the_original_llada_code(shared: Path) -> None:
+def test_logits_equal_the_original_llada_code(shared: Path) -> None:
     directory = shared / "fixtures" / "llada-tiny"
     expected = load_file(directory / "expected.safetensors")
     with torch.no_grad():
@@ -22,7 +22,7 @@ def test_logits_are_those_of_the_original_llada_code(shared: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "width"), [(1, 2), (3, 10), (2, 64)])
-def test_rotating_by_halves_is_rotating_to_the_bit(
+def test_rotation_by_halves_is_bit_identical(
     config: TransformerConfig, dtype: torch.dtype, heads: int, width: int
 ) -> None:
     """Computed in float32, then rounded, as in the original implementations."""
@@ -39,7 +39,7 @@ def test_rotating_by_halves_is_rotating_to_the_bit(
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_padding_changes_nothing(policy: Transformer, family: Family) -> None:
+def test_padding_does_not_change_logits(policy: Transformer, family: Family) -> None:
     other = make_model(policy.config.model_copy(update={"family": family, "predicts_next": family == "dream"}))
     other.load_state_dict(policy.state_dict())
     short, long = torch.randint(0, 38, (1, 9)), torch.randint(0, 38, (1, 20))
@@ -51,7 +51,7 @@ def test_padding_changes_nothing(policy: Transformer, family: Family) -> None:
         torch.testing.assert_close(together[1], other(long)[0], atol=1e-5, rtol=0)
 
 
-def test_every_slot_sees_every_other(policy: Transformer) -> None:
+def test_attention_is_bidirectional(policy: Transformer) -> None:
     ids = torch.randint(0, 38, (1, 8))
     changed = ids.clone()
     changed[0, 7] = (ids[0, 7] + 1) % 38
@@ -60,7 +60,7 @@ def test_every_slot_sees_every_other(policy: Transformer) -> None:
     assert (difference > 1e-6).all()
 
 
-def test_asked_slots_have_the_logits_of_all_slots(policy: Transformer) -> None:
+def test_logits_of_selected_slots_equal_those_of_all(policy: Transformer) -> None:
     ids, slots = torch.randint(0, 38, (4, 8)), torch.tensor([0, 3, 9, 30, 31])
     with torch.no_grad():
         asked = policy(ids, None, *query_grid(slots, 4, 8))
@@ -72,9 +72,7 @@ def test_a_canvas_that_is_too_long_is_refused(policy: Transformer) -> None:
         policy(torch.zeros(1, 65, dtype=torch.long))
 
 
-def test_grouped_query_attention_is_attention_with_repeated_keys(
-    config: TransformerConfig, policy: Transformer
-) -> None:
+def test_grouped_query_attention_equals_repeated_keys(config: TransformerConfig, policy: Transformer) -> None:
     full = Transformer(config.model_copy(update={"num_kv_heads": 4}))
     weights = policy.state_dict()
     for name in [name for name in weights if "k_proj" in name or "v_proj" in name]:
@@ -114,9 +112,7 @@ def _of_family(policy: Transformer, family: str) -> Transformer:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("flex", [False, True])
 @pytest.mark.parametrize("family", ["llada", "dream", "sdar"])
-def test_documents_that_share_a_row_have_the_logits_they_have_alone(
-    policy: Transformer, family: str, flex: bool
-) -> None:
+def test_packed_documents_have_the_logits_of_separate_ones(policy: Transformer, family: str, flex: bool) -> None:
     model, (ids, documents) = _of_family(policy, family), _packed([6, 9, 3], width=20)
     with torch.no_grad():
         together = model(ids, documents_BL=documents, flex=flex)[0]
@@ -126,7 +122,7 @@ def test_documents_that_share_a_row_have_the_logits_they_have_alone(
 
 
 @pytest.mark.parametrize("family", ["llada", "dream", "sdar"])
-def test_no_document_leaks_into_another(policy: Transformer, family: str) -> None:
+def test_packed_documents_do_not_affect_each_other(policy: Transformer, family: str) -> None:
     model, (ids, documents) = _of_family(policy, family), _packed([6, 9, 3], width=20)
     changed = torch.where(documents == 1, (ids + 1) % 38, ids)
     queries = torch.arange(20)[None]

@@ -113,9 +113,7 @@ def _assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance:
         )
 
 
-def test_blocks_share_their_graphs_whatever_their_number_and_the_batch_s_sizes(
-    config: TransformerConfig, counted: list[torch.fx.GraphModule]
-) -> None:
+def test_layers_and_batch_sizes_share_graphs(config: TransformerConfig, counted: list[torch.fx.GraphModule]) -> None:
     for num_layers in (2, 5):
         deep = config.model_copy(update={"num_layers": num_layers})
         compiled, eager = _policy(deep, compile=True), _policy(deep)
@@ -127,7 +125,7 @@ def test_blocks_share_their_graphs_whatever_their_number_and_the_batch_s_sizes(
 
 
 @pytest.mark.nightly
-def test_numbers_of_heads_may_be_symbols(config: TransformerConfig, counted: list[torch.fx.GraphModule]) -> None:
+def test_head_counts_may_be_symbolic(config: TransformerConfig, counted: list[torch.fx.GraphModule]) -> None:
     """torch makes the head counts of sharded policies symbolic once a process has compiled another count."""
     with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
         for heads in (4, 8):
@@ -137,7 +135,9 @@ def test_numbers_of_heads_may_be_symbols(config: TransformerConfig, counted: lis
     assert len(counted) == 2
 
 
-def test_adapters_are_compiled_on_and_off(config: TransformerConfig, counted: list[torch.fx.GraphModule]) -> None:
+def test_compiled_adapters_can_be_enabled_and_disabled(
+    config: TransformerConfig, counted: list[torch.fx.GraphModule]
+) -> None:
     """With activation checkpointing, whose backward pass runs the same graphs again."""
     lora = LoraConfig(rank=4, alpha=8, targets=("q_proj", "down_proj"))
     compiled, eager = (
@@ -153,7 +153,7 @@ def test_adapters_are_compiled_on_and_off(config: TransformerConfig, counted: li
     assert len(counted) == 4
 
 
-def test_a_graph_too_many_is_an_error_in_every_thread(
+def test_exceeding_the_graph_limit_raises_in_every_thread(
     config: TransformerConfig, counted: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backward pass that recomputes a block runs in another thread, and since torch 2.13 the limit is per thread."""
@@ -191,7 +191,7 @@ def _compare_updates(config: TransformerConfig, case: str, batch: RolloutBatch, 
         _assert_equal(one, other, tolerance)
 
 
-def test_updates_are_the_eager_ones_and_share_few_graphs(
+def test_compiled_updates_equal_eager_ones_with_few_graphs(
     config: TransformerConfig, rollouts: RolloutBatch, counted: list[torch.fx.GraphModule]
 ) -> None:
     """Old, new and reference likelihoods of two estimators, in micro-batches of many sizes. A single block, being the
@@ -217,7 +217,7 @@ def _rank(rank: int, port_file: str, config: TransformerConfig, out: Path) -> No
 
 
 @pytest.mark.parametrize("family", ["dense", pytest.param("experts", marks=pytest.mark.nightly)])
-def test_two_ranks_compile_what_they_gather(
+def test_two_ranks_compile_under_fsdp(
     config: TransformerConfig, moe_config: TransformerConfig, tmp_path: Path, family: str
 ) -> None:
     """Under FSDP2 with activation checkpointing. Experts run in bfloat16, whose compiled products differ."""
@@ -232,7 +232,7 @@ def test_two_ranks_compile_what_they_gather(
         assert found["compiled"]["num_graphs"] == (2 if family == "dense" else 3)
 
 
-def test_what_cannot_be_compiled_is_refused(config: TransformerConfig, moe_config: TransformerConfig) -> None:
+def test_unsupported_compilation_is_refused(config: TransformerConfig, moe_config: TransformerConfig) -> None:
     with pytest.raises(ValueError, match="experts are compiled in bfloat16 only; take sharding"):
         _policy(moe_config, compile=True)
     kept = "compiled blocks keep what 4 bits stand for until their backward pass; take sharding"
@@ -247,7 +247,5 @@ def test_what_cannot_be_compiled_is_refused(config: TransformerConfig, moe_confi
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("case", ["one step", "trajectories, block-causal", "bound, adapter"])
-def test_what_is_compiled_for_this_machine_makes_the_same_update(
-    config: TransformerConfig, rollouts: RolloutBatch, case: str
-) -> None:
+def test_an_inductor_update_equals_the_eager_one(config: TransformerConfig, rollouts: RolloutBatch, case: str) -> None:
     _compare_updates(config.model_copy(update={"num_layers": 1}), case, rollouts, 1e-4)

@@ -55,11 +55,11 @@ def _with_short_waits(rank: int, folder: Path) -> None:
     _rank(rank, folder)
 
 
-def test_ranks_do_what_rank_0_decided(tmp_path: Path) -> None:
+def test_all_ranks_follow_the_decision_of_rank_0(tmp_path: Path) -> None:
     run_ranks(_with_short_waits, tmp_path, num=2)
 
 
-def test_a_process_by_itself_decides_alone() -> None:
+def test_a_single_process_decides_alone() -> None:
     ranks = Ranks()
     assert (ranks.rank, ranks.is_alone) == (0, True)
     assert ranks.broadcast_decision(lambda: (1, "two")) == [1, "two"]

@@ -87,7 +87,7 @@ def _collectives(
 
 
 @pytest.mark.parametrize("workers_per_copy", [0, 1])
-def test_no_collective_of_a_learner_has_a_name_that_gloo_would_free_twice(
+def test_all_collectives_have_short_names_on_gloo(
     config: TransformerConfig, rollouts: RolloutBatch, tmp_path: Path, workers_per_copy: int
 ) -> None:
     out = tmp_path / "out.pt"
@@ -116,5 +116,5 @@ def _gathers(rank: int, world_size: int, meeting: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_a_gather_gives_the_whole_whichever_way_the_rows_are_shared(tmp_path: Path) -> None:
+def test_a_gather_handles_every_sharding_of_rows(tmp_path: Path) -> None:
     run_ranks(_gathers, 3, tmp_path / "meeting", num=3)

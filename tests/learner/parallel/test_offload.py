@@ -56,7 +56,7 @@ def _assert_equal(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
-def test_nothing_of_a_sleeping_learner_is_on_its_gpu(policy: Transformer, lora: LoraConfig) -> None:
+def test_an_offloaded_learner_holds_no_gpu_memory(policy: Transformer, lora: LoraConfig) -> None:
     with stand_in_gpu():
         before = bytes_there()
         learner = Learner(ShardedPolicy(copy.deepcopy(policy).cuda(), None, lora=lora), RL)
@@ -68,7 +68,7 @@ def test_nothing_of_a_sleeping_learner_is_on_its_gpu(policy: Transformer, lora: 
         _assert_equal(found, list(_updates(other, is_sleeping=False)))
 
 
-def test_a_gpu_without_an_index_is_the_one_that_tensors_name(policy: Transformer) -> None:
+def test_offloading_accepts_a_device_without_an_index(policy: Transformer) -> None:
     with stand_in_gpu():
         before = bytes_there()
         on_gpu = copy.deepcopy(policy).cuda()
@@ -97,11 +97,11 @@ def _rank(rank: int, policy: Transformer, lora: LoraConfig, folder: Path) -> Non
 
 
 @pytest.mark.parametrize("lora", LORAS.values(), ids=LORAS)
-def test_shards_sleep_and_wake_as_they_were(policy: Transformer, lora: LoraConfig, tmp_path: Path) -> None:
+def test_shards_are_restored_after_offloading(policy: Transformer, lora: LoraConfig, tmp_path: Path) -> None:
     run_ranks(_rank, policy, lora, tmp_path, num=2)
 
 
-def test_a_failure_wakes_what_sleeps(policy: Transformer) -> None:
+def test_offloaded_parameters_are_restored_after_an_error(policy: Transformer) -> None:
     weight = policy.blocks[0].mlp.up_proj.weight
     before = weight.detach().clone()
     with pytest.raises(RuntimeError, match="meanwhile"), offloaded(policy.parameters(), torch.device("cpu")):

@@ -82,7 +82,7 @@ def checkpoint(moe_config: TransformerConfig, tmp_path: Path) -> Path:
     return tmp_path / "start"
 
 
-def test_two_ranks_are_one(
+def test_two_ranks_equal_one_process(
     moe_config: TransformerConfig, rollouts: RolloutBatch, checkpoint: Path, tmp_path: Path
 ) -> None:
     run_ranks(_rank, str(tmp_path / "at"), checkpoint, rollouts, tmp_path / "out.pt", num=2)
@@ -113,7 +113,7 @@ def test_two_ranks_are_one(
         assert "blocks.1.mlp.shared.up_proj.weight" in moved
 
 
-def test_weights_that_travel_keep_a_bias_whole(moe_config: TransformerConfig) -> None:
+def test_a_published_router_bias_stays_in_float32(moe_config: TransformerConfig) -> None:
     """As published to a bfloat16 sampler."""
     weights = ShardedPolicy(_model(moe_config), None).weights_on_rank_0()
     sampler = make_meta_model(moe_config).to(torch.bfloat16).to_empty(device="cpu")

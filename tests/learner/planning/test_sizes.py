@@ -77,7 +77,7 @@ def _kept_and_most(shape: TransformerConfig, lora: LoraConfig, *, checkpointed: 
 @pytest.mark.parametrize(
     "family", [{}, SDAR, SDAR | {"family": "sdar_moe", "moe": EXPERTS}, SDAR | {"family": "llada2_moe", "moe": SHARED}]
 )
-def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps(
+def test_kept_bytes_equal_what_autograd_keeps(
     config: TransformerConfig, family: dict[str, object], lora: LoraConfig, checkpointed: bool
 ) -> None:
     """Within 1 %: autograd also keeps one number per token for each norm, and attention's normaliser and mask."""
@@ -97,7 +97,7 @@ def test_what_a_block_keeps_of_a_token_is_what_autograd_keeps(
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_most_that_an_update_has_is_what_is_counted(config: TransformerConfig, checkpointed: bool) -> None:
+def test_kept_bytes_equal_the_peak_of_an_update(config: TransformerConfig, checkpointed: bool) -> None:
     changes = {"d_model": 128, "num_layers": 12, "mlp_hidden_size": 384, "vocab_size": 16}
     shape, tokens = config.model_copy(update=changes), 2048
     _, most = _kept_and_most(shape, EVERYWHERE, checkpointed=checkpointed, tokens=tokens)
@@ -105,7 +105,7 @@ def test_the_most_that_an_update_has_is_what_is_counted(config: TransformerConfi
 
 
 @pytest.mark.parametrize("lora", [FULL_FINE_TUNING, LoraConfig(rank=4, targets=("q_proj", "v_proj", "down_proj"))])
-def test_parameters_are_counted_as_the_policy_has_them(
+def test_parameter_counts_equal_the_policys(
     config: TransformerConfig, moe_config: TransformerConfig, lora: LoraConfig
 ) -> None:
     grouped = config.model_copy(update={"family": "dream", "predicts_next": True, "num_layers": 3, "qkv_bias": True})

@@ -50,7 +50,7 @@ def _block_causal(config: TransformerConfig, block_length: int) -> Transformer:
     return model
 
 
-def test_the_share_of_later_slots_that_are_seen_grows_linearly_to_all() -> None:
+def test_the_visible_share_of_later_slots_grows_linearly() -> None:
     later = torch.ones(200, 200, dtype=torch.bool).triu(1)
     for step in range(9):
         opened = _opened(step, width=200)
@@ -60,7 +60,7 @@ def test_the_share_of_later_slots_that_are_seen_grows_linearly_to_all() -> None:
     assert annealing_mask(0, 0, 200, seed=5) is None
 
 
-def test_the_draw_hangs_on_seed_step_and_places_alone() -> None:
+def test_the_mask_depends_on_seed_step_and_positions_only() -> None:
     assert torch.equal(_opened(3), _opened(3, width=99)[:16, :16])
     assert (_opened(3) & ~_opened(4)).any(), "each step draws anew"
     other = annealing_mask(3, 10, 16, seed=6)
@@ -68,7 +68,7 @@ def test_the_draw_hangs_on_seed_step_and_places_alone() -> None:
     assert not torch.equal(_opened(3), other)
 
 
-def test_what_is_not_opened_is_not_seen(config: TransformerConfig) -> None:
+def test_without_opened_slots_attention_is_causal(config: TransformerConfig) -> None:
     """With no later slot opened it is the causal policy with the same weights."""
     opened, causal = _block_causal(config, 16), _block_causal(config, 1)
     ids = torch.randint(0, 38, (3, 12), generator=torch.Generator().manual_seed(2))
@@ -80,7 +80,7 @@ def test_what_is_not_opened_is_not_seen(config: TransformerConfig) -> None:
 
 
 @pytest.mark.parametrize("form", ["alone", "packed", "in blocks"])
-def test_documents_are_scored_as_each_is_alone(config: TransformerConfig, policy: Transformer, form: str) -> None:
+def test_documents_are_scored_independently(config: TransformerConfig, policy: Transformer, form: str) -> None:
     """For a block-causal policy, each noisy block follows the clean ones before it."""
     masked, opened = _masked(), _opened()
     model = _block_causal(config, BLOCK_LENGTH) if form == "in blocks" else policy
@@ -112,14 +112,14 @@ def _trained(config: TransformerConfig, steps: range, state: object = None, **sf
     return policy.full_weights(), learner.full_state()
 
 
-def test_a_resumed_stage_is_the_uninterrupted_one_to_the_bit(config: TransformerConfig) -> None:
+def test_a_resumed_stage_is_bit_identical(config: TransformerConfig) -> None:
     whole, _ = _trained(config, range(6), attention_annealing_steps=5)
     first = _trained(config, range(3), attention_annealing_steps=5)
     resumed, _ = _trained(config, range(3, 6), first, attention_annealing_steps=5)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_open_attention_is_the_update_without_annealing_to_the_bit(config: TransformerConfig) -> None:
+def test_fully_open_attention_is_bit_identical_to_no_annealing(config: TransformerConfig) -> None:
     without, _ = _trained(config, range(2))
     opened, _ = _trained(config, range(2), attention_annealing_steps=1)
     annealed, _ = _trained(config, range(2), attention_annealing_steps=6)
@@ -127,9 +127,7 @@ def test_open_attention_is_the_update_without_annealing_to_the_bit(config: Trans
     assert not torch.equal(without["embed.weight"], annealed["embed.weight"])
 
 
-def test_rows_back_to_back_are_padded_while_attention_opens(
-    config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_padded_during_annealing(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the kernel for packed rows supports no mask within a row."""
     expected, _ = _trained(config, range(6), attention_annealing_steps=5)
     monkeypatch.setattr(ShardedPolicy, "concatenates_rows", True)

@@ -46,7 +46,7 @@ def test_each_epoch_is_a_permutation_of_all_labels() -> None:
     assert rows[:10].tolist() != rows[10:].tolist()
 
 
-def test_padding_is_trained_on_or_the_document_ends_with_the_first_end_of_text() -> None:
+def test_padding_is_trained_on_or_ignored_after_the_first_eos() -> None:
     short, full = (TokenizedExample(prompt_ids=(1, 2), completion_ids=ids, num_slots=3) for ids in ((5,), (5, 6, 7)))
     trained = make_documents([short, full], EOS_ID, trains_padding=True)
     assert trained.ids.tolist() == [[1, 2, 5, EOS_ID, EOS_ID], [1, 2, 5, 6, 7]]
@@ -59,9 +59,7 @@ def test_padding_is_trained_on_or_the_document_ends_with_the_first_end_of_text()
 
 
 @pytest.mark.parametrize("predicts_next", [True, False])
-def test_the_first_slot_of_a_text_is_trained_on_where_an_output_predicts_it(
-    config: TransformerConfig, predicts_next: bool
-) -> None:
+def test_the_first_slot_is_trained_on_only_if_predicted(config: TransformerConfig, predicts_next: bool) -> None:
     texts = [TokenizedExample(prompt_ids=(), completion_ids=(5, 6, 7)[:length], num_slots=length) for length in (3, 1)]
     documents = make_documents([*texts, *_examples(1)], EOS_ID, trains_padding=False)
     policy = config.model_copy(update={"predicts_next": predicts_next})
@@ -77,7 +75,7 @@ def test_the_first_slot_of_a_text_is_trained_on_where_an_output_predicts_it(
 
 
 @pytest.mark.parametrize("trains_padding", [True, False])
-def test_only_slots_that_are_trained_on_are_masked_and_all_of_them_can_be(trains_padding: bool) -> None:
+def test_exactly_the_trained_slots_can_be_masked(trains_padding: bool) -> None:
     documents = _documents(trains_padding=trains_padding)
     was_masked = torch.zeros_like(documents.ids, dtype=torch.bool)
     for step in range(40):
@@ -100,7 +98,7 @@ def test_mask_ratio_is_uniform_and_weights_are_its_inverse() -> None:
     assert abs(len(masked.targets) / (3000 * 8) - 0.5) < 0.02
 
 
-def test_the_mask_ratios_of_a_batch_are_spread_evenly_from_another_start_at_each_step() -> None:
+def test_mask_ratios_of_a_batch_are_stratified() -> None:
     documents, found = _documents(num_examples=8), []
     for step in range(30):
         places = torch.arange(step * 8, step * 8 + 8)
@@ -118,7 +116,7 @@ def test_the_mask_ratios_of_a_batch_are_spread_evenly_from_another_start_at_each
 @pytest.mark.parametrize("trains_padding", [True, False])
 @pytest.mark.parametrize("sft", [CONFIG, PACKED], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("normalize_by", ["row", "slot"])
-def test_loss_is_that_of_a_row_by_row_loop(
+def test_loss_equals_a_row_by_row_loop(
     policy: Transformer, sft: SftConfig, trains_padding: bool, normalize_by: str
 ) -> None:
     documents, total, num_slots, means = _documents(trains_padding=trains_padding), 0.0, 0, []
@@ -154,7 +152,7 @@ def test_packing_changes_no_gradient(policy: Transformer) -> None:
             torch.testing.assert_close(others[name], gradient, atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_packed_documents_do_not_see_each_other(policy: Transformer) -> None:
+def test_packed_documents_do_not_attend_to_each_other(policy: Transformer) -> None:
     documents = _documents(trains_padding=False)
     masked = _plan(documents)
     others = masked.rows != 4
@@ -180,7 +178,7 @@ def test_packing_takes_fewer_slots(policy: Transformer) -> None:
 
 
 @pytest.mark.parametrize("family", ["llada", "sdar", "llada2_moe"])
-def test_rows_without_a_masked_slot_are_run_and_give_nothing(
+def test_rows_without_a_masked_slot_run_with_zero_loss(
     config: TransformerConfig, moe_config: TransformerConfig, family: str
 ) -> None:
     """A rank with few documents may have no masked slot, while others wait for its forward and backward passes."""
@@ -206,7 +204,7 @@ def test_evaluation_loss_is_the_mean_over_a_fixed_grid_of_t(policy: Transformer)
     assert evaluated.loss_at_t[4] == pytest.approx(total / documents.num_trained, rel=1e-5)
 
 
-def test_evaluation_loss_is_the_same_every_time_and_leaves_no_gradient(policy: Transformer) -> None:
+def test_evaluation_loss_is_deterministic_and_leaves_no_gradient(policy: Transformer) -> None:
     sharded, documents = ShardedPolicy(policy, None), _documents()
     first = evaluation_loss(sharded, documents, batch_size=12)
     torch.manual_seed(5)
@@ -216,7 +214,7 @@ def test_evaluation_loss_is_the_same_every_time_and_leaves_no_gradient(policy: T
 
 
 @pytest.mark.parametrize("family", ["llada", "sdar"])
-def test_evaluation_loss_runs_no_more_tokens_at_once_than_a_micro_batch(config: TransformerConfig, family: str) -> None:
+def test_evaluation_loss_respects_the_micro_batch_size(config: TransformerConfig, family: str) -> None:
     """Documents of 5 to 14 slots. A limit that splits nothing leaves the result bit-identical."""
     blocks = config.model_dump() | {"family": "sdar", "block_length": 4, "qk_norm": True}
     model = make_model(config if family == "llada" else TransformerConfig(**blocks))
@@ -236,7 +234,7 @@ def test_evaluation_loss_runs_no_more_tokens_at_once_than_a_micro_batch(config: 
         sizes.clear()
 
 
-def test_sft_learns_its_labels_and_the_evaluation_loss_shows_it(policy: Transformer) -> None:
+def test_sft_lowers_training_and_evaluation_loss(policy: Transformer) -> None:
     config = SftConfig(num_labels=12, num_steps=120, batch_size=12, lr=1e-2)
     sharded, documents = ShardedPolicy(policy, None), _documents()
     before = evaluation_loss(sharded, documents, batch_size=12)
@@ -264,7 +262,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("sentence", "fields"), REFUSED.items())
-def test_fields_that_do_not_go_together_are_refused(sentence: str, fields: dict[str, object]) -> None:
+def test_incompatible_fields_are_refused(sentence: str, fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=sentence):
         SftConfig(num_steps=1, **fields)  # type: ignore[arg-type]
     if "data" in sentence:

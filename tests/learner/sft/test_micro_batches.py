@@ -90,20 +90,18 @@ def _check(config: TransformerConfig, max_tokens: int, lora: LoraConfig | None =
 
 @pytest.mark.parametrize("max_tokens", [1, 13, 26])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_they_add_up_to_the_gradient_of_the_whole_batch(
+def test_micro_batches_add_up_to_the_gradient_of_the_whole_batch(
     config: TransformerConfig, case: dict[str, Any], max_tokens: int
 ) -> None:
     for shape in _check(config, max_tokens, **case):
         assert shape.numel() <= max_tokens or shape[0] == 1, "a row that is longer stands alone"
 
 
-def test_they_add_up_under_an_adapter(config: TransformerConfig) -> None:
+def test_micro_batches_add_up_with_an_adapter(config: TransformerConfig) -> None:
     _check(config, 20, LoraConfig(rank=4, alpha=8))
 
 
-def test_they_add_up_where_documents_go_back_to_back(
-    config: TransformerConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_add_up_when_rows_are_packed(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed or not: without padding, tokens are counted exactly."""
     monkeypatch.setattr(sharding, "has_kernel", lambda *_: True)
     for packing in (False, True):
@@ -113,13 +111,13 @@ def test_they_add_up_where_documents_go_back_to_back(
         assert sum(sizes) == sum(LENGTHS)
 
 
-def test_they_add_up_with_a_block_causal_policy(config: TransformerConfig) -> None:
+def test_micro_batches_add_up_for_a_block_causal_policy(config: TransformerConfig) -> None:
     blocks = TransformerConfig(**config.model_dump() | {"family": "sdar", "block_length": 4, "qk_norm": True})
     for shape in _check(blocks, 30):
         assert shape.numel() <= 30 or shape[0] == 1
 
 
-def test_rows_of_blocks_are_counted_with_their_states(config: TransformerConfig) -> None:
+def test_block_causal_rows_count_their_noisy_states(config: TransformerConfig) -> None:
     """A document without a masked slot has no states. With all masked, it has a state per block after the clean blocks
     but the last."""
     documents = make_documents(

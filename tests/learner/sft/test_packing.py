@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from learner.sft.packing import first_fit_decreasing, pack, packed_padding_share, padding_share
 
 
-def test_the_longest_come_first_and_each_takes_the_first_row_with_room() -> None:
+def test_packing_is_first_fit_decreasing() -> None:
     assert first_fit_decreasing([2, 5, 4, 7, 1, 3, 8], 10) == [[6, 0], [3, 5], [1, 2, 4]]
     assert first_fit_decreasing([5, 5, 5, 5], 10) == [[0, 1], [2, 3]]
 
@@ -20,12 +20,12 @@ def test_every_document_is_in_one_row_that_holds_it(lengths: list[int]) -> None:
     assert sum(fill <= 10 for fill in fills) <= 1, "two half-empty rows would be one"
 
 
-def test_a_document_that_no_row_holds_is_refused() -> None:
+def test_a_document_longer_than_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="a document of 11 tokens does not fit into a row of 10"):
         first_fit_decreasing([3, 11], 10)
 
 
-def test_documents_are_found_again_where_packing_says() -> None:
+def test_packed_documents_are_at_their_recorded_places() -> None:
     ids = torch.arange(1, 41).view(5, 8)
     lengths = torch.tensor([8, 3, 2, 5, 1])
     packed = pack(ids, lengths, 9)

@@ -33,7 +33,7 @@ TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
         ("[{", (Message(role="user", content="[{"),)),
     ],
 )
-def test_a_text_and_turns_are_conversations(value: Any, messages: tuple[Message, ...]) -> None:
+def test_texts_and_turns_are_parsed_as_conversations(value: Any, messages: tuple[Message, ...]) -> None:
     assert parse_conversation(value, "prompt") == messages
 
 
@@ -67,7 +67,7 @@ def test_a_text_and_turns_are_conversations(value: Any, messages: tuple[Message,
         ("[{'content': 'a', 'role': 'user'}]", "prompt is a list as Python prints it"),
     ],
 )
-def test_what_asks_nothing_is_said(value: Any, sentence: str) -> None:
+def test_prompts_without_a_question_are_refused(value: Any, sentence: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 - compared below, without escapes
         parse_conversation(value, "prompt")
     assert str(refusal.value).startswith(sentence)

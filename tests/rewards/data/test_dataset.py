@@ -48,7 +48,7 @@ def test_each_split_has_its_file(tmp_path: Path) -> None:
     assert {p.answer for p in data.problems(Split.HELDOUT, 2, seed=0)} == {"8", "9"}
 
 
-def test_both_splits_are_cut_from_one_file(tmp_path: Path) -> None:
+def test_one_file_is_divided_into_both_splits(tmp_path: Path) -> None:
     path = _write(tmp_path / "all.jsonl", range(200))
     for config in (DataConfig(train_data=path), DataConfig(heldout_data=path)):
         data = _dataset(config)
@@ -60,7 +60,7 @@ def test_both_splits_are_cut_from_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_heldout_file", [False, True])
-def test_validation_is_cut_from_the_training_problems(tmp_path: Path, has_heldout_file: bool) -> None:
+def test_validation_is_taken_from_the_training_problems(tmp_path: Path, has_heldout_file: bool) -> None:
     path = _write(tmp_path / "all.jsonl", range(200))
     heldout = _write(tmp_path / "test.jsonl", range(300, 310)) if has_heldout_file else None
     without = _dataset(DataConfig(train_data=path, heldout_data=heldout))
@@ -75,14 +75,14 @@ def test_validation_is_cut_from_the_training_problems(tmp_path: Path, has_heldou
         without.problems(Split.VALIDATION, 1, seed=0)
 
 
-def test_the_hubs_sizes_are_known_without_fetching_unless_they_are_cut() -> None:
+def test_hub_sizes_are_known_without_fetching_unless_split() -> None:
     hub = {split: HubSplit(repo="/nowhere", split=split, num_rows=9) for split in (Split.TRAIN, Split.HELDOUT)}
     whole, cut = (Dataset("quiz", DataConfig(validation_fraction=part), hub, _pose) for part in (0.0, 0.2))
     assert (whole.size(Split.TRAIN), whole.size(Split.HELDOUT)) == (9, 9)
     assert (cut.size(Split.TRAIN), cut.size(Split.VALIDATION), cut.size(Split.HELDOUT)) == (None, None, 9)
 
 
-def test_what_the_hub_also_holds_out_is_not_trained_on(tmp_path: Path) -> None:
+def test_held_out_problems_of_the_hub_are_removed_from_training(tmp_path: Path) -> None:
     _write(tmp_path / "train.jsonl", [1, 2, 3, 4])
     _write(tmp_path / "test.jsonl", [3, 5])
     hub = {
@@ -95,7 +95,7 @@ def test_what_the_hub_also_holds_out_is_not_trained_on(tmp_path: Path) -> None:
     assert data.max_size(Split.HELDOUT) == 2
 
 
-def test_problems_that_ask_the_same_and_test_otherwise_are_two_and_in_one_split() -> None:
+def test_equal_questions_with_other_tests_are_in_one_split() -> None:
     first, second = (problem_id("quiz", "Sort.", test) for test in ("assert f(1)", "assert f(2)"))
     assert first != second
     assert question_of(first) == question_of(second) == problem_id("quiz", "Sort.")
@@ -107,7 +107,7 @@ def test_fewer_problems_are_a_prefix_of_more_and_seeds_shuffle(tmp_path: Path) -
     assert data.problems(Split.TRAIN, 20, seed=3) != data.problems(Split.TRAIN, 20, seed=4)
 
 
-def test_too_few_problems_are_said(tmp_path: Path) -> None:
+def test_too_few_problems_raise(tmp_path: Path) -> None:
     data = _dataset(
         DataConfig(train_data=_write(tmp_path / "a.jsonl", [1]), heldout_data=_write(tmp_path / "b.jsonl", [2]))
     )
@@ -115,7 +115,7 @@ def test_too_few_problems_are_said(tmp_path: Path) -> None:
         data.problems(Split.TRAIN, 2, seed=0)
 
 
-def test_of_equal_problems_the_first_is_kept_and_the_others_are_told_once(tmp_path: Path) -> None:
+def test_duplicate_problems_are_dropped_with_one_warning(tmp_path: Path) -> None:
     path = _write(tmp_path / "all.jsonl", [1, 2, 1, 2, 1])
     whole = _write(tmp_path / "test.jsonl", [3])
     data = _dataset(DataConfig(train_data=path, heldout_data=whole))
@@ -126,7 +126,7 @@ def test_of_equal_problems_the_first_is_kept_and_the_others_are_told_once(tmp_pa
     assert data.warnings == [sentence]
 
 
-def test_equal_questions_with_other_answers_are_counted_apart(tmp_path: Path) -> None:
+def test_equal_questions_with_other_answers_are_counted_separately(tmp_path: Path) -> None:
     path = tmp_path / "all.jsonl"
     path.write_text("".join(f'{{"question": "a", "answer": "{n}"}}\n' for n in (1, 1, 2, 2)))
     data = _dataset(DataConfig(train_data=path, heldout_data=_write(tmp_path / "test.jsonl", [3])))
@@ -136,7 +136,7 @@ def test_equal_questions_with_other_answers_are_counted_apart(tmp_path: Path) ->
     assert remark.endswith("first line 2 (as line 1); 2 of them differ in the answer, first line 3 (as line 1)")
 
 
-def test_repeats_change_neither_splits_nor_orders(tmp_path: Path) -> None:
+def test_duplicates_change_neither_splits_nor_order(tmp_path: Path) -> None:
     numbers = list(range(60))
     once, twice = (
         _dataset(DataConfig(train_data=_write(tmp_path / f"{len(n)}.jsonl", n))) for n in (numbers, numbers * 2)
@@ -148,7 +148,7 @@ def test_repeats_change_neither_splits_nor_orders(tmp_path: Path) -> None:
     assert len(twice.warnings) == 1
 
 
-def test_an_empty_split_is_said(tmp_path: Path) -> None:
+def test_an_empty_split_raises(tmp_path: Path) -> None:
     path = _write(tmp_path / "all.jsonl", [1])
     data = _dataset(DataConfig(train_data=path))
     empty = next(split for split in Split if not data.size(split))
@@ -156,7 +156,7 @@ def test_an_empty_split_is_said(tmp_path: Path) -> None:
         data.problems(empty, 1, seed=0)
 
 
-def test_rows_come_from_every_kind_of_file(tmp_path: Path) -> None:
+def test_rows_are_read_from_every_file_format(tmp_path: Path) -> None:
     rows = [{"question": 'a,\n"b"', "answer": "1"}, {"question": "\u00e4", "answer": "2"}]
     (tmp_path / "x.json").write_text(json.dumps(rows))
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
@@ -167,14 +167,14 @@ def test_rows_come_from_every_kind_of_file(tmp_path: Path) -> None:
         assert [dict(row.fields) for row in rows_of(tmp_path / name)] == rows, name
 
 
-def test_rows_come_from_what_datasets_loads(tmp_path: Path) -> None:
+def test_rows_are_read_through_datasets(tmp_path: Path) -> None:
     _write(tmp_path / "train.jsonl", [1, 2])
     rows = list(rows_of(HubSplit(repo=str(tmp_path), split="train")))
     assert [row.fields["answer"] for row in rows] == ["2", "3"]
     assert rows[1].place == f"{tmp_path / 'train.jsonl'}, line 2"
 
 
-def test_a_directory_has_splits_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_may_have_splits_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "set"
     (folder / "data").mkdir(parents=True)
     for name, number in (("train-00000-of-00002", 1), ("train-00001-of-00002", 2), ("test-00000-of-00001", 3)):
@@ -190,7 +190,7 @@ def test_a_directory_has_splits_of_several_files(tmp_path: Path, monkeypatch: py
         rows_of(Path("set:dev"))
 
 
-def test_files_of_a_directory_are_read_as_any_others(tmp_path: Path) -> None:
+def test_files_of_a_directory_are_read_like_single_files(tmp_path: Path) -> None:
     rows = [{"answer": "007"}, {"answer": 7}, {"answer": "2024-01-01"}, {"answer": ["x"], "other": 1}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
     (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(rows[3]).encode())
@@ -200,7 +200,7 @@ def test_files_of_a_directory_are_read_as_any_others(tmp_path: Path) -> None:
         list(rows_of(tmp_path))
 
 
-def test_what_datasets_saved_is_a_directory_too(tmp_path: Path) -> None:
+def test_directories_saved_by_datasets_are_read(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list([{"question": "a", "answer": "1"}])
     rows.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "several"))
@@ -219,7 +219,7 @@ def test_what_datasets_saved_is_a_directory_too(tmp_path: Path) -> None:
         ("org/name/main:train[:10%]", ("org/name", "main", "train[:10%]")),
     ],
 )
-def test_what_is_not_here_is_a_dataset_of_the_hub(
+def test_a_path_that_does_not_exist_is_a_hub_dataset(
     named: str, asked: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = []
@@ -235,7 +235,7 @@ def test_what_is_not_here_is_a_dataset_of_the_hub(
     assert set(given) == {asked}
 
 
-def test_what_the_hub_refuses_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
@@ -251,9 +251,7 @@ def test_what_the_hub_refuses_is_said_in_one_sentence(tmp_path: Path, monkeypatc
         rows_of(tmp_path)
 
 
-def test_paths_mean_the_same_from_anywhere_and_names_of_the_hub_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_become_absolute_and_hub_names_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     found = DataConfig(train_data=Path("x.jsonl"), heldout_data=Path("folder:test")).with_absolute_paths()
@@ -279,16 +277,14 @@ def test_paths_mean_the_same_from_anywhere_and_names_of_the_hub_stay(
         ("x.parquet", b"PAR", r"x\.parquet is not Parquet"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_in_one_sentence(
-    tmp_path: Path, name: str, content: bytes, sentence: str
-) -> None:
+def test_unusable_files_are_refused_in_one_sentence(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=sentence) as refusal:
         list(rows_of(tmp_path / name))
     assert "\n" not in str(refusal.value)
 
 
-def test_a_missing_file_and_an_unreachable_dataset_are_said(tmp_path: Path) -> None:
+def test_missing_files_and_datasets_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: no such file"):
         rows_of(tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match=r"cannot be loaded: .*; a local file can take its place"):

@@ -22,7 +22,7 @@ def _file(tmp_path: Path, *lines: object) -> Path:
     return path
 
 
-def test_messages_end_with_the_answer_that_is_trained_on(tmp_path: Path) -> None:
+def test_the_last_message_is_the_trained_completion(tmp_path: Path) -> None:
     system = {"role": "system", "content": "Be brief."}
     turns = [system, USER, ANSWER, {"role": "user", "content": "And 1 more?"}, {"role": "assistant", "content": "6"}]
     (read,) = read_demonstrations(_file(tmp_path, {"messages": turns, "id": 3}))
@@ -30,7 +30,7 @@ def test_messages_end_with_the_answer_that_is_trained_on(tmp_path: Path) -> None
     assert read.completion == "6"
 
 
-def test_prompt_and_completion_are_a_conversation_of_one_turn(tmp_path: Path) -> None:
+def test_prompt_and_completion_are_a_one_turn_conversation(tmp_path: Path) -> None:
     path = _file(tmp_path, {"prompt": "2 + 3?", "completion": "5"}, "", {"prompt": "1 + 1?", "completion": "2"})
     first, second = read_demonstrations(path)
     assert first.messages == (Message(role="user", content="2 + 3?"),)
@@ -52,7 +52,7 @@ def test_prompt_and_completion_can_be_turns(tmp_path: Path) -> None:
         assert read.completion == "5"
 
 
-def test_s1k_becomes_the_format_that_d1_asks_for(tmp_path: Path) -> None:
+def test_s1k_rows_get_d1s_format(tmp_path: Path) -> None:
     row = {"question": "2 + 3?", "thinking_trajectories": ["Three more.", "x"], "attempt": "5", "cot_type": "math"}
     (read,) = read_demonstrations(_file(tmp_path, row))
     assert read.messages == (Message(role="user", content=f"{D1_FORMAT}\n2 + 3?"),)
@@ -88,16 +88,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("line", "sentence"), REFUSED, ids=range(len(REFUSED)))
-def test_a_line_that_is_no_demonstration_is_refused_with_its_number(
-    line: object, sentence: str, tmp_path: Path
-) -> None:
+def test_an_invalid_line_is_refused_with_its_number(line: object, sentence: str, tmp_path: Path) -> None:
     path = _file(tmp_path, {"prompt": "q", "completion": "a"}, line)
     with pytest.raises(ValueError, match=rf"^{path}, line 2: {sentence}") as refused:
         read_demonstrations(path)
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"absent.jsonl cannot be read: no such file or directory"):
         read_demonstrations(tmp_path / "absent.jsonl")
     with pytest.raises(ValueError, match=r"data.jsonl has no rows"):
@@ -106,7 +104,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         read_demonstrations(_file(tmp_path, [1]))
 
 
-def test_parquet_is_read_as_json_lines_are(tmp_path: Path) -> None:
+def test_parquet_is_read_like_json_lines(tmp_path: Path) -> None:
     rows = [
         {"messages": [USER, ANSWER]},
         {"messages": [USER, ANSWER, {"role": "user", "content": "And 1 more?"}, {"role": "assistant", "content": "6"}]},
@@ -119,7 +117,7 @@ def test_parquet_is_read_as_json_lines_are(tmp_path: Path) -> None:
     assert of_parquet[1].place == f"{tmp_path / 'data.parquet'}, row 2"
 
 
-def test_rows_of_text_are_documents_and_a_conversation_wins_over_text(tmp_path: Path) -> None:
+def test_text_rows_are_documents_unless_they_have_a_conversation(tmp_path: Path) -> None:
     rows = [{"text": "A tale."}, {"text": ""}, {"text": "x", "messages": [USER, ANSWER]}, {"text": "B", "prompt": None}]
     path = _file(tmp_path, *rows)
     first, second, third = read_demonstrations(path)
@@ -150,7 +148,7 @@ def test_text_files_are_documents(tmp_path: Path) -> None:
     assert [one.completion for one in read_demonstrations(tmp_path)] == ["5"]
 
 
-def test_a_text_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_text_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.txt"
     for data, sentence in (
         (b"a\n\xff", "line 2: byte 1 is not UTF-8; save the file as UTF-8"),

@@ -47,13 +47,11 @@ def _rows(tmp_path: Path, name: str, content: str | bytes) -> list[dict[str, Any
         ("x.json", f"[{LINE}]".encode("utf-16")),
     ],
 )
-def test_a_byte_order_mark_says_how_to_read_and_is_no_part_of_the_text(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_byte_order_marks_select_the_encoding(tmp_path: Path, name: str, content: bytes) -> None:
     assert _rows(tmp_path, name, content) == ROWS
 
 
-def test_files_that_were_joined_have_marks_within(tmp_path: Path) -> None:
+def test_byte_order_marks_within_joined_files_are_skipped(tmp_path: Path) -> None:
     line = BOM_UTF8 + LINE.encode() + b"\n"
     assert _rows(tmp_path, "x.jsonl", line + line) == [*ROWS, *ROWS]
 
@@ -79,21 +77,21 @@ def test_files_that_were_joined_have_marks_within(tmp_path: Path) -> None:
         ('#TYPE System.Object\r\n"prompt","answer"\r\n"a","7"\r\n', [{"prompt": "a", "answer": "7"}]),
     ],
 )
-def test_csv_as_spreadsheets_write_it(tmp_path: Path, content: str, rows: list[dict[str, str]]) -> None:
+def test_csv_of_spreadsheets_is_read(tmp_path: Path, content: str, rows: list[dict[str, str]]) -> None:
     assert _rows(tmp_path, "x.csv", content) == rows
 
 
-def test_rows_keep_their_numbers_where_others_are_empty(tmp_path: Path) -> None:
+def test_row_numbers_count_empty_rows(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("prompt,answer\na,1\n,\nb,2\n")
     assert [row.place for row in file_rows(tmp_path / "x.csv")] == [f"{tmp_path}/x.csv, row {n}" for n in (1, 3)]
 
 
-def test_json_can_be_lines_by_that_name_too(tmp_path: Path) -> None:
+def test_a_json_file_may_contain_json_lines(tmp_path: Path) -> None:
     assert _rows(tmp_path, "x.json", f"{LINE}\n{LINE}\n") == [*ROWS, *ROWS]
     assert _rows(tmp_path, "y.json", json.dumps(ROWS, indent=2)) == ROWS
 
 
-def test_parquet_has_structs_lists_and_maps(tmp_path: Path) -> None:
+def test_parquet_structs_lists_and_maps_are_read(tmp_path: Path) -> None:
     schema = pa.schema(
         [("prompt", pa.list_(pa.struct([("role", pa.string())]))), ("truth", pa.map_(pa.string(), pa.string()))]
     )
@@ -121,27 +119,25 @@ def test_parquet_has_structs_lists_and_maps(tmp_path: Path) -> None:
         ("x.parquet", "version https://git-lfs.github.com/spec/v1\n", "x.parquet is what Git LFS has in place of the"),
     ],
 )
-def test_what_cannot_be_read_is_said_with_its_place(
-    tmp_path: Path, name: str, content: str | bytes, sentence: str
-) -> None:
+def test_read_errors_name_the_place(tmp_path: Path, name: str, content: str | bytes, sentence: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 - compared below, without escapes
         _rows(tmp_path, name, content)
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_float_of_32_bits_is_the_number_that_was_written(tmp_path: Path) -> None:
+def test_float32_values_are_read_as_written(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"a": pa.array([0.1, None, -7, 1e-7], pa.float32())}), tmp_path / "x.parquet")
     assert [row.fields["a"] for row in file_rows(tmp_path / "x.parquet")] == [0.1, None, -7, 1e-7]
 
 
-def test_two_columns_of_a_name_are_refused_in_parquet_too(tmp_path: Path) -> None:
+def test_duplicate_parquet_columns_are_refused(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match=r"x\.parquet has the column a twice; each should be there once$"):
         list(file_rows(tmp_path / "x.parquet"))
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.parquet", "x.jsonl.gz", "x"])
-def test_a_file_that_is_not_there_is_said(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} cannot be read: no such file or directory$"):
         list(file_rows(tmp_path / name))

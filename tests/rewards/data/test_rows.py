@@ -38,7 +38,7 @@ ROW = {
         ("nothing.at.all", None),
     ],
 )
-def test_a_path_leads_into_columns_lists_and_json(path: str, value: Any) -> None:
+def test_paths_index_columns_lists_and_json(path: str, value: Any) -> None:
     assert value_at(ROW, path) == value
 
 
@@ -53,12 +53,12 @@ def test_a_path_leads_into_columns_lists_and_json(path: str, value: Any) -> None
         ("a.b.d", "a.b has no d; it has c"),
     ],
 )
-def test_where_a_path_ends_too_early_is_said(path: str, sentence: str) -> None:
+def test_invalid_paths_say_where_they_end(path: str, sentence: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 - compared below, without escapes
         value_at(ROW, path)
     assert str(refusal.value).startswith(sentence)
 
 
-def test_leaves_of_the_row_come_before_nested_ones() -> None:
+def test_top_level_leaves_come_before_nested_ones() -> None:
     row = {"extra": {"answer": "1", "more": {"deep": {"deeper": 1}}}, "answer": "2", "null": None}
     assert list(leaves(row)) == [("answer", "answer"), ("extra.answer", "answer")]

@@ -12,7 +12,7 @@ def test_the_split_never_changes() -> None:
     assert heldout == [13, 14, 16, 19, 27, 34, 37, 45, 50, 57, 59]
 
 
-def test_the_fraction_is_kept_and_larger_fractions_hold_out_more() -> None:
+def test_held_out_fractions_are_approximate_and_nested() -> None:
     keys = [f"key/{n}" for n in range(10_000)]
     small, large = ({key for key in keys if is_heldout(key, fraction)} for fraction in (0.1, 0.3))
     assert 900 < len(small) < 1_100
@@ -27,7 +27,7 @@ def test_split_of_names_the_split() -> None:
     assert split_of("key", 1.0, 1.0) == Split.HELDOUT
 
 
-def test_validation_is_a_fraction_of_what_is_not_held_out_and_takes_nothing_of_that() -> None:
+def test_validation_is_a_fraction_of_the_training_keys() -> None:
     keys = [f"key/{n}" for n in range(10_000)]
     splits = {key: split_of(key, 0.3, 0.2) for key in keys}
     assert {key for key in keys if splits[key] is Split.HELDOUT} == {key for key in keys if is_heldout(key, 0.3)}
@@ -35,7 +35,7 @@ def test_validation_is_a_fraction_of_what_is_not_held_out_and_takes_nothing_of_t
     assert 0.18 < sum(splits[key] is Split.VALIDATION for key in kept) / len(kept) < 0.22
 
 
-def test_which_solutions_are_for_validation_never_changes() -> None:
+def test_the_validation_split_never_changes() -> None:
     # Pinned for the same reason as the held-out split.
     validation = [n for n in range(60) if split_of(f"sums/{n}", 0.2, 0.2) is Split.VALIDATION]
     assert validation == [10, 18, 21, 22, 31, 39]

@@ -27,7 +27,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_words_are_its_own(task: str) -> None:
+def test_prompts_equal_the_first_d1s(task: str) -> None:
     problem = EXAMPLES[task].example()
     numbers = ", ".join(problem.metadata.get("numbers", "").split())
     words = {
@@ -42,7 +42,7 @@ def test_the_words_are_its_own(task: str) -> None:
     assert sha256(system.encode()).hexdigest()[:16] == PROMPTS[task]
 
 
-def test_it_asks_256_puzzles_of_its_file_as_published(shared: Path) -> None:
+def test_the_first_256_puzzles_are_evaluated_as_published(shared: Path) -> None:
     config = SudokuConfig(prompt="compact", heldout_data=shared / "data" / "d1-eval" / "4x4_test_sudoku.csv")
     task = Sudoku(config)
     found = task.problems(Split.HELDOUT, task.max_size(Split.HELDOUT), seed=0)
@@ -55,7 +55,7 @@ def test_it_asks_256_puzzles_of_its_file_as_published(shared: Path) -> None:
     assert puzzles[:2] == ["4320004330100004", "0002403020033024"]
 
 
-def test_it_asks_all_of_a_smaller_file_and_of_other_tasks() -> None:
+def test_smaller_files_and_other_tasks_are_evaluated_completely() -> None:
     problems = EXAMPLES["sudoku"].problems(Split.HELDOUT, 10, seed=0)
     assert evaluated_problems("sudoku", problems) == problems
     assert evaluated_problems("gsm8k", problems * 30) == problems * 30

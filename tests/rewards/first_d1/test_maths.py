@@ -59,7 +59,7 @@ def _published_number(text: str) -> float | None:
 @example("\\boxed{1_000}")
 @example("\\boxed{inf}")
 @example("\\boxed{-}\\boxed{ 3.}")
-def test_the_number_is_the_one_that_d1_reads(text: str) -> None:
+def test_numbers_are_parsed_like_d1(text: str) -> None:
     # Compare as text, because nan is not equal to itself.
     assert repr(gsm8k_number(text)) == repr(_published_number(text))
 
@@ -75,7 +75,7 @@ def _published_math_answer(text: str) -> str | None:
 @example("")
 @example("\\boxed{<answer>1</answer>")
 @example("\\boxed{}<answer>1</answer>")
-def test_the_math_answer_is_the_one_that_d1_reads(text: str) -> None:
+def test_math_answers_are_parsed_like_d1(text: str) -> None:
     assert math_answer(text) == _published_math_answer(text)
 
 
@@ -144,7 +144,7 @@ def _published_equivalence(a: str, b: str) -> bool:
 @example("5\\text{ cm}", "5")
 @example("x=5", "5")
 @example("a b=5", "5")
-def test_equivalence_is_d1s(a: str, other: str | None) -> None:
+def test_equivalence_equals_d1s(a: str, other: str | None) -> None:
     variants = [other] if other is not None else [a, a.replace(" ", ""), a.replace("dfrac", "frac"), a + " "]
     for b in variants:
         assert equivalent(a, b) == _published_equivalence(a, b)
@@ -197,11 +197,11 @@ _STRICT = "<reasoning>\nx\n</reasoning>\n<answer>\n4\n</answer>\n"
 @example("<reasoning>x</reasoning>\n<answer>4\n</answer>")
 @example("\n</answer>\n</answer>\n\n<answer>\n")
 @example("\u0664")
-def test_the_rewards_of_gsm8k_are_d1s(text: str) -> None:
+def test_gsm8k_rewards_equal_d1s(text: str) -> None:
     assert gsm8k_parts(text, "4") == _published_parts(text, "4")
 
 
-def test_a_right_answer_earns_all_of_gsm8k_and_the_length_of_the_text_is_charged_by_accident() -> None:
+def test_gsm8k_rewards_have_d1s_accidental_length_penalty() -> None:
     assert sum(gsm8k_parts(_STRICT, "4").values()) == pytest.approx(3.5)
     soft_too = "<reasoning>\nx</reasoning>"
     assert gsm8k_parts(soft_too, "4")["soft_format"] == 0.0
@@ -224,7 +224,7 @@ def test_a_right_answer_earns_all_of_gsm8k_and_the_length_of_the_text_is_charged
         ("", 0.0, 0.25),
     ],
 )
-def test_the_rewards_of_math_are_d1s(text: str, correct: float, form: float) -> None:
+def test_math_rewards_equal_d1s(text: str, correct: float, form: float) -> None:
     assert math_parts(text, "4") == {"correct": correct, "format": form}
 
 

@@ -64,5 +64,5 @@ def _published(text: str) -> str | None:
 
 
 @given(_LATEX)
-def test_the_first_d1s_box_is_restated(text: str) -> None:
+def test_the_first_d1s_box_rule_is_reproduced(text: str) -> None:
     assert d1_parsers.boxed(text) == _published(text)

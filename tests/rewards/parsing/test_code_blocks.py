@@ -50,7 +50,7 @@ def _python(text: str) -> list[str]:
         f"\ufeff{_BLOCK}",
     ],
 )
-def test_a_block_is_read_wherever_it_stands(text: str) -> None:
+def test_a_block_is_found_anywhere(text: str) -> None:
     assert [code.strip() for code in _python(text)] == [_CODE.strip()]
 
 
@@ -114,12 +114,12 @@ def test_where_blocks_end(text: str, codes: list[str]) -> None:
     assert _python(text) == codes
 
 
-def test_a_block_that_ends_with_the_text_is_not_closed() -> None:
+def test_an_unterminated_block_is_not_closed() -> None:
     assert [block.is_closed for block in code_blocks(f"{_BLOCK}\n```python\nx = 1")] == [True, False]
 
 
 @given(st.text(), st.text(alphabet="`~>-1.\"'#\\ \t\r\npy<"))
-def test_no_text_makes_it_raise(text: str, marked: str) -> None:
+def test_code_blocks_never_raises(text: str, marked: str) -> None:
     for hostile in (text, marked):
         list(code_blocks(hostile))
 

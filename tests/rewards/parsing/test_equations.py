@@ -181,7 +181,7 @@ def _values(text: str) -> list[Fraction] | None:
         (None, ["\u0661+\u0662", "\uff11+\uff12", r"\frac{\frac{48}{2}}", "9" * (MAX_EQUATION_CHARS + 1)]),
     ],
 )
-def test_notations_mean_what_people_mean(values: list[int] | None, texts: list[str]) -> None:
+def test_common_notations_are_parsed(values: list[int] | None, texts: list[str]) -> None:
     expected = None if values is None else [Fraction(value) for value in values]
     assert {text: _values(text) for text in texts} == dict.fromkeys(texts, expected)
 
@@ -198,12 +198,12 @@ def test_notations_mean_what_people_mean(values: list[int] | None, texts: list[s
         ("2+3", None),
     ],
 )
-def test_a_box_is_read_with_its_equation(text: str, answer: str | None) -> None:
+def test_an_equation_in_a_box_is_parsed(text: str, answer: str | None) -> None:
     assert final_equation(text) == answer
 
 
 @given(st.text(), st.text(alphabet="0123456789+-*/=()[]{}.,;x \n\\fracboxed"))
-def test_no_text_makes_it_raise(text: str, numeric: str) -> None:
+def test_parsing_equations_never_raises(text: str, numeric: str) -> None:
     for hostile in (text, numeric):
         read_statements(hostile)
         final_equation(hostile)

@@ -97,7 +97,7 @@ from rewards.parsing.quantities import MAX_QUANTITY_CHARS, final_quantity, read_
         ("9" * 1_000_000, None),
     ],
 )
-def test_a_quantity_is_the_one_number_of_a_text(text: str, value: str | None) -> None:
+def test_a_quantity_is_the_only_number_of_a_text(text: str, value: str | None) -> None:
     assert read_quantity(text) == (None if value is None else Fraction(value))
 
 
@@ -357,7 +357,7 @@ def _shown(value: str | None) -> Fraction | None:
         (None, ["1\uff12", "5\u2460", "5\u0661", "18 points in 3", "5 3/2", "18 and counting plus tax"]),
     ],
 )
-def test_a_number_is_read_with_all_that_changes_it_or_not_at_all(value: str | None, texts: list[str]) -> None:
+def test_a_number_is_parsed_completely_or_not_at_all(value: str | None, texts: list[str]) -> None:
     assert {text: read_quantity(text) for text in texts} == dict.fromkeys(texts, _shown(value))
 
 
@@ -392,21 +392,19 @@ def test_a_number_is_read_with_all_that_changes_it_or_not_at_all(value: str | No
         ("18", None, None),
     ],
 )
-def test_an_answer_in_a_box_has_the_sign_and_the_scale_that_stand_at_it(
-    text: str, answer: str | None, value: str | None
-) -> None:
+def test_signs_and_scales_around_a_box_count(text: str, answer: str | None, value: str | None) -> None:
     assert final_quantity(text) == answer
     assert (None if answer is None else read_quantity(answer)) == _shown(value)
 
 
 @given(st.fractions(), st.sampled_from(["{}", "${}", " {} dollars.", "x = {}", "\\text{{{}}}"]))
-def test_what_is_written_is_read_exactly(value: Fraction, form: str) -> None:
+def test_written_numbers_are_parsed_exactly(value: Fraction, form: str) -> None:
     text = form.format(value)
     assert len(text) > MAX_QUANTITY_CHARS or read_quantity(text) == value
 
 
 @given(st.text(), st.text(alphabet="0123456789.,/-$%^:{}\\ =\n"))
-def test_no_text_makes_it_raise(text: str, numeric: str) -> None:
+def test_read_quantity_never_raises(text: str, numeric: str) -> None:
     for hostile in (text, numeric):
         read_quantity(hostile)
 

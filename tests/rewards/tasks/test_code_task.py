@@ -147,7 +147,7 @@ def test_the_first_d1s_reward_adds_half_for_the_format(task: Any) -> None:
 
 
 @pytest.mark.parametrize("config", [HumanEvalConfig, KodcodeConfig, MbppConfig])
-def test_there_is_no_protocol_of_the_first_d1(config: type) -> None:
+def test_the_first_d1s_protocol_is_not_available(config: type) -> None:
     with pytest.raises(ValidationError, match="the first d1 published no evaluation of programs; protocol should be"):
         config(protocol="d1")
 
@@ -168,7 +168,7 @@ def test_hostile_texts_are_graded_in_bounded_time() -> None:
         assert (grade.correct, grade.outcome) == (False, Outcome.GRADED)
 
 
-def test_humaneval_takes_a_whole_function_its_body_or_what_continues_the_prompt() -> None:
+def test_humaneval_accepts_a_function_its_body_or_a_continuation() -> None:
     task = _TASKS[0]
     problem = task.example()
     for program in (
@@ -183,7 +183,7 @@ def test_humaneval_takes_a_whole_function_its_body_or_what_continues_the_prompt(
     assert task.grade(problem, "<answer>return a + b</answer>").correct
 
 
-def test_a_sandbox_that_fails_later_is_an_error_and_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_sandbox_is_an_error_and_not_reward_0(monkeypatch: pytest.MonkeyPatch) -> None:
     task = HumanEval(HumanEvalConfig())
     problem = task.example()
     assert task.grade(problem, problem.reference_completion).correct
@@ -197,7 +197,7 @@ def test_a_sandbox_that_fails_later_is_an_error_and_no_zero(monkeypatch: pytest.
     assert "no more processes" in grade.detail
 
 
-def test_a_missing_sandbox_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_sandbox_is_reported_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("there is no sandbox")
 
@@ -210,7 +210,7 @@ def test_a_missing_sandbox_is_said_before_anything_starts(monkeypatch: pytest.Mo
                 ask(task)
 
 
-def test_what_stands_before_an_assert_of_something_else_stays_before_the_next_test() -> None:
+def test_setup_lines_stay_before_the_next_test() -> None:
     check = (
         "def check(candidate):\n    expected = 2\n    assert expected > 0\n    assert candidate(1) == expected\n"
         "    assert candidate(2) == 3\n"
@@ -228,7 +228,7 @@ def test_what_stands_before_an_assert_of_something_else_stays_before_the_next_te
         "> ~~~~ Python title=add\r\n> def add(a, b):\r\n>     return a + b\r\n> ~~~~\r\n",
     ],
 )
-def test_a_program_runs_wherever_its_block_stands(text: str) -> None:
+def test_a_program_runs_wherever_its_block_is(text: str) -> None:
     for task in _TASKS:
         for said in (text, f"<answer>\n{text}\n</answer>"):
             assert task.grade(task.example(), said).correct, (task.name, said)
@@ -246,14 +246,14 @@ def test_mbpp_has_classes_setups_and_challenges(tmp_path: Path) -> None:
         assert not task.grade(problem, wrong).correct
 
 
-def test_a_builtin_is_the_programs_where_the_reference_defines_it(tmp_path: Path) -> None:
+def test_builtins_may_be_redefined_where_the_reference_does(tmp_path: Path) -> None:
     row = {"text": "Sum.", "code": "def sum(a, b):\n    return a + b", "test_list": ["assert sum(10, 15) == 25"]}
     task, problem = _one(MbppConfig, tmp_path, row)
     assert task.grade(problem, problem.reference_completion).correct
     assert not task.grade(problem, problem.reference_completion.replace("+", "-")).correct
 
 
-def test_mbpp_may_ask_the_same_twice_with_other_tests(tmp_path: Path) -> None:
+def test_mbpp_may_repeat_a_question_with_other_tests(tmp_path: Path) -> None:
     row = {"text": "Double.", "code": "def twice(x):\n    return 2 * x", "test_list": ["assert twice(1) == 2"]}
     other = {**row, "test_list": [*row["test_list"], "assert twice(2) == 4"]}
     path = _write(tmp_path / "all.jsonl", row, other)
@@ -281,7 +281,7 @@ def test_kodcode_counts_test_functions(tmp_path: Path) -> None:
     assert "It should define: Ordered" in problem.messages[0].content
 
 
-def test_fixtures_and_methods_of_other_classes_are_no_tests_of_kodcode() -> None:
+def test_kodcode_ignores_fixtures_and_methods_of_other_classes() -> None:
     truth = (
         "import pytest\nfrom solution import one\n"
         "@pytest.fixture\ndef test_data(): return 1\n"
@@ -305,7 +305,7 @@ def test_fixtures_and_methods_of_other_classes_are_no_tests_of_kodcode() -> None
         (_TASKS[2], "One.", ["assert one() == 1"]),
     ],
 )
-def test_published_generations_are_posed(task: Any, question: str, truth: object) -> None:
+def test_published_generations_are_graded(task: Any, question: str, truth: object) -> None:
     problem = task.from_ground_truth(question, truth)
     assert task.grade(problem, "```python\ndef one():\n    return 1\n```").correct
     assert not task.grade(problem, "```python\ndef one():\n    return 2\n```").correct
@@ -325,7 +325,7 @@ def test_published_generations_are_posed(task: Any, question: str, truth: object
         (_TASKS[2], [], "test_list is empty"),
     ],
 )
-def test_a_truth_that_is_none_is_refused_in_one_sentence(task: Any, truth: object, sentence: str) -> None:
+def test_an_invalid_ground_truth_is_refused_in_one_sentence(task: Any, truth: object, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as refusal:
         task.from_ground_truth("Do it.", truth)
     assert "\n" not in str(refusal.value)
@@ -386,7 +386,7 @@ def test_reference_solutions_of_humaneval_that_are_off_by_one_fail() -> None:
 
 
 @pytest.mark.skipif(not _HUMANEVAL.is_file(), reason="needs shared/data beside the repository")
-def test_humaneval_asserts_that_are_always_true_are_no_tests() -> None:
+def test_trivially_true_asserts_of_humaneval_are_not_counted() -> None:
     _, problems = _humaneval()
     assert not any("assert True" in json.loads(problem.metadata["tests"])[-1].splitlines()[-1] for problem in problems)
     with gzip.open(_HUMANEVAL, "rt") as file:

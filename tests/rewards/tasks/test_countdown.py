@@ -94,7 +94,7 @@ def test_fixed_rewards(text: str, reward: float) -> None:
         "<answer>\u200b44 + 19 \\+ 35\ufeff</answer>",
     ],
 )
-def test_an_expression_is_right_in_every_notation(text: str) -> None:
+def test_right_expressions_are_accepted_in_every_notation(text: str) -> None:
     assert Countdown(CountdownConfig()).grade(_problem("19 35 44", 98), text).reward == 1.0
 
 
@@ -130,7 +130,7 @@ def test_a_wrong_side_a_bare_target_and_several_statements_earn_nothing(text: st
     assert Countdown(CountdownConfig()).grade(_problem("19 35 44", 98), text).reward == 0.1
 
 
-def test_a_wrong_equation_is_as_far_off_as_its_worst_side() -> None:
+def test_a_wrong_equation_is_graded_by_its_worst_side() -> None:
     grade = Countdown(CountdownConfig(shaping=0.2)).grade(_problem("2 3 4", 5), "<answer>2*4-3 = 8</answer>")
     assert (grade.correct, grade.parts["numbers"], grade.parts["close"]) == (False, 0.2, 0.05)
 
@@ -174,7 +174,7 @@ def test_compact_demonstrations_show_their_working_where_asked() -> None:
         assert shown.grade(problem, without.reference_completion).parts["working"] == 0.0
 
 
-def test_working_that_nobody_would_see_is_refused() -> None:
+def test_hidden_working_is_refused() -> None:
     with pytest.raises(ValidationError, match="demonstrations of prompt d1 show it anyway"):
         CountdownConfig(show_working=True)
     with pytest.raises(ValidationError, match=r"working is 0\.5, and reward d1 has no such parts"):
@@ -214,7 +214,7 @@ def test_the_d1_protocol(text: str, is_correct: bool) -> None:
     assert Countdown(CountdownConfig(protocol="d1")).grade(_problem("2 3 4", 5), text).correct == is_correct
 
 
-def test_what_d1s_eval_takes_the_restatement_takes() -> None:
+def test_our_evaluation_accepts_what_d1s_accepts() -> None:
     for expression, value in {"2**3//3": 2, "2.5*2": 5, "-3+8": 5, "+3": 3, "4--1": 5, "(2\n+3)": 5}.items():
         assert evaluate_python_arithmetic(expression) == value, expression
     for nothing in (
@@ -264,7 +264,7 @@ def test_a_line_without_numbers_and_target_is_refused(truth: object) -> None:
         ("5 5 1", 5, "5*1/(5-5)"),
     ],
 )
-def test_pythons_other_arithmetic_is_illegal(numbers: str, target: int, answer: str) -> None:
+def test_other_python_operators_are_illegal(numbers: str, target: int, answer: str) -> None:
     grade = Countdown(CountdownConfig()).grade(_problem(numbers, target), f"<answer>{answer}</answer>")
     assert (grade.reward, grade.correct) == (0.1, False)
 
@@ -287,7 +287,7 @@ def test_operators_outside_the_config_are_illegal() -> None:
     assert countdown.grade(_problem("2 3 4", 5), "<answer>2*4-3</answer>").reward == 0.1
 
 
-def test_the_d1_prompt_is_d1s_to_the_letter() -> None:
+def test_the_d1_prompt_equals_d1s() -> None:
     (problem,) = Countdown(CountdownConfig()).problems(Split.TRAIN, 1, seed=3)
     shown = problem.metadata["numbers"].replace(" ", ", ")
     (message,) = problem.messages
@@ -319,7 +319,7 @@ def test_problems_stay_in_the_configured_range() -> None:
         assert 1 <= int(problem.answer) <= 40
 
 
-def test_problems_use_all_operators_and_show_numbers_in_no_order() -> None:
+def test_problems_use_all_operators_with_shuffled_numbers() -> None:
     problems = Countdown(CountdownConfig(max_number=12, prompt="compact")).problems(Split.TRAIN, 500, seed=0)
     assert set("+-*/") <= set("".join(problem.reference_completion.replace("</", "") for problem in problems))
     shown = [[int(number) for number in problem.metadata["numbers"].split()] for problem in problems]
@@ -337,7 +337,7 @@ def test_no_set_of_numbers_is_in_two_splits() -> None:
     assert validation.isdisjoint(heldout)
 
 
-def test_validation_takes_from_training_alone() -> None:
+def test_validation_is_taken_from_training_only() -> None:
     without, with_it = (Countdown(CountdownConfig(max_number=9, validation_fraction=part)) for part in (0.0, 0.2))
     assert with_it.problems(Split.HELDOUT, 50, seed=0) == without.problems(Split.HELDOUT, 50, seed=0)
     with pytest.raises(ValueError, match=r"^the validation split of countdown has 0 problems .* but 1 were asked for$"):
@@ -400,7 +400,7 @@ def _file(path: Path, *rows: dict[str, object]) -> Path:
     return path
 
 
-def test_problems_come_from_a_file_and_none_of_their_numbers_are_made_beside_it(tmp_path: Path) -> None:
+def test_generated_problems_exclude_the_numbers_of_a_file(tmp_path: Path) -> None:
     rows = [{"nums": [4, 2, 3], "target": 5}, {"input": "2,2,9", "output": "13"}]
     path = _file(tmp_path / "x.jsonl", *rows)
     task = Countdown(CountdownConfig(heldout_data=path, num_numbers=3, max_number=4, prompt="compact"))
@@ -423,7 +423,7 @@ def test_problems_come_from_a_file_and_none_of_their_numbers_are_made_beside_it(
         ({"nums": [1, 2]}, "line 1 has no column target; its columns are nums"),
     ],
 )
-def test_a_row_that_is_no_problem_is_named(tmp_path: Path, row: dict[str, object], sentence: str) -> None:
+def test_an_invalid_row_is_named(tmp_path: Path, row: dict[str, object], sentence: str) -> None:
     task = Countdown(CountdownConfig(train_data=_file(tmp_path / "x.jsonl", row)))
     with pytest.raises(ValueError, match=sentence):
         task.problems(Split.TRAIN, 1, seed=0)
@@ -442,7 +442,7 @@ def test_a_row_that_is_no_problem_is_named(tmp_path: Path, row: dict[str, object
         ("2*4-3", 0.0, 0.0, False),
     ],
 )
-def test_shaping_rewards_the_given_numbers_and_then_coming_near(
+def test_shaping_rewards_the_right_numbers_and_then_closeness(
     text: str, numbers: float, close: float, correct: bool
 ) -> None:
     """There is no reward for the bare target, nor for other numbers that evaluate to it."""

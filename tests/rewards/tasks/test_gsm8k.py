@@ -28,7 +28,7 @@ def _problems(tmp_path: Path, **fields: object) -> tuple[Gsm8k, dict[str, Proble
     return task, {problem.answer: problem for problem in task.problems(Split.TRAIN, 3, seed=0)}
 
 
-def test_a_row_becomes_a_problem_in_d1s_words(tmp_path: Path) -> None:
+def test_a_rows_prompt_equals_d1s(tmp_path: Path) -> None:
     task, problems = _problems(tmp_path)
     assert task.size(Split.TRAIN) == 3
     assert problems.keys() == {"8", "1250", "-3"}
@@ -78,7 +78,7 @@ def test_fixed_rewards(tmp_path: Path, text: str, reward: float) -> None:
     assert grade.correct == (reward >= 0.9)
 
 
-def test_the_d1_reward_compares_what_is_written_and_charges_for_length(tmp_path: Path) -> None:
+def test_the_d1_reward_compares_text_and_penalizes_length(tmp_path: Path) -> None:
     task, problems = _problems(tmp_path, reward="d1")
     problem = problems["1250"]
     strict = "<reasoning>\nx\n</reasoning>\n<answer>\n{}\n</answer>\n"
@@ -108,7 +108,7 @@ def test_the_d1_reward_compares_what_is_written_and_charges_for_length(tmp_path:
         ("1250", False, False),
     ],
 )
-def test_what_the_two_protocols_take(tmp_path: Path, text: str, fixed: bool, d1: bool) -> None:
+def test_answers_are_accepted_by_each_protocol(tmp_path: Path, text: str, fixed: bool, d1: bool) -> None:
     rules: list[tuple[GradingRules, bool]] = [("fixed", fixed), ("d1", d1)]
     for protocol, correct in rules:
         task, problems = _problems(tmp_path, protocol=protocol)
@@ -130,7 +130,7 @@ def test_d1s_reader_of_the_data_misses_negative_numbers(tmp_path: Path) -> None:
         ("", 'rows.jsonl, line 2: answer is ""; it should be a text that says something'),
     ],
 )
-def test_an_answer_that_nothing_could_match_is_refused(tmp_path: Path, answer: str, message: str) -> None:
+def test_an_unmatchable_answer_is_refused(tmp_path: Path, answer: str, message: str) -> None:
     path = _write(tmp_path / "rows.jsonl", [_ROWS[0], ("How many?", answer)])
     with pytest.raises(ValueError, match=message) as error:
         Gsm8k(Gsm8kConfig(train_data=path)).problems(Split.TRAIN, 1, seed=0)
@@ -138,7 +138,7 @@ def test_an_answer_that_nothing_could_match_is_refused(tmp_path: Path, answer: s
 
 
 @pytest.mark.parametrize("truth", [8, 8.0, 1250.5, -3.0])
-def test_a_published_line_is_posed_with_its_number(truth: float) -> None:
+def test_a_published_generation_is_graded_by_its_number(truth: float) -> None:
     for protocol in ("fixed", "d1"):
         task = Gsm8k(Gsm8kConfig(protocol=protocol))
         problem = task.from_ground_truth("How many?", truth)
@@ -146,7 +146,7 @@ def test_a_published_line_is_posed_with_its_number(truth: float) -> None:
         assert not task.grade(problem, "\\boxed{9}").correct
 
 
-def test_a_published_line_without_a_number_is_never_right() -> None:
+def test_a_published_generation_without_a_number_is_wrong() -> None:
     for protocol in ("fixed", "d1"):
         task = Gsm8k(Gsm8kConfig(protocol=protocol))
         for text in ("\\boxed{}", "\\boxed{None}", "\\boxed{0}", "", "\\boxed{nan}"):
@@ -154,13 +154,13 @@ def test_a_published_line_without_a_number_is_never_right() -> None:
 
 
 @pytest.mark.parametrize("truth", ["18", "$1,250.50", "-3", "2 + 6 = 8\n#### 1,008"])
-def test_a_published_number_may_be_a_text(truth: str) -> None:
+def test_a_published_number_may_be_a_string(truth: str) -> None:
     problem = Gsm8k(Gsm8kConfig()).from_ground_truth("How many?", truth)
     assert Gsm8k(Gsm8kConfig()).grade(problem, f"<answer>{truth.rpartition('#')[2]}</answer>").reward == 1.0
 
 
 @pytest.mark.parametrize("truth", ["eight", "", "9" * 200, True, [8], float("nan"), float("inf"), 10**400])
-def test_a_published_line_with_something_else_is_refused(truth: object) -> None:
+def test_an_invalid_published_line_is_refused(truth: object) -> None:
     with pytest.raises(ValueError, match=r"^the ground truth is .*; a gsm8k line has a number$"):
         Gsm8k(Gsm8kConfig()).from_ground_truth("How many?", truth)
 

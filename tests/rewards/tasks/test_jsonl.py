@@ -35,14 +35,14 @@ def test_a_conversation_and_its_answer_become_a_problem(tmp_path: Path) -> None:
     assert not task.grade(problem, "Rome").correct
 
 
-def test_a_last_turn_of_the_assistant_is_the_demonstration(tmp_path: Path) -> None:
+def test_a_final_assistant_turn_is_the_demonstration(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": r"It is \boxed{4}"}]
     (problem,) = _task(tmp_path, {"messages": turns, "answer": "4"}).problems(Split.TRAIN, 1, seed=0)
     assert [turn.role for turn in problem.messages] == ["user"]
     assert problem.reference_completion == r"It is \boxed{4}"
 
 
-def test_the_format_is_asked_for_where_the_recipe_says_so(tmp_path: Path) -> None:
+def test_the_prompt_asks_for_the_format_if_configured(tmp_path: Path) -> None:
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     (problem,) = _task(tmp_path, {"messages": turns, "answer": "So"}, prompt="d1").problems(Split.TRAIN, 1, seed=0)
     assert problem.messages[0].content == "Be brief."
@@ -62,14 +62,16 @@ def test_the_format_is_asked_for_where_the_recipe_says_so(tmp_path: Path) -> Non
         ("math", r"\frac{1}{2}", [r"\boxed{0.5}", "<answer>2/4</answer>"], ["2", ""]),
     ],
 )
-def test_graders(tmp_path: Path, grader: GraderName, answer: str, right: list[str], wrong: list[str]) -> None:
+def test_each_grader_grades_its_answers(
+    tmp_path: Path, grader: GraderName, answer: str, right: list[str], wrong: list[str]
+) -> None:
     task = _task(tmp_path, {"prompt": "?", "answer": answer}, grader=grader)
     (problem,) = task.problems(Split.TRAIN, 1, seed=0)
     assert [task.grade(problem, text).correct for text in right] == [True] * len(right)
     assert [task.grade(problem, text).correct for text in wrong] == [False] * len(wrong)
 
 
-def test_math_takes_no_answer_that_repeats_the_question_or_is_in_another_base(tmp_path: Path) -> None:
+def test_math_refuses_repeated_questions_and_other_bases(tmp_path: Path) -> None:
     root = {"prompt": r"Simplify $\sqrt{180}$.", "answer": r"6\sqrt{5}"}
     base = {"prompt": "Write $555$ in base $5$.", "answer": "4210_5"}
     task = _task(tmp_path, root, base, grader="math")
@@ -88,7 +90,7 @@ def test_without_a_grader_rows_need_no_answer_and_rewards_are_zero(tmp_path: Pat
     assert task.example().answer == ""
 
 
-def test_a_solutions_number_is_read_as_that_of_a_completion(tmp_path: Path) -> None:
+def test_a_solutions_number_is_parsed_like_a_completions(tmp_path: Path) -> None:
     task = _task(tmp_path, {"prompt": "?", "answer": r"It is $-\boxed{3}$."}, grader="number")
     (problem,) = task.problems(Split.TRAIN, 1, seed=0)
     texts = ("-3", r"$-\boxed{3}$", "3")
@@ -124,7 +126,7 @@ def test_a_solutions_number_is_read_as_that_of_a_completion(tmp_path: Path) -> N
         ({"messages": [{"role": "assistant", "content": "x"}], "answer": "a"}, "begins with the assistant's turn"),
     ],
 )
-def test_a_row_that_is_no_problem_is_named(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
+def test_an_invalid_row_is_named(tmp_path: Path, row: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence) as refusal:
         _task(tmp_path, row).problems(Split.TRAIN, 1, seed=0)
     assert str(refusal.value).startswith(str(tmp_path))
@@ -141,7 +143,7 @@ VERL = {
 OF_VERL = Columns(prompt="prompt", answer="reward_model.ground_truth")
 
 
-def test_verls_rows_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_verls_rows_are_accepted(tmp_path: Path) -> None:
     # Struct columns contain the fields of all rows.
     other = {**VERL, "prompt": [{"role": "user", "content": "1 + 1?"}], "extra_info": {"other": "x"}}
     parquet.write_table(pa.Table.from_pylist([VERL, other]), tmp_path / "train.parquet")
@@ -156,7 +158,7 @@ def test_verls_rows_are_taken_as_they_are(tmp_path: Path) -> None:
         assert problems[(Message(role="user", content="What is 3 + 4?"),)] == "7"
 
 
-def test_columns_come_before_the_usual_names(tmp_path: Path) -> None:
+def test_configured_columns_take_precedence(tmp_path: Path) -> None:
     row = {
         "problem": "3 + 4?",
         "solution": r"It is \boxed{7}.",
@@ -184,7 +186,7 @@ def test_columns_come_before_the_usual_names(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_path_that_leads_nowhere_is_said_with_what_there_is(tmp_path: Path, columns: Columns, sentence: str) -> None:
+def test_an_unknown_path_is_named_with_the_available_ones(tmp_path: Path, columns: Columns, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         _task(tmp_path, VERL, columns=columns).problems(Split.TRAIN, 1, seed=0)
 
@@ -204,12 +206,12 @@ def test_a_path_that_leads_nowhere_is_said_with_what_there_is(tmp_path: Path, co
         (" 7 ", " 7 "),
     ],
 )
-def test_a_number_is_an_answer_as_people_write_it(value: object, text: str) -> None:
+def test_a_json_number_is_a_valid_answer(value: object, text: str) -> None:
     assert answer_text(value, "answer") == text
 
 
 @pytest.mark.parametrize("grader", ["exact", "number", "math"])
-def test_an_answer_can_be_a_number_or_in_a_box(tmp_path: Path, grader: GraderName) -> None:
+def test_an_answer_may_be_a_number_or_boxed(tmp_path: Path, grader: GraderName) -> None:
     rows = [{"prompt": "a", "answer": 7}, {"prompt": "b", "answer": 7.0}, {"prompt": "c", "answer": r"so \boxed{7}"}]
     task = _task(tmp_path, *rows, grader=grader)
     for problem in task.problems(Split.TRAIN, 3, seed=0):
@@ -217,7 +219,7 @@ def test_an_answer_can_be_a_number_or_in_a_box(tmp_path: Path, grader: GraderNam
         assert task.grade(problem, r"\boxed{7}").correct
 
 
-def test_a_list_of_texts_is_no_answer_though_it_is_written_as_one(tmp_path: Path) -> None:
+def test_a_list_of_strings_is_no_answer(tmp_path: Path) -> None:
     """Skywork's ground truths are JSON lists. Parsed as expressions, they would never match an answer."""
     row = {"prompt": "a", "answer": '["7"]'}
     with pytest.raises(ValueError, match="answer is a list of 1, and there can be one right answer"):
@@ -239,7 +241,7 @@ def test_17_000_rows_as_dapos_are_read_in_under_five_seconds(tmp_path: Path) -> 
     assert time.process_time() - start < 5
 
 
-def test_an_answer_that_its_grader_cannot_match_is_refused(tmp_path: Path) -> None:
+def test_an_unmatchable_answer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="which the grader choice cannot match with anything"):
         _task(tmp_path, {"prompt": "a", "answer": "?!"}, grader="choice").problems(Split.TRAIN, 1, seed=0)
 

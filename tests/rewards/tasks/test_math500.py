@@ -44,7 +44,7 @@ def _problems(tmp_path: Path, **fields: object) -> tuple[Math500, dict[str, Prob
     return task, {problem.answer: problem for problem in task.problems(Split.TRAIN, len(_ROWS), seed=0)}
 
 
-def test_a_row_becomes_a_problem_in_d1s_words(tmp_path: Path) -> None:
+def test_a_rows_prompt_equals_d1s(tmp_path: Path) -> None:
     task, problems = _problems(tmp_path)
     assert task.size(Split.HELDOUT) == len(_ROWS)
     assert problems.keys() == {"\\frac{1}{2}", "7", "6\\sqrt{5}", "4210_5"}
@@ -101,7 +101,7 @@ def test_fixed_rewards(tmp_path: Path, answer: str, text: str, reward: float) ->
     assert grade.correct == (reward >= 0.9)
 
 
-def test_the_d1_reward_is_for_spelling_and_an_opening_tag(tmp_path: Path) -> None:
+def test_the_d1_reward_compares_spelling_and_checks_an_opening_tag(tmp_path: Path) -> None:
     task, problems = _problems(tmp_path, reward="d1")
     problem = problems["\\frac{1}{2}"]
     for text, parts in [
@@ -125,7 +125,7 @@ def test_the_d1_reward_is_for_spelling_and_an_opening_tag(tmp_path: Path) -> Non
         ("\\frac{1}{2}", False, True),
     ],
 )
-def test_what_the_two_protocols_take(tmp_path: Path, text: str, fixed: bool, d1: bool) -> None:
+def test_answers_are_accepted_by_each_protocol(tmp_path: Path, text: str, fixed: bool, d1: bool) -> None:
     for protocol, correct in (("fixed", fixed), ("d1", d1)):
         task, problems = _problems(tmp_path, protocol=protocol)
         assert task.grade(problems["\\frac{1}{2}"], text).correct == correct
@@ -136,7 +136,7 @@ class _Slow(MathVerifier):
         return AnswerVerdict(outcome=Outcome.TIMEOUT, detail="too slow")
 
 
-def test_a_comparison_without_a_verdict_is_a_grade_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_without_a_verdict_is_ungraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rewards.tasks.math500.MathVerifier", _Slow)
     task, problems = _problems(tmp_path)
     grade = task.grade(problems["7"], "<answer>9^{9^{9}}</answer>")
@@ -165,14 +165,14 @@ def test_d1s_rules_need_no_computer_algebra(tmp_path: Path, monkeypatch: pytest.
         ({}, "rows.jsonl, line 2 has no column solution; its columns are problem"),
     ],
 )
-def test_an_answer_that_nothing_could_match_is_refused(tmp_path: Path, row: dict[str, str], message: str) -> None:
+def test_an_unmatchable_answer_is_refused(tmp_path: Path, row: dict[str, str], message: str) -> None:
     path = _write(tmp_path / "rows.jsonl", [_ROWS[0], {"problem": "What is it?", **row}])
     with pytest.raises(ValueError, match=message) as error:
         Math500(Math500Config(train_data=path)).problems(Split.TRAIN, 1, seed=0)
     assert "\n" not in str(error.value)
 
 
-def test_a_published_line_is_posed_with_its_text() -> None:
+def test_a_published_generation_is_graded_by_its_text() -> None:
     for protocol in ("fixed", "d1"):
         task = Math500(Math500Config(protocol=protocol))
         problem = task.from_ground_truth("What is it?", "\\frac{1}{2}")
@@ -181,7 +181,7 @@ def test_a_published_line_is_posed_with_its_text() -> None:
 
 
 @pytest.mark.parametrize("truth", [None, 7, "", " ", ["7"]])
-def test_a_published_line_with_something_else_is_refused(truth: object) -> None:
+def test_an_invalid_published_line_is_refused(truth: object) -> None:
     with pytest.raises(ValueError, match=r"^the ground truth is .*; a math500 line has a text$"):
         Math500(Math500Config()).from_ground_truth("What is it?", truth)
 

@@ -88,7 +88,7 @@ def _solutions_by_search(puzzle: str) -> int:
         ("", 0.0, False),
     ],
 )
-def test_rewards_are_d1s(text: str, reward: float, correct: bool) -> None:
+def test_rewards_equal_d1s(text: str, reward: float, correct: bool) -> None:
     problem = Problem(
         problem_id="p", messages=(), answer=_SOLUTION, reference_completion="", metadata={"puzzle": _PUZZLE}
     )
@@ -108,7 +108,7 @@ def test_there_are_288_solved_grids() -> None:
         assert all(sorted(unit) == list("1234") for unit in [*rows, *columns, *boxes])
 
 
-def test_num_solutions_equals_a_search() -> None:
+def test_num_solutions_equals_a_brute_force_search() -> None:
     assert num_solutions("0" * 16) == 288
     assert num_solutions("11" + "0" * 14) == 0
     for problem in Sudoku(SudokuConfig(max_empty=11)).problems(Split.TRAIN, 20, seed=0):
@@ -142,14 +142,14 @@ def test_no_solved_grid_is_in_two_splits(fraction: float) -> None:
     assert len(validation) / (288 - len(heldout)) == pytest.approx(0.1, abs=0.05)
 
 
-def test_validation_takes_from_training_alone() -> None:
+def test_validation_is_taken_from_training_only() -> None:
     without, with_it = (Sudoku(SudokuConfig(validation_fraction=part)) for part in (0.0, 0.2))
     assert with_it.problems(Split.HELDOUT, 50, seed=0) == without.problems(Split.HELDOUT, 50, seed=0)
     with pytest.raises(ValueError, match=r"^the validation split of sudoku has 0 problems .* but 1 were asked for$"):
         without.problems(Split.VALIDATION, 1, seed=0)
 
 
-def test_the_d1_prompt_is_d1s_to_the_letter() -> None:
+def test_the_d1_prompt_equals_d1s() -> None:
     (problem,) = Sudoku(SudokuConfig()).problems(Split.TRAIN, 1, seed=0)
     (message,) = problem.messages
     assert message.role == "user"
@@ -186,7 +186,7 @@ def test_a_wrong_config_names_the_field(fields: dict[str, object], message: str)
         SudokuConfig.model_validate(fields)
 
 
-def test_puzzles_come_from_a_file_and_their_solutions_are_not_made_beside_it(tmp_path: Path) -> None:
+def test_generated_puzzles_exclude_the_solutions_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_text("Puzzle,Solution\n0234341221434321,1234341221434321\n1230341221434300,1234341221434321\n")
     task = Sudoku(SudokuConfig(heldout_data=path))
@@ -198,7 +198,7 @@ def test_puzzles_come_from_a_file_and_their_solutions_are_not_made_beside_it(tmp
     assert "1234341221434321" not in made
 
 
-def test_validation_is_made_beside_a_heldout_file_and_cut_from_a_training_file(tmp_path: Path) -> None:
+def test_validation_is_generated_or_taken_from_a_training_file(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     rows = {
         problem.metadata["puzzle"]: problem.answer for problem in Sudoku(SudokuConfig()).problems(Split.TRAIN, 300, 0)
@@ -231,7 +231,7 @@ def test_validation_is_made_beside_a_heldout_file_and_cut_from_a_training_file(t
         ("0234341221434321,1243341221434321", "row 1: the solution 1243341221434321 changes a given"),
     ],
 )
-def test_a_row_that_is_no_puzzle_is_named(tmp_path: Path, row: str, sentence: str) -> None:
+def test_an_invalid_row_is_named(tmp_path: Path, row: str, sentence: str) -> None:
     path = tmp_path / "x.csv"
     path.write_text(f"Puzzle,Solution\n{row}\n")
     with pytest.raises(ValueError, match=sentence):

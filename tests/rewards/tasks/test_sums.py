@@ -32,13 +32,13 @@ def test_answers_are_running_sums(modulus: int, prompt: str, answer: str) -> Non
     assert problem.reference_completion == f"<answer>{answer}</answer>"
 
 
-def test_both_splits_together_have_every_problem_once() -> None:
+def test_the_splits_partition_all_problems() -> None:
     problems = _all_problems(SumsConfig())
     assert len(problems) == 1_000
     assert len({problem.problem_id for problem in problems.values()}) == 1_000
 
 
-def test_asking_for_too_many_says_how_many_there_are() -> None:
+def test_asking_for_too_many_problems_says_how_many_exist() -> None:
     with pytest.raises(ValueError, match=r"^the train split of sums has \d+ problems .* but 1001 were asked for$"):
         Sums(SumsConfig()).problems(Split.TRAIN, 1_001, seed=0)
 

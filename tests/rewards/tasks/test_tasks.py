@@ -103,7 +103,7 @@ def test_hostile_texts_are_graded_in_bounded_time(hostile: str, wrapping: str) -
     )
 )
 @settings(max_examples=200)
-def test_no_text_makes_a_grader_raise(text: str) -> None:
+def test_graders_never_raise(text: str) -> None:
     for task, problem in _POSED:
         grade = task.grade(problem, text)
         assert sum(grade.parts.values()) == grade.reward

@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> Callable[[str], FunctionConfig]:
     return make
 
 
-def test_it_is_called_with_what_is_known_of_each_sample(
+def test_the_function_is_called_with_each_samples_facts(
     config: Callable[[str], FunctionConfig], sample: Callable[..., Sample]
 ) -> None:
     term = FunctionTerm(config("seen = []\ndef value(**facts):\n    seen.append(facts)\n    return len(seen)"))
@@ -60,7 +60,7 @@ def test_it_is_called_with_what_is_known_of_each_sample(
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
     ],
 )
-def test_what_is_no_number_is_no_value_of_that_sample_alone(
+def test_an_invalid_value_affects_its_sample_only(
     expression: str, sentence: str, config: Callable[[str], FunctionConfig], sample: Callable[..., Sample]
 ) -> None:
     own = config(f"def value(completion, **rest):\n    return {expression} if completion == 'bad' else True")
@@ -84,7 +84,7 @@ def test_what_is_no_number_is_no_value_of_that_sample_alone(
         ),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(
+def test_an_uncallable_function_is_refused_at_the_start(
     source: str, sentence: str, config: Callable[[str], FunctionConfig]
 ) -> None:
     own = config(source)

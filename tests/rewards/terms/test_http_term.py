@@ -27,7 +27,9 @@ def _term(server: Server, **fields: Any) -> HttpTerm:
     return HttpTerm(HttpConfig(url=f"{server.url}/grade?v=1", **fields))
 
 
-def test_samples_are_posted_in_batches_and_come_back_in_order(server: Server, sample: Callable[..., Sample]) -> None:
+def test_samples_are_posted_in_batches_and_values_keep_their_order(
+    server: Server, sample: Callable[..., Sample]
+) -> None:
     server.answer = lambda body: _values(*(len(item["completion"]) for item in body["samples"]))
     values = _term(server, batch_size=4, max_concurrency=3).values([sample("x" * n) for n in range(10)])
     assert values == [float(n) for n in range(10)]
@@ -39,7 +41,7 @@ def test_samples_are_posted_in_batches_and_come_back_in_order(server: Server, sa
     assert "authorization" not in asked.headers
 
 
-def test_no_more_requests_at_a_time_than_the_recipe_says(server: Server, sample: Callable[..., Sample]) -> None:
+def test_concurrent_requests_are_limited(server: Server, sample: Callable[..., Sample]) -> None:
     server.answer = lambda body: Reply(body=b'{"values": [1]}', delay_s=0.05)
     _term(server, batch_size=1, max_concurrency=3).values([sample()] * 12)
     assert server.most_at_once == 3
@@ -72,7 +74,7 @@ def test_a_token_comes_from_the_environment(
         (b'{"values": "ab"}', "values is no list"),
     ],
 )
-def test_an_answer_that_is_not_as_documented_is_no_value(
+def test_an_undocumented_response_gives_no_value(
     body: bytes, sentence: str, server: Server, sample: Callable[..., Sample]
 ) -> None:
     server.answer = lambda _: Reply(body=body)
@@ -82,7 +84,7 @@ def test_an_answer_that_is_not_as_documented_is_no_value(
     assert len(server.asked) == 1
 
 
-def test_a_value_that_is_no_number_is_that_samples_alone(server: Server, sample: Callable[..., Sample]) -> None:
+def test_an_invalid_value_affects_its_sample_only(server: Server, sample: Callable[..., Sample]) -> None:
     server.replies = [Reply(body=b'{"values": [1, null, NaN, "2", 0.5]}')]
     first, null, nan, text, last = _term(server).values([sample()] * 5)
     assert (first, last) == (1.0, 0.5)
@@ -92,7 +94,7 @@ def test_a_value_that_is_no_number_is_that_samples_alone(server: Server, sample:
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Length": str(2**40)}])
-def test_a_huge_answer_is_not_read(headers: dict[str, str], server: Server, sample: Callable[..., Sample]) -> None:
+def test_a_huge_response_is_not_read(headers: dict[str, str], server: Server, sample: Callable[..., Sample]) -> None:
     server.answer = lambda _: Reply(body=b" " * 3_000_000, headers=headers)
     (value,) = _term(server).values([sample()])
     assert isinstance(value, NoValue)
@@ -100,7 +102,7 @@ def test_a_huge_answer_is_not_read(headers: dict[str, str], server: Server, samp
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_refusal_of_the_request_is_no_value(status: int, server: Server, sample: Callable[..., Sample]) -> None:
+def test_a_refused_request_gives_no_value(status: int, server: Server, sample: Callable[..., Sample]) -> None:
     server.replies = [Reply(status=status)]
     (value,) = _term(server).values([sample()])
     assert isinstance(value, NoValue)
@@ -108,16 +110,14 @@ def test_a_refusal_of_the_request_is_no_value(status: int, server: Server, sampl
 
 
 @pytest.mark.usefixtures("fast_retries")
-def test_failures_that_pass_are_tried_again(server: Server, sample: Callable[..., Sample]) -> None:
+def test_transient_failures_are_retried(server: Server, sample: Callable[..., Sample]) -> None:
     server.replies = [Reply(status=500), Reply(status=503, body=b"x" * 100_000)]
     server.answer = lambda _: _values(1)
     assert _term(server, num_tries=3).values([sample()]) == [1.0]
     assert len(server.asked) == 3
 
 
-def test_the_wait_is_the_one_that_the_server_asks_for(
-    server: Server, sample: Callable[..., Sample], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retry_after_is_honored(server: Server, sample: Callable[..., Sample], monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(endpoint, "time", SimpleNamespace(sleep=slept.append))
     server.replies = [Reply(status=429, headers={"Retry-After": "1.3"}), _values(1)]
@@ -125,7 +125,7 @@ def test_the_wait_is_the_one_that_the_server_asks_for(
     assert slept == [1.3]
 
 
-def test_a_wait_that_is_too_long_is_left_to_the_run(server: Server, sample: Callable[..., Sample]) -> None:
+def test_a_long_retry_after_pauses_the_run(server: Server, sample: Callable[..., Sample]) -> None:
     server.answer = lambda _: Reply(status=429, headers={"Retry-After": "3600"})
     with pytest.raises(RewardUnavailableError, match="does not answer: status 429, after 1 try"):
         _term(server).values([sample()])
@@ -145,7 +145,7 @@ def test_a_wait_that_is_too_long_is_left_to_the_run(server: Server, sample: Call
         ),
     ],
 )
-def test_a_server_that_never_answers_makes_the_run_wait(
+def test_a_silent_server_pauses_the_run(
     reply: Reply, timeout_s: float, sentence: str, server: Server, sample: Callable[..., Sample]
 ) -> None:
     server.answer = lambda _: reply
@@ -160,7 +160,7 @@ def test_a_server_that_never_answers_makes_the_run_wait(
     assert len(server.asked) == 3
 
 
-def test_no_batch_is_asked_after_one_that_was_given_up(server: Server, sample: Callable[..., Sample]) -> None:
+def test_no_batch_is_posted_after_a_failed_one(server: Server, sample: Callable[..., Sample]) -> None:
     server.answer = lambda _: Reply(delay_s=2.0)
     term = _term(server, timeout_s=0.5, num_tries=1, max_concurrency=2, batch_size=1)
     with pytest.raises(RewardUnavailableError, match="timed out, after 1 try"):
@@ -169,7 +169,7 @@ def test_no_batch_is_asked_after_one_that_was_given_up(server: Server, sample: C
 
 
 @pytest.mark.usefixtures("fast_retries")
-def test_a_server_that_is_not_there_makes_the_run_wait(sample: Callable[..., Sample]) -> None:
+def test_an_unreachable_server_pauses_the_run(sample: Callable[..., Sample]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/"
@@ -189,7 +189,7 @@ def test_a_redirect_is_not_followed(status: int, server: Server, sample: Callabl
         elsewhere.close()
 
 
-def test_a_proxy_of_the_environment_is_not_used(
+def test_proxies_of_the_environment_are_not_used(
     server: Server, sample: Callable[..., Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.answer = lambda _: _values(1)
@@ -198,7 +198,7 @@ def test_a_proxy_of_the_environment_is_not_used(
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_refusal_of_us_makes_the_run_wait(status: int, server: Server, sample: Callable[..., Sample]) -> None:
+def test_a_refused_token_pauses_the_run(status: int, server: Server, sample: Callable[..., Sample]) -> None:
     server.answer = lambda _: Reply(status=status)
     with pytest.raises(RewardUnavailableError, match=f"refuses to answer: status {status}$"):
         _term(server).values([sample()])
@@ -220,7 +220,7 @@ def test_a_refusal_of_us_makes_the_run_wait(status: int, server: Server, sample:
         ("http://host/#part", "nothing after a #"),
     ],
 )
-def test_only_plain_urls_are_taken(url: str, sentence: str) -> None:
+def test_only_plain_urls_are_accepted(url: str, sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence) as refusal:
         HttpConfig(url=url)
     assert "hidden" not in refusal.value.errors()[0]["msg"]

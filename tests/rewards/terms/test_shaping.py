@@ -20,7 +20,7 @@ def test_the_length_penalty_falls_from_0_to_minus_1_over_the_buffer(num_tokens: 
     assert length_penalty(num_tokens, max_tokens=20, buffer_tokens=8) == value
 
 
-def test_the_length_penalty_looks_at_the_canvas_of_each_sample(sample: Callable[..., Sample]) -> None:
+def test_the_length_penalty_uses_each_samples_canvas_length(sample: Callable[..., Sample]) -> None:
     term = make_term(LengthPenaltyConfig(buffer_tokens=4))
     assert term.values([sample(num_tokens=6, max_tokens=8), sample(num_tokens=6, max_tokens=16)]) == [-0.5, 0.0]
 

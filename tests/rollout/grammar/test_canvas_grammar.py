@@ -69,7 +69,7 @@ def expect_all_that_texts_have(seen: CanvasGrammar, grammar: Grammar, canvas: li
             assert allowed == sorted({text[slot] for text in texts})
 
 
-def test_canvases_under_one_grammar_do_not_share_what_stands_on_them() -> None:
+def test_canvases_of_one_grammar_have_separate_state() -> None:
     facts = {"class_of": np.arange(5, dtype=np.int32), "most_tokens": 9, "accepting": np.array([False, False, True])}
     moves = np.full((3, 5), NOWHERE, dtype=np.int16)
     moves[0, :2], moves[1, 0], moves[2, 1] = (1, 2), 2, 2
@@ -89,15 +89,13 @@ tokens_or_masks = st.lists(st.none() | st.integers(0, NUM_TOKENS - 1), min_size=
 
 @given(grammar=grammars(), canvas=tokens_or_masks)
 @settings(max_examples=300)
-def test_a_slot_may_take_what_some_text_has_there_and_nothing_else(grammar: Grammar, canvas: list[int | None]) -> None:
+def test_allowed_tokens_are_those_of_some_text(grammar: Grammar, canvas: list[int | None]) -> None:
     expect_all_that_texts_have(update(grammar, canvas), grammar, canvas)
 
 
 @given(grammar=grammars(), length=st.integers(1, 5), data=st.data())
 @settings(max_examples=200)
-def test_slots_are_committed_in_any_order_and_some_text_is_always_left(
-    grammar: Grammar, length: int, data: st.DataObject
-) -> None:
+def test_commits_in_any_order_leave_a_possible_text(grammar: Grammar, length: int, data: st.DataObject) -> None:
     canvas: list[int | None] = [None] * length
     seen = update(grammar, canvas)
     while seen.is_possible and None in canvas:
@@ -121,7 +119,7 @@ def test_slots_are_committed_in_any_order_and_some_text_is_always_left(
 
 @given(grammar=grammars())
 @settings(max_examples=100)
-def test_the_shortest_text_is_counted(grammar: Grammar) -> None:
+def test_fewest_tokens_is_the_shortest_texts_length(grammar: Grammar) -> None:
     classes = range(grammar.next_state.shape[1])
     lengths = [length for length in range(5) for text in product(classes, repeat=length) if _accepts(grammar, text)]
     assert grammar.fewest_tokens == min(lengths, default=None)
@@ -137,7 +135,7 @@ def _accepts(grammar: Grammar, classes: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("changed", ["class_of", "next_state", "accepting", "most_tokens"])
-def test_grammars_that_differ_have_digests_that_differ(changed: str) -> None:
+def test_different_grammars_have_different_digests(changed: str) -> None:
     facts = {
         "class_of": np.zeros(3, dtype=np.int32),
         "next_state": np.zeros((1, 2), dtype=np.int16),

@@ -47,7 +47,7 @@ def _frames(alone: RenoisedCompletion) -> list[tuple[list[bool], list[int]]]:
     return frames[:-1]
 
 
-def test_rows_in_turns_are_each_what_it_is_alone_at_every_step(renoising_policy: RenoisingPolicy) -> None:
+def test_batched_rows_equal_their_completions_alone(renoising_policy: RenoisingPolicy) -> None:
     sampler = RenoisingSampler(renoising_policy, 4)
     alone = [sampler.complete(request) for request in REQUESTS]
     batch = sampler.open()
@@ -68,7 +68,7 @@ def test_rows_in_turns_are_each_what_it_is_alone_at_every_step(renoising_policy:
     assert [sorted(progress) for progress in seen[:2]] == [[0, 1, 2]] * 2
 
 
-def test_a_slot_that_is_renoised_goes_back_and_one_that_stays_keeps_its_step(renoising_policy: RenoisingPolicy) -> None:
+def test_renoised_slots_lose_their_step_and_kept_ones_keep_it(renoising_policy: RenoisingPolicy) -> None:
     sampler = RenoisingSampler(renoising_policy, 0)
     batch = sampler.open()
     batch.submit(REQUESTS[0])
@@ -93,7 +93,7 @@ def test_a_slot_that_is_renoised_goes_back_and_one_that_stays_keeps_its_step(ren
     assert done[0].step_map.tolist() == np.repeat(ends, SLOTS).tolist()
 
 
-def test_the_record_of_slots_is_of_the_laws_that_they_came_from(renoising_policy: RenoisingPolicy) -> None:
+def test_slots_record_the_log_probs_they_were_drawn_from(renoising_policy: RenoisingPolicy) -> None:
     sampler = RenoisingSampler(renoising_policy, 0)
     (canvas, *_) = sampler.complete(REQUESTS[0]).canvases
     batch = sampler.open()
@@ -118,7 +118,7 @@ def test_the_record_of_slots_is_of_the_laws_that_they_came_from(renoising_policy
 
 
 @pytest.mark.parametrize("num_canvases", [1, 2])
-def test_the_rest_of_an_interrupted_completion_is_what_it_would_have_been(
+def test_a_resumed_completion_equals_the_uninterrupted_one(
     renoising_policy: RenoisingPolicy, num_canvases: int
 ) -> None:
     def finished(request: RenoisingRequest) -> Completion:
@@ -139,7 +139,7 @@ def test_the_rest_of_an_interrupted_completion_is_what_it_would_have_been(
     ("num_slots", "token", "said"),
     [(7, 5, "committed has 7 slots"), (24, 5, "multiples of 8 below 24"), (8, 60, "committed has 60; the policy's")],
 )
-def test_what_is_no_interrupted_completion_is_refused(
+def test_invalid_committed_slots_are_refused(
     renoising_policy: RenoisingPolicy, num_slots: int, token: int, said: str
 ) -> None:
     columns: dict[str, Any] = dict.fromkeys(Committed.__slots__, np.zeros(num_slots, dtype=np.float32))
@@ -148,7 +148,7 @@ def test_what_is_no_interrupted_completion_is_refused(
         check_renoising_request(replace(REQUESTS[0], committed=Committed(**columns)), renoising_policy.config)
 
 
-def test_who_has_no_row_waits_and_one_that_leaves_gives_its_own(renoising_policy: RenoisingPolicy) -> None:
+def test_requests_wait_for_a_free_row(renoising_policy: RenoisingPolicy) -> None:
     batch = RenoisingSampler(renoising_policy, 0).open(max_rows=2)
     for request in REQUESTS:
         batch.submit(request)

@@ -52,7 +52,7 @@ def original(shared: Path) -> tuple[Path, RenoisingPolicy]:
     return directory, load_renoising_policy(directory)
 
 
-def test_logits_are_the_original_codes(original: tuple[Path, RenoisingPolicy]) -> None:
+def test_logits_equal_the_original_codes(original: tuple[Path, RenoisingPolicy]) -> None:
     """With prompts within and beyond the attention window, at a first step and at a self-conditioned one."""
     directory, policy = original
     expected = load_file(directory / "expected.safetensors")
@@ -81,7 +81,7 @@ def _settings(directory: Path) -> Iterator[tuple[dict[str, Any], int, RenoisingR
             yield setting, row, RenoisingRequest(prompt_ids=tuple(prompt), params=params, seed=0, stop_ids=stop_ids)
 
 
-def test_with_the_recorded_draws_every_step_is_the_original_loops(original: tuple[Path, RenoisingPolicy]) -> None:
+def test_with_recorded_draws_every_step_equals_the_original(original: tuple[Path, RenoisingPolicy]) -> None:
     directory, policy = original
     num_steps = 0
     for setting, row, request in _settings(directory):
@@ -116,7 +116,7 @@ def _requests() -> list[RenoisingRequest]:
     return [RenoisingRequest(prompt_ids=prompt, params=PARAMS, seed=i, stop_ids=()) for i, prompt in enumerate(prompts)]
 
 
-def test_a_seed_is_a_completion_and_its_likelihood_comes_back(renoising_policy: RenoisingPolicy) -> None:
+def test_a_seed_determines_a_completion_and_its_likelihood(renoising_policy: RenoisingPolicy) -> None:
     sampler = RenoisingSampler(renoising_policy, 7)
     completions = sampler.generate(_requests())
     again = [sampler.complete(request) for request in reversed(_requests())][::-1]
@@ -130,7 +130,7 @@ def test_a_seed_is_a_completion_and_its_likelihood_comes_back(renoising_policy: 
     assert sampler.complete(other_seed).token_ids.tolist() != completions[0].token_ids.tolist()
 
 
-def test_what_was_finished_is_remembered_exactly(renoising_policy: RenoisingPolicy) -> None:
+def test_the_kv_cache_of_finished_canvases_is_exact(renoising_policy: RenoisingPolicy) -> None:
     """The logits of the second canvas are equal with the KV cache and with a newly encoded prompt."""
     (request, *_) = _requests()
     completion = RenoisingSampler(renoising_policy, 0).complete(request)
@@ -144,7 +144,7 @@ def test_what_was_finished_is_remembered_exactly(renoising_policy: RenoisingPoli
     assert second.drawn_logp[0] == pytest.approx(logps.numpy(), abs=1e-4)
 
 
-def test_the_likelihood_has_the_gradient_of_its_numbers(renoising_checkpoint: Path) -> None:
+def test_the_likelihoods_gradient_equals_finite_differences(renoising_checkpoint: Path) -> None:
     """Gradients pass through the encoder, the decoder and the chain of self-conditioned steps."""
     policy = load_renoising_policy(renoising_checkpoint)
     request = _requests()[0]
@@ -166,7 +166,7 @@ def test_the_likelihood_has_the_gradient_of_its_numbers(renoising_checkpoint: Pa
         weight.requires_grad_(requires_grad=False)
 
 
-def test_draws_follow_the_law_and_fresh_ids_are_uniform() -> None:
+def test_draws_follow_softmax_and_fresh_ids_are_uniform() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(4000, -1)
     random_source = KeyedRandomSource(3, 4000, 4, torch.device("cpu"))
     predicted = predictions(logits.clone())
@@ -191,7 +191,7 @@ def test_draws_follow_the_law_and_fresh_ids_are_uniform() -> None:
 
 
 @pytest.mark.parametrize(("bound", "kept"), [(0.0, [1]), (0.1, [1, 3]), (0.35, [1, 3, 0]), (9.0, [0, 1, 2, 3])])
-def test_a_step_keeps_the_least_uncertain_slots_up_to_the_bound(bound: float, kept: list[int]) -> None:
+def test_a_step_keeps_the_lowest_entropies_up_to_the_bound(bound: float, kept: list[int]) -> None:
     entropy = torch.tensor([0.3, 0.05, 0.9, 0.25])
     assert within_bound(entropy, bound).nonzero()[:, 0].tolist() == sorted(kept)
 
@@ -222,7 +222,7 @@ class _Scripted:
     ("stability", "confidence", "num_steps"),
     [(0, 9.0, 1), (1, 9.0, 4), (2, 9.0, 5), (3, 9.0, 6), (1, 1e-3, 5), (3, 1e-3, 6), (0, 0.0, 8), (7, 9.0, 8)],
 )
-def test_a_canvas_ends_when_it_is_stable_and_sure(stability: int, confidence: float, num_steps: int) -> None:
+def test_a_canvas_ends_when_stable_and_confident(stability: int, confidence: float, num_steps: int) -> None:
     params = RenoisingParams(
         gen_length=4,
         max_denoise_steps=8,
@@ -248,7 +248,7 @@ def test_a_text_ends_at_its_first_stop_id_and_padding_follows(renoising_policy: 
     assert len(ended.canvases) == 1
 
 
-def test_every_step_can_be_watched(renoising_policy: RenoisingPolicy) -> None:
+def test_on_step_is_called_for_every_step(renoising_policy: RenoisingPolicy) -> None:
     watched: list[tuple[int, int]] = []
     canvases: list[list[int]] = []
 
@@ -272,21 +272,19 @@ def test_every_step_can_be_watched(renoising_policy: RenoisingPolicy) -> None:
         ({"stop_ids": (99,)}, "request 0: stop_ids has 99"),
     ],
 )
-def test_what_cannot_be_served_is_a_sentence(
-    renoising_policy: RenoisingPolicy, changes: dict[str, Any], said: str
-) -> None:
+def test_invalid_requests_are_refused(renoising_policy: RenoisingPolicy, changes: dict[str, Any], said: str) -> None:
     request = RenoisingRequest(**{"prompt_ids": (5,), "params": PARAMS, "seed": 0} | changes)
     with pytest.raises(ValueError, match=said):
         RenoisingSampler(renoising_policy, 0).generate([request])
 
 
-def test_a_temperature_that_rises_is_refused() -> None:
+def test_a_rising_temperature_is_refused() -> None:
     with pytest.raises(ValueError, match=r"t_min 0\.9 is above t_max 0\.8") as caught:
         RenoisingParams(t_min=0.9)
     assert not isinstance(caught.value, FieldError), "pydantic's own, with the field error in it"
 
 
-def test_bad_weights_are_said(renoising_checkpoint: Path) -> None:
+def test_non_finite_weights_raise(renoising_checkpoint: Path) -> None:
     policy = load_renoising_policy(renoising_checkpoint)
     with torch.no_grad():
         policy.network.model.decoder.norm.weight.fill_(torch.nan)
@@ -294,7 +292,7 @@ def test_bad_weights_are_said(renoising_checkpoint: Path) -> None:
         RenoisingSampler(policy, 0).complete(_requests()[0])
 
 
-def test_what_is_no_such_checkpoint_is_refused(renoising_checkpoint: Path, tmp_path: Path, original: Any) -> None:
+def test_other_or_damaged_checkpoints_are_refused(renoising_checkpoint: Path, tmp_path: Path, original: Any) -> None:
     assert is_renoising(original[0])
     assert not is_renoising(tmp_path)
     with pytest.raises(ValueError, match="is no checkpoint of model_type 'diffusion_gemma'"):

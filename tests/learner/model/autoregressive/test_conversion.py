@@ -47,7 +47,7 @@ def causal_logits(directory: Path, ids_BL: torch.Tensor) -> torch.Tensor:
         ("qwen3", {"head_dim": 32}),
     ],
 )
-def test_the_policy_is_the_source_where_attention_is_causal(
+def test_the_policy_equals_the_source_under_causal_attention(
     architecture: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     model = write_source(tmp_path / "source", architecture, **changes)
@@ -65,7 +65,7 @@ def test_the_policy_is_the_source_where_attention_is_causal(
     assert not (tmp_path / "policy" / "model.safetensors").exists()
 
 
-def test_files_of_the_hubs_cache_are_linked(tmp_path: Path) -> None:
+def test_files_of_the_hub_cache_are_linked(tmp_path: Path) -> None:
     write_source(tmp_path / "source")
     source = replace(open_source(str(tmp_path / "source")), is_fetched=True)
     convert_checkpoint(source, tmp_path / "policy")
@@ -75,14 +75,14 @@ def test_files_of_the_hubs_cache_are_linked(tmp_path: Path) -> None:
     verify_checkpoint(tmp_path / "policy")
 
 
-def test_blocks_and_the_shift_are_written(tmp_path: Path) -> None:
+def test_block_length_and_shift_are_written(tmp_path: Path) -> None:
     write_source(tmp_path / "source")
     convert_checkpoint(open_source(str(tmp_path / "source")), tmp_path / "policy", block_length=8, predicts_next=True)
     config = load_config(tmp_path / "policy")
     assert (config.block_length, config.predicts_next) == (8, True)
 
 
-def test_a_gguf_file_becomes_the_policy_that_its_directory_does(tmp_path: Path) -> None:
+def test_a_gguf_file_and_its_directory_give_the_same_policy(tmp_path: Path) -> None:
     write_source(tmp_path / "source")
     write_gguf(tmp_path / "tiny.gguf", tmp_path / "source", "F32")
     for name, place in (("source", "one"), ("tiny.gguf", "other")):
@@ -97,7 +97,7 @@ def test_a_gguf_file_becomes_the_policy_that_its_directory_does(tmp_path: Path) 
     assert ids[0] == ids[1]
 
 
-def test_a_policy_whose_writing_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -111,7 +111,7 @@ def test_a_policy_whose_writing_is_stopped_leaves_nothing(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "gguf"])
-def test_a_new_row_is_the_mean_of_the_others(kind: str, tmp_path: Path) -> None:
+def test_a_new_embedding_row_is_the_mean_of_the_others(kind: str, tmp_path: Path) -> None:
     write_source(
         tmp_path / "source", specials=WITHOUT_RESERVED, tie_word_embeddings=kind != "untied", dtype=torch.bfloat16
     )

@@ -32,7 +32,7 @@ def made(directory: Path, specials: Sequence[str]) -> Any:
         ((*ENDS, RESERVED, "<|MASK|>"), 8, "<|MASK|>", 4),
     ],
 )
-def test_a_token_that_nobody_uses_is_taken(
+def test_an_unused_token_becomes_the_mask(
     specials: Sequence[str], spare_rows: int, token: str, index: int, tmp_path: Path
 ) -> None:
     tokenizer = made(tmp_path, specials)
@@ -43,7 +43,7 @@ def test_a_token_that_nobody_uses_is_taken(
     assert tokenizer.added_tokens_decoder[index].special
 
 
-def test_the_tokenizers_own_mask_token_is_taken(tmp_path: Path) -> None:
+def test_the_tokenizers_own_mask_token_is_used(tmp_path: Path) -> None:
     tokenizer = made(tmp_path, (*ENDS, RESERVED, "<hole>"))
     tokenizer.mask_token = "<hole>"
     assert choose_mask_token(tokenizer, 300, None).token == "<hole>"
@@ -53,7 +53,7 @@ def test_the_tokenizers_own_mask_token_is_taken(tmp_path: Path) -> None:
     ("name", "spare_rows", "index", "is_new_row"),
     [("<repo_name>", 0, 3, False), ("<|hole|>", 8, 300, False), ("<|hole|>", 0, 300, True)],
 )
-def test_a_named_token_is_taken_or_made(
+def test_a_named_token_is_used_or_added(
     name: str, spare_rows: int, index: int, is_new_row: bool, tmp_path: Path
 ) -> None:
     mask = choose_mask_token(made(tmp_path, (*ENDS, *CODE)), 300 + spare_rows, name)
@@ -67,7 +67,7 @@ def test_a_blank_token_is_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [None, TURN, END_OF_TURN])
-def test_a_token_with_a_meaning_is_not_taken(name: str | None, tmp_path: Path) -> None:
+def test_a_token_with_a_meaning_is_refused(name: str | None, tmp_path: Path) -> None:
     sentence = "no token to spare .* pass --mask-token NEW" if name is None else "has a meaning of its own"
     with pytest.raises(ValueError, match=sentence):
         choose_mask_token(made(tmp_path, (*ENDS, "<repo_name>")), 300, name)

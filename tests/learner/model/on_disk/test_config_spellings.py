@@ -83,7 +83,7 @@ def _refusal(directory: Path, raw: dict[str, Any], generation: dict[str, Any] | 
         {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": None, "rope_type": "default"}},
     ],
 )
-def test_unscaled_positions_are_read_in_every_spelling(
+def test_unscaled_positions_are_accepted_in_every_spelling(
     config: TransformerConfig, tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
     assert _load(tmp_path, _raw(config, family) | settings) == _shape(config, family)
@@ -126,7 +126,7 @@ def test_a_config_may_begin_with_a_byte_order_mark(config: TransformerConfig, tm
         ({"rotary_pct": 0.5}, "has rotary_pct = 0.5"),
     ],
 )
-def test_what_scales_positions_is_refused_by_its_name(
+def test_unsupported_position_scaling_is_refused_by_name(
     config: TransformerConfig, tmp_path: Path, family: str, settings: dict[str, Any], sentence: str
 ) -> None:
     said = _refusal(tmp_path, _raw(config, family) | {"rope_theta": 1e6} | settings)
@@ -136,7 +136,7 @@ def test_what_scales_positions_is_refused_by_its_name(
 
 @families
 @pytest.mark.parametrize("settings", [{}, {"rope_theta": None}, {"rope_parameters": {"rope_type": "default"}}])
-def test_a_base_is_missing_unless_the_architectures_have_a_default(
+def test_a_rotary_base_is_required_unless_the_architecture_has_a_default(
     config: TransformerConfig, tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
     raw = _raw(config, family) | settings
@@ -174,7 +174,7 @@ def test_a_base_is_missing_unless_the_architectures_have_a_default(
         ({"rope_theta": 1e6, "rope_parameters": [YARN]}, "config.json has rope_parameters = [{"),
     ],
 )
-def test_settings_that_are_missing_or_wrong_or_contradict_are_named(
+def test_missing_or_contradictory_settings_are_named(
     config: TransformerConfig, tmp_path: Path, family: str, settings: dict[str, Any], sentence: str
 ) -> None:
     assert _refusal(tmp_path, _raw(config, family) | settings).startswith(sentence)
@@ -189,9 +189,7 @@ def test_layers_of_another_kind_are_refused(config: TransformerConfig, tmp_path:
 
 
 @pytest.mark.parametrize("family", [family for family in OF_FAMILY if family != "llada2_moe"])
-def test_a_family_that_rotates_whole_heads_refuses_a_part(
-    config: TransformerConfig, tmp_path: Path, family: str
-) -> None:
+def test_partial_rotation_is_refused_where_unsupported(config: TransformerConfig, tmp_path: Path, family: str) -> None:
     raw = _raw(config, family) | {"rope_theta": 1e6}
     raw.pop("partial_rotary_factor", None)
     for whole in ({"partial_rotary_factor": 1.0}, {"rope_parameters": {"partial_rotary_factor": 1}}):
@@ -201,9 +199,7 @@ def test_a_family_that_rotates_whole_heads_refuses_a_part(
     assert "has rotary_dim = 3; of" in _refusal(tmp_path, raw | {"rotary_dim": 3})
 
 
-def test_the_part_of_a_head_is_read_in_every_spelling_and_refused_where_two_differ(
-    config: TransformerConfig, tmp_path: Path
-) -> None:
+def test_partial_rotation_is_read_in_every_spelling(config: TransformerConfig, tmp_path: Path) -> None:
     raw = _raw(config, "llada2_moe") | {"rope_theta": 1e6}
     without = {key: value for key, value in raw.items() if key not in ("partial_rotary_factor", "rotary_dim")}
     half = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.5}}
@@ -221,7 +217,7 @@ def test_the_part_of_a_head_is_read_in_every_spelling_and_refused_where_two_diff
         assert sentence in _refusal(tmp_path, settings)
 
 
-def test_what_transformers_writes_of_our_config_is_read_as_ours(config: TransformerConfig, tmp_path: Path) -> None:
+def test_configs_rewritten_by_transformers_are_read(config: TransformerConfig, tmp_path: Path) -> None:
     """SDAR's config class equals Qwen3's under another name."""
     from transformers import Qwen3Config
 
@@ -255,7 +251,7 @@ def test_what_transformers_writes_of_our_config_is_read_as_ours(config: Transfor
         ({"eos_token_id": 0, "pad_token_id": 0, "bos_token_id": [1, 2]}, None, (0,), 0),
     ],
 )
-def test_all_ids_that_are_listed_end_a_text(
+def test_all_listed_eos_ids_end_a_text(
     config: TransformerConfig,
     tmp_path: Path,
     family: str,
@@ -271,9 +267,7 @@ def test_all_ids_that_are_listed_end_a_text(
     assert load_config(tmp_path / "saved") == found
 
 
-def test_where_no_id_ends_a_text_padding_does_for_families_whose_code_says_so(
-    config: TransformerConfig, tmp_path: Path
-) -> None:
+def test_padding_ends_a_text_in_families_without_eos_id(config: TransformerConfig, tmp_path: Path) -> None:
     for family in OF_FAMILY:
         raw = {key: value for key, value in _raw(config, family).items() if key != "eos_token_id"}
         raw |= {"rope_theta": 1e6, "pad_token_id": 7}
@@ -304,7 +298,7 @@ def test_where_no_id_ends_a_text_padding_does_for_families_whose_code_says_so(
         ({"eos_token_id": [2, 38]}, None, "config.json makes no policy: mask_token_id and one of other_stop_ids are"),
     ],
 )
-def test_what_is_no_id_is_named_with_its_file(
+def test_invalid_ids_are_named_with_their_file(
     config: TransformerConfig,
     tmp_path: Path,
     family: str,

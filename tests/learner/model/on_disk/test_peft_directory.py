@@ -96,7 +96,7 @@ def _logits(model: Transformer) -> Tensor:
 
 
 @pytest.mark.parametrize("family", TARGETS)
-def test_beside_its_base_and_merged_it_is_what_peft_computes(
+def test_an_adapter_equals_pefts_unmerged_and_merged(
     family: str, shapes: dict[str, TransformerConfig], tmp_path: Path
 ) -> None:
     base, directory = _base(tmp_path / "base", shapes[family]), tmp_path / "adapter"
@@ -122,7 +122,7 @@ def test_a_layer_computes_what_pefts_layer_computes(adapter: Path, config: Trans
         torch.testing.assert_close(ours, theirs(x), rtol=1e-5, atol=1e-5)
 
 
-def test_targets_ranks_and_scalings_are_pefts() -> None:
+def test_targets_ranks_and_scalings_equal_pefts() -> None:
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.other import get_pattern_key
 
@@ -151,7 +151,7 @@ def test_targets_ranks_and_scalings_are_pefts() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_halves_are_read_as_they_are(adapter: Path, dtype: torch.dtype) -> None:
+def test_half_precision_matrices_are_read(adapter: Path, dtype: torch.dtype) -> None:
     halves = {name: tensor.to(dtype) for name, tensor in load_file(adapter / WEIGHTS).items()}
     save_file(halves, adapter / WEIGHTS)
     # Converted to float32 before any arithmetic.
@@ -171,15 +171,13 @@ def test_halves_are_read_as_they_are(adapter: Path, dtype: torch.dtype) -> None:
         lambda name: name.replace(".q_proj", "._fsdp_wrapped_module.q_proj"),
     ],
 )
-def test_names_may_have_the_adapters_and_wrappers_and_lack_a_prefix(
-    adapter: Path, rename: Callable[[str], str]
-) -> None:
+def test_names_with_wrappers_and_without_prefix_are_read(adapter: Path, rename: Callable[[str], str]) -> None:
     expected = _logits(load_policy(adapter))
     save_file({rename(name): tensor for name, tensor in load_file(adapter / WEIGHTS).items()}, adapter / WEIGHTS)
     assert torch.equal(_logits(load_policy(adapter)), expected)
 
 
-def test_the_bases_embedding_and_head_may_be_beside_the_matrices(adapter: Path, tmp_path: Path) -> None:
+def test_unchanged_embedding_and_head_are_accepted(adapter: Path, tmp_path: Path) -> None:
     expected, base = _logits(load_policy(adapter)), load_file(tmp_path / "base" / "model.safetensors")
     # In the adapter's training precision, and under the name of an adapted layer.
     copies = {
@@ -197,7 +195,7 @@ def test_the_bases_embedding_and_head_may_be_beside_the_matrices(adapter: Path, 
                 load_policy(adapter)
 
 
-def test_what_changes_nothing_is_read(adapter: Path) -> None:
+def test_inert_settings_are_accepted(adapter: Path) -> None:
     """Training and initialization settings, null and empty values, a byte order mark, and files that a Trainer
     leaves."""
     expected = _logits(load_policy(adapter))
@@ -229,9 +227,7 @@ def test_what_changes_nothing_is_read(adapter: Path) -> None:
         ("base_model_name_or_path", None, "None; write the base's path or hub id there"),
     ],
 )
-def test_a_setting_that_d1_does_not_compute_is_refused_by_name(
-    adapter: Path, key: str, value: object, what: str
-) -> None:
+def test_unsupported_settings_are_refused_by_name(adapter: Path, key: str, value: object, what: str) -> None:
     change_config(adapter, **{key: value})
     with pytest.raises(ValueError, match=key) as refused:
         load_config(adapter)
@@ -293,9 +289,7 @@ def test_a_config_that_the_matrices_do_not_fit_is_refused(adapter: Path, values:
         ),
     ],
 )
-def test_matrices_that_d1_cannot_use_are_refused_by_name(
-    adapter: Path, change: dict[str, Tensor | None], what: str
-) -> None:
+def test_unsupported_matrices_are_refused_by_name(adapter: Path, change: dict[str, Tensor | None], what: str) -> None:
     tensors = load_file(adapter / WEIGHTS) | change
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, adapter / WEIGHTS)
     with pytest.raises(ValueError, match="adapter") as refused:
@@ -313,7 +307,7 @@ def test_experts_are_refused_by_name(shapes: dict[str, TransformerConfig], tmp_p
         load_policy(tmp_path / "adapter")
 
 
-def test_files_that_are_no_adapter_are_refused_by_name(adapter: Path) -> None:
+def test_invalid_files_are_refused_by_name(adapter: Path) -> None:
     def refusal() -> str:
         with pytest.raises(ValueError, match="adapter") as refused:
             load_policy(adapter)
@@ -343,7 +337,7 @@ def test_files_that_are_no_adapter_are_refused_by_name(adapter: Path) -> None:
     )
 
 
-def test_the_base_is_found_from_here_or_from_the_adapter(
+def test_a_relative_base_is_found_from_the_directory_or_the_adapter(
     adapter: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -372,7 +366,7 @@ def test_the_base_is_found_from_here_or_from_the_adapter(
         ("org/llada", "there is no directory org/llada, and the model org/llada is not in the cache"),
     ],
 )
-def test_a_base_that_is_not_here_is_named(
+def test_a_missing_base_is_named(
     adapter: Path, base: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from huggingface_hub import constants
@@ -397,7 +391,7 @@ def test_a_base_without_a_config_is_named(adapter: Path, tmp_path: Path) -> None
         load_policy(adapter)
 
 
-def test_a_base_that_d1_does_not_compute_is_named(adapter: Path, tmp_path: Path) -> None:
+def test_an_unsupported_base_is_named(adapter: Path, tmp_path: Path) -> None:
     path = tmp_path / "base" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"bits": 4}}))
     with pytest.raises(
@@ -406,7 +400,7 @@ def test_a_base_that_d1_does_not_compute_is_named(adapter: Path, tmp_path: Path)
         load_policy(adapter)
 
 
-def test_an_adapter_on_an_adapter_is_the_sum_of_both(adapter: Path, tmp_path: Path) -> None:
+def test_an_adapter_on_an_adapter_equals_their_sum(adapter: Path, tmp_path: Path) -> None:
     """Also if they adapt different layers."""
     make_adapter(tmp_path / "base", tmp_path / "second", r=2, lora_alpha=3, target_modules=["v_proj", "q_proj"])
     change_config(tmp_path / "second", base_model_name_or_path=str(adapter))
@@ -421,7 +415,7 @@ def test_an_adapter_on_an_adapter_is_the_sum_of_both(adapter: Path, tmp_path: Pa
         torch.testing.assert_close(weight, first[name], msg=name)
 
 
-def test_the_tokenizer_is_the_bases_unless_the_adapter_has_one(adapter: Path, tmp_path: Path) -> None:
+def test_the_adapters_tokenizer_takes_precedence_over_the_bases(adapter: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     make_tokenizer(["3 7 9 = 24"], base, 300)
     shape = json.loads((base / "config.json").read_text())

@@ -64,9 +64,7 @@ families = pytest.mark.parametrize("family", SHAPES)
 
 
 @families
-def test_a_tied_head_may_be_stored_again_if_it_is_the_embedding(
-    config: TransformerConfig, tmp_path: Path, family: str
-) -> None:
+def test_a_stored_tied_head_must_equal_the_embedding(config: TransformerConfig, tmp_path: Path, family: str) -> None:
     directory = _saved(config, tmp_path, family, is_tied=True)
     embed, head = _names(directory)
     weights = _change(directory, lambda tensors: tensors | {head: tensors[embed].clone()})
@@ -110,7 +108,7 @@ def _change_raw(directory: Path, change: Callable[[Tensors], Tensors]) -> None:
     save_file(change(load_file(path)), path)
 
 
-def test_a_head_of_its_own_is_needed_and_kept_where_nothing_is_tied(config: TransformerConfig, tmp_path: Path) -> None:
+def test_an_untied_head_is_required_and_kept(config: TransformerConfig, tmp_path: Path) -> None:
     directory = _saved(config, tmp_path, "dream", is_tied=False)
     weights = _change(directory, lambda tensors: tensors)
     assert not torch.equal(weights["head.weight"], weights["embed.weight"])
@@ -123,7 +121,7 @@ def test_a_head_of_its_own_is_needed_and_kept_where_nothing_is_tied(config: Tran
 @pytest.mark.parametrize(
     "name", ["model.layers.{}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"]
 )
-def test_rotary_frequencies_may_be_stored_if_they_are_ours(
+def test_stored_rotary_frequencies_must_equal_ours(
     config: TransformerConfig, tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
     shape = config.model_copy(update={"rope_theta": 1e6})
@@ -155,9 +153,7 @@ WRAPPED: dict[str, Callable[[str], str]] = {
 
 @families
 @pytest.mark.parametrize("wrapper", WRAPPED)
-def test_names_inside_of_a_wrapper_are_read(
-    config: TransformerConfig, tmp_path: Path, family: str, wrapper: str
-) -> None:
+def test_names_within_a_wrapper_are_read(config: TransformerConfig, tmp_path: Path, family: str, wrapper: str) -> None:
     directory = _saved(config, tmp_path, family, is_tied=False)
     plain = load_file(directory / "model.safetensors")
     rename = WRAPPED[wrapper]
@@ -168,7 +164,7 @@ def test_names_inside_of_a_wrapper_are_read(
     assert _same(tmp_path / "out", weights)
 
 
-def test_a_tensor_may_be_stored_twice_if_both_are_equal(config: TransformerConfig, tmp_path: Path) -> None:
+def test_duplicate_tensors_must_be_equal(config: TransformerConfig, tmp_path: Path) -> None:
     directory = _saved(config, tmp_path, "dream", is_tied=False)
     weights, plain = load_policy(directory).state_dict(), load_file(directory / "model.safetensors")
     norm = {"model.norm.weight": plain["model.norm.weight"]}
@@ -188,9 +184,7 @@ def test_a_tensor_may_be_stored_twice_if_both_are_equal(config: TransformerConfi
         load_policy(directory)
 
 
-def test_names_that_mean_one_tensor_twice_and_unknown_ones_are_refused(
-    config: TransformerConfig, tmp_path: Path
-) -> None:
+def test_ambiguous_and_unknown_names_are_refused(config: TransformerConfig, tmp_path: Path) -> None:
     directory = _saved(config, tmp_path, "dream", is_tied=False)
     plain = load_file(directory / "model.safetensors")
     twice = plain | {"module.model.norm.weight": torch.zeros(32)}

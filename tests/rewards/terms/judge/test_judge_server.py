@@ -44,7 +44,7 @@ def _program(directory: Path, source: str) -> str:
     return str(path)
 
 
-def test_it_is_started_waited_for_and_ended_with_its_processes(tmp_path: Path, port: int) -> None:
+def test_the_server_is_started_awaited_and_stopped_with_its_children(tmp_path: Path, port: int) -> None:
     import json
 
     log = tmp_path / "judge.log"
@@ -76,7 +76,7 @@ def test_a_server_that_ends_says_why(tmp_path: Path, port: int) -> None:
         pytest.fail("it is not there")
 
 
-def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path: Path, port: int) -> None:
+def test_a_silent_server_times_out_and_is_stopped(tmp_path: Path, port: int) -> None:
     source = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)"
     config = VllmConfig(command=(_program(tmp_path, source),), ready_timeout_s=1.0)
     log = tmp_path / "judge.log"
@@ -88,7 +88,7 @@ def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path: Path, port:
     assert not is_running(int(log.read_text()))
 
 
-def test_without_vllm_it_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     judge = JudgeConfig.model_validate(
         {"base_url": "http://127.0.0.1:8001/v1", "model": "m", "criteria": "c", "vllm": {}}

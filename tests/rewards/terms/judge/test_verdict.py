@@ -96,7 +96,7 @@ def test_a_verdict_cannot_be_forged(program: str, suite: Suite) -> None:
     assert verdict.detail
 
 
-def test_a_right_program_that_also_does_mischief_is_right() -> None:
+def test_a_right_program_with_side_effects_is_right() -> None:
     program = (
         "import atexit, os, threading\nprint('x' * 10**6)\natexit.register(os._exit, 1)\n"
         "def loop():\n    while True: pass\nthreading.Thread(target=loop).start()\n"
@@ -114,7 +114,7 @@ def test_an_endless_loop_fails_its_tests(where: str, monkeypatch: pytest.MonkeyP
     assert "used up its 1 CPU seconds" in verdict.detail
 
 
-def test_time_that_nobody_computed_in_is_a_timeout() -> None:
+def test_waiting_too_long_is_a_timeout() -> None:
     sandbox = Sandbox(_CONFIG.model_copy(update={"wall_s": 1.0}))
     verdict = sandbox.judge("import time\ndef f(x): time.sleep(100)", _SUITE)
     assert (verdict.passed, verdict.outcome) == ((False, False), Outcome.TIMEOUT)
@@ -126,7 +126,7 @@ def test_a_fork_bomb_fails_its_tests() -> None:
     assert verdict.passed == (False, False)
 
 
-def test_tests_that_cannot_run_are_an_error_and_no_zero() -> None:
+def test_broken_tests_are_an_error_and_not_reward_0() -> None:
     for setup in ("import numpy", "def broken(", "1 / 0"):
         verdict = _SANDBOX.judge("def f(x): return x + 1", Suite(tests=("assert True",), setup=setup))
         assert verdict.outcome is Outcome.ERROR
@@ -137,7 +137,7 @@ def test_tests_that_cannot_run_are_an_error_and_no_zero() -> None:
     )
 
 
-def test_a_program_without_what_the_tests_import_is_wrong() -> None:
+def test_a_program_that_lacks_imported_names_is_wrong() -> None:
     for setup in ("from solution import f", "import solution\nf = solution.f"):
         verdict = _SANDBOX.judge("def g(x): return x", Suite(tests=("assert True",), setup=setup))
         assert (verdict.passed, verdict.outcome) == ((False,), Outcome.GRADED)
@@ -145,12 +145,12 @@ def test_a_program_without_what_the_tests_import_is_wrong() -> None:
     assert (verdict.passed, verdict.outcome) == ((False,), Outcome.GRADED)
 
 
-def test_what_a_test_swallows_counts_all_the_same() -> None:
+def test_an_error_that_a_test_catches_still_counts() -> None:
     program = "import os\ndef f(x): os._exit(0)"
     assert _judge(program, "try:\n    f(1)\nexcept BaseException: pass", "pass").passed == (False, False)
 
 
-def test_classes_and_their_objects_stay_where_they_are() -> None:
+def test_classes_and_objects_stay_in_the_program() -> None:
     program = (
         "class Empty(Exception): pass\n"
         "class Stack:\n"
@@ -213,7 +213,7 @@ def test_a_plain_result_that_is_a_changed_argument_is_what_it_was_changed_to() -
 
 
 @pytest.mark.parametrize("suite", [Suite(tests=(), appended=True), Suite(tests=(), setup="from solution import *")])
-def test_builtins_of_the_tests_are_not_the_programs(suite: Suite) -> None:
+def test_tests_do_not_use_the_programs_builtins(suite: Suite) -> None:
     program = (
         "def f(): return 0\ndef set(x): return 0\ndef sorted(x): return 0\nlen = abs = set\n"
         "def sum(a, b): return a * b\n"
@@ -225,7 +225,7 @@ def test_builtins_of_the_tests_are_not_the_programs(suite: Suite) -> None:
     assert _judge(program, "assert sum(3, 4) == 12", setup="from solution import sum").passed == (True,)
 
 
-def test_what_tests_import_is_not_the_programs() -> None:
+def test_tests_do_not_import_the_programs_modules() -> None:
     program = (
         "def f(): return 1\n"
         "class math: isclose = staticmethod(lambda *_: True)\n"
@@ -239,7 +239,7 @@ def test_what_tests_import_is_not_the_programs() -> None:
     assert _judge(program, "assert math.isclose(f(), 1)", setup=setup).passed == (True,)
 
 
-def test_no_name_of_a_program_is_one_that_tests_are_judged_by() -> None:
+def test_a_program_cannot_replace_names_of_the_tests() -> None:
     runs = "def f(): return 1\ndef run_test(*_): pass\ndef candidate(*_): return 2\n"
     suite = Suite(tests=("run_test(test_f)",), setup="from solution import *\ndef test_f(): assert f() == 2")
     assert _SANDBOX.judge(runs, suite).passed == (False,)
@@ -248,7 +248,7 @@ def test_no_name_of_a_program_is_one_that_tests_are_judged_by() -> None:
     assert _judge(program, "assert math.isclose(f(), 2)", setup=setup).passed == (False,)
 
 
-def test_a_program_that_speaks_for_itself_brings_no_builtins() -> None:
+def test_a_forged_message_cannot_pass_builtins() -> None:
     program = (
         "import sys\n"
         "peer = sys._getframe(1).f_locals['peer']\n"
@@ -264,7 +264,7 @@ def test_a_program_that_speaks_for_itself_brings_no_builtins() -> None:
     assert _SANDBOX.judge(program, suite).passed == (False, True), "the second: it is heard at all"
 
 
-def test_a_program_that_speaks_for_itself_gives_no_object_where_plain_data_is_due() -> None:
+def test_a_forged_message_cannot_pass_objects_as_plain_data() -> None:
     program = (
         "import sys\n"
         "peer = sys._getframe(1).f_locals['peer']\n"
@@ -278,12 +278,12 @@ def test_a_program_that_speaks_for_itself_gives_no_object_where_plain_data_is_du
     assert _SANDBOX.judge(program, replace(_SUITE, tests=("assert candidate(1) is not None",))).passed == (False,)
 
 
-def test_arguments_may_be_called_anything() -> None:
+def test_arguments_may_have_any_name() -> None:
     program = "def f(operation, function, self): return operation + function + self"
     assert _judge(program, "assert f(operation=1, function=2, self=3) == 6").passed == (True,)
 
 
-def test_what_a_program_takes_from_the_standard_library_is_its_own_too() -> None:
+def test_standard_library_objects_of_a_program_stay_there() -> None:
     program = (
         "import math\nfrom collections import Counter\nfrom decimal import Decimal\nfrom functools import partial\n"
         "from math import gcd\nfrom operator import itemgetter\n"
@@ -301,7 +301,7 @@ def test_what_a_program_takes_from_the_standard_library_is_its_own_too() -> None
     assert _judge(program, "assert gcd(4, 6) == 2", setup="from solution import gcd, lcm, RATE").passed == (True,)
 
 
-def test_functions_and_objects_of_the_tests_can_be_given_but_not_searched() -> None:
+def test_objects_of_the_tests_can_be_passed_but_not_inspected() -> None:
     program = (
         "def apply(function, values): return [function(v) for v in values]\n"
         "def last(node):\n    while node.next: node = node.next\n    node.seen = True\n    return node.value\n"
@@ -324,7 +324,7 @@ def test_functions_and_objects_of_the_tests_can_be_given_but_not_searched() -> N
     assert (verdict.passed, verdict.detail) == ((True,) * 5, "")
 
 
-def test_an_object_that_is_a_number_at_will_is_none() -> None:
+def test_an_object_posing_as_a_number_is_rejected() -> None:
     program = (
         "class Any:\n"
         "    def __eq__(self, other): return True\n    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__\n"
@@ -347,7 +347,7 @@ def test_an_object_that_is_a_number_at_will_is_none() -> None:
     assert _judge(program, *tests).passed == (False,) * len(tests)
 
 
-def test_pytest_is_there_as_far_as_functions_use_it() -> None:
+def test_common_pytest_functions_are_available() -> None:
     setup = (
         "import pytest\nfrom solution import half, Shop\n"
         "@pytest.fixture\ndef shop(): return Shop()\n"
@@ -370,7 +370,7 @@ def test_pytest_is_there_as_far_as_functions_use_it() -> None:
     assert verdict.detail == "run_test(test_bad): AssertionError"
 
 
-def test_what_prepares_a_test_method_is_called_before_each() -> None:
+def test_setup_methods_run_before_each_test() -> None:
     setup = (
         "import unittest\nimport pytest\nfrom solution import Shop\n"
         "class TestShop:\n    def setup_method(self, method): self.shop, self.name = Shop(), method.__name__\n"
@@ -396,13 +396,13 @@ def test_what_prepares_a_test_method_is_called_before_each() -> None:
         ("import pytest\n@pytest.fixture(autouse=True)\ndef ready(): pass", "autouse=True"),
     ],
 )
-def test_what_tests_need_more_is_an_error_and_no_zero(setup: str, needs: str) -> None:
+def test_unsupported_tests_are_an_error_and_not_reward_0(setup: str, needs: str) -> None:
     verdict = _judge("def f(x): pass", "assert False", setup=setup)
     assert verdict.outcome is Outcome.ERROR
     assert f"the tests have `{needs}`, which is not supported here" in verdict.detail
 
 
-def test_errors_of_the_program_are_what_they_are() -> None:
+def test_errors_keep_their_type() -> None:
     program = (
         "import json\nclass A(Exception): pass\nclass B(A): pass\n"
         "def f(kind):\n    raise {'value': ValueError('v'), 'key': KeyError('k'), 'b': B(1)}[kind]\n"
@@ -429,13 +429,13 @@ _PLAIN = st.recursive(
 
 
 @given(_PLAIN)
-def test_plain_data_comes_back_as_it_was(value: object) -> None:
+def test_plain_data_round_trips(value: object) -> None:
     back = wire.decode(wire.encode(value))
     assert (back, repr(back)) == (value, repr(value))
 
 
 @given(st.sets(st.integers() | st.text()), st.frozensets(st.binary()))
-def test_sets_come_back_as_they_were(first: set[object], second: frozenset[object]) -> None:
+def test_sets_round_trip(first: set[object], second: frozenset[object]) -> None:
     back = wire.decode(wire.encode((first, second)))
     assert (back, type(back[0]), type(back[1])) == ((first, second), set, frozenset)
 
@@ -445,12 +445,12 @@ def test_sets_come_back_as_they_were(first: set[object], second: frozenset[objec
     | _PLAIN.map(wire.encode).flatmap(lambda d: st.integers(0, 255).map(lambda b: d[:-1] + bytes([b])))
 )
 @settings(max_examples=300)
-def test_no_bytes_make_the_reader_do_more_than_refuse(data: bytes) -> None:
+def test_decode_raises_only_expected_errors(data: bytes) -> None:
     with contextlib.suppress(ArithmeticError, TypeError, ValueError):
         wire.decode(data)
 
 
-def test_a_lie_about_a_length_costs_nothing() -> None:
+def test_false_lengths_are_refused_quickly() -> None:
     for data in (
         b"lffffffffffff:",
         b"sffffffff:",

@@ -101,7 +101,7 @@ SAMPLES = [make_sample(text) for text in ("Please, 309.", "309!", 'Answer {"verd
     ("verdict", "values"),
     [({"kind": "choice"}, {0.0, 1.0}), ({"kind": "score", "lowest": 1, "highest": 5}, {0.0, 0.25, 0.5, 0.75, 1.0})],
 )
-def test_vllm_is_held_to_the_verdicts_that_there_are(
+def test_vllm_returns_only_valid_verdicts(
     constraint: str, verdict: dict[str, Any], values: set[float], settings: dict[str, Any]
 ) -> None:
     judge = _judge(settings, constraint=constraint, verdict=verdict)
@@ -122,12 +122,12 @@ def test_without_a_constraint_a_random_model_has_no_verdict(settings: dict[str, 
     assert "gave no verdict when asked twice" in grade.detail
 
 
-def test_a_prompt_that_is_too_long_is_an_error_of_that_sample_alone(settings: dict[str, Any]) -> None:
+def test_an_overlong_prompt_is_an_error_of_its_sample_only(settings: dict[str, Any]) -> None:
     short, long = _judge(settings).values([make_sample("x"), make_sample("x y " * 2000)])
     assert short in (0.0, 1.0)
     assert "answered 400" in str(long)
 
 
-def test_a_model_that_is_not_served_makes_the_run_wait(settings: dict[str, Any]) -> None:
+def test_a_model_that_is_not_served_pauses_the_run(settings: dict[str, Any]) -> None:
     with pytest.raises(RewardUnavailableError, match="refuses to answer: status 404"):
         _judge(settings, model="another").values(SAMPLES)
