@@ -37,6 +37,7 @@ _SHORT = (
     "rollout.num_samplers=1",
     "rollout.batch_size=256",
     "rollout.engine={num_slots: 256}",
+    "learner.num_workers=1",
     "learner.groups_per_round=16",
     "learner.max_staleness=0",
     # Small, so that rounding differences between kernels do not lead to a different policy.
