@@ -16,7 +16,7 @@ from rich.text import Text
 
 from deploy.offline.item import AnyCompletion, Batch, Item
 from deploy.offline.policy import ReadyPolicy
-from deploy.offline.pool import PoolSettings, complete_batches
+from deploy.offline.pool import PoolSettings, answer_batches
 from deploy.offline.sample.answers import answer, error_answer, stopped_text, work_summary
 from deploy.offline.views.canvas import Colour, canvas_of, canvas_text
 from deploy.offline.views.console import show
@@ -78,7 +78,7 @@ def _generate(
     starts = range(0, len(good), size)
     batches = [Batch(index=start, items=tuple(good[start : start + size])) for start in starts]
     config = WorkerConfig(checkpoint=policy.directory, engine=policy.engine)
-    for batch in complete_batches(config, pool, batches):
+    for batch in answer_batches(config, pool, batches):
         for index, completion in enumerate(batch.completions, start=batch.index):
             done(index, completion)
 

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from deploy.offline.item import Graded
+from deploy.offline.item import Answer
 from deploy.printing import counted, printable
 from rewards import Outcome
 from rollout.score import Score
@@ -36,24 +36,21 @@ def summary_table(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def failures_view(graded: Sequence[Graded], count: int) -> Iterator[Panel]:
+def failures_view(graded: Sequence[tuple[str, Answer]], count: int) -> Iterator[Panel]:
     """Yield panels of up to `count` incorrect lines, ungraded ones first: question, parsed answer and right answer."""
-    wrong = [line for line in graded if not line.grade.correct]
-    wrong.sort(key=lambda line: line.grade.outcome is Outcome.GRADED)
-    for line in wrong[:count]:
-        grade, problem, text = line.grade, line.item.problem, line.item.text
-        assert problem is not None, "it was graded"
-        body = Text()
-        question = "\n".join(message.content for message in problem.messages)
-        _add(body, "question", _shortened(question, _QUESTION_SHOWN))
+    wrong = [(place, answer) for place, answer in graded if not answer.correct]
+    wrong.sort(key=lambda line: line[1].outcome == Outcome.GRADED)
+    for place, answer in wrong[:count]:
+        text, body = answer.generation, Text()
+        _add(body, "question", _shortened(answer.question, _QUESTION_SHOWN))
         _add(body, "ends with", "..." * (len(text) > _END_SHOWN) + text[-_END_SHOWN:])
-        _add(body, "read as", "no answer" if grade.answer is None else _shortened(grade.answer, _QUESTION_SHOWN))
-        _add(body, "right", _shortened(problem.answer, _QUESTION_SHOWN))
-        if grade.items is not None:
-            _add(body, "score", f"{grade.items[0]} of {grade.items[1]}")
-        if grade.outcome is not Outcome.GRADED or grade.detail:
-            _add(body, grade.outcome.value, grade.detail)
-        yield Panel(body, title=Text(printable(line.item.place)), title_align="left")
+        _add(body, "read as", "no answer" if answer.answer is None else _shortened(answer.answer, _QUESTION_SHOWN))
+        _add(body, "right", _shortened(answer.ground_truth, _QUESTION_SHOWN))
+        if answer.num_items > 1:
+            _add(body, "score", f"{answer.num_right} of {answer.num_items}")
+        if answer.outcome != Outcome.GRADED or answer.detail:
+            _add(body, answer.outcome, answer.detail)
+        yield Panel(body, title=Text(printable(place)), title_align="left")
 
 
 def _add(body: Text, label: str, value: str) -> None:
