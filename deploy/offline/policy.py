@@ -13,11 +13,10 @@ from typing import Literal
 import torch
 
 from actors.checkpoints.selection import find_position
-from actors.run_log import RECIPE
 from deploy.errors import UserError, reason
-from deploy.recipe.overrides import load_recipe
 from deploy.requests.families import AnyConfig, AnyDefaults, defaults_of, read_config
 from deploy.requests.structured.grammars import Grammars
+from deploy.runs.checkpoints import read_recipe
 from deploy.runs.references import find_checkpoint_of, run_of
 from learner.hardware import indexed_device, threads_for
 from learner.model.checkpoint import load_policy
@@ -146,7 +145,7 @@ def choose_device(wanted: Device | None) -> Device:
 
 def _defaults(directory: Path, config: AnyConfig) -> AnyDefaults:
     run_dir = run_of(directory)
-    evaluated = None if run_dir is None else load_recipe(run_dir / RECIPE, []).evaluated_params[0]
+    evaluated = None if run_dir is None else read_recipe(run_dir).evaluated_params[0]
     return defaults_of(directory, config, evaluated)
 
 

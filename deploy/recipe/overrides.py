@@ -51,6 +51,15 @@ def resolved_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def flat_fields(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the fields of a recipe by their dotted keys, as in an override."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        is_section = isinstance(value, Mapping) and value
+        flat |= flat_fields(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return flat
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         data = parse_yaml(decode_text(path.read_bytes()))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deploy.errors import UserError, reason
 from deploy.printing import duration, printable, share
-from deploy.report.differences import Field, fields_of
+from deploy.recipe.overrides import flat_fields
 from deploy.report.eval_results import EvalCell, read_eval_cells
 from deploy.report.examples import ReportExample
 from deploy.report.figures import plots
@@ -28,6 +30,21 @@ class Table:
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One field of the compared recipes."""
+
+    path: str
+    """Dotted path, as in an override: `learner.lr`."""
+    values: tuple[str, ...]
+    """Its value in each recipe, printable; empty if a recipe lacks it."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the recipes differ in it."""
+        return len(set(self.values)) > 1
 
 
 def write_report(runs: Mapping[str, Run], examples: Mapping[str, Sequence[ReportExample]], out: Path) -> None:
@@ -62,8 +79,8 @@ def _render(runs: Mapping[str, Run], examples: Mapping[str, Sequence[ReportExamp
         tables=[_results(histories), *_schedules(histories), *_evaluations(cells)],
         plots=[*quality_by_compute(cells), *plots(histories)],
         examples={printable(name): some for name, some in examples.items()},
-        different=[_printable(field) for field in fields if field.differs],
-        common=[_printable(field) for field in fields if not field.differs],
+        different=[field for field in fields if field.differs],
+        common=[field for field in fields if not field.differs],
     )
 
 
@@ -74,8 +91,17 @@ def _standing(name: str, run: Run) -> str:
     return printable(f"{name}: {run.task}, {run.state}, {rounds}")
 
 
-def _printable(field: Field) -> Field:
-    return Field(path=printable(field.path), values=tuple(map(printable, field.values)))
+def fields_of(recipes: Sequence[Mapping[str, Any]]) -> list[Field]:
+    """Return all fields of the recipes, in order of first occurrence, but those that differ in every run."""
+    flat = [flat_fields(recipe) for recipe in recipes]
+    paths = dict.fromkeys(path for values in flat for path in values if path not in ("name", "runs_dir"))
+    return [
+        Field(path=printable(path), values=tuple(_shown(values.get(path, "")) for values in flat)) for path in paths
+    ]
+
+
+def _shown(value: Any) -> str:
+    return printable(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def _results(histories: Mapping[str, RunHistory]) -> Table:

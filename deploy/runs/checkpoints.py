@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from actors.checkpoints.best import has_validation, validated_best
 from actors.checkpoints.selection import (
     FoundCheckpoint,
@@ -18,9 +16,8 @@ from actors.checkpoints.selection import (
 from actors.run_log import CHECKPOINTS, RECIPE, read_events
 from deploy.errors import UserError
 from deploy.printing import printable
+from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
-from deploy.recipe.validation_errors import first_problem
-from deploy.recipe.yaml_text import parse_yaml
 from learner.model.storage.throughput import ReportProgress
 
 
@@ -29,13 +26,7 @@ def read_recipe(run_dir: Path) -> Recipe:
     path = run_dir / RECIPE
     if not path.is_file():
         raise UserError(f"{run_dir} is not a run: it has no {RECIPE}")
-    try:
-        return Recipe.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        problem, _ = first_problem(error, Recipe.model_json_schema())
-        raise UserError(f"{path} is not a recipe of this d1: {problem.sentence}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not a recipe of this d1: {error}") from error
+    return load_recipe(path, [])
 
 
 def newest_servable(run_dir: Path, say: ReportProgress | None = None) -> FoundCheckpoint:

@@ -36,6 +36,11 @@ class Holder:
     """When it took the lock, in Unix time."""
 
     @property
+    def since(self) -> str:
+        """When it took the lock, in this machine's time."""
+        return datetime.fromtimestamp(self.began_at, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+    @property
     def is_here(self) -> bool:
         """Whether it runs on this machine."""
         return self.host == socket.gethostname()
@@ -135,8 +140,7 @@ def _refusal(directory: Path, what: str) -> str:
     holder = last_holder_of(directory)
     if holder is None:
         return f"another process writes the {what} in {directory}; wait until it has ended, or stop it"
-    began = datetime.fromtimestamp(holder.began_at, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     return (
-        f"process {holder.pid} on {holder.host} writes the {what} in {directory} since {began}; "
+        f"process {holder.pid} on {holder.host} writes the {what} in {directory} since {holder.since}; "
         f"wait until it has ended, or stop it: kill {holder.pid}"
     )

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.run_log import SAMPLES, read_events
+from actors.run_log import RECIPE, SAMPLES
+from deploy.errors import UserError
 from deploy.printing import duration, metric, printable, sparkline
+from deploy.recipe.overrides import flat_fields, load_recipe
 from deploy.runs.listing import Run
 from deploy.runs.result_tables import result_tables
 
@@ -24,32 +27,6 @@ if TYPE_CHECKING:
 
 _NUM_SAMPLES = 3
 _LONGEST_TEXT = 2000
-# The recipe fields in which runs most often differ.
-_ESSENTIALS = (
-    "seed",
-    "device",
-    "model.checkpoint",
-    "model.d_model",
-    "model.num_layers",
-    "num_train_problems",
-    "sft.data",
-    "sft.num_labels",
-    "sft.num_steps",
-    "sft.lr",
-    "rollout.num_samplers",
-    "rollout.sampling.gen_length",
-    "rollout.sampling.block_length",
-    "rollout.sampling.num_denoise_steps",
-    "rollout.sampling.temperature",
-    "learner.num_workers",
-    "learner.num_rounds",
-    "learner.groups_per_round",
-    "learner.group_size",
-    "learner.inner_updates",
-    "learner.lr",
-    "learner.advantage",
-    "learner.max_staleness",
-)
 
 
 def print_run(run: Run, console: Console) -> None:
@@ -60,9 +37,9 @@ def print_run(run: Run, console: Console) -> None:
     retries = f", {history.num_failures} failures survived" if history.num_failures else ""
     title = f"{printable(run.name)}: {run.state}, last event {duration(run.seconds_since_event)} ago{retries}"
     console.print(Text(title, style="bold"))
-    console.print(_grid(_essentials(run.recipe)))
+    console.print(_grid(_recipe(run)))
     if history.evaluations:
-        for table in result_tables(read_events(run.directory)):
+        for table in result_tables(run.events):
             console.print(table)
     console.print(_grid(_curves(run)))
     for path, event in history.checkpoints.items():
@@ -81,16 +58,13 @@ def last_samples(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def _essentials(recipe: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    task = recipe.get("task")
-    if isinstance(task, dict):
-        yield "task", ", ".join(f"{name} {value}" if name != "name" else str(value) for name, value in task.items())
-    for key in _ESSENTIALS:
-        value: Any = recipe
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is not None:
-            yield key, str(value)
+def _recipe(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the fields of the recipe that are not at their default; all of a recipe that this d1 cannot read."""
+    fields = run.recipe
+    with suppress(UserError):
+        fields = load_recipe(run.directory / RECIPE, []).model_dump(mode="json", exclude_defaults=True)
+    for key, value in flat_fields(fields).items():
+        yield key, str(value)
 
 
 def _curves(run: Run) -> Iterator[tuple[str, str]]:
