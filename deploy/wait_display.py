@@ -88,6 +88,29 @@ def wait_display(what: str, *, at_once: bool = False) -> Iterator[WaitDisplay]:
         waiting.end()
 
 
+def progress_bar(console: Console, **options: bool) -> Progress:
+    """Create a bar of counted work, with times; its tasks have a field `facts`. `options` are those of `Progress`."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}", style="bold", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[facts]}", style="cyan", markup=False),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        **options,
+    )
+
+
 def _spinner(console: Console, what: str) -> Progress:
     """Create a spinner line that counts seconds, and disappears at the end."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli.options import RunName, RunsDir
+from deploy.cli.options import Json, RunName, RunsDir
 from deploy.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def status(
         typer.Argument(metavar="RUN", help="A run, by name or path; by default the one with the newest event."),
     ] = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: Json = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:

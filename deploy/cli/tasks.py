@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from deploy.cli.options import Json, Protocol, Workers
 from deploy.errors import UserError, reason
 from deploy.wait_display import wait_display
 
@@ -29,13 +30,9 @@ def grade(
     ],
     fields: _Fields = None,
     *,
-    protocol: Annotated[
-        Literal["fixed", "d1"], typer.Option(help="What counts as correct: our rules, or the first d1's parsers.")
-    ] = "fixed",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Workers, on Ray as of `d1 eval`; left out: this process.")
-    ] = None,
+    protocol: Protocol = "fixed",
+    as_json: Json = False,
+    workers: Workers = None,
     failures: Annotated[int, typer.Option(min=0, help="Failures to show, without --json.")] = 3,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the grade of each line here, one JSON object a line.")
@@ -83,7 +80,7 @@ def tasks(
     task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="Show this one with an example.")] = None,
     fields: _Fields = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the tasks with their sizes and an example, or show one."""
     with wait_display("loading the tasks" if task is None else f"loading the task {task}"):

@@ -73,7 +73,11 @@ class ReadyPolicy:
 
 
 def open_policy(
-    reference: str, device: Device | None, engine: EngineConfig, runs_dir: Path = Path("runs")
+    reference: str,
+    device: Device | None,
+    engine: EngineConfig,
+    runs_dir: Path = Path("runs"),
+    say: ReportProgress | None = None,
 ) -> ReadyPolicy:
     """Find a checkpoint, and read all of it but the weights.
 
@@ -82,28 +86,18 @@ def open_policy(
         device: device of the policy; None: a GPU if there is one.
         engine: settings of the sampling engine.
         runs_dir: directory of the runs.
+        say: receives progress messages: a run's checkpoint is read to verify it.
 
     Raises:
         UserError: there is no checkpoint, it cannot be read, or the device does not exist.
     """
     device = choose_device(device)
-    return read_policy(find_directory(reference, runs_dir), reference, device, engine)
-
-
-def find_directory(reference: str, runs_dir: Path, say: ReportProgress | None = None) -> Path:
-    """Return the directory of a checkpoint; for a run, its newest complete checkpoint.
-
-    A run's checkpoint is read to verify it; `say` receives progress messages. Raises UserError if there is none.
-    """
     with as_user_errors(reference):
-        return find_checkpoint_of(reference, runs_dir, say)
-
-
-def read_policy(directory: Path, reference: str, device: Device, engine: EngineConfig) -> ReadyPolicy:
-    """Read all of a checkpoint but the weights. Raises UserError if it cannot be read."""
-    with as_user_errors(reference):
+        directory = find_checkpoint_of(reference, runs_dir, say)
         config = read_config(directory)
-        defaults = _defaults(directory, config)
+        run_dir = run_of(directory)
+        evaluated = None if run_dir is None else read_recipe(run_dir).evaluated_params[0]
+        defaults = defaults_of(directory, config, evaluated)
     return ReadyPolicy(
         name=reference,
         directory=directory,
@@ -141,12 +135,6 @@ def choose_device(wanted: Device | None) -> Device:
     if wanted == "cuda" and not has_gpu:
         raise UserError("--device cuda: torch sees no GPU on this machine; take --device cpu")
     return wanted or ("cuda" if has_gpu else "cpu")
-
-
-def _defaults(directory: Path, config: AnyConfig) -> AnyDefaults:
-    run_dir = run_of(directory)
-    evaluated = None if run_dir is None else read_recipe(run_dir).evaluated_params[0]
-    return defaults_of(directory, config, evaluated)
 
 
 def read_tokenizer(directory: Path) -> ChatTokenizer | None:

@@ -14,7 +14,7 @@ from deploy.offline.evaluation.cells import Cell, cells_of
 from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.evaluation.options import EvaluationOptions
 from deploy.offline.evaluation.problems import batches_of, problems_of
-from deploy.offline.item import AnsweredBatch, Batch
+from deploy.offline.item import Batch
 from deploy.offline.policy import read_tokenizer
 from deploy.offline.pool import PoolSettings, answer_batches
 from deploy.offline.record import RecordWriter, fingerprint
@@ -158,7 +158,7 @@ def run_missing(
     subject: Subject,
     prepared: Sequence[PreparedCell],
     compute: ComputeSettings,
-    after_each: Callable[[PreparedCell, AnsweredBatch], object],
+    after_each: Callable[[PreparedCell], object],
 ) -> None:
     """Answer the missing batches. Raises as `pool.answer_batches`, and UserError if the record cannot be written."""
     # Batches are renumbered across cells, so that the index in a worker's answer is unique.
@@ -170,7 +170,7 @@ def run_missing(
     for done in answer_batches(config, compute.pool, numbered):
         one, batch = waiting[done.index]
         one.record.add(replace(done, index=batch.index))
-        after_each(one, done)
+        after_each(one)
 
 
 def results(subject: Subject, prepared: Sequence[PreparedCell]) -> dict[str, Any]:

@@ -33,18 +33,6 @@ _NAMES = sampler_names({"block_length": "--block-length", "temperature": "--temp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampleSettings:
-    """Samples per problem, with temperature and seed."""
-
-    num_samples: int = 1
-    """Completions per problem."""
-    temperature: float = 0.0
-    """Sampling temperature; 0 selects the most probable token."""
-    seed: int = 0
-    """Seed of the sampling."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationOptions:
     """Evaluation options of the command line; None if not given."""
 
@@ -56,7 +44,12 @@ class EvaluationOptions:
     protocol: GradingRules = "fixed"
     fields: tuple[str, ...] = ()
     """Overrides of task fields: `TASK.KEY=VALUE`."""
-    sampled: SampleSettings = SampleSettings()
+    num_samples: int = 1
+    """Completions per problem."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 selects the most probable token."""
+    seed: int = 0
+    """Seed of the sampling."""
 
 
 def temperature_of(params: Params) -> float | None:
@@ -76,10 +69,9 @@ def params_for(
     """Return the sampling parameters for each length and schedule. Raises UserError as `cells.cells_of`."""
     if isinstance(policy, RenoisingConfig):
         return _renoising_params(options, policy)
-    if options.sampled.num_samples > 1 and not options.sampled.temperature:
+    if options.num_samples > 1 and not options.temperature:
         raise UserError(
-            f"--samples {options.sampled.num_samples} of the likeliest tokens are all alike; say --temperature, as in "
-            "0.8"
+            f"--samples {options.num_samples} of the likeliest tokens are all alike; say --temperature, as in 0.8"
         )
     return _d1_params(options) if options.protocol == "d1" else _params(options, run, policy)
 
@@ -90,7 +82,7 @@ def _d1_params(options: EvaluationOptions) -> list[SamplingParams]:
             "--protocol d1 denoises as the first d1 does: blocks of 32, half as many steps as slots; "
             "leave out --schedules and --block-length"
         )
-    if options.sampled.temperature:
+    if options.temperature:
         raise UserError("--protocol d1 takes the likeliest token; leave out --samples and --temperature")
     block = first_d1.BLOCK_LENGTH
     if strays := [length for length in options.lengths or () if length % block]:
@@ -105,7 +97,7 @@ def _d1_params(options: EvaluationOptions) -> list[SamplingParams]:
 
 def _params(options: EvaluationOptions, run: Recipe | None, policy: TransformerConfig) -> list[SamplingParams]:
     """Return the parameters for each length and schedule, by default those of the run's evaluation."""
-    drawn = {"temperature": options.sampled.temperature}
+    drawn = {"temperature": options.temperature}
     if run is not None and (options.lengths or options.schedules or options.block_length) is None:
         return [_with_temperature(params, drawn) for params in run.evaluated_params]
     if run is None:
@@ -128,9 +120,9 @@ def _renoising_params(options: EvaluationOptions, policy: RenoisingConfig) -> li
     """Return the parameters for each length and schedule, by default the checkpoint's own."""
     if options.protocol == "d1":
         raise UserError(f"--protocol d1 fills masked slots, and {MODEL_TYPE} policies have none; leave it out")
-    if options.sampled.temperature:
+    if options.temperature:
         raise UserError(
-            f"--temperature {options.sampled.temperature:g} is not for {MODEL_TYPE} policies, whose draws have one of "
+            f"--temperature {options.temperature:g} is not for {MODEL_TYPE} policies, whose draws have one of "
             "their own for each step; leave it out"
         )
     block = {} if options.block_length is None else {"block_length": options.block_length}

@@ -22,6 +22,7 @@ from deploy.offline.views.canvas import Colour, canvas_of, canvas_text
 from deploy.offline.views.console import show
 from deploy.offline.worker import WorkerConfig
 from deploy.printing import counted, duration, printable
+from deploy.wait_display import progress_bar
 from rollout.request import Completion
 
 if TYPE_CHECKING:
@@ -127,12 +128,16 @@ class _RequestBar:
         self._total, self._num_done = num_requests, 0
         self._num_tokens = self._num_forwards = 0
         self._began = time.monotonic()
-        self._progress = self._make_progress() if num_requests and sys.stderr.isatty() else None
+        self._progress: Progress | None = None
+        if num_requests and sys.stderr.isatty():
+            # Two consoles on one terminal would overwrite each other, and piped output must not be redirected.
+            console = self.stdout if sys.stdout.isatty() else Console(stderr=True)
+            self._progress = progress_bar(console, redirect_stdout=False, redirect_stderr=False)
 
     def __enter__(self) -> Self:
         if self._progress is not None:
             self._progress.start()
-            self._task = self._progress.add_task("requests", total=self._total, rate="")
+            self._task = self._progress.add_task("requests", total=self._total, facts="")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -146,7 +151,7 @@ class _RequestBar:
         self._num_forwards += completion.num_forwards
         if self._progress is not None:
             rate = self._num_tokens / (time.monotonic() - self._began)
-            self._progress.update(self._task, advance=1, rate=f"{rate:.0f} tokens/s")
+            self._progress.update(self._task, advance=1, facts=f"{rate:.0f} tokens/s")
 
     def summary(self) -> str:
         """Return a one-line summary of the work done."""
@@ -155,20 +160,6 @@ class _RequestBar:
             share = f"{self._num_done} of {share}"
         took = duration(time.monotonic() - self._began)
         return f"{share}, {work_summary(self._num_tokens, self._num_forwards)}, {took}"
-
-    def _make_progress(self) -> Progress:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns: list[Any] = [
-            TextColumn("{task.description}", style="bold"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}", style="cyan", markup=False),
-            TimeRemainingColumn(compact=True),
-        ]
-        # Two consoles on one terminal would overwrite each other, and piped output must not be redirected.
-        console = self.stdout if sys.stdout.isatty() else Console(stderr=True)
-        return Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
 
 
 @contextmanager

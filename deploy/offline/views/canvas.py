@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
 from rich.text import Text
 
@@ -17,6 +17,8 @@ from rollout.batch_state import BatchState
 from rollout.request import Completion
 
 Decode = Callable[[Sequence[int]], str]
+Colour = Literal["confidence", "step"]
+"""Quantity that the colours of tokens show."""
 
 MASK_CHARACTER = "░"
 SPECIAL_CHARACTER = "·"
@@ -26,13 +28,6 @@ _CONFIDENCE_STYLES = ("red", "dark_orange", "yellow", "green", "bright_cyan")
 _STEP_STYLES = ("bright_cyan", "dodger_blue1", "medium_purple1", "hot_pink", "orange1")
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4
-
-
-class Colour(StrEnum):
-    """Quantity that the colours of tokens show."""
-
-    CONFIDENCE = "confidence"
-    STEP = "step"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +92,7 @@ def canvas_text(canvas: CanvasView, decode: Decode, colour: Colour, *, special: 
 
 def legend(colour: Colour, num_steps: int) -> Text:
     """Return a one-line legend of the colours."""
-    if colour is Colour.CONFIDENCE:
+    if colour == "confidence":
         names = [*(f"<{20 * bound}%" for bound in range(1, len(_CONFIDENCE_STYLES))), "more"]
         title, swatches = "probability", list(zip(names, _CONFIDENCE_STYLES, strict=True))
     else:
@@ -153,7 +148,7 @@ def _style(canvas: CanvasView, start: int, end: int, colour: Colour, num_steps: 
     step = max(canvas.steps[start:end])
     if step < 0:
         return _GIVEN_STYLE
-    if colour is Colour.STEP:
+    if colour == "step":
         return _step_style(step, num_steps)
     return _confidence_style(min(canvas.probabilities[start:end]))
 

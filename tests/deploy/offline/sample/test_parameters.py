@@ -183,7 +183,7 @@ def test_no_cache_takes_no_refreshes_along() -> None:
 def test_the_help_lists_the_settings_and_the_colours(d1: Callable) -> None:
     shown = d1("sample", "--help").out
     assert [key for key in SETTINGS if key not in shown] == []
-    assert list(get_args(get_type_hints(sample)["colour"])) == [str(choice) for choice in Colour]
+    assert list(get_args(get_type_hints(sample)["colour"])) == list(get_args(Colour))
 
 
 def test_a_body_has_the_types_and_ranges_of_the_sampler() -> None:
