@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from deploy.cli.options import Json, Protocol, Workers
-from deploy.errors import UserError, reason
+from deploy.errors import os_errors
 from deploy.wait_display import wait_display
 
 _Fields = Annotated[
@@ -62,10 +62,8 @@ def grade(
         )
     graded = [(line.place, answer) for line, answer in zip(lines, answers, strict=True)]
     if out is not None:
-        try:
+        with os_errors(f"cannot write the grades to {out}"):
             out.write_text("".join(json.dumps(grade_json(*line)) + "\n" for line in graded), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write the grades to {out}: {reason(error)}") from error
     found = {"task": task, "protocol": protocol} | summary(answers)
     if as_json:
         typer.echo(json.dumps(found))

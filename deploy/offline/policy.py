@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Literal
 import torch
 
 from actors.checkpoints.selection import find_position
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors, value_errors
 from deploy.requests.families import AnyConfig, AnyDefaults, defaults_of, read_config
 from deploy.requests.structured.grammars import Grammars
 from deploy.runs.checkpoints import read_recipe
@@ -63,7 +61,7 @@ class ReadyPolicy:
 
     def load(self, say: ReportProgress | None = None) -> AnySampler:
         """Load the sampler; `say` receives progress messages. Raises UserError if the weights cannot be read."""
-        with as_user_errors(self.name):
+        with value_errors(), os_errors(f"cannot read the checkpoint {self.name}"):
             sampler = load_sampler(self.directory, self.device, self.engine, say)
         if isinstance(sampler, Sampler) and self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads_for(sampler.model, torch.get_num_threads()))
@@ -92,7 +90,7 @@ def open_policy(
         UserError: there is no checkpoint, it cannot be read, or the device does not exist.
     """
     device = choose_device(device)
-    with as_user_errors(reference):
+    with value_errors(), os_errors(f"cannot read the checkpoint {reference}"):
         directory = find_checkpoint_of(reference, runs_dir, say)
         config = read_config(directory)
         run_dir = run_of(directory)
@@ -118,17 +116,6 @@ def load_sampler(directory: Path, device: str, engine: EngineConfig, say: Report
     return Sampler(load_policy(directory, engine.torch_dtype, place, say), version, engine)
 
 
-@contextmanager
-def as_user_errors(reference: str) -> Iterator[None]:
-    """Convert errors of reading a checkpoint to UserError."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
-
-
 def choose_device(wanted: Device | None) -> Device:
     """Return the device; None selects a GPU if there is one. Raises UserError if the wanted GPU does not exist."""
     has_gpu = torch.cuda.is_available()
@@ -139,7 +126,7 @@ def choose_device(wanted: Device | None) -> Device:
 
 def read_tokenizer(directory: Path) -> ChatTokenizer | None:
     """Load the tokenizer of a checkpoint; None if it has none. Raises UserError if it cannot be read."""
-    with as_user_errors(str(directory)):
+    with value_errors(), os_errors(f"cannot read the checkpoint {directory}"):
         source = tokenizer_directory(directory)
     if not any((source / name).is_file() for name in TOKENIZER_FILES):
         return None

@@ -124,7 +124,7 @@ def test_control_enables_the_control_and_needs_sft(recipe_file: Path, d1: Callab
     assert "control:\n  enabled: false\n" in d1("train", "tiny.yaml", "--dry-run").out
     assert "control:\n  enabled: true\n" in d1("train", "tiny.yaml", "--control", "--dry-run").out
     ended = d1("train", "tiny.yaml", "--control")
-    assert ended.out.endswith("stopped; resume with: d1 train tiny.yaml control.enabled=true --resume\n")
+    assert ended.out.endswith("stopped; resume with: d1 train tiny.yaml --control --resume\n")
     d1("train", "tiny.yaml", "--control", "--from", "sft").assert_refused("--control is more SFT, which --from skips")
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors
 from deploy.offline.item import Item
 from deploy.offline.policy import ReadyPolicy
 from deploy.offline.sample.codec import PromptCodec
@@ -35,10 +35,8 @@ def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]
     Raises:
         UserError: the file cannot be read, or has no request.
     """
-    try:
+    with os_errors(f"cannot read the requests {path}"):
         data = Path(path).read_bytes() if stdin is None else stdin
-    except OSError as error:
-        raise UserError(f"cannot read the requests {path}: {reason(error)}") from error
     # Undecodable bytes are rejected later, with their line.
     with suppress(ValueError):
         data = decode_text(data).encode()
