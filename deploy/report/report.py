@@ -13,8 +13,7 @@ from deploy.printing import duration, printable, share
 from deploy.recipe.overrides import flat_fields
 from deploy.report.eval_results import EvalCell, read_eval_cells
 from deploy.report.examples import ReportExample
-from deploy.report.figures import plots
-from deploy.report.pareto import quality_by_compute
+from deploy.report.figures import plots, quality_by_compute
 from deploy.runs.history import RunHistory, ScheduleScore
 from deploy.runs.listing import Run
 from deploy.runs.result_tables import HEADINGS, evaluated_at_schedules, result_rows, schedule_names

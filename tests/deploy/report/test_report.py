@@ -67,7 +67,7 @@ def test_a_run(d1: Callable, make_run: Callable, events: Events, workdir: Path) 
     assert page.texts[row : row + 6] == ["tiny: SFT + RL", "50.0 %", "45.6 to 54.4 %", "500", "46 s", "12 rounds"]
     assert page.text.count("Parts of the reward: tiny") == 1
     titles = ("Held-out accuracy", "SFT loss", "Reward", "Share correct", "KL to the reference", "Clipped tokens")
-    for title in (*titles, "Groups without signal", "Throughput", "Seconds of a round: tiny"):
+    for title in (*titles, "Groups without signal", "Throughput", "Waiting for samples"):
         assert title in page.texts
     assert "learner.lr" in page.text
     assert d1("report", "tiny", "--out", "again.html").status == 0
