@@ -32,18 +32,10 @@ from learner.model.storage.weights import StoredWeights
 def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> Path:
     """Write a Hugging Face directory that the original code of the policy's family loads.
 
-    Its weights are bit-identical to the checkpoint's; adapters are merged into them in float32.
+    Its weights are bit-identical to the checkpoint's; adapters are merged into them in float32. Of a run, it is the
+    newest checkpoint. `out` must not exist, or be an empty directory. Returns the directory of the checkpoint.
 
-    Args:
-        reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.runs.references.find`.
-        out: destination; it must not exist, or be an empty directory.
-        runs_dir: the directory of runs.
-
-    Returns:
-        The directory of the exported checkpoint.
-
-    Raises:
-        UserError: there is no checkpoint, it is damaged, or `out` cannot be written.
+    Raises UserError if there is no checkpoint, it is damaged, or `out` cannot be written.
     """
     with value_errors(), os_errors(f"cannot read the checkpoint {reference}"):
         directory = _find(reference, runs_dir)

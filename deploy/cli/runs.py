@@ -69,35 +69,20 @@ def serve(
 
     A checkpoint is a directory or a hub id. Without a name, the run with the newest event is served.
     """
-    if name is None:
-        _refuse_dtype(dtype)
-        from deploy.runs.listing import newest_servable_run
+    from deploy.runs.listing import newest_servable_run
+    from deploy.runs.references import ResolvedReference, find
 
-        with wait_display("looking for the newest run"):
-            run_dir = newest_servable_run(runs_dir)
-        _serve_run(run_dir, host, port)
-        return
-    from deploy.runs.references import find
-
-    with wait_display(f"looking for {name}"), value_errors():
-        found = find(name, runs_dir)
-    if found.is_run:
-        _refuse_dtype(dtype)
-        _serve_run(found.directory, host, port)
-        return
-    with wait_display("loading Ray and the service", at_once=True):
-        from deploy.service.on_ray.launch import serve_checkpoint
-
-    serve_checkpoint(found.directory, host, port, dtype or "float32")
-
-
-def _refuse_dtype(dtype: str | None) -> None:
-    if dtype is not None:
+    with wait_display(f"looking for {name or 'the newest run'}"), value_errors():
+        if name is None:
+            found = ResolvedReference(directory=newest_servable_run(runs_dir), is_run=True)
+        else:
+            found = find(name, runs_dir)
+    if found.is_run and dtype is not None:
         raise UserError("--dtype is for checkpoints; a run has rollout.engine.dtype of its recipe")
-
-
-def _serve_run(run_dir: Path, host: str | None, port: int | None) -> None:
     with wait_display("loading Ray and the service", at_once=True):
-        from deploy.service.on_ray.launch import serve_run
+        from deploy.service.on_ray.launch import serve_checkpoint, serve_run
 
-    serve_run(run_dir, host, port)
+    if found.is_run:
+        serve_run(found.directory, host, port)
+    else:
+        serve_checkpoint(found.directory, host, port, dtype or "float32")

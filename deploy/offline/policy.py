@@ -77,17 +77,10 @@ def open_policy(
     runs_dir: Path = Path("runs"),
     say: ReportProgress | None = None,
 ) -> ReadyPolicy:
-    """Find a checkpoint, and read all of it but the weights.
+    """Find a checkpoint, or the newest of a run, and read all of it but the weights.
 
-    Args:
-        reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.runs.references.find`.
-        device: device of the policy; None: a GPU if there is one.
-        engine: settings of the sampling engine.
-        runs_dir: directory of the runs.
-        say: receives progress messages: a run's checkpoint is read to verify it.
-
-    Raises:
-        UserError: there is no checkpoint, it cannot be read, or the device does not exist.
+    `reference` is as for `deploy.runs.references.find`. `say` receives progress messages: a run's checkpoint is read to
+    verify it. Raises UserError if there is no checkpoint, it cannot be read, or the device does not exist.
     """
     device = choose_device(device)
     with value_errors(), os_errors(f"cannot read the checkpoint {reference}"):

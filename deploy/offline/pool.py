@@ -33,9 +33,8 @@ class PoolSettings:
 def answer_batches(config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batch]) -> Iterator[AnsweredBatch]:
     """Yield batches as they are sampled and graded. The workers end with the iterator.
 
-    Raises:
-        UserError: the device does not exist, or the checkpoint cannot be read.
-        RunFailedError: workers died or ran out of memory, or the policy's weights are invalid.
+    Raises UserError if the device does not exist or the checkpoint cannot be read, and RunFailedError if workers died
+    or ran out of memory, or the policy's weights are invalid.
     """
     try:
         if "RAY_ADDRESS" in os.environ:

@@ -58,13 +58,8 @@ class RecordWriter:
     def __init__(self, path: Path, facts: Mapping[str, Any], sizes: Sequence[int]) -> None:
         """Open the file, or create it.
 
-        Args:
-            path: the file.
-            facts: settings of the cell, and its checkpoint.
-            sizes: number of answers of each batch.
-
-        Raises:
-            UserError: the file has answers for other settings, or cannot be written.
+        `facts` are the settings of the cell and its checkpoint, `sizes` the number of answers of each batch.
+        Raises UserError if the file has answers for other settings, or cannot be written.
         """
         self.path = path
         """The file."""
@@ -147,11 +142,8 @@ def fingerprint(checkpoint: Path) -> str:
 
     Raises OSError if they cannot be read, and ValueError if weights that the checkpoint refers to are missing.
     """
-    *adapted, _ = checkpoint_chain(checkpoint)
-    if adapted:
-        digest = sha256(b"".join(_fingerprint(one).encode() for one in checkpoint_chain(checkpoint)))
-        return digest.hexdigest()[:16]
-    return _fingerprint(checkpoint)
+    found = list(map(_fingerprint, checkpoint_chain(checkpoint)))
+    return found[0] if len(found) == 1 else sha256("".join(found).encode()).hexdigest()[:16]
 
 
 def _fingerprint(checkpoint: Path) -> str:

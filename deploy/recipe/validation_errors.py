@@ -39,10 +39,7 @@ class FieldProblem:
 def first_problem(error: ValidationError, schema: Schema, whole: str = "recipe") -> tuple[FieldProblem, int]:
     """Return the first problem and the number of further ones. Unknown keys come first: they explain missing ones.
 
-    Args:
-        error: pydantic's error.
-        schema: JSON schema of the input.
-        whole: name of the input in messages.
+    `schema` is the JSON schema of the input, `whole` its name in messages.
     """
     details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
     return _problem(details[0], schema, whole), len(details) - 1

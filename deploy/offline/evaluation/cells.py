@@ -62,15 +62,9 @@ class Cell:
 
 
 def cells_of(options: EvaluationOptions, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> list[Cell]:
-    """Build a cell for each task, length and schedule, in that order.
+    """Build a cell for each task, length and schedule, in that order. The checkpoint's run supplies the defaults.
 
-    Args:
-        options: command line options.
-        run: recipe of the checkpoint's run, which supplies the defaults; None if it belongs to no run.
-        policy: model config of the evaluated policy.
-
-    Raises:
-        UserError: a task, field, length or schedule does not exist, or they are inconsistent.
+    Raises UserError if a task, field, length or schedule does not exist, or they are inconsistent.
     """
     configs = _task_configs(options, run)
     own = None if run is None else run.task.name

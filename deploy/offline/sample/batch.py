@@ -6,9 +6,11 @@ import json
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
@@ -50,13 +52,15 @@ def sample_items(
     """
     good = [item for item in items if item.request is not None]
     with _RequestBar(len(good)) as bar:
-        printer = _json_printer(policy, bar.stdout) if as_json else _text_printer(policy, colour, bar.stdout)
+        printer = (
+            partial(_print_json, policy, bar.stdout) if as_json else partial(_print_text, policy, bar.stdout, colour)
+        )
         answers = _OrderedPrinter(items, printer)
         try:
             _generate(policy, good, answers, bar, pool)
         except KeyboardInterrupt:
             is_complete = False
-            answers.print_rest()
+            answers.print_ready(skips_missing=True)
         else:
             is_complete = True
     if not (is_complete and as_json):
@@ -88,36 +92,26 @@ class _OrderedPrinter:
     """Buffer that prints answers in request order."""
 
     def __init__(self, items: Sequence[Item], printer: Printer) -> None:
-        self._items, self._printer = items, printer
+        self._items, self._printer = deque(items), printer
         self._held: dict[int, AnyCompletion] = {}
-        self._next = 0
-        self._print_ready()
+        self.print_ready()
 
     def add(self, item: Item, completion: AnyCompletion) -> None:
         """Add the completion of a request."""
         self._held[id(item)] = completion
-        self._print_ready()
+        self.print_ready()
 
-    def print_rest(self) -> None:
-        """Print all buffered answers, and skip the missing ones."""
-        while self._next < len(self._items):
-            if self._is_ready():
-                self._print_one()
-            else:
-                self._next += 1
-
-    def _print_ready(self) -> None:
-        while self._next < len(self._items) and self._is_ready():
-            self._print_one()
-
-    def _is_ready(self) -> bool:
-        return id(self._items[self._next]) in self._held or self._items[self._next].request is None
-
-    def _print_one(self) -> None:
-        item = self._items[self._next]
-        with _delayed_interrupt():
-            self._printer(item, self._held.pop(id(item), None))
-            self._next += 1
+    def print_ready(self, *, skips_missing: bool = False) -> None:
+        """Print the buffered answers up to the first missing one, or all of them."""
+        while self._items:
+            item = self._items[0]
+            is_ready = item.request is None or id(item) in self._held
+            if not is_ready and not skips_missing:
+                return
+            with _delayed_interrupt():
+                self._items.popleft()
+                if is_ready:
+                    self._printer(item, self._held.pop(id(item), None))
 
 
 class _RequestBar:
@@ -182,31 +176,25 @@ def _delayed_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _json_printer(policy: ReadyPolicy, console: Console) -> Printer:
-    def print_answer(item: Item, completion: AnyCompletion | None) -> None:
-        value = error_answer(item) if completion is None else answer(item, completion, policy)
-        # json.dumps writes ASCII, so the output contains no terminal control sequences.
-        show(Text(json.dumps(value, allow_nan=False)), console)
-
-    return print_answer
+def _print_json(policy: ReadyPolicy, console: Console, item: Item, completion: AnyCompletion | None) -> None:
+    value = error_answer(item) if completion is None else answer(item, completion, policy)
+    # json.dumps writes ASCII, so the output contains no terminal control sequences.
+    show(Text(json.dumps(value, allow_nan=False)), console)
 
 
-def _text_printer(policy: ReadyPolicy, colour: Colour, console: Console) -> Printer:
-    tokenizer = policy.tokenizer
-
-    def print_answer(item: Item, completion: AnyCompletion | None) -> None:
-        if completion is None:
-            return
-        name = f" {item.id}" if item.id is not None else ""
-        ended = stopped_text(item, completion, policy)
-        facts = f"{work_summary(ended.num_tokens, completion.num_forwards)}, {ended.reason}"
-        show(Text(printable(f"--- {item.place}{name}: {facts}"), style="dim"), console)
-        if tokenizer is None:
-            show(Text(" ".join(map(str, completion.token_ids[: ended.num_tokens].tolist()))), console)
-        elif console.is_terminal and isinstance(completion, Completion):
-            shown = replace(completion, num_tokens=ended.num_tokens)
-            show(canvas_text(canvas_of(shown), tokenizer.decode, colour), console)
-        else:
-            show(Text(printable(ended.text)), console)
-
-    return print_answer
+def _print_text(
+    policy: ReadyPolicy, console: Console, colour: Colour, item: Item, completion: AnyCompletion | None
+) -> None:
+    if completion is None:
+        return
+    name = f" {item.id}" if item.id is not None else ""
+    ended = stopped_text(item, completion, policy)
+    facts = f"{work_summary(ended.num_tokens, completion.num_forwards)}, {ended.reason}"
+    show(Text(printable(f"--- {item.place}{name}: {facts}"), style="dim"), console)
+    if policy.tokenizer is None:
+        show(Text(" ".join(map(str, completion.token_ids[: ended.num_tokens].tolist()))), console)
+    elif console.is_terminal and isinstance(completion, Completion):
+        shown = replace(completion, num_tokens=ended.num_tokens)
+        show(canvas_text(canvas_of(shown), policy.tokenizer.decode, colour), console)
+    else:
+        show(Text(printable(ended.text)), console)

@@ -26,14 +26,9 @@ def make_planner(policy: ReadyPolicy, settings: Values) -> Planner:
 
 
 def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]:
-    """Read the non-empty lines of a file of requests, with their numbers from 1.
+    """Read the non-empty lines of a file of requests, or of `stdin` if given, with their numbers from 1.
 
-    Args:
-        path: the file.
-        stdin: standard input, which replaces the file if given.
-
-    Raises:
-        UserError: the file cannot be read, or has no request.
+    Raises UserError if the file cannot be read, or has no request.
     """
     with os_errors(f"cannot read the requests {path}"):
         data = Path(path).read_bytes() if stdin is None else stdin

@@ -79,14 +79,7 @@ def canvas_of(completion: Completion) -> CanvasView:
 
 
 def canvas_text(canvas: CanvasView, decode: Decode, colour: Colour, *, special: str = "") -> Text:
-    """Render a canvas as coloured text.
-
-    Args:
-        canvas: the canvas to render.
-        decode: decodes token ids to text, without special tokens.
-        colour: quantity that the colours show.
-        special: shown for a token without text, such as the end of text.
-    """
+    """Render a canvas as coloured text; `special` stands for a token without text, such as the end of text."""
     return Text.assemble(*((text or special, style) for text, style in _pieces(canvas, decode, colour)))
 
 
