@@ -47,6 +47,14 @@ class CellRecord:
         return [answer for _, batch in sorted(self.batches.items()) for answer in batch.answers]
 
     @property
+    def by_problem(self) -> dict[str, list[Answer]]:
+        """The answers to each problem."""
+        found: dict[str, list[Answer]] = {}
+        for answer in self.answers:
+            found.setdefault(answer.problem_id, []).append(answer)
+        return found
+
+    @property
     def seconds(self) -> float:
         """Total worker time, in seconds."""
         return sum(batch.seconds for batch in self.batches.values())

@@ -194,14 +194,6 @@ def _loaded(event: Event) -> str:
     return f"{event['path']}: {gigabytes:.1f} GB checked {checked}; loaded {loaded}"
 
 
-def _failure(event: Event) -> str:
-    return f"failure, attempt {event['attempt']}: {_what(event)}"
-
-
-def _pause(event: Event) -> str:
-    return f"the run is paused until this recovers: {_what(event)}"
-
-
 def _what(event: Event) -> str:
     return printable(str(event["what"]).partition("\n")[0])[:_LONGEST_FAILURE]
 
@@ -261,9 +253,9 @@ _FORMATTERS: dict[str, Callable[[Event], str]] = {
     "stopped": lambda event: f"stopped {_stopped_at(event)}",
     "resume": lambda event: printable(event["what"]),
     "checkpoint": lambda event: f"checkpoint {event['path']}",
-    "failure": _failure,
+    "failure": lambda event: f"failure, attempt {event['attempt']}: {_what(event)}",
     "loaded": _loaded,
-    "pause": _pause,
+    "pause": lambda event: f"the run is paused until this recovers: {_what(event)}",
     "scale": lambda event: f"{event['pool']}: {event['before']} -> {event['after']}",
     "pause_end": lambda event: f"the run resumed after {duration(event['seconds'])}",
     "done": lambda event: f"done in {duration(event['seconds'])}",

@@ -27,10 +27,7 @@ def compute_metrics(cell: CellRecord) -> dict[str, Any]:
     pass@k have a bootstrap interval over problems, because samples and items of one problem are not independent.
     """
     answers = cell.answers
-    by_problem: dict[str, list[Answer]] = {}
-    for answer in answers:
-        by_problem.setdefault(answer.problem_id, []).append(answer)
-    groups = list(by_problem.values())
+    groups = list(cell.by_problem.values())
     num_samples = max(map(len, groups))
     generated = [answer for answer in answers if answer.has_room] or answers
     num_tokens, num_forwards = (sum(getattr(one, name) for one in answers) for name in ("num_tokens", "num_forwards"))
