@@ -125,7 +125,7 @@ def test_a_run_leaves_what_it_promises(cluster: dict[str, str], folder: Path, fi
         # Computed as a resumed learner computes it when it announces the version.
         weights = dict(load_policy(checkpoint).named_parameters())
         assert read_position(checkpoint).manifest_digest == make_manifest(0, weights).digest
-    shown = _d1(cluster, "runs", "show", str(run_dir))
+    shown = _d1(cluster, "status", str(run_dir))
     assert "SFT + RL" in shown.stdout
 
 

@@ -1,4 +1,4 @@
-"""`d1 runs` and `d1 serve`: list, show and serve existing runs."""
+"""`d1 runs` and `d1 serve`: list and serve existing runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.cli.options import RunName, RunsDir
+from deploy.cli.options import RunsDir
 from deploy.errors import UserError, value_errors
 from deploy.program import program
 from deploy.wait_display import wait_display
@@ -32,18 +32,6 @@ def list_all(runs_dir: RunsDir = _RUNS_DIR) -> None:
         console.print(runs_table(runs, console.width))
     else:
         typer.echo(f"no runs in {runs_dir}")
-
-
-@app.command()
-def show(name: RunName, runs_dir: RunsDir = _RUNS_DIR) -> None:
-    """Show one run: its recipe, results, curves, checkpoints and newest completions."""
-    from rich.console import Console
-
-    from deploy.runs.listing import read_run
-    from deploy.runs.references import find_run
-    from deploy.runs.show import print_run
-
-    print_run(read_run(find_run(name, runs_dir)), Console())
 
 
 def serve(

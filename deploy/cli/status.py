@@ -31,10 +31,12 @@ def status(
     ] = None,
     *,
     as_json: Json = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show the state alone, again every 2 s, until Ctrl-C.")
+    ] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Show the state of a run: stage, round, which actor waits for which, restarts, seconds of each phase.
+    """Show a run: stage, round, which actor waits for which, restarts, seconds of each phase, results and completions.
 
     It is read from the run directory, so it works on any machine that can access that.
     """
@@ -42,6 +44,7 @@ def status(
 
     from deploy.runs.listing import newest_run, read_run
     from deploy.runs.references import find_run
+    from deploy.runs.results_view import results_view
     from deploy.runs.status_view import json_of, status_view
 
     if as_json and watch:
@@ -53,7 +56,9 @@ def status(
     elif as_json:
         typer.echo(json_of(read_run(run_dir)))
     else:
-        console.print(status_view(read_run(run_dir)))
+        run = read_run(run_dir)
+        for part in (status_view(run), *results_view(run)):
+            console.print(part)
 
 
 def scale(

@@ -7,17 +7,20 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, groupby
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.printing import printable
 from deploy.report.eval_results import EvalCell, pareto_front
 from deploy.runs.history import RunHistory
 from deploy.runs.stages import STAGES
+from rollout.score import Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Runs = Mapping[str, RunHistory]
+Interval = Score | EvalCell
+"""A share from 0 to 1 with its confidence interval."""
 _Shown = TypeVar("_Shown")
 
 _SIZE = (4.8, 3.0)
@@ -55,18 +58,6 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
-
-
-class Interval(Protocol):
-    """A share from 0 to 1 with its confidence interval."""
-
-    @property
-    def accuracy(self) -> float:
-        """The share."""
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Its 95 % confidence interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

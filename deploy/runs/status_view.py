@@ -16,6 +16,7 @@ from deploy.runs.stages import STAGES
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
 _MOST_ACTORS, _MOST_FAILURES, _LONGEST_FAILURE = 8, 3, 200
 _IDLE_IN_ROW = 3
@@ -26,18 +27,24 @@ Rows = Iterator[tuple[str, str]]
 def status_view(run: Run) -> Group:
     """Build a headline, and rows of what is known."""
     from rich.console import Group
+    from rich.text import Text
+
+    return Group(Text(f"{printable(run.name)}: {_state(run)}", style="bold"), grid(_rows(run)))
+
+
+def grid(rows: Rows) -> Table:
+    """Lay out names and values; a name that repeats is shown once."""
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     before = ""
-    for name, value in _rows(run):
-        grid.add_row(Text("" if name == before else name, style="dim"), Text(printable(value)))
+    for name, value in rows:
+        table.add_row(Text("" if name == before else name, style="dim"), Text(printable(value)))
         before = name
-    title = Text(f"{printable(run.name)}: {_state(run)}", style="bold")
-    return Group(title, grid)
+    return table
 
 
 def json_of(run: Run) -> str:

@@ -181,7 +181,7 @@ def test_a_command_is_printed_as_this_user_can_run_it(
     absolute = str(Path(sys.executable).with_name("d1"))
     printed = d1("train", "tiny.yaml").out.splitlines()[-1]
     assert printed == f"stopped; resume with: {min(script, absolute, key=len)} train tiny.yaml --resume"
-    d1("runs", "show", "x").assert_refused(f"`{min(script, absolute, key=len)} runs ls` lists the runs")
+    d1("status", "x").assert_refused(f"`{min(script, absolute, key=len)} runs ls` lists the runs")
 
 
 def test_ctrl_c_that_ends_only_the_service_of_a_finished_run_is_success(

@@ -37,7 +37,9 @@ def compute_metrics(cell: CellRecord) -> dict[str, Any]:
         "num_samples": num_samples,
         "num_correct": sum(answer.correct for answer in answers),
         "accuracy": _mean([answer.correct for answer in answers]),
-        "accuracy_interval": _accuracy_interval(groups),
+        "accuracy_interval": _mean_interval(
+            [_mean([answer.correct for answer in group]) for group in groups], is_binary=num_samples == 1
+        ),
         "mean_tokens": num_tokens / len(generated),
         "truncated": _mean([answer.is_truncated for answer in generated]),
         "mean_forwards": num_forwards / len(generated),
@@ -53,13 +55,6 @@ def compute_metrics(cell: CellRecord) -> dict[str, Any]:
         if k <= num_samples:
             found |= _pass_at(groups, k)
     return found
-
-
-def _accuracy_interval(groups: Sequence[Sequence[Answer]]) -> list[float]:
-    correct = [_mean([answer.correct for answer in group]) for group in groups]
-    if all(len(group) == 1 for group in groups):
-        return list(Score(num_correct=round(sum(correct)), num_problems=len(groups)).interval)
-    return _mean_interval(correct)
 
 
 def _items(groups: Sequence[Sequence[Answer]]) -> dict[str, Any]:
@@ -86,9 +81,12 @@ def _pass_at(groups: Sequence[Sequence[Answer]], k: int) -> dict[str, Any]:
     return {f"pass@{k}": _mean(solved), f"pass@{k}_interval": _mean_interval(solved)}
 
 
-def _mean_interval(shares: Sequence[float]) -> list[float]:
-    """Return the bootstrap interval of the mean share. If all are 0 or all 1, resampling fails: use Wilson's."""
-    if set(shares) in ({0}, {1}):
+def _mean_interval(shares: Sequence[float], *, is_binary: bool = False) -> list[float]:
+    """Return the bootstrap interval of the mean share; Wilson's if each is 0 or 1, or if they are all alike.
+
+    Resampling shares that are all 0 or all 1 would give an interval of no width.
+    """
+    if is_binary or set(shares) in ({0}, {1}):
         return list(Score(num_correct=round(sum(shares)), num_problems=len(shares)).interval)
     return bootstrap(np.array(shares), lambda picked: picked.mean(axis=1))
 

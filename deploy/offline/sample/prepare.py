@@ -11,7 +11,6 @@ from typing import Any
 from deploy.errors import UserError, os_errors
 from deploy.offline.item import Item
 from deploy.offline.policy import ReadyPolicy
-from deploy.offline.sample.codec import PromptCodec
 from deploy.requests.errors import RequestError
 from deploy.requests.line import parse_object, read_line
 from deploy.requests.parameters import Values
@@ -22,7 +21,7 @@ from rewards.data.encoding import decode_text
 def make_planner(policy: ReadyPolicy, settings: Values) -> Planner:
     """Create a planner that applies the settings to requests that leave them out."""
     given = {key: value for key, value in settings.items() if key != "seed"}
-    return Planner(PromptCodec(policy=policy), policy.defaults, given, settings.get("seed", 0))
+    return Planner(policy, policy.defaults, given, settings.get("seed", 0))
 
 
 def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]:
