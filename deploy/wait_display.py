@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,7 +88,7 @@ def wait_display(what: str, *, at_once: bool = False) -> Iterator[WaitDisplay]:
         waiting.end()
 
 
-def progress_bar(console: Console, **options: bool) -> Progress:
+def progress_bar(console: Console, **options: Any) -> Progress:
     """Create a bar of counted work, with times; its tasks have a field `facts`. `options` are those of `Progress`."""
     from rich.progress import (
         BarColumn,

@@ -82,7 +82,7 @@ def _pass_at(groups: Sequence[Sequence[Answer]], k: int) -> dict[str, Any]:
 
 
 def _mean_interval(shares: Sequence[float], *, is_binary: bool = False) -> list[float]:
-    """Return the bootstrap interval of the mean share; Wilson's if each is 0 or 1, or if they are all alike.
+    """Return the bootstrap interval of the mean share; Wilson's if all are binary, or if resampling fails.
 
     Resampling shares that are all 0 or all 1 would give an interval of no width.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -38,25 +37,6 @@ _LONGEST_PAUSE_S = 4.0
 _STATUS_LINES = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Frame:
-    """Screen content at one step."""
-
-    text: Text
-    """The canvas."""
-    legend: Text
-    """Legend of its colours."""
-    status: str
-    """Progress in words."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = self.text.wrap(console, options.max_width)
-        yield from window(list(lines), max(1, options.size.height - _STATUS_LINES - 1))
-        yield Text()
-        yield self.legend
-        yield Text(self.status, style="dim")
-
-
 def sample_prompt(policy: ReadyPolicy, request: AnyRequest, colour: Colour) -> bool:
     """Denoise a prompt and print its text. Returns False after Ctrl-C, which prints the partial canvas.
 
@@ -72,7 +52,7 @@ def sample_prompt(policy: ReadyPolicy, request: AnyRequest, colour: Colour) -> b
     run = _Run(batch, request, policy.tokenizer, colour)
     try:
         if is_watched:
-            with Live(run.frame(), console=console, auto_refresh=False, transient=False) as live:
+            with Live(run, console=console, auto_refresh=False, transient=False) as live:
                 run.finish(live)
             console.print()
         else:
@@ -122,19 +102,18 @@ class _Run:
             if done:
                 self._completion = done[0][1]
             if live is not None:
-                live.update(self.frame(), refresh=True)
+                live.refresh()
                 time.sleep(max(0.0, pause_s - (time.monotonic() - began)))
 
-    def frame(self) -> _Frame:
-        """Return the current screen content."""
-        canvas, params = self._canvas(), self._request.params
-        share = f"{canvas.num_committed} of at most {params.gen_length} tokens"
-        status = f"step {self._num_steps}, {share}, {duration(self._seconds)}"
-        return _Frame(
-            text=canvas_text(canvas, self._tokenizer.decode, self._colour, special=SPECIAL_CHARACTER),
-            legend=legend(self._colour, canvas.num_steps),
-            status=status,
-        )
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the canvas around the first masked slot, the legend and the progress."""
+        canvas = self._canvas()
+        text = canvas_text(canvas, self._tokenizer.decode, self._colour, special=SPECIAL_CHARACTER)
+        yield from window(list(text.wrap(console, options.max_width)), max(1, options.size.height - _STATUS_LINES - 1))
+        yield Text()
+        yield legend(self._colour, canvas.num_steps)
+        share = f"{canvas.num_committed} of at most {self._request.params.gen_length} tokens"
+        yield Text(f"step {self._num_steps}, {share}, {duration(self._seconds)}", style="dim")
 
     def print_result(self, console: Console, *, is_watched: bool) -> None:
         """Print the text to stdout and a summary of the work to stderr."""
