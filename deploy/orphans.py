@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import psutil
@@ -33,7 +33,12 @@ def kill_marked(variable: str, value: str) -> None:
 
     Redis overwrites its environment, so it is found as a descendant.
     """
-    _kill_all(lambda: {pid for marked in _marked(variable, value) for pid in (marked, *descendants(marked))})
+
+    def marked() -> set[int]:
+        found = {pid for pid in psutil.pids() if is_marked(pid, variable, value)}
+        return found.union(*map(descendants, found))
+
+    _kill_all(marked)
 
 
 def _kill_all(find: Callable[[], set[int]]) -> None:
@@ -43,10 +48,6 @@ def _kill_all(find: Callable[[], set[int]]) -> None:
         for pid in found:
             with suppress(psutil.Error):
                 psutil.Process(pid).kill()
-
-
-def _marked(variable: str, value: str) -> Iterator[int]:
-    return (pid for pid in psutil.pids() if is_marked(pid, variable, value))
 
 
 def is_marked(pid: int, variable: str, value: str) -> bool:

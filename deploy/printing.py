@@ -9,6 +9,7 @@ from itertools import pairwise
 
 _BARS = "▁▂▃▄▅▆▇█"
 _KEPT = "\n\t"
+_STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def printable(text: str) -> str:
@@ -16,11 +17,10 @@ def printable(text: str) -> str:
 
     Model output and logs are untrusted text: an escape sequence in them could retitle, clear or spoof a screen.
     """
-    return "".join(char if char in _KEPT or not _steers(char) else f"\\u{ord(char):04x}" for char in text)
-
-
-def _steers(char: str) -> bool:
-    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return "".join(
+        f"\\u{ord(char):04x}" if unicodedata.category(char) in _STEERING and char not in _KEPT else char
+        for char in text
+    )
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

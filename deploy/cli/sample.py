@@ -112,10 +112,12 @@ def _sample(
     from deploy.offline.sample.prepare import prepare_file, prepare_prompt
     from deploy.offline.sample.prompt import sample_prompt
 
-    is_file = isinstance(asked, list)
-    items = list(prepare_file(asked, policy, settings)) if is_file else [prepare_prompt(asked, policy, settings)]
+    if isinstance(asked, list):
+        items = list(prepare_file(asked, policy, settings))
+    else:
+        items = [prepare_prompt(asked, policy, settings)]
     num_rejected = report_rejected(items)
-    if is_file or as_json or items[0].request is None:
+    if isinstance(asked, list) or as_json or items[0].request is None:
         is_complete = sample_items(policy, items, colour, pool, as_json=as_json)
     else:
         is_complete = sample_prompt(policy, items[0].request, colour)

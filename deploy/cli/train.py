@@ -173,7 +173,7 @@ def _adapt(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_run: boo
             _place(start_from, recipe.run_dir)
     except KeyboardInterrupt as interrupt:
         if adaptation.is_generating_responses:
-            sys.stderr.write(f"d1: stopped; the responses so far are kept; resume with: {_resume_command()}\n")
+            sys.stderr.write(f"d1: stopped; the responses so far are kept; resume with: {_resume_command(recipe)}\n")
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
     finally:
         shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
@@ -246,12 +246,10 @@ def _read_recipe(path: Path, overrides: list[str] | None) -> Recipe:
     return recipe.model_copy(update={"name": target.name})
 
 
-def _resume_command(recipe: Recipe | None = None) -> str:
+def _resume_command(recipe: Recipe) -> str:
     """Return this command with `--resume`; a run that was named by a link has its own name."""
     words = [word for word in sys.argv[1:] if word not in ("--resume", "--resume-or-start")]
-    is_renamed = recipe is not None and any(
-        word.startswith("name=") and word != f"name={recipe.name}" for word in words
-    )
+    is_renamed = any(word.startswith("name=") and word != f"name={recipe.name}" for word in words)
     return command(*words, *([f"name={recipe.name}"] if is_renamed else []), "--resume")
 
 

@@ -256,13 +256,13 @@ def _cells_by_compute(axes: Axes, cells: Sequence[EvalCell]) -> None:
 
     axes.set(xlabel="forwards of a completion", ylabel="%", xscale="log")
     best = list(pareto_front(cells))
-    points = [one.mean_forwards for one in best], [100 * one.accuracy for one in best]
-    axes.plot(*points, color=_FRONT, linewidth=7, alpha=0.5, drawstyle="steps-post", solid_capstyle="butt", zorder=0)
+    front = [one.mean_forwards for one in best], [100 * one.accuracy for one in best]
+    axes.plot(*front, color=_FRONT, linewidth=7, alpha=0.5, drawstyle="steps-post", solid_capstyle="butt", zorder=0)
     colors = dict(zip(sorted({one.gen_length for one in cells}), cycle(PALETTE), strict=False))
     for checkpoint in dict.fromkeys(one.checkpoint for one in cells):
         line = STAGES[checkpoint].line if checkpoint in STAGES else "-"
         for length, color in colors.items():
-            points = [
+            points: list[tuple[float, Interval, bool]] = [
                 (one.mean_forwards, one, one.is_adaptive)
                 for one in cells
                 if (one.checkpoint, one.gen_length) == (checkpoint, length)

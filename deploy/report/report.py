@@ -132,7 +132,11 @@ def _evaluations(cells: Mapping[str, Sequence[EvalCell]]) -> Iterable[Table]:
             for one in found:
                 if one.setting == setting:
                     by_place.setdefault((one.gen_length, one.schedule), {})[one.checkpoint] = _solved(one)
-            policies = sorted({policy for row in by_place.values() for policy in row}, key=_by_stage)
+            # SFT, then the control, then the others by name.
+            policies = sorted(
+                {policy for row in by_place.values() for policy in row},
+                key=lambda policy: (policy != "sft", policy != "control", policy),
+            )
             rows = [
                 (str(length), schedule, *(row.get(policy, "") for policy in policies))
                 for (length, schedule), row in by_place.items()
@@ -140,11 +144,6 @@ def _evaluations(cells: Mapping[str, Sequence[EvalCell]]) -> Iterable[Table]:
             note = "% solved, as d1 eval asked it, with 95 % intervals; of adaptive schedules with their mean steps."
             title = printable(f"By length and schedule: {name}, {setting}")
             yield Table(title=title, head=("slots", "denoising", *policies), rows=rows, note=note)
-
-
-def _by_stage(policy: str) -> tuple[bool, bool, str]:
-    """Return a sort key: SFT, then the control, then the others by name."""
-    return policy != "sft", policy != "control", policy
 
 
 def _solved(one: EvalCell) -> str:

@@ -40,15 +40,11 @@ def newest_servable(run_dir: Path, say: ReportProgress | None = None) -> FoundCh
         raise UserError(f"{run_dir} has no checkpoint to serve yet")
     for what in found.skipped:
         sys.stderr.write(f"d1: {printable(what)}\n")
-    if found.position.policy_version == 0 and (within := _newest_within_stage(run_dir)) is not None:
-        where = printable(f"{run_dir.name}/{within}")
+    within_stage = [path.name for path in (run_dir / CHECKPOINTS).glob("[!.]*/") if is_intermediate(path)]
+    if found.position.policy_version == 0 and within_stage:
+        where = printable(f"{run_dir.name}/{max(within_stage)}")
         sys.stderr.write(f"d1: this is the policy before training; the newest checkpoint within a stage is {where}\n")
     return found
-
-
-def _newest_within_stage(run_dir: Path) -> str | None:
-    names = (path.name for path in (run_dir / CHECKPOINTS).glob("[!.]*/") if is_intermediate(path))
-    return max(names, default=None)
 
 
 def best_servable(run_dir: Path) -> Path:

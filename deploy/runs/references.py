@@ -125,18 +125,15 @@ def _find_here(reference: str, runs_dir: Path) -> ResolvedReference | None:
                 return ResolvedReference(directory=place, is_run=False)
         for place in places:
             if place.name in (_BEST, _LAST) and not place.exists() and _is_run(place.parent):
-                return ResolvedReference(directory=_alias_target(_unlinked(place.parent), place.name), is_run=False)
+                from deploy.runs.checkpoints import best_servable, newest_servable
+
+                run = _unlinked(place.parent)
+                aliased = best_servable(run) if place.name == _BEST else newest_servable(run).directory
+                return ResolvedReference(directory=aliased, is_run=False)
         # The code that reads it reports what is wrong with it.
         if places[1].is_dir():
             return ResolvedReference(directory=places[1], is_run=False)
     return None
-
-
-def _alias_target(run: Path, alias: str) -> Path:
-    """Return the checkpoint behind an alias. Raises UserError if there is none."""
-    from deploy.runs.checkpoints import best_servable, newest_servable
-
-    return best_servable(run) if alias == _BEST else newest_servable(run).directory
 
 
 def _is_run(directory: Path) -> bool:

@@ -89,7 +89,9 @@ def legend(colour: Colour, num_steps: int) -> Text:
         names = [*(f"<{20 * bound}%" for bound in range(1, len(_CONFIDENCE_STYLES))), "more"]
         title, swatches = "probability", list(zip(names, _CONFIDENCE_STYLES, strict=True))
     else:
-        title, swatches = "step", [(f"{first}-", style) for first, style in _step_swatches(num_steps)]
+        # The first step of each colour: of equal keys, a dictionary keeps the last.
+        first = {_step_style(step, num_steps): f"{step}-" for step in reversed(range(num_steps))}
+        title, swatches = "step", [(name, style) for style, name in reversed(first.items())]
     parts: list[tuple[str, str]] = [(f"{title} ", "dim")]
     for name, style in swatches:
         parts += [("■", style), (f" {name}  ", "dim")]
@@ -104,14 +106,6 @@ def window(lines: Sequence[Text], height: int) -> Sequence[Text]:
     first = next(masked, len(lines)) - height // 2
     first = min(max(first, 0), len(lines) - height)
     return lines[first : first + height]
-
-
-def _step_swatches(num_steps: int) -> Iterable[tuple[int, str]]:
-    """Return the first step of each colour."""
-    seen: dict[str, int] = {}
-    for step in range(num_steps):
-        seen.setdefault(_step_style(step, num_steps), step)
-    return [(step, style) for style, step in seen.items()]
 
 
 def _step_style(step: int, num_steps: int) -> str:
