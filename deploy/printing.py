@@ -6,6 +6,11 @@ import math
 import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _KEPT = "\n\t"
@@ -75,3 +80,12 @@ def metric(value: float) -> str:
 def gigabytes(num_bytes: float) -> str:
     """Format a size in gigabytes: `1.5 GB`."""
     return f"{num_bytes / 1e9:.1f} GB"
+
+
+def show(text: Text, console: Console) -> None:
+    """Print a text with a newline and flush. Piped text bypasses rich, which would expand tabs."""
+    if console.is_terminal:
+        console.print(text, soft_wrap=True)
+    else:
+        console.file.write(f"{text.plain}\n")
+    console.file.flush()

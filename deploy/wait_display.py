@@ -28,13 +28,10 @@ class WaitDisplay:
         self._spinner: Progress | None = None
 
     def begin(self, what: str, *, at_once: bool = False, first_after_s: float | None = None) -> None:
-        """Begin to wait for `what`; a wait that is under way ends.
+        """Begin to wait for `what`, such as `starting Ray`; a wait that is under way ends.
 
-        Args:
-            what: such as `starting Ray`.
-            at_once: whether to print a line now. The spinner of a terminal starts now in any case.
-            first_after_s: delay of the first line, if it is longer than 5 s. A terminal then gets lines, not a spinner,
-                because it has a progress bar.
+        `at_once` prints a line now; a terminal's spinner starts now in any case. `first_after_s` delays the first line
+        beyond 5 s, and a terminal then gets lines, not a spinner, because it has a progress bar.
         """
         self.end()
         self._what = what

@@ -85,7 +85,8 @@ def _item(task: Task, index: int, row: Row, columns: Columns) -> Item:
     if not isinstance(generation, str):
         raise ValueError(f"{row.place}: generation is no text; it should be what the policy wrote")
     try:
-        problem = _problem_of(task, _question(row, columns), _truth(row, columns))
+        truth = row.value("ground_truth") if columns.answer is None else value_at(row.fields, columns.answer)
+        problem = _problem_of(task, _question(row, columns), truth)
     except ValueError as error:
         if str(error).startswith(row.place):
             raise
@@ -113,10 +114,6 @@ def _question(row: Row, columns: Columns) -> str:
     """Return the question: a text, or the last turn of a conversation."""
     value = row.value("question") if columns.prompt is None else value_at(row.fields, columns.prompt)
     return parse_conversation(value, columns.prompt or "question")[-1].content
-
-
-def _truth(row: Row, columns: Columns) -> object:
-    return row.value("ground_truth") if columns.answer is None else value_at(row.fields, columns.answer)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -21,9 +21,8 @@ from deploy.offline.policy import ReadyPolicy
 from deploy.offline.pool import PoolSettings, answer_batches
 from deploy.offline.sample.answers import answer, error_answer, stopped_text, work_summary
 from deploy.offline.views.canvas import Colour, canvas_of, canvas_text
-from deploy.offline.views.console import show
 from deploy.offline.worker import WorkerConfig
-from deploy.printing import counted, duration, printable
+from deploy.printing import counted, duration, printable, show
 from deploy.wait_display import progress_bar
 from rollout.request import Completion
 

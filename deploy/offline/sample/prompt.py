@@ -22,8 +22,7 @@ from deploy.offline.views.canvas import (
     legend,
     window,
 )
-from deploy.offline.views.console import show
-from deploy.printing import duration, printable
+from deploy.printing import duration, printable, show
 from deploy.requests.families import AnyRequest
 from learner.model.tokenizer import ChatTokenizer
 from rollout.renoising.request import RenoisingRequest
