@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -19,7 +19,6 @@ from deploy.wait_display import wait_display
 if TYPE_CHECKING:
     from deploy.offline.policy import ReadyPolicy
     from deploy.offline.pool import PoolSettings
-    from deploy.offline.views.canvas import Colour
 
 _STDIN = "-"
 
@@ -55,9 +54,6 @@ def sample(
     ] = None,
     as_json: Json = False,
     raw: Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the chat template.")] = False,
-    colour: Annotated[
-        Literal["confidence", "step"], typer.Option(help="What a token's colour shows on a terminal.")
-    ] = "confidence",
     device: Device = None,
     dtype: DType = "float32",
     slots: Annotated[int, typer.Option(min=1, help="Requests that are denoised at a time.")] = 64,
@@ -95,14 +91,13 @@ def sample(
         if pool is None:
             policy.load(waiting.change)
     with _failures_as_sentences(checkpoint):
-        _sample(policy, asked if lines is None else lines, values, colour, pool, as_json=as_json)
+        _sample(policy, asked if lines is None else lines, values, pool, as_json=as_json)
 
 
 def _sample(
     policy: ReadyPolicy,
     asked: Mapping[str, Any] | list[tuple[int, bytes]],
     settings: Mapping[str, Any],
-    colour: Colour,
     pool: PoolSettings | None,
     *,
     as_json: bool,
@@ -118,9 +113,9 @@ def _sample(
         items = [prepare_prompt(asked, policy, settings)]
     num_rejected = report_rejected(items)
     if isinstance(asked, list) or as_json or items[0].request is None:
-        is_complete = sample_items(policy, items, colour, pool, as_json=as_json)
+        is_complete = sample_items(policy, items, pool, as_json=as_json)
     else:
-        is_complete = sample_prompt(policy, items[0].request, colour)
+        is_complete = sample_prompt(policy, items[0].request)
     if not is_complete or num_rejected:
         raise typer.Exit(EXIT_USER_ERROR if is_complete else EXIT_INTERRUPTED)
 

@@ -20,7 +20,7 @@ from deploy.offline.item import AnyCompletion, Batch, Item
 from deploy.offline.policy import ReadyPolicy
 from deploy.offline.pool import PoolSettings, answer_batches
 from deploy.offline.sample.answers import answer, error_answer, stopped_text, work_summary
-from deploy.offline.views.canvas import Colour, canvas_of, canvas_text
+from deploy.offline.views.canvas import canvas_of, canvas_text
 from deploy.offline.worker import WorkerConfig
 from deploy.printing import counted, duration, printable, show
 from deploy.wait_display import progress_bar
@@ -43,7 +43,7 @@ def report_rejected(items: Sequence[Item]) -> int:
 
 
 def sample_items(
-    policy: ReadyPolicy, items: Sequence[Item], colour: Colour, pool: PoolSettings | None = None, *, as_json: bool
+    policy: ReadyPolicy, items: Sequence[Item], pool: PoolSettings | None = None, *, as_json: bool
 ) -> bool:
     """Sample all valid requests, here or with a pool of workers, and print the answers in order.
 
@@ -51,9 +51,7 @@ def sample_items(
     """
     good = [item for item in items if item.request is not None]
     with _RequestBar(len(good)) as bar:
-        printer = (
-            partial(_print_json, policy, bar.stdout) if as_json else partial(_print_text, policy, bar.stdout, colour)
-        )
+        printer = partial(_print_json if as_json else _print_text, policy, bar.stdout)
         answers = _OrderedPrinter(items, printer)
         try:
             _generate(policy, good, answers, bar, pool)
@@ -181,9 +179,7 @@ def _print_json(policy: ReadyPolicy, console: Console, item: Item, completion: A
     show(Text(json.dumps(value, allow_nan=False)), console)
 
 
-def _print_text(
-    policy: ReadyPolicy, console: Console, colour: Colour, item: Item, completion: AnyCompletion | None
-) -> None:
+def _print_text(policy: ReadyPolicy, console: Console, item: Item, completion: AnyCompletion | None) -> None:
     if completion is None:
         return
     name = f" {item.id}" if item.id is not None else ""
@@ -194,6 +190,6 @@ def _print_text(
         show(Text(" ".join(map(str, completion.token_ids[: ended.num_tokens].tolist()))), console)
     elif console.is_terminal and isinstance(completion, Completion):
         shown = replace(completion, num_tokens=ended.num_tokens)
-        show(canvas_text(canvas_of(shown), policy.tokenizer.decode, colour), console)
+        show(canvas_text(canvas_of(shown), policy.tokenizer.decode), console)
     else:
         show(Text(printable(ended.text)), console)

@@ -1,4 +1,4 @@
-"""Canvas rendering: tokens coloured by confidence or denoise step, and a block for each masked slot.
+"""Canvas rendering: tokens coloured by confidence, and a block for each masked slot.
 
 All functions are pure. Model output passes through `printable` into `Text`, which does not interpret markup.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rich.text import Text
 
@@ -17,15 +16,12 @@ from rollout.batch_state import BatchState
 from rollout.request import Completion
 
 Decode = Callable[[Sequence[int]], str]
-Colour = Literal["confidence", "step"]
-"""Quantity that the colours of tokens show."""
 
 MASK_CHARACTER = "░"
 SPECIAL_CHARACTER = "·"
 _MASK_STYLE, _GIVEN_STYLE = "dim", "bold"
-# From low to high confidence, and from early to late. Both scales work with red-green colour blindness.
+# From low to high probability at commit. They can be told apart with red-green colour blindness.
 _CONFIDENCE_STYLES = ("red", "dark_orange", "yellow", "green", "bright_cyan")
-_STEP_STYLES = ("bright_cyan", "dodger_blue1", "medium_purple1", "hot_pink", "orange1")
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4
 
@@ -47,12 +43,6 @@ class CanvasView:
     def num_committed(self) -> int:
         """Slots that hold a token."""
         return len(self.masked) - sum(self.masked)
-
-    @property
-    def num_steps(self) -> int:
-        """Denoise steps up to the last one that committed a slot."""
-        steps = (step for step, masked in zip(self.steps, self.masked, strict=True) if not masked)
-        return max(steps, default=-1) + 1
 
 
 def canvas_in(state: BatchState, row: int = 0) -> CanvasView:
@@ -78,22 +68,16 @@ def canvas_of(completion: Completion) -> CanvasView:
     )
 
 
-def canvas_text(canvas: CanvasView, decode: Decode, colour: Colour, *, special: str = "") -> Text:
+def canvas_text(canvas: CanvasView, decode: Decode, *, special: str = "") -> Text:
     """Render a canvas as coloured text; `special` stands for a token without text, such as the end of text."""
-    return Text.assemble(*((text or special, style) for text, style in _pieces(canvas, decode, colour)))
+    return Text.assemble(*((text or special, style) for text, style in _pieces(canvas, decode)))
 
 
-def legend(colour: Colour, num_steps: int) -> Text:
+def legend() -> Text:
     """Return a one-line legend of the colours."""
-    if colour == "confidence":
-        names = [*(f"<{20 * bound}%" for bound in range(1, len(_CONFIDENCE_STYLES))), "more"]
-        title, swatches = "probability", list(zip(names, _CONFIDENCE_STYLES, strict=True))
-    else:
-        # The first step of each colour: of equal keys, a dictionary keeps the last.
-        first = {_step_style(step, num_steps): f"{step}-" for step in reversed(range(num_steps))}
-        title, swatches = "step", [(name, style) for style, name in reversed(first.items())]
-    parts: list[tuple[str, str]] = [(f"{title} ", "dim")]
-    for name, style in swatches:
+    names = [*(f"<{20 * bound}%" for bound in range(1, len(_CONFIDENCE_STYLES))), "more"]
+    parts: list[tuple[str, str]] = [("probability ", "dim")]
+    for name, style in zip(names, _CONFIDENCE_STYLES, strict=True):
         parts += [("■", style), (f" {name}  ", "dim")]
     return Text.assemble(*parts, (f"{MASK_CHARACTER} masked  {SPECIAL_CHARACTER} special", "dim"))
 
@@ -108,36 +92,25 @@ def window(lines: Sequence[Text], height: int) -> Sequence[Text]:
     return lines[first : first + height]
 
 
-def _step_style(step: int, num_steps: int) -> str:
-    return _STEP_STYLES[step * len(_STEP_STYLES) // max(1, num_steps)]
-
-
-def _confidence_style(probability: float) -> str:
-    bounds = range(1, len(_CONFIDENCE_STYLES))
-    return _CONFIDENCE_STYLES[sum(probability * len(_CONFIDENCE_STYLES) >= bound for bound in bounds)]
-
-
-def _pieces(canvas: CanvasView, decode: Decode, colour: Colour) -> Iterable[tuple[str, str]]:
+def _pieces(canvas: CanvasView, decode: Decode) -> Iterable[tuple[str, str]]:
     """Yield each displayed piece with its style: a token, or several tokens that share a character."""
-    num_steps, index = canvas.num_steps, 0
+    index = 0
     while index < len(canvas.masked):
         if canvas.masked[index]:
             yield MASK_CHARACTER, _MASK_STYLE
             index += 1
             continue
         end, text = _character(canvas, index, decode)
-        yield printable(text), _style(canvas, index, end, colour, num_steps)
+        yield printable(text), _style(canvas, index, end)
         index = end
 
 
-def _style(canvas: CanvasView, start: int, end: int, colour: Colour, num_steps: int) -> str:
-    """Return the style of slots displayed as one piece, by their latest step or lowest confidence."""
-    step = max(canvas.steps[start:end])
-    if step < 0:
+def _style(canvas: CanvasView, start: int, end: int) -> str:
+    """Return the style of slots displayed as one piece, by their lowest confidence."""
+    if max(canvas.steps[start:end]) < 0:
         return _GIVEN_STYLE
-    if colour == "step":
-        return _step_style(step, num_steps)
-    return _confidence_style(min(canvas.probabilities[start:end]))
+    probability, bounds = min(canvas.probabilities[start:end]), range(1, len(_CONFIDENCE_STYLES))
+    return _CONFIDENCE_STYLES[sum(probability * len(_CONFIDENCE_STYLES) >= bound for bound in bounds)]
 
 
 def _character(canvas: CanvasView, start: int, decode: Decode) -> tuple[int, str]:

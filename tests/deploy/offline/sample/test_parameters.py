@@ -6,15 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 
-from deploy.cli.sample import sample
 from deploy.errors import UserError
 from deploy.offline.policy import open_policy
-from deploy.offline.views.canvas import Colour
 from deploy.requests.defaults import Defaults, overlay
 from deploy.requests.diffusion import Diffusion
 from deploy.requests.parameters import SAMPLING_FIELDS, SETTINGS, to_params
@@ -180,10 +178,9 @@ def test_no_cache_takes_no_refreshes_along() -> None:
     assert overlay({"cache": "dual", "cache_refresh_steps": 3}, {"cache": "none"}) == {"cache": "none"}
 
 
-def test_the_help_lists_the_settings_and_the_colours(d1: Callable) -> None:
+def test_the_help_lists_the_settings(d1: Callable) -> None:
     shown = d1("sample", "--help").out
     assert [key for key in SETTINGS if key not in shown] == []
-    assert list(get_args(get_type_hints(sample)["colour"])) == list(get_args(Colour))
 
 
 def test_a_body_has_the_types_and_ranges_of_the_sampler() -> None:
