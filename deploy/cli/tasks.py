@@ -45,7 +45,7 @@ def grade(
         from deploy.offline.grading import grade_all, grade_json, read_generations, summary
         from deploy.offline.pool import PoolSettings
         from deploy.offline.tasks import CUSTOM_TASK, open_task, task_config
-        from deploy.offline.views.grades import failures_view, summary_table
+        from deploy.offline.views.tasks import failures_view, summary_table
         from rewards import JsonlConfig
 
         # A task without published parsers has no such field.

@@ -29,6 +29,8 @@ class Evaluation:
     """The stage it follows: untrained, start, sft, round, rl or control. `validation` selects the best checkpoint."""
     round: int
     """Rounds trained before it."""
+    policy_version: int
+    """Version that was evaluated."""
     time_s: float
     """Seconds since the run began."""
     drawn_s: float
@@ -186,6 +188,7 @@ def _evaluation(event: Event, drawn_s: float) -> Evaluation:
     return Evaluation(
         label=event["label"],
         round=event["round"],
+        policy_version=event["policy_version"],
         time_s=event["time_s"],
         drawn_s=drawn_s,
         score=_score(event),
