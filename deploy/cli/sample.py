@@ -79,9 +79,11 @@ def sample(
     with wait_display("loading torch"):
         from deploy.offline.policy import open_policy
         from deploy.offline.pool import PoolSettings
+        from deploy.offline.sample.prepare import read_lines
         from rollout.config import EngineConfig
 
-    lines = None if requests is None else _read(requests)
+    stdin = typer.get_binary_stream("stdin").read() if str(requests) == _STDIN else None
+    lines = None if requests is None else read_lines(str(requests), stdin)
     # A prompt on the command line is addressed to the policy, so it is a user's turn.
     asked: dict[str, Any] = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
     pool = None if workers is None else PoolSettings(num_workers=workers, device=device)
@@ -141,10 +143,3 @@ def _failures_as_sentences(checkpoint: str) -> Iterator[None]:
 def _say(message: Warning | str, *_: Any, **__: Any) -> None:
     """Print a warning without its place in d1's code, which is of no use to a user."""
     sys.stderr.write(f"d1: {message}\n")
-
-
-def _read(requests: Path) -> list[tuple[int, bytes]]:
-    from deploy.offline.sample.prepare import read_lines
-
-    is_stdin = str(requests) == _STDIN
-    return read_lines(str(requests), typer.get_binary_stream("stdin").read() if is_stdin else None)

@@ -44,20 +44,7 @@ _FRONT = "#BBBBBB"
 PALETTE = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#888888")
 """Line colours, in order of use."""
 _DIAMOND = {"fmt": "D", "label": "", "markerfacecolor": "white"}
-_STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E6E6E6",
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-}
+_STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.fontsize": 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,13 +91,13 @@ def _plots_of_rounds(runs: Runs) -> Iterator[Plot]:
 
 def plot(title: str, note: str, draw: Callable[[Axes, _Shown], None], shown: _Shown) -> Plot:
     """Render what `draw` draws of `shown` as SVG."""
-    import matplotlib as mpl
+    from matplotlib import style
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     out = io.StringIO()
     # Text stays text, for screen readers and search. A fixed hash salt makes equal plots bit-identical.
-    with mpl.rc_context({**_STYLE, "svg.fonttype": "none", "svg.hashsalt": title}):
+    with style.context(["seaborn-v0_8-whitegrid", {**_STYLE, "svg.fonttype": "none", "svg.hashsalt": title}]):
         figure = Figure(figsize=_SIZE, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()

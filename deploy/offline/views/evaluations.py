@@ -72,13 +72,9 @@ def _table(title: str, cells: Sequence[Mapping[str, Any]], width: int) -> Table:
     """Return a table with as many columns as fit into the width without truncating numbers."""
     from rich.console import Console
 
-    table = _drawn_table(title, cells, ())
-    for count in range(1, len(_NUMBERS) + 1):
-        wider = _drawn_table(title, cells, _NUMBERS[:count])
-        if Console(width=1000).measure(wider).maximum > width:
-            break
-        table = wider
-    return table
+    tables = (_drawn_table(title, cells, _NUMBERS[:count]) for count in range(len(_NUMBERS), 0, -1))
+    fitting = (table for table in tables if Console(width=1000).measure(table).maximum <= width)
+    return next(fitting, _drawn_table(title, cells, ()))
 
 
 def _drawn_table(title: str, cells: Sequence[Mapping[str, Any]], numbers: Sequence[str]) -> Table:
@@ -133,18 +129,17 @@ def _extras(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def compared_tables(found: Sequence[CellComparison], names: tuple[str, str]) -> Iterator[Table]:
     """Yield a table per task and sampling, with a row per cell of both evaluations."""
-    for (what, drawn), cells in groupby(found, key=lambda one: (_what(one), _drawn(one))):
-        yield _compared_table(f"{what}{drawn}   A: {names[0]}   B: {names[1]}", list(cells))
+    for what, cells in groupby(found, key=_what):
+        yield _compared_table(f"{what}   A: {names[0]}   B: {names[1]}", list(cells))
 
 
 def _what(one: CellComparison) -> str:
-    return one.task if one.protocol == "fixed" else f"{one.task}, protocol {one.protocol}"
-
-
-def _drawn(one: CellComparison) -> str:
+    """Return the task of a comparison, with the settings that are not the default."""
+    protocol = "" if one.protocol == "fixed" else f", protocol {one.protocol}"
     if one.temperature is None:
-        return f", {one.num_samples} of each" if one.num_samples > 1 else ""
-    return f", {one.num_samples} at temperature {one.temperature:g}" if one.temperature else ""
+        return f"{one.task}{protocol}" + (f", {one.num_samples} of each" if one.num_samples > 1 else "")
+    drawn = f", {one.num_samples} at temperature {one.temperature:g}" if one.temperature else ""
+    return f"{one.task}{protocol}{drawn}"
 
 
 def _compared_table(title: str, cells: Sequence[CellComparison]) -> Table:
