@@ -193,11 +193,10 @@ def _evaluate(
 def _show(subject: Subject, prepared: list[PreparedCell], place: Path, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from deploy.offline.evaluation.evaluate import RESULTS, results, write_results
+    from deploy.offline.evaluation.evaluate import RESULTS, write_results
     from deploy.offline.views.evaluations import tables
 
-    found = results(subject, prepared)
-    write_results(found, place)
+    found = write_results(subject, prepared, place)
     if as_json:
         typer.echo(json.dumps(found))
         return

@@ -40,11 +40,10 @@ _COMPUTE_NOTE = (
     "The grey band is the Pareto front: the best at each cost."
 )
 _FRONT = "#BBBBBB"
-# Paul Tol's bright scheme: told apart by colour-blind readers and in print.
-PALETTE = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#888888")
-"""Line colours, in order of use."""
+# Line colours, Paul Tol's bright scheme: told apart by colour-blind readers and in print.
+_PALETTE = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#888888")
 _DIAMOND = {"fmt": "D", "label": "", "markerfacecolor": "white"}
-_STYLE = {"font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.fontsize": 8}
+_STYLE = {"font.size": 9, "legend.fontsize": 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +115,7 @@ def plot(title: str, note: str, draw: Callable[[Axes, _Shown], None], shown: _Sh
 
 def _coloured(runs: Runs) -> Iterator[tuple[str, RunHistory, str]]:
     for index, (name, history) in enumerate(runs.items()):
-        yield _label(name), history, PALETTE[index % len(PALETTE)]
+        yield _label(name), history, _PALETTE[index % len(_PALETTE)]
 
 
 def _label(name: str) -> str:
@@ -224,7 +223,7 @@ def _parts(axes: Axes, runs: Runs) -> None:
     names = dict.fromkeys(name for event in history.rounds.values() for name in event.get("reward_parts", {}))
     for index, name in enumerate(names):
         values = [float(event.get("reward_parts", {}).get(name, 0.0)) for event in history.rounds.values()]
-        axes.plot(history.round_numbers, smooth(values), color=PALETTE[index % len(PALETTE)], label=_label(name))
+        axes.plot(history.round_numbers, smooth(values), color=_PALETTE[index % len(_PALETTE)], label=_label(name))
 
 
 def quality_by_compute(cells: Mapping[str, Sequence[EvalCell]]) -> Iterator[Plot]:
@@ -245,7 +244,7 @@ def _cells_by_compute(axes: Axes, cells: Sequence[EvalCell]) -> None:
     best = list(pareto_front(cells))
     front = [one.mean_forwards for one in best], [100 * one.accuracy for one in best]
     axes.plot(*front, color=_FRONT, linewidth=7, alpha=0.5, drawstyle="steps-post", solid_capstyle="butt", zorder=0)
-    colors = dict(zip(sorted({one.gen_length for one in cells}), cycle(PALETTE), strict=False))
+    colors = dict(zip(sorted({one.gen_length for one in cells}), cycle(_PALETTE), strict=False))
     for checkpoint in dict.fromkeys(one.checkpoint for one in cells):
         line = STAGES[checkpoint].line if checkpoint in STAGES else "-"
         for length, color in colors.items():

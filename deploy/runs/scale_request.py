@@ -25,7 +25,6 @@ MAX_ACTORS = 100_000
 """Maximum number of actors of a kind that is accepted: more is a typing error."""
 _REQUEST, _ANSWER = ".scale.json", ".scaled.json"
 _POLL_S = 0.1
-_Size = Annotated[int, Field(ge=1, le=MAX_ACTORS)]
 
 
 class ScaleRequest(BaseModel):
@@ -34,7 +33,7 @@ class ScaleRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: Annotated[str, Field(min_length=1, max_length=64)]
-    sizes: dict[Kind, _Size]
+    sizes: dict[Kind, Annotated[int, Field(ge=1, le=MAX_ACTORS)]]
 
 
 class ScaleAnswer(BaseModel):

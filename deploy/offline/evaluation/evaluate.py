@@ -140,15 +140,13 @@ def prepare(
     batches = [
         batches_of(cell, problems[cell.task.name], tokenizer, size, subject.config, usual=usual) for cell in cells
     ]
-    return [_prepared_cell(subject, cell, some, compute, out) for cell, some in zip(cells, batches, strict=True)]
-
-
-def _prepared_cell(
-    subject: Subject, cell: Cell, batches: Sequence[Batch], compute: ComputeSettings, out: Path
-) -> PreparedCell:
-    sizes = [len(batch.items) for batch in batches]
-    facts = {"checkpoint": subject.facts, **cell.facts(), "dtype": compute.dtype, "batch_size": sizes[0]}
-    return PreparedCell(cell=cell, batches=batches, record=RecordWriter(out / f"{cell.name}.jsonl", facts, sizes))
+    prepared = []
+    for cell, some in zip(cells, batches, strict=True):
+        sizes = [len(batch.items) for batch in some]
+        facts = {"checkpoint": subject.facts, **cell.facts(), "dtype": compute.dtype, "batch_size": sizes[0]}
+        record = RecordWriter(out / f"{cell.name}.jsonl", facts, sizes)
+        prepared.append(PreparedCell(cell=cell, batches=some, record=record))
+    return prepared
 
 
 def run_missing(
@@ -166,30 +164,25 @@ def run_missing(
     numbered = [replace(batch, index=number) for number, (_, batch) in enumerate(waiting)]
     for done in answer_batches(config, compute.pool, numbered):
         one, batch = waiting[done.index]
-        one.record.add(replace(done, index=batch.index))
+        one.record.add(replace(done, index=batch.index, completions=()))
         after_each(one)
 
 
-def results(subject: Subject, prepared: Sequence[PreparedCell]) -> dict[str, Any]:
-    """Return the results as JSON."""
-    return {
-        "checkpoint": {"name": subject.name, **subject.facts},
-        "cells": [
-            {
-                "task": one.cell.task.name,
-                "protocol": one.cell.protocol,
-                "gen_length": one.cell.params.gen_length,
-                "schedule": one.cell.params.schedule_name,
-                "temperature": one.cell.temperature,
-                **compute_metrics(one.record.recorded),
-                "answers": one.record.path.name,
-            }
-            for one in prepared
-        ],
-    }
-
-
-def write_results(found: dict[str, Any], out: Path) -> None:
-    """Write the results next to the answers. Raises UserError if that fails."""
+def write_results(subject: Subject, prepared: Sequence[PreparedCell], out: Path) -> dict[str, Any]:
+    """Write the results next to the answers, and return them. Raises UserError if that fails."""
+    cells = [
+        {
+            "task": one.cell.task.name,
+            "protocol": one.cell.protocol,
+            "gen_length": one.cell.params.gen_length,
+            "schedule": one.cell.params.schedule_name,
+            "temperature": one.cell.temperature,
+            **compute_metrics(one.record.recorded),
+            "answers": one.record.path.name,
+        }
+        for one in prepared
+    ]
+    found = {"checkpoint": {"name": subject.name, **subject.facts}, "cells": cells}
     with os_errors(f"cannot write {out / RESULTS}"):
         (out / RESULTS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found

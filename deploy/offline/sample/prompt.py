@@ -12,15 +12,7 @@ from torch import Tensor
 
 from deploy.offline.policy import ReadyPolicy
 from deploy.offline.sample.answers import work_summary
-from deploy.offline.views.canvas import (
-    SPECIAL_CHARACTER,
-    CanvasView,
-    canvas_in,
-    canvas_of,
-    canvas_text,
-    legend,
-    window,
-)
+from deploy.offline.views.canvas import SPECIAL_CHARACTER, CanvasView, canvas_in, canvas_of, canvas_text, legend, window
 from deploy.printing import duration, printable, show
 from deploy.requests.families import AnyRequest
 from learner.model.tokenizer import ChatTokenizer
