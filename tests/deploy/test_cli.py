@@ -195,7 +195,7 @@ def test_ctrl_c_that_ends_only_the_service_of_a_finished_run_is_success(
     assert "stopped" not in ended.out
 
 
-def test_a_bug_is_not_hidden(recipe_file: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_shows_its_traceback(recipe_file: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deploy.cli import main
 
     def broken(*_: object) -> None:

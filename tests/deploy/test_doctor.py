@@ -70,7 +70,7 @@ def test_a_check_that_raises_has_failed_and_the_others_are_made(d1: Callable, mo
     }
 
 
-def test_a_warning_is_none(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_is_not_a_failure(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.machine, "num_cpus", lambda: 1)
     ended = d1("doctor")
     assert ended.status == 0

@@ -35,7 +35,7 @@ def test_an_orphan_ends_with_the_process_that_adopts() -> None:
         time.sleep(0.02)
 
 
-def test_without_that_it_would_stay() -> None:
+def test_without_adoption_an_orphan_keeps_running() -> None:
     orphan = _orphan_of("leaving")
     assert is_running(orphan)
     subprocess.run(["kill", "-9", str(orphan)], check=True)

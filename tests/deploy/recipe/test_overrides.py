@@ -278,9 +278,7 @@ def test_a_bad_override_is_refused_in_one_sentence(
         ),
     ],
 )
-def test_with_validation_that_is_what_may_be_looked_at(
-    override: str, sentence: str, recipe_file: Path, d1: Callable
-) -> None:
+def test_validation_settings_must_be_consistent(override: str, sentence: str, recipe_file: Path, d1: Callable) -> None:
     words = ("evaluation.num_validation=5", "task.validation_fraction=0.2")
     d1("train", "tiny.yaml", *words, override).assert_refused(sentence)
 

@@ -74,7 +74,7 @@ def test_a_run(d1: Callable, make_run: Callable, events: Events, workdir: Path) 
     assert (workdir / "again.html").read_text() == (workdir / "here" / "report.html").read_text()
 
 
-def test_what_has_no_data_has_no_plot(d1: Callable, make_run: Callable, recorder: Any, workdir: Path) -> None:
+def test_plots_without_data_are_left_out(d1: Callable, make_run: Callable, recorder: Any, workdir: Path) -> None:
     recorder.add("run", name="$\\frac$ [b]", seed=0, commit="", hardware="", versions={})
     recorder.evaluation("start", 100)
     make_run("tiny", recorder.events)
@@ -129,7 +129,7 @@ def test_hostile_completions_stay_texts(make_run: Callable, events: Events, tmp_
     assert page.text.count(HOSTILE) > 8
 
 
-def test_what_cannot_be_reported_is_a_sentence(
+def test_what_cannot_be_reported_is_refused_in_one_sentence(
     d1: Callable, make_run: Callable, events: Events, workdir: Path, runs: Path
 ) -> None:
     make_run("empty", events[:1])
@@ -279,9 +279,7 @@ def test_only_whole_evaluations_of_these_weights_are_reported(make_run: Callable
     assert found == [("countdown", "sft", 8, "8 steps", 0.25), ("sums", "sft", 8, "4 steps", 0.25)]
 
 
-def test_lengths_are_told_apart_once_whatever_was_evaluated(
-    d1: Callable, make_run: Callable, events: Events, workdir: Path
-) -> None:
+def test_the_legend_names_each_length_once(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
     run = make_run("tiny", events)
     for checkpoints in (["sft"], ["rl-000001", "rl-000002"]):
         for checkpoint in checkpoints:
@@ -292,7 +290,7 @@ def test_lengths_are_told_apart_once_whatever_was_evaluated(
         assert [text for text in texts if text.endswith(" slots")] == ["8 slots", "16 slots"]
 
 
-def test_the_front_has_what_nothing_beats_at_its_cost(make_run: Callable, events: Events) -> None:
+def test_the_pareto_front_has_the_best_at_each_cost(make_run: Callable, events: Events) -> None:
     run = make_run("tiny", events)
     for steps, slots, right in ((1, 8, 3), (2, 8, 2), (4, 8, 6), (4, 16, 7), (6, 8, 7), (8, 8, 7), (8, 16, 9)):
         _evaluate(run, "sft", slots, steps, right)

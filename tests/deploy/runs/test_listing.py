@@ -41,7 +41,7 @@ def _rows(table: str) -> list[list[str]]:
     return [line.split() for line in table.splitlines()[1:]]
 
 
-def test_ls_lists_runs_newest_first_with_what_can_be_known(make_run: Callable, events: Events, d1: Callable) -> None:
+def test_ls_lists_runs_newest_first_with_state_and_results(make_run: Callable, events: Events, d1: Callable) -> None:
     _age(make_run("old", events), 7200)
     _age(make_run("crashed", events[:25]), 3600)
     _age(make_run("going", events[:30]), 5)
@@ -77,7 +77,7 @@ def test_ls_keeps_names_whole_and_leaves_out_what_does_not_fit(
     assert longest in "".join(table.split())
 
 
-def test_ls_skips_what_is_no_run_and_survives_a_broken_one(make_run: Callable, events: Events, d1: Callable) -> None:
+def test_ls_skips_other_directories_and_lists_a_damaged_run(make_run: Callable, events: Events, d1: Callable) -> None:
     directory = make_run("torn", events)
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"event": "rou')
@@ -199,7 +199,7 @@ def test_serve_without_a_run_says_how_to_make_one(
     assert served == []
 
 
-def test_the_weights_of_a_checkpoint_are_held_as_asked_and_a_runs_as_its_recipe_says(
+def test_dtype_is_for_checkpoints_and_a_run_has_its_recipes(
     make_run: Callable,
     events: Events,
     d1: Callable,

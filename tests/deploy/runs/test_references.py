@@ -101,7 +101,7 @@ def test_last_is_the_newest_checkpoint_and_best_what_validation_chose(tiny: Path
     assert find("tiny-20261122/best", _RUNS).directory.name == "best", "a checkpoint of that name goes before"
 
 
-def test_a_miss_names_the_nearest(tiny: Path) -> None:
+def test_an_unknown_reference_suggests_the_closest_name(tiny: Path) -> None:
     for name in ("tny-20261122", "runs/tny-20261122"):
         with pytest.raises(UserError, match=r"no hub id either; did you mean tiny-20261122\?"):
             find(name, _RUNS)
@@ -138,7 +138,7 @@ def test_latest_is_the_run_that_was_last_begun_and_is_listed_once(
     assert d1("status", "latest").out.startswith("other: ")
 
 
-def test_what_somebody_has_called_latest_stays(tiny: Path, make_run: Callable[..., Path]) -> None:
+def test_a_file_named_latest_is_left_alone(tiny: Path, make_run: Callable[..., Path]) -> None:
     mine = make_run("latest", [])
     point_latest_at(tiny)
     assert not mine.is_symlink()

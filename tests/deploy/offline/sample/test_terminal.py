@@ -71,7 +71,7 @@ def test_on_a_terminal_the_canvas_fills_in(d1: Callable, checkpoints: Path, monk
     assert "\x1b[?25h" in screen.getvalue()
 
 
-def test_the_canvas_that_is_shown_is_the_one_that_is_denoised(checkpoints: Path) -> None:
+def test_the_shown_canvas_is_the_current_batch_state(checkpoints: Path) -> None:
     policy = load_policy(checkpoints / "with")
     params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0)
     running = Sampler(policy, 0).open([Request(prompt_ids=(5, 6, 7), params=params, seed=0)])
@@ -118,7 +118,7 @@ def test_tokens_that_are_bytes_of_one_character_are_shown_as_it() -> None:
     assert canvas_text(torn, _decode).plain == f"\ufffd{MASK_CHARACTER}A日"
 
 
-def test_a_canvas_that_is_higher_than_the_screen_is_shown_where_it_is_denoised() -> None:
+def test_a_tall_canvas_is_scrolled_to_the_first_masked_slot() -> None:
     lines = [Text(str(index)) for index in range(10)] + [Text(MASK_CHARACTER)] * 5
     assert window(lines, 20) == lines
     assert [line.plain for line in window(lines, 4)] == ["8", "9", MASK_CHARACTER, MASK_CHARACTER]
