@@ -82,7 +82,7 @@ def _checks(runs_dir: Path) -> dict[str, Callable[[], Check]]:
             machine.free_bytes(runs_dir) / _GIB, " GiB free", 0.5, 5, "free some space, or choose another runs_dir"
         ),
         **{f"port {port}": partial(_port, port, use) for port, use in _PORTS.items()},
-        "Python": lambda: _version("Python", platform.python_version(), "".join(_metadata("Requires-Python"))),
+        "Python": _python,
         **{package: partial(_package, package) for package in _PACKAGES},
         "GPUs": _gpu,
         "embedded registry": _embedded_registry,
@@ -127,33 +127,26 @@ def _port(port: int, use: str) -> Check:
 
 
 def _package(name: str) -> Check:
-    from importlib.metadata import PackageNotFoundError, version
+    from importlib.metadata import PackageNotFoundError, requires, version
 
     from packaging.requirements import Requirement
 
-    wanted = [item for item in map(Requirement, _metadata("Requires-Dist")) if item.name == name]
+    wanted = next(item for item in map(Requirement, requires("d1") or ()) if item.name == name)
     try:
-        return _version(name, version(name), "".join(str(item.specifier) for item in wanted))
+        return _version(name, version(name), str(wanted.specifier))
     except PackageNotFoundError:
-        return Check("not installed", CheckOutcome.FAILED, f"pip install '{wanted[0] if wanted else name}'")
+        return Check("not installed", CheckOutcome.FAILED, f"pip install '{wanted}'")
 
 
-def _metadata(field: str) -> list[str]:
-    """Read a field of d1's package metadata; empty if d1 is only on the `PYTHONPATH`."""
-    from importlib.metadata import PackageNotFoundError, metadata
+def _python() -> Check:
+    from importlib.metadata import metadata
 
-    try:
-        return metadata("d1").get_all(field) or []
-    except PackageNotFoundError:
-        return []
+    return _version("Python", platform.python_version(), metadata("d1")["Requires-Python"])
 
 
 def _version(name: str, found: str, wanted: str) -> Check:
     from packaging.specifiers import SpecifierSet
 
-    if not wanted:
-        fix = "none if d1 works; its package metadata, by which versions are judged, comes with pip install"
-        return Check(found, CheckOutcome.WARNING, fix)
     if SpecifierSet(wanted).contains(found, prereleases=True):
         return Check(found)
     return Check(found, CheckOutcome.FAILED, f"d1 needs {name} {wanted}")

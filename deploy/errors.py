@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 EXIT_RUN_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -16,3 +19,21 @@ class RunFailedError(Exception):
 def reason(error: OSError) -> str:
     """Return the system's error message, as part of a sentence: `no such file or directory`."""
     return (error.strerror or str(error)).lower()
+
+
+@contextmanager
+def os_errors(failed: str) -> Iterator[None]:
+    """Convert an OSError to a UserError: what `failed`, such as `cannot write FILE`, and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{failed}: {reason(error)}") from error
+
+
+@contextmanager
+def value_errors(place: str = "") -> Iterator[None]:
+    """Convert a ValueError to a UserError, whose message begins with `place`."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{place}{error}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors, reason, value_errors
 from deploy.offline.policy import read_tokenizer
 from deploy.runs.references import find_checkpoint_of
 from learner.model.adapter import Adapter, check_peft_copies, read_chain, write_peft_adapter
@@ -32,24 +32,14 @@ from learner.model.storage.weights import StoredWeights
 def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> Path:
     """Write a Hugging Face directory that the original code of the policy's family loads.
 
-    Its weights are bit-identical to the checkpoint's; adapters are merged into them in float32.
+    Its weights are bit-identical to the checkpoint's; adapters are merged into them in float32. Of a run, it is the
+    newest checkpoint. `out` must not exist, or be an empty directory. Returns the directory of the checkpoint.
 
-    Args:
-        reference: a checkpoint or a run (its newest checkpoint), named as for `deploy.runs.references.find`.
-        out: destination; it must not exist, or be an empty directory.
-        runs_dir: the directory of runs.
-
-    Returns:
-        The directory of the exported checkpoint.
-
-    Raises:
-        UserError: there is no checkpoint, it is damaged, or `out` cannot be written.
+    Raises UserError if there is no checkpoint, it is damaged, or `out` cannot be written.
     """
-    directory = _find(reference, runs_dir)
-    try:
+    with value_errors(), os_errors(f"cannot read the checkpoint {reference}"):
+        directory = _find(reference, runs_dir)
         _write(out, lambda partial: _write_policy_of(directory, partial))
-    except ValueError as error:
-        raise UserError(str(error)) from error
     return directory
 
 
@@ -58,50 +48,30 @@ def export_adapter(
 ) -> tuple[Path, Path]:
     """Write the adapter alone, as a directory that peft loads onto the original code's model.
 
-    It combines what all stages of the run have added to the initial policy.
+    It combines what all stages of the run have added to the initial policy. `is_half` rounds its matrices to bfloat16.
+    Returns the directories of the exported checkpoint and of the policy below the adapter.
 
-    Args:
-        reference: as in `export_policy`.
-        out: likewise.
-        runs_dir: likewise.
-        is_half: round its matrices to bfloat16.
-
-    Returns:
-        The directories of the exported checkpoint and of the policy below the adapter.
-
-    Raises:
-        UserError: as in `export_policy`, and for a checkpoint that was trained without LoRA, or an adapter that peft
-            cannot represent.
+    Raises UserError as `export_policy`, and for a checkpoint without adapter, or one that peft cannot represent.
     """
-    directory = _find(reference, runs_dir)
-    try:
+    with value_errors(), os_errors(f"cannot read the checkpoint {reference}"):
+        directory = _find(reference, runs_dir)
         adapter, base = _whole_adapter(directory)
         family = load_config(directory).family
         dtype = torch.bfloat16 if is_half else torch.float32
         matrices = {name: matrix.to(dtype) for name, matrix in adapter.matrices.items()}
-        adapter = replace(adapter, matrices=matrices)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    try:
         # The directory of its weights, from which peft loads the original model.
-        original = weight_files(base)[0].parent.resolve()
-        _write(out, lambda partial: write_peft_adapter(partial, adapter, family, str(original)))
-    except ValueError as error:
-        raise UserError(str(error)) from error
+        original = str(weight_files(base)[0].parent.resolve())
+        adapter = replace(adapter, matrices=matrices)
+        _write(out, lambda partial: write_peft_adapter(partial, adapter, family, original))
     return directory, base
 
 
 def _find(reference: str, runs_dir: Path) -> Path:
-    try:
-        directory = find_checkpoint_of(reference, runs_dir)
-        load_config(directory)
-        if (directory / MANIFEST).is_file():
-            verify_checkpoint(directory)
-        StoredWeights(checkpoint_chain(directory)[-1])
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
+    directory = find_checkpoint_of(reference, runs_dir)
+    load_config(directory)
+    if (directory / MANIFEST).is_file():
+        verify_checkpoint(directory)
+    StoredWeights(checkpoint_chain(directory)[-1])
     return directory
 
 
@@ -148,9 +118,8 @@ def _write(out: Path, write: Callable[[Path], object]) -> None:
         partial.mkdir(parents=True)
         write(partial)
         partial.rename(out)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {reason(error)}") from error
-    except SafetensorError as error:
-        raise UserError(f"cannot write {out}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        what = reason(error) if isinstance(error, OSError) else error
+        raise UserError(f"cannot write {out}: {what}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from pathlib import Path
+
+import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 # A process may have started another one just before it was killed, so one sweep may not be enough.
@@ -33,7 +33,12 @@ def kill_marked(variable: str, value: str) -> None:
 
     Redis overwrites its environment, so it is found as a descendant.
     """
-    _kill_all(lambda: _below({pid for pid in _pids() if is_marked(pid, variable, value)}))
+
+    def marked() -> set[int]:
+        found = {pid for pid in psutil.pids() if is_marked(pid, variable, value)}
+        return found.union(*map(descendants, found))
+
+    _kill_all(marked)
 
 
 def _kill_all(find: Callable[[], set[int]]) -> None:
@@ -41,40 +46,25 @@ def _kill_all(find: Callable[[], set[int]]) -> None:
         if not (found := find()):
             return
         for pid in found:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            with suppress(psutil.Error):
+                psutil.Process(pid).kill()
 
 
 def is_marked(pid: int, variable: str, value: str) -> bool:
     """Whether a process was started with this environment variable; False if it has overwritten its environment."""
-    try:
-        return f"{variable}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
+    with suppress(psutil.Error):
+        return psutil.Process(pid).environ().get(variable) == value
+    return False
 
 
 def descendants(pid: int) -> set[int]:
     """Return the running descendants of `pid`."""
-    return _below({pid}) - {pid}
+    with suppress(psutil.NoSuchProcess):
+        return {child.pid for child in psutil.Process(pid).children(recursive=True) if _runs(child)}
+    return set()
 
 
-def with_descendants(pids: Collection[int], parents: Mapping[int, int]) -> set[int]:
-    """Return `pids` and all their descendants; `parents` maps each process to its parent."""
-    found = set(pids)
-    while new := {child for child, parent in parents.items() if parent in found} - found:
-        found |= new
-    return found
-
-
-def _below(pids: set[int]) -> set[int]:
-    parents = {}
-    for pid in _pids():
-        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat", errors="replace") as stat:
-            state, parent = stat.read().rsplit(")", 1)[1].split()[:2]
-            if state != "Z":
-                parents[pid] = int(parent)
-    return with_descendants(pids, parents)
-
-
-def _pids() -> Iterator[int]:
-    return map(int, filter(str.isdigit, os.listdir("/proc")))
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False

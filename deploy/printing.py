@@ -6,9 +6,15 @@ import math
 import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
 _KEPT = "\n\t"
+_STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def printable(text: str) -> str:
@@ -16,11 +22,10 @@ def printable(text: str) -> str:
 
     Model output and logs are untrusted text: an escape sequence in them could retitle, clear or spoof a screen.
     """
-    return "".join(char if char in _KEPT or not _steers(char) else f"\\u{ord(char):04x}" for char in text)
-
-
-def _steers(char: str) -> bool:
-    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return "".join(
+        f"\\u{ord(char):04x}" if unicodedata.category(char) in _STEERING and char not in _KEPT else char
+        for char in text
+    )
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -75,3 +80,12 @@ def metric(value: float) -> str:
 def gigabytes(num_bytes: float) -> str:
     """Format a size in gigabytes: `1.5 GB`."""
     return f"{num_bytes / 1e9:.1f} GB"
+
+
+def show(text: Text, console: Console) -> None:
+    """Print a text with a newline and flush. Piped text bypasses rich, which would expand tabs."""
+    if console.is_terminal:
+        console.print(text, soft_wrap=True)
+    else:
+        console.file.write(f"{text.plain}\n")
+    console.file.flush()

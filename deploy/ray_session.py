@@ -35,10 +35,7 @@ class RaySession:
 
 @contextmanager
 def ray_session(*, dashboard: bool) -> Iterator[RaySession]:
-    """Connect to the cluster that RAY_ADDRESS names, or start Ray on this machine.
-
-    Args:
-        dashboard: whether a Ray that is started here has a dashboard.
+    """Connect to the cluster that RAY_ADDRESS names, or start Ray on this machine, with or without a dashboard.
 
     Raises RunFailedError if Ray does not start or answer, UserError if its token cannot be written.
     """

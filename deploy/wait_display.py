@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,13 +28,10 @@ class WaitDisplay:
         self._spinner: Progress | None = None
 
     def begin(self, what: str, *, at_once: bool = False, first_after_s: float | None = None) -> None:
-        """Begin to wait for `what`; a wait that is under way ends.
+        """Begin to wait for `what`, such as `starting Ray`; a wait that is under way ends.
 
-        Args:
-            what: such as `starting Ray`.
-            at_once: whether to print a line now. The spinner of a terminal starts now in any case.
-            first_after_s: delay of the first line, if it is longer than 5 s. A terminal then gets lines, not a spinner,
-                because it has a progress bar.
+        `at_once` prints a line now; a terminal's spinner starts now in any case. `first_after_s` delays the first line
+        beyond 5 s, and a terminal then gets lines, not a spinner, because it has a progress bar.
         """
         self.end()
         self._what = what
@@ -86,6 +83,29 @@ def wait_display(what: str, *, at_once: bool = False) -> Iterator[WaitDisplay]:
         yield waiting
     finally:
         waiting.end()
+
+
+def progress_bar(console: Console, **options: Any) -> Progress:
+    """Create a bar of counted work, with times; its tasks have a field `facts`. `options` are those of `Progress`."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}", style="bold", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[facts]}", style="cyan", markup=False),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        **options,
+    )
 
 
 def _spinner(console: Console, what: str) -> Progress:

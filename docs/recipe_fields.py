@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy.recipe.schema import recipe_schema
+from deploy.recipe.recipe import recipe_schema
 
 PAGE = Path(__file__).parent / "recipes.md"
 MARK = "<!-- Below this line `make docs` writes. -->\n"

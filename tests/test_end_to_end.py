@@ -27,7 +27,7 @@ from actors.run_log import read_events
 from actors.weights.tensors import make_manifest
 from benchmarks.processes.run_processes import MARK, Role, RunProcesses
 from deploy.offline.evaluation.evaluate import ComputeSettings, find_subject, prepare
-from deploy.offline.evaluation.options import EvaluationOptions, SampleSettings
+from deploy.offline.evaluation.options import EvaluationOptions
 from deploy.offline.pool import PoolSettings
 from deploy.offline.worker import Worker, WorkerConfig
 from learner.model.checkpoint import load_policy
@@ -128,7 +128,7 @@ def test_a_run_writes_events_samples_and_checkpoints(
         # Computed as a resumed learner computes it when it announces the version.
         weights = dict(load_policy(checkpoint).named_parameters())
         assert read_position(checkpoint).manifest_digest == make_manifest(0, weights).digest
-    shown = _d1(cluster, "runs", "show", str(run_dir))
+    shown = _d1(cluster, "status", str(run_dir))
     assert "SFT + RL" in shown.stdout
 
 
@@ -139,12 +139,10 @@ def test_evaluation_on_the_cluster_equals_that_of_one_worker(cluster: dict[str, 
     done = _d1(cluster, "eval", str(folder / "first"), *words, "--out", str(folder / "answers"))
     assert done.returncode == 0, done.stderr
     subject = find_subject(str(folder / "first"), folder)
-    drawn = SampleSettings(num_samples=2, temperature=1.0)
+    options = EvaluationOptions(schedules=("0.5",), num_samples=2, temperature=1.0)
     computing = ComputeSettings(num_slots=None, dtype="float32", pool=PoolSettings(num_workers=None, device=None))
     # Everything is already answered: check what is stored, and the options of the evaluation.
-    (ready,) = prepare(
-        subject, EvaluationOptions(schedules=("0.5",), sampled=drawn), computing, folder / "answers", [].append
-    )
+    (ready,) = prepare(subject, options, computing, folder / "answers", [].append)
     assert not ready.missing
     engine = computing.engine(subject.run)
     worker = Worker(WorkerConfig(checkpoint=subject.directory, engine=engine, device="cpu", num_threads=1))

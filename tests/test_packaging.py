@@ -18,7 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from deploy.recipe.schema import recipe_schema
+from deploy.recipe.recipe import recipe_schema
 
 ROOT = Path(__file__).parents[1]
 

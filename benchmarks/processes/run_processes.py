@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from signal import Signals
 
-from deploy.orphans import is_marked, with_descendants
+from deploy.orphans import is_marked
 
 MARK = "D1_RUN_MARK"
 """Environment variable that identifies the processes of a run."""
@@ -119,7 +119,8 @@ class RunProcesses:
             process.pid for process in found if process.key in self._known or is_marked(process.pid, MARK, self.mark)
         }
         # Some processes overwrite their environment, but their parents do not.
-        ours = with_descendants(ours, {process.pid: process.parent for process in found})
+        while children := {process.pid for process in found if process.parent in ours} - ours:
+            ours |= children
         members = [process for process in found if process.pid in ours]
         self._known |= {process.key for process in members}
         return sorted((process for process in members if process.state not in "ZX"), key=lambda process: process.pid)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.run_log import CHECKPOINTS, RECIPE
-from deploy.errors import UserError
+from deploy.errors import UserError, value_errors
 from deploy.machine import nearest_existing
 from deploy.recipe.overrides import load_recipe, parse_override
 from deploy.recipe.recipe import Recipe
@@ -64,19 +64,6 @@ class Adaptation:
         """File of the model's own responses: next to the run directory, which is created after they are complete."""
         out = self.out.absolute()
         return out.with_name(f"{out.name}.responses.jsonl")
-
-    @property
-    def command_words(self) -> list[str]:
-        """Command-line words that reproduce these settings."""
-        options = {
-            "--data": self.data,
-            "--prompts": self.prompts,
-            "--block-length": self.block_length,
-            "--mask-token": self.mask_token,
-            "--distill-rounds": self.distill_rounds or None,
-        }
-        given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-        return ["adapt", self.model, str(self.out), *given, *([] if self.shift else ["--no-shift"]), *self.overrides]
 
     def recipe(self) -> Recipe:
         """Build the run's recipe. Without steps and rounds, only the untrained policy is written.
@@ -196,10 +183,8 @@ class Adaptation:
         initial = self.out / CHECKPOINTS / "initial"
         if not initial.is_dir():
             raise UserError(f"there is no run to resume in {self.out}; start it without --resume")
-        try:
+        with value_errors():
             config = load_config(initial)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         asked = {"--block-length": self.block_length, "--shift": self.shift}
         began = {"--block-length": config.block_length, "--shift": config.predicts_next}
         for option, value in asked.items():
@@ -212,10 +197,8 @@ class Adaptation:
 
 def _check_data(data: Path) -> None:
     """Raise UserError if the data cannot be read. Checked before a model is opened, which takes longer."""
-    try:
+    with value_errors("sft.data: "):
         read_demonstrations(data)
-    except ValueError as error:
-        raise UserError(f"sft.data: {error}") from error
 
 
 def open_source_model(model: str) -> AutoregressiveCheckpoint:
@@ -224,7 +207,5 @@ def open_source_model(model: str) -> AutoregressiveCheckpoint:
 
     if (Path(model) / RECIPE).is_file():
         raise UserError(f"{model} is a run, and its policy a diffusion policy already; train it with --from {model}")
-    try:
+    with value_errors():
         return open_source(model)
-    except ValueError as error:
-        raise UserError(str(error)) from error

@@ -6,20 +6,7 @@ import sys
 
 import typer
 
-from deploy.cli import (
-    evaluation,
-    export,
-    machine,
-    plan,
-    policy,
-    report,
-    runs,
-    sample,
-    status,
-    submit,
-    tasks,
-    train,
-)
+from deploy.cli import evaluation, export, machine, plan, policy, report, runs, sample, status, submit, tasks, train
 from deploy.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, RunFailedError, UserError
 from deploy.printing import printable
 

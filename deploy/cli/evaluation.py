@@ -8,72 +8,65 @@ from contextlib import closing
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli.options import RunsDir, numbers_of, words_of
+from deploy.cli.options import Checkpoint, Device, DType, Json, Protocol, RunsDir, Workers, numbers_of, words_of
 from deploy.errors import EXIT_INTERRUPTED, UserError
 from deploy.printing import printable
 from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
     from deploy.offline.evaluation.evaluate import ComputeSettings, PreparedCell, Subject
+    from deploy.offline.evaluation.options import EvaluationOptions
 
 PASSES_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Arguments after the checkpoint are passed on to lm-evaluation-harness."""
 _PACKAGE = "lm_eval"
 
 
+_Tasks = Annotated[str | None, typer.Option(metavar="A,B", help="Tasks; left out: the run's own.")]
+_Lengths = Annotated[
+    str | None, typer.Option(metavar="128,256", help="Slots of a completion; left out: as the run has.")
+]
+_Schedules = Annotated[
+    str | None,
+    typer.Option(
+        metavar="0.5,threshold=0.9",
+        help="A share of the slots as steps, or steps=9, threshold=0.9, factor=1, entropy_bound=0.5; "
+        "left out: as the run is evaluated, or 0.5.",
+    ),
+]
+
+
 def evaluate(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|CHECKPOINT", help="A run by name or path, a checkpoint's path, or a hub id ORG/NAME."
-        ),
-    ],
+    checkpoint: Checkpoint,
     fields: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[TASK.KEY=VALUE]...", help="Fields of the tasks, as under `task` in a recipe.", show_default=False
-        ),
+        typer.Argument(metavar="[TASK.KEY=VALUE]...", help="Fields of the tasks, as under `task` in a recipe."),
     ] = None,
     *,
-    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Tasks; left out: the run's own.")] = None,
-    lengths: Annotated[
-        str | None, typer.Option(metavar="128,256", help="Slots of a completion; left out: as the run has.")
-    ] = None,
-    schedules: Annotated[
-        str | None,
-        typer.Option(
-            metavar="0.5,threshold=0.9",
-            help="A share of the slots as steps, or steps=9, threshold=0.9, factor=1, entropy_bound=0.5; "
-            "left out: as the run is evaluated, or 0.5.",
-        ),
-    ] = None,
+    tasks: _Tasks = None,
+    lengths: _Lengths = None,
+    schedules: _Schedules = None,
     block_length: Annotated[int | None, typer.Option(min=1, help="Slots denoised together.")] = None,
     problems: Annotated[
-        int | None, typer.Option(min=1, help="Held-out problems of each task; left out: all, or 500 of made ones.")
+        int | None, typer.Option(min=1, help="Held-out problems of each task; left out: all, or 500 generated ones.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Completions of each problem, for pass@k.")] = 1,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Of the draws; 0, the default, takes the likeliest token.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Keys the draws.")] = 0,
-    protocol: Annotated[
-        Literal["fixed", "d1"], typer.Option(help="Our rules; or the first d1's prompts, denoising and parsers.")
-    ] = "fixed",
+        float, typer.Option(min=0, help="Sampling temperature; 0 selects the most probable token.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    protocol: Protocol = "fixed",
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where answers are kept; left out: RUNS_DIR/evaluations/NAME.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; left out: one for each GPU, else for each core.")
-    ] = None,
-    device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="Where to compute; left out: GPUs where there are any.")
-    ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
+    as_json: Json = False,
+    workers: Workers = None,
+    device: Device = None,
+    dtype: DType = "float32",
     slots: Annotated[
         int | None, typer.Option(min=1, help="Completions that a worker denoises at a time; left out: as the run's.")
     ] = None,
@@ -81,10 +74,9 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint on held-out problems, at each length and schedule; resumes where it was stopped."""
     with wait_display("loading torch"):
-        from deploy.offline.evaluation.evaluate import ComputeSettings, default_out, find_subject, prepare
-        from deploy.offline.evaluation.options import EvaluationOptions, SampleSettings
+        from deploy.offline.evaluation.evaluate import ComputeSettings
+        from deploy.offline.evaluation.options import EvaluationOptions
         from deploy.offline.pool import PoolSettings
-        from deploy.offline.record import take_lock
 
     options = EvaluationOptions(
         tasks=words_of(tasks),
@@ -94,20 +86,12 @@ def evaluate(
         num_problems=problems,
         protocol=protocol,
         fields=tuple(fields or ()),
-        sampled=SampleSettings(num_samples=samples, temperature=temperature or 0.0, seed=seed),
+        num_samples=samples,
+        temperature=temperature,
+        seed=seed,
     )
     compute = ComputeSettings(num_slots=slots, dtype=dtype, pool=PoolSettings(num_workers=workers, device=device))
-    with wait_display(f"looking at {checkpoint}") as waiting:
-        subject = find_subject(checkpoint, runs_dir, waiting.change)
-        place = out or default_out(subject, runs_dir)
-    with closing(take_lock(place)):
-        warnings: list[str] = []
-        with wait_display("making the problems"):
-            prepared = prepare(subject, options, compute, place, warnings.append)
-        for warning in warnings:
-            sys.stderr.write(f"d1: {printable(warning)}\n")
-        _answer(subject, prepared, compute)
-        _show(subject, prepared, place, as_json=as_json)
+    _evaluate(checkpoint, options, compute, out, runs_dir, as_json=as_json)
 
 
 def compare(
@@ -117,7 +101,7 @@ def compare(
     second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     *,
     task: Annotated[str | None, typer.Option(help="Compare on this task alone.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False,
+    as_json: Json = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Test whether one of two evaluated checkpoints is better, paired on the same problems."""
@@ -143,9 +127,7 @@ def compare(
 
 def lm_eval(
     context: typer.Context,
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run by name or path, a checkpoint's path, or a hub id.")
-    ],
+    checkpoint: Checkpoint,
     *,
     model_args: Annotated[
         str,
@@ -174,30 +156,47 @@ def lm_eval(
     cli_evaluate()
 
 
-def _answer(subject: Subject, prepared: list[PreparedCell], compute: ComputeSettings) -> None:
+def _evaluate(
+    checkpoint: str,
+    options: EvaluationOptions,
+    compute: ComputeSettings,
+    out: Path | None,
+    runs_dir: Path,
+    *,
+    as_json: bool,
+) -> None:
     from deploy.interrupts import terminated_by_sigterm
-    from deploy.offline.evaluation.evaluate import run_missing
+    from deploy.offline.evaluation.evaluate import default_out, find_subject, prepare, run_missing
+    from deploy.offline.record import take_lock
     from deploy.offline.views.evaluations import AnswerBar
 
-    with AnswerBar(prepared) as bar, terminated_by_sigterm():
+    with wait_display(f"looking at {checkpoint}") as waiting:
+        subject = find_subject(checkpoint, runs_dir, waiting.change)
+        place = out or default_out(subject, runs_dir)
+    with closing(take_lock(place)):
+        warnings: list[str] = []
+        with wait_display("making the problems"):
+            prepared = prepare(subject, options, compute, place, warnings.append)
+        for warning in warnings:
+            sys.stderr.write(f"d1: {printable(warning)}\n")
+        bar = AnswerBar(prepared)
         try:
-            run_missing(subject, prepared, compute, bar.advance)
-        except KeyboardInterrupt:
-            done = bar.num_done
-        else:
-            return
-    sys.stderr.write(f"d1: stopped; {done} answers are kept, and the same command goes on from there\n")
-    raise typer.Exit(EXIT_INTERRUPTED)
+            with bar, terminated_by_sigterm():
+                run_missing(subject, prepared, compute, bar.advance)
+        except KeyboardInterrupt as interrupt:
+            said = f"stopped; {bar.num_done} answers are kept, and the same command goes on from there"
+            sys.stderr.write(f"d1: {said}\n")
+            raise typer.Exit(EXIT_INTERRUPTED) from interrupt
+        _show(subject, prepared, place, as_json=as_json)
 
 
 def _show(subject: Subject, prepared: list[PreparedCell], place: Path, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from deploy.offline.evaluation.evaluate import RESULTS, results, write_results
+    from deploy.offline.evaluation.evaluate import RESULTS, write_results
     from deploy.offline.views.evaluations import tables
 
-    found = results(subject, prepared)
-    write_results(found, place)
+    found = write_results(subject, prepared, place)
     if as_json:
         typer.echo(json.dumps(found))
         return

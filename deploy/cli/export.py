@@ -7,15 +7,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.cli.options import RunsDir
+from deploy.cli.options import Checkpoint, RunsDir
 from deploy.errors import UserError
 from deploy.wait_display import wait_display
 
 
 def export(
-    checkpoint: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run by name or path, a checkpoint's path, or a hub id.")
-    ],
+    checkpoint: Checkpoint,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that is not there yet, or is empty.")],
     *,
     lora: Annotated[

@@ -42,6 +42,6 @@ def schema() -> None:
     """
     import json
 
-    from deploy.recipe.schema import recipe_schema
+    from deploy.recipe.recipe import recipe_schema
 
     typer.echo(json.dumps(recipe_schema(), indent=2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,8 +15,24 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe: learner.lr=1e-4 rollout.num_samplers=3"),
 ]
+Checkpoint = Annotated[
+    str,
+    typer.Argument(metavar="RUN|CHECKPOINT", help="A run by name or path, a checkpoint's path, or a hub id ORG/NAME."),
+]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="A run's name, or the path of its directory.")]
 RunsDir = Annotated[Path, typer.Option(help="Where the run directories are.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Protocol = Annotated[
+    Literal["fixed", "d1"], typer.Option(help="Rules of d1, or prompts, denoising and parsers of the first d1.")
+]
+DType = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Precision of the weights.")]
+Device = Annotated[
+    Literal["cpu", "cuda"] | None, typer.Option(help="Where to compute; left out: a GPU if there is one.")
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Workers on Ray. Left out: this process, and of `d1 eval` one for each GPU or core."),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")]
 ResumeOrStart = Annotated[
     bool,

@@ -1,4 +1,4 @@
-"""`d1 runs` and `d1 serve`: list, show and serve existing runs."""
+"""`d1 runs` and `d1 serve`: list and serve existing runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.cli.options import RunName, RunsDir
-from deploy.errors import UserError
+from deploy.cli.options import RunsDir
+from deploy.errors import UserError, value_errors
 from deploy.program import program
 from deploy.wait_display import wait_display
 
@@ -34,18 +34,6 @@ def list_all(runs_dir: RunsDir = _RUNS_DIR) -> None:
         typer.echo(f"no runs in {runs_dir}")
 
 
-@app.command()
-def show(name: RunName, runs_dir: RunsDir = _RUNS_DIR) -> None:
-    """Show one run: its recipe, results, curves, checkpoints and newest completions."""
-    from rich.console import Console
-
-    from deploy.runs.listing import read_run
-    from deploy.runs.references import find_run
-    from deploy.runs.show import print_run
-
-    print_run(read_run(find_run(name, runs_dir)), Console())
-
-
 def serve(
     name: Annotated[
         str | None,
@@ -69,38 +57,20 @@ def serve(
 
     A checkpoint is a directory or a hub id. Without a name, the run with the newest event is served.
     """
-    if name is None:
-        _refuse_dtype(dtype)
-        from deploy.runs.listing import newest_servable_run
+    from deploy.runs.listing import newest_servable_run
+    from deploy.runs.references import ResolvedReference, find
 
-        with wait_display("looking for the newest run"):
-            run_dir = newest_servable_run(runs_dir)
-        _serve_run(run_dir, host, port)
-        return
-    from deploy.runs.references import find
-
-    with wait_display(f"looking for {name}"):
-        try:
+    with wait_display(f"looking for {name or 'the newest run'}"), value_errors():
+        if name is None:
+            found = ResolvedReference(directory=newest_servable_run(runs_dir), is_run=True)
+        else:
             found = find(name, runs_dir)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-    if found.is_run:
-        _refuse_dtype(dtype)
-        _serve_run(found.directory, host, port)
-        return
-    with wait_display("loading Ray and the service", at_once=True):
-        from deploy.service.on_ray.launch import serve_checkpoint
-
-    serve_checkpoint(found.directory, host, port, dtype or "float32")
-
-
-def _refuse_dtype(dtype: str | None) -> None:
-    if dtype is not None:
+    if found.is_run and dtype is not None:
         raise UserError("--dtype is for checkpoints; a run has rollout.engine.dtype of its recipe")
-
-
-def _serve_run(run_dir: Path, host: str | None, port: int | None) -> None:
     with wait_display("loading Ray and the service", at_once=True):
-        from deploy.service.on_ray.launch import serve_run
+        from deploy.service.on_ray.launch import serve_checkpoint, serve_run
 
-    serve_run(run_dir, host, port)
+    if found.is_run:
+        serve_run(found.directory, host, port)
+    else:
+        serve_checkpoint(found.directory, host, port, dtype or "float32")

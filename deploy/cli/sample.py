@@ -7,21 +7,19 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from deploy.cli.options import RunsDir
-from deploy.errors import EXIT_INTERRUPTED, RunFailedError, UserError, reason
+from deploy.cli.options import Checkpoint, Device, DType, Json, RunsDir, Workers
+from deploy.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, RunFailedError, UserError, reason
 from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
-    from deploy.offline.item import Item
     from deploy.offline.policy import ReadyPolicy
     from deploy.offline.pool import PoolSettings
 
-_EXIT_BAD_REQUESTS = 2
 _STDIN = "-"
 
 
@@ -39,12 +37,7 @@ class SampleCommand(TyperCommand):
 
 
 def sample(
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|CHECKPOINT", help="A run by name or path, a checkpoint's path, or a hub id ORG/NAME."
-        ),
-    ],
+    checkpoint: Checkpoint,
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The user's turn of a conversation.")] = None,
     settings: Annotated[
         list[str] | None,
@@ -59,20 +52,12 @@ def sample(
         Path | None,
         typer.Option(metavar="FILE", help="One JSON object a line, see docs/sampling.md; - reads standard input."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each request.")] = False,
+    as_json: Json = False,
     raw: Annotated[bool, typer.Option("--raw", help="Take the prompt as it is, without the chat template.")] = False,
-    colour: Annotated[
-        Literal["confidence", "step"], typer.Option(help="What a token's colour shows on a terminal.")
-    ] = "confidence",
-    device: Annotated[
-        Literal["cpu", "cuda"] | None, typer.Option(help="Where to compute; left out: a GPU where there is one.")
-    ] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "float32",
+    device: Device = None,
+    dtype: DType = "float32",
     slots: Annotated[int, typer.Option(min=1, help="Requests that are denoised at a time.")] = 64,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Workers of a file, on Ray as of `d1 eval`; left out: this process."),
-    ] = None,
+    workers: Workers = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Denoise a prompt, shown live on a terminal, or a file of requests, with one checkpoint.
@@ -92,25 +77,49 @@ def sample(
 
     values = parse_settings(words)
     with wait_display("loading torch"):
-        from deploy.offline.policy import choose_device, find_directory, read_policy
+        from deploy.offline.policy import open_policy
         from deploy.offline.pool import PoolSettings
+        from deploy.offline.sample.prepare import read_lines
         from rollout.config import EngineConfig
 
-    lines = None if requests is None else _read(requests)
+    stdin = typer.get_binary_stream("stdin").read() if str(requests) == _STDIN else None
+    lines = None if requests is None else read_lines(str(requests), stdin)
     # A prompt on the command line is addressed to the policy, so it is a user's turn.
     asked: dict[str, Any] = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
     pool = None if workers is None else PoolSettings(num_workers=workers, device=device)
-    place = choose_device(device) if pool is None else "cpu"
+    engine = EngineConfig(num_slots=slots, dtype=dtype)
     with wait_display(f"loading the policy of {checkpoint}") as waiting:
-        directory = find_directory(checkpoint, runs_dir, waiting.change)
-        policy = read_policy(directory, checkpoint, place, EngineConfig(num_slots=slots, dtype=dtype))
+        policy = open_policy(checkpoint, device if pool is None else "cpu", engine, runs_dir, waiting.change)
         if pool is None:
             policy.load(waiting.change)
     with _failures_as_sentences(checkpoint):
-        if lines is not None:
-            _sample_file(policy, lines, values, colour, pool, as_json=as_json)
-        else:
-            _sample_prompt(policy, asked, values, colour, as_json=as_json)
+        _sample(policy, asked if lines is None else lines, values, pool, as_json=as_json)
+
+
+def _sample(
+    policy: ReadyPolicy,
+    asked: Mapping[str, Any] | list[tuple[int, bytes]],
+    settings: Mapping[str, Any],
+    pool: PoolSettings | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Sample the prompt of the command line, or the lines of a file."""
+    from deploy.offline.sample.batch import report_rejected, sample_items
+    from deploy.offline.sample.prepare import prepare_file, prepare_prompt
+    from deploy.offline.sample.prompt import sample_prompt
+
+    if isinstance(asked, list):
+        items = list(prepare_file(asked, policy, settings))
+    else:
+        items = [prepare_prompt(asked, policy, settings)]
+    num_rejected = report_rejected(items)
+    if isinstance(asked, list) or as_json or items[0].request is None:
+        is_complete = sample_items(policy, items, pool, as_json=as_json)
+    else:
+        is_complete = sample_prompt(policy, items[0].request)
+    if not is_complete or num_rejected:
+        raise typer.Exit(EXIT_USER_ERROR if is_complete else EXIT_INTERRUPTED)
 
 
 @contextmanager
@@ -134,53 +143,3 @@ def _failures_as_sentences(checkpoint: str) -> Iterator[None]:
 def _say(message: Warning | str, *_: Any, **__: Any) -> None:
     """Print a warning without its place in d1's code, which is of no use to a user."""
     sys.stderr.write(f"d1: {message}\n")
-
-
-def _read(requests: Path) -> list[tuple[int, bytes]]:
-    from deploy.offline.sample.prepare import read_lines
-
-    is_stdin = str(requests) == _STDIN
-    return read_lines(str(requests), typer.get_binary_stream("stdin").read() if is_stdin else None)
-
-
-def _sample_file(
-    policy: ReadyPolicy,
-    lines: list[tuple[int, bytes]],
-    settings: Mapping[str, Any],
-    colour: str,
-    pool: PoolSettings | None,
-    *,
-    as_json: bool,
-) -> None:
-    from deploy.offline.sample.batch import report_rejected
-    from deploy.offline.sample.prepare import prepare_file
-
-    items = list(prepare_file(lines, policy, settings))
-    num_refused = report_rejected(items)
-    _sample_items(policy, items, colour, pool, as_json=as_json)
-    if num_refused:
-        raise typer.Exit(_EXIT_BAD_REQUESTS)
-
-
-def _sample_prompt(
-    policy: ReadyPolicy, request: Mapping[str, Any], settings: Mapping[str, Any], colour: str, *, as_json: bool
-) -> None:
-    from deploy.offline.sample.prepare import prepare_prompt
-    from deploy.offline.sample.prompt import sample_prompt
-    from deploy.offline.views.canvas import Colour
-
-    item = prepare_prompt(request, policy, settings)
-    if as_json:
-        _sample_items(policy, [item], colour, as_json=True)
-    elif item.request is not None and not sample_prompt(policy, item.request, Colour(colour)):
-        raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _sample_items(
-    policy: ReadyPolicy, items: list[Item], colour: str, pool: PoolSettings | None = None, *, as_json: bool
-) -> None:
-    from deploy.offline.sample.batch import sample_items
-    from deploy.offline.views.canvas import Colour
-
-    if not sample_items(policy, items, Colour(colour), pool, as_json=as_json):
-        raise typer.Exit(EXIT_INTERRUPTED)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli.options import RunName, RunsDir
+from deploy.cli.options import Json, RunName, RunsDir
 from deploy.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,19 +30,21 @@ def status(
         typer.Argument(metavar="RUN", help="A run, by name or path; by default the one with the newest event."),
     ] = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every 2 s, until Ctrl-C.")] = False,
+    as_json: Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show the state alone, again every 2 s, until Ctrl-C.")
+    ] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Show the state of a run: stage, round, which actor waits for which, restarts, seconds of each phase.
+    """Show a run: stage, round, which actor waits for which, restarts, seconds of each phase, results and completions.
 
     It is read from the run directory, so it works on any machine that can access that.
     """
     from rich.console import Console
 
-    from deploy.runs.listing import newest_run
+    from deploy.runs.listing import newest_run, read_run
     from deploy.runs.references import find_run
-    from deploy.runs.status import read_snapshot
+    from deploy.runs.results_view import results_view
     from deploy.runs.status_view import json_of, status_view
 
     if as_json and watch:
@@ -52,9 +54,11 @@ def status(
     if watch:
         _watch(run_dir, console)
     elif as_json:
-        typer.echo(json_of(read_snapshot(run_dir)))
+        typer.echo(json_of(read_run(run_dir)))
     else:
-        console.print(status_view(read_snapshot(run_dir)))
+        run = read_run(run_dir)
+        for part in (status_view(run), *results_view(run)):
+            console.print(part)
 
 
 def scale(
@@ -70,14 +74,14 @@ def scale(
     A surplus actor finishes its work unit first. With learner.max_staleness 0, what the run learns does not depend on
     it.
     """
+    from deploy.runs.listing import read_run
     from deploy.runs.references import find_run
     from deploy.runs.scale_request import send_request
-    from deploy.runs.status import read_snapshot
     from deploy.wait_display import wait_display
 
     wanted = _sizes(sizes)
     run_dir = find_run(name, runs_dir)
-    if not read_snapshot(run_dir).is_running:
+    if not read_run(run_dir).is_running:
         raise UserError(f"the run {run_dir.name} is not running, so it cannot be scaled")
     with wait_display(f"waiting for {run_dir.name} to answer"):
         answer = send_request(run_dir, wanted, _ANSWERED_WITHIN_S)
@@ -108,12 +112,12 @@ def _sizes(words: list[str]) -> dict[Kind, int]:
 def _watch(run_dir: Path, console: Console) -> None:
     from rich.live import Live
 
-    from deploy.runs.status import read_snapshot
+    from deploy.runs.listing import read_run
     from deploy.runs.status_view import status_view
 
     if not sys.stdout.isatty():
         raise UserError("--watch is for a terminal, and this is none; --json prints the same for a program, once")
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live, suppress(KeyboardInterrupt):
         while True:
-            live.update(status_view(read_snapshot(run_dir)), refresh=True)
+            live.update(status_view(read_run(run_dir)), refresh=True)
             time.sleep(_EVERY_S)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from itertools import count
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from deploy.errors import UserError, reason
+from deploy.cli.options import Json, Protocol, Workers
+from deploy.errors import os_errors
 from deploy.wait_display import wait_display
 
 _Fields = Annotated[
@@ -30,10 +30,9 @@ def grade(
     ],
     fields: _Fields = None,
     *,
-    protocol: Annotated[
-        Literal["fixed", "d1"], typer.Option(help="What counts as correct: our rules, or the first d1's parsers.")
-    ] = "fixed",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    protocol: Protocol = "fixed",
+    as_json: Json = False,
+    workers: Workers = None,
     failures: Annotated[int, typer.Option(min=0, help="Failures to show, without --json.")] = 3,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the grade of each line here, one JSON object a line.")
@@ -44,28 +43,28 @@ def grade(
         from rich.console import Console
 
         from deploy.offline.grading import grade_all, grade_json, read_generations, summary
+        from deploy.offline.pool import PoolSettings
         from deploy.offline.tasks import CUSTOM_TASK, open_task, task_config
-        from deploy.offline.views.grades import failures_view, summary_table
+        from deploy.offline.views.tasks import failures_view, summary_table
         from rewards import JsonlConfig
 
         # A task without published parsers has no such field.
         rules = [] if protocol == "fixed" else [f"protocol={protocol}"]
         # Problems of your own come with the file.
         config = task_config(task, [*(fields or []), *rules], {"train_data": file} if task == CUSTOM_TASK else None)
-        chosen = open_task(config)
     with wait_display(f"reading {file}"):
-        lines = read_generations(chosen, file, config.columns if isinstance(config, JsonlConfig) else None)
-    done = count(1)
+        columns = config.columns if isinstance(config, JsonlConfig) else None
+        lines = read_generations(open_task(config), file, columns)
     with wait_display(f"grading {len(lines)} generations") as waiting:
-        graded = grade_all(
-            chosen, lines, lambda: waiting.change(f"grading {len(lines)} generations, {next(done)} are done")
+        pool = PoolSettings(num_workers=workers, device="cpu")
+        answers = grade_all(
+            lines, config, pool, lambda done: waiting.change(f"grading {len(lines)} generations, {done} are done")
         )
+    graded = [(line.place, answer) for line, answer in zip(lines, answers, strict=True)]
     if out is not None:
-        try:
-            out.write_text("".join(json.dumps(grade_json(line)) + "\n" for line in graded), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write the grades to {out}: {reason(error)}") from error
-    found = {"task": task, "protocol": protocol} | summary(graded)
+        with os_errors(f"cannot write the grades to {out}"):
+            out.write_text("".join(json.dumps(grade_json(*line)) + "\n" for line in graded), encoding="utf-8")
+    found = {"task": task, "protocol": protocol} | summary(answers)
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -79,7 +78,7 @@ def tasks(
     task: Annotated[str | None, typer.Argument(metavar="[TASK]", help="Show this one with an example.")] = None,
     fields: _Fields = None,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the tasks with their sizes and an example, or show one."""
     with wait_display("loading the tasks" if task is None else f"loading the task {task}"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli.options import DryRun, Overrides, RecipePath, Resume, ResumeOrStart, Serve
-from deploy.errors import EXIT_INTERRUPTED, UserError, reason
+from deploy.errors import EXIT_INTERRUPTED, UserError, os_errors, value_errors
 from deploy.printing import printable
 from deploy.program import command, program
 from deploy.wait_display import wait_display
@@ -53,13 +53,10 @@ def train(
     overrides = [*(overrides or []), *(["control.enabled=true"] if control else [])]
     if control and start_from is not None:
         raise UserError("--control is more SFT, which --from skips; leave one of them out")
-    recipe, renamed = _read_recipe(recipe_path, overrides)
+    recipe = _read_recipe(recipe_path, overrides)
     if resume or resume_or_start:
         _fetch(recipe, dry_run=dry_run)
         resume = resume or recipe.run_dir.is_dir()
-    words = ["train", str(recipe_path), *overrides, *renamed]
-    words += ["--from", str(start_from)] if start_from is not None else []
-    words += ["--serve"] if serve else []
     from deploy.recipe.recipe import Stages
 
     checkpoint, stages = None, Stages.ALL
@@ -70,9 +67,7 @@ def train(
     elif start_from is not None:
         with wait_display(f"looking for {start_from}"):
             checkpoint, stages = _found_checkpoint(start_from), Stages.RL
-    _carry_out(
-        recipe, stages, again=command(*words), start_from=checkpoint, resume=resume, serve=serve, dry_run=dry_run
-    )
+    _carry_out(recipe, stages, start_from=checkpoint, resume=resume, serve=serve, dry_run=dry_run)
 
 
 def sft(
@@ -83,7 +78,7 @@ def sft(
     resume: Resume = False,
 ) -> None:
     """Run stage 1 of a recipe alone: masked SFT on its labels."""
-    recipe, renamed = _read_recipe(recipe_path, overrides)
+    recipe = _read_recipe(recipe_path, overrides)
     if not recipe.sft.num_steps:
         raise UserError(
             f"{recipe_path}: sft.num_steps is 0, which leaves `{program()} sft` nothing to do; give it steps"
@@ -92,8 +87,7 @@ def sft(
         _fetch(recipe, dry_run=dry_run)
     from deploy.recipe.recipe import Stages
 
-    again = command("sft", str(recipe_path), *(overrides or []), *renamed)
-    _carry_out(recipe, Stages.SFT, again=again, resume=resume, dry_run=dry_run)
+    _carry_out(recipe, Stages.SFT, resume=resume, dry_run=dry_run)
 
 
 def adapt(
@@ -137,9 +131,7 @@ def adapt(
 ) -> None:
     """Turn an autoregressive model into a diffusion policy: lift its causal mask, and train it on masked tokens."""
     with wait_display("reading the recipe"):
-        from deploy.adapt.adaptation import Adaptation, trains
-        from deploy.recipe.recipe import Stages
-        from deploy.runs.run_directory import scratch_policy
+        from deploy.adapt.adaptation import Adaptation
 
         adaptation = Adaptation(
             model=model,
@@ -153,6 +145,16 @@ def adapt(
             overrides=tuple(overrides or ()),
         )
         recipe = adaptation.recipe()
+    _adapt(adaptation, recipe, resume=resume, dry_run=dry_run)
+    if not dry_run:
+        _print_next_steps(recipe.run_dir)
+
+
+def _adapt(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_run: bool) -> None:
+    from deploy.adapt.adaptation import trains
+    from deploy.recipe.recipe import Stages
+    from deploy.runs.run_directory import scratch_policy
+
     is_run = trains(recipe)
     if not is_run and (resume or dry_run):
         option = "--resume" if resume else "--dry-run"
@@ -161,18 +163,17 @@ def adapt(
     if resume:
         _fetch(recipe, dry_run=dry_run)
         adaptation.check_resumable()
-    again = command(*adaptation.command_words)
     missing = [parent for parent in recipe.run_dir.parents if not parent.exists()]
     try:
         start_from = None if resume else _policy_of(adaptation, recipe, dry_run=dry_run)
         if is_run:
             stages = Stages.ALL if recipe.learner.num_rounds else Stages.SFT
-            _carry_out(recipe, stages, again=again, start_from=start_from, resume=resume, dry_run=dry_run)
+            _carry_out(recipe, stages, start_from=start_from, resume=resume, dry_run=dry_run)
         elif start_from is not None:
             _place(start_from, recipe.run_dir)
     except KeyboardInterrupt as interrupt:
         if adaptation.is_generating_responses:
-            sys.stderr.write(f"d1: stopped; the responses so far are kept; resume with: {again} --resume\n")
+            sys.stderr.write(f"d1: stopped; the responses so far are kept; resume with: {_resume_command(recipe)}\n")
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
     finally:
         shutil.rmtree(scratch_policy(recipe.run_dir), ignore_errors=True)
@@ -180,8 +181,6 @@ def adapt(
         with suppress(OSError):
             for parent in missing:
                 parent.rmdir()
-    if not dry_run:
-        _print_next_steps(recipe.run_dir)
 
 
 def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path:
@@ -208,10 +207,8 @@ def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path
 
 def _place(policy: Path, out: Path) -> None:
     """Move a policy that is not trained to OUT, which is then a checkpoint and not a run."""
-    try:
+    with os_errors(f"{out} cannot be written"):
         policy.rename(out)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {reason(error)}") from error
 
 
 def _print_next_steps(run_dir: Path) -> None:
@@ -234,11 +231,8 @@ def _fetch(recipe: Recipe, *, dry_run: bool) -> None:
             fetch_run(recipe)
 
 
-def _read_recipe(path: Path, overrides: list[str] | None) -> tuple[Recipe, list[str]]:
-    """Read a recipe, and replace the name of a link, such as `latest`, by the name of its run.
-
-    Returns the recipe, and overrides that rename it likewise.
-    """
+def _read_recipe(path: Path, overrides: list[str] | None) -> Recipe:
+    """Read a recipe, and replace the name of a link, such as `latest`, by the name of its run."""
     with wait_display("reading the recipe"):
         from deploy.recipe.overrides import load_recipe
         from deploy.runs.references import with_resolved_checkpoint
@@ -248,8 +242,15 @@ def _read_recipe(path: Path, overrides: list[str] | None) -> tuple[Recipe, list[
     target = link.resolve()
     # A link to another directory is a layout of disks, and not another name of a run.
     if not link.is_symlink() or target.parent != recipe.runs_dir.resolve():
-        return recipe, []
-    return recipe.model_copy(update={"name": target.name}), [f"name={target.name}"]
+        return recipe
+    return recipe.model_copy(update={"name": target.name})
+
+
+def _resume_command(recipe: Recipe) -> str:
+    """Return this command with `--resume`; a run that was named by a link has its own name."""
+    words = [word for word in sys.argv[1:] if word not in ("--resume", "--resume-or-start")]
+    is_renamed = any(word.startswith("name=") and word != f"name={recipe.name}" for word in words)
+    return command(*words, *([f"name={recipe.name}"] if is_renamed else []), "--resume")
 
 
 def _recorded_stages(recipe: Recipe) -> Stages | None:
@@ -265,13 +266,12 @@ def _carry_out(
     recipe: Recipe,
     stages: Stages,
     *,
-    again: str,
     start_from: Path | None = None,
     resume: bool,
     serve: bool = False,
     dry_run: bool,
 ) -> None:
-    """Check a recipe, and run it or print what it needs. `again` is the command that resumes it with `--resume`."""
+    """Check a recipe, and run it or print what it needs."""
     with wait_display("checking whether the recipe can run here"):
         from deploy.capacity.available import cluster_resources
         from deploy.job.preflight import preflight
@@ -298,7 +298,7 @@ def _carry_out(
     if problems:
         more = len(problems) - 1
         raise UserError(problems[0] + (f" ({more} more: --dry-run lists all)" if more else ""))
-    _run(recipe, stages, again=again, start_from=start_from, resume=resume, serve=serve)
+    _run(recipe, stages, start_from=start_from, resume=resume, serve=serve)
 
 
 def _refusal(recipe: Recipe, stages: Stages, start_from: Path | None, *, resume: bool) -> str:
@@ -317,7 +317,7 @@ def _refusal(recipe: Recipe, stages: Stages, start_from: Path | None, *, resume:
     return ""
 
 
-def _run(recipe: Recipe, stages: Stages, *, again: str, start_from: Path | None, resume: bool, serve: bool) -> None:
+def _run(recipe: Recipe, stages: Stages, *, start_from: Path | None, resume: bool, serve: bool) -> None:
     with wait_display("loading Ray and torch"):
         from rich.console import Console
         from rich.text import Text
@@ -352,7 +352,7 @@ def _run(recipe: Recipe, stages: Stages, *, again: str, start_from: Path | None,
             display.stop()
             if is_done(read_events(recipe.run_dir)):
                 return
-            console.print(Text(f"stopped; resume with: {again} --resume"), soft_wrap=True)
+            console.print(Text(f"stopped; resume with: {_resume_command(recipe)}"), soft_wrap=True)
             status = _EXIT_TERMINATED if isinstance(interrupt, Terminated) else EXIT_INTERRUPTED
             raise typer.Exit(status) from interrupt
 
@@ -364,8 +364,6 @@ def _found_checkpoint(named: Path) -> Path:
     from learner.model.hub import find_checkpoint
 
     checkpoint = resolve_start(named)
-    try:
+    with value_errors(f"--from {named}: "):
         load_config(find_checkpoint(checkpoint, config_only=True))
-    except ValueError as error:
-        raise UserError(f"--from {named}: {error}") from error
     return checkpoint

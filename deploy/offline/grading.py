@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from deploy.errors import UserError
-from deploy.offline.item import Graded, Item
-from rewards import Outcome, Problem, Task
+from deploy.offline.item import Answer, Batch, Item
+from deploy.offline.pool import PoolSettings, answer_batches
+from deploy.offline.worker import WorkerConfig
+from rewards import Outcome, Problem, Task, TaskConfig
 from rewards.data.columns import Columns, answer_text
 from rewards.data.conversation import parse_conversation
 from rewards.data.rows import Row, value_at
 from rewards.data.sources import rows_of
+
+_BATCH_SIZE = 64
 
 
 def read_generations(task: Task, path: Path, columns: Columns | None = None) -> list[Item]:
@@ -30,52 +34,49 @@ def read_generations(task: Task, path: Path, columns: Columns | None = None) -> 
         raise UserError(str(error).replace("task.", "")) from error
 
 
-def grade_all(task: Task, items: Iterable[Item], after_each: Callable[[], object]) -> list[Graded]:
-    """Grade every generation, in order."""
-    graded = []
-    for item in items:
-        assert item.problem is not None, "each line has its problem"
-        graded.append(Graded(item=item, grade=task.grade(item.problem, item.text)))
-        after_each()
-    return graded
+def grade_all(
+    items: Sequence[Item], task: TaskConfig, pool: PoolSettings, after_each: Callable[[int], object]
+) -> list[Answer]:
+    """Grade every generation with a pool of workers, in order.
+
+    `after_each` receives the number of graded ones. Raises as `answer_batches`.
+    """
+    starts = range(0, len(items), _BATCH_SIZE)
+    batches = [Batch(index=start, items=tuple(items[start : start + _BATCH_SIZE]), task=task) for start in starts]
+    found: dict[int, Answer] = {}
+    for done in answer_batches(WorkerConfig(checkpoint=None), pool, batches):
+        found |= enumerate(done.answers, start=done.index)
+        after_each(len(found))
+    return [found[index] for index in range(len(items))]
 
 
-def summary(graded: Sequence[Graded]) -> dict[str, Any]:
+def summary(answers: Sequence[Answer]) -> dict[str, Any]:
     """Summarize the grades: `correct` of `total`, outcomes, and mean rewards over the lines that have a grade.
 
     A line whose grading failed counts as wrong, as in published accuracies. `outcomes` counts these lines.
     """
-    grades = [line.grade for line in graded]
-    outcomes = Counter(grade.outcome for grade in grades)
-    rated = [grade for grade in grades if grade.outcome is Outcome.GRADED]
-    correct, total = (sum(grade.score[i] for grade in grades) for i in (0, 1))
+    outcomes = Counter(answer.outcome for answer in answers)
+    rated = [answer for answer in answers if answer.outcome == Outcome.GRADED]
+    correct, total = sum(answer.num_right for answer in answers), sum(answer.num_items for answer in answers)
     return {
         "correct": correct,
         "total": total,
         "accuracy": correct / total,
-        "num_lines": len(grades),
-        "num_solved": sum(grade.correct for grade in grades),
+        "num_lines": len(answers),
+        "num_solved": sum(answer.correct for answer in answers),
         "outcomes": {outcome.value: outcomes[outcome] for outcome in Outcome},
-        "reward": _mean([grade.reward for grade in rated]),
-        "parts": {name: _mean([grade.parts[name] for grade in rated]) for name in (rated[0].parts if rated else ())},
+        "reward": _mean([answer.reward for answer in rated]),
+        "parts": {name: _mean([answer.parts[name] for answer in rated]) for name in (rated[0].parts if rated else ())},
     }
 
 
-def grade_json(line: Graded) -> dict[str, Any]:
-    """Return the grade of one line as JSON."""
-    grade, problem = line.grade, line.item.problem
-    assert problem is not None, "it was graded"
-    correct, total = grade.score
+def grade_json(place: str, answer: Answer) -> dict[str, Any]:
+    """Return the grade of the line at `place` as JSON."""
     return {
-        "place": line.item.place,
-        "correct": correct,
-        "total": total,
-        "answer": grade.answer,
-        "ground_truth": problem.answer,
-        "outcome": grade.outcome.value,
-        "detail": grade.detail,
-        "reward": grade.reward,
-        "parts": dict(grade.parts),
+        "place": place,
+        "correct": answer.num_right,
+        "total": answer.num_items,
+        **{key: getattr(answer, key) for key in ("answer", "ground_truth", "outcome", "detail", "reward", "parts")},
     }
 
 
@@ -84,7 +85,8 @@ def _item(task: Task, index: int, row: Row, columns: Columns) -> Item:
     if not isinstance(generation, str):
         raise ValueError(f"{row.place}: generation is no text; it should be what the policy wrote")
     try:
-        problem = _problem_of(task, _question(row, columns), _truth(row, columns))
+        truth = row.value("ground_truth") if columns.answer is None else value_at(row.fields, columns.answer)
+        problem = _problem_of(task, _question(row, columns), truth)
     except ValueError as error:
         if str(error).startswith(row.place):
             raise
@@ -112,10 +114,6 @@ def _question(row: Row, columns: Columns) -> str:
     """Return the question: a text, or the last turn of a conversation."""
     value = row.value("question") if columns.prompt is None else value_at(row.fields, columns.prompt)
     return parse_conversation(value, columns.prompt or "question")[-1].content
-
-
-def _truth(row: Row, columns: Columns) -> object:
-    return row.value("ground_truth") if columns.answer is None else value_at(row.fields, columns.answer)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.requests.families import AnyRequest
@@ -50,7 +50,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Items that one worker samples together: the same in every attempt, since a logit's last bits depend on it."""
+    """Items that one worker takes together: the same in every attempt, since a logit's last bits depend on it."""
 
     index: int
     """Index in the work of a command."""
@@ -65,23 +65,13 @@ class Batch:
 
     @property
     def requests(self) -> list[Any]:
-        """Requests to the sampler, all of one policy family."""
+        """Requests to the sampler, all of one policy family; None if the items are only graded."""
         return [item.request for item in self.items]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Graded:
-    """Generation with its grade."""
-
-    item: Item
-    """Item, with its problem and generation."""
-    grade: Grade
-    """Its grade."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """Completion with its grade: a line of the evaluation's record, which `d1 grade` reads too."""
+    """Completion or generation with its grade: a line of the evaluation's record, which `d1 grade` reads too."""
 
     problem_id: str
     sample: int
@@ -99,6 +89,10 @@ class Answer:
     is_truncated: bool
     has_room: bool = True
     """Whether the prompt left room for a completion. If not, nothing was sampled."""
+    reward: float = 0.0
+    """The task's reward, without the terms of a recipe."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Parts of the reward."""
 
 
 def answer_of(sample: Sample, number: int, grade: Grade) -> Answer:
@@ -118,6 +112,8 @@ def answer_of(sample: Sample, number: int, grade: Grade) -> Answer:
         num_tokens=sample.num_tokens,
         num_forwards=sample.num_forwards,
         is_truncated=sample.is_truncated,
+        reward=grade.reward,
+        parts=dict(grade.parts),
     )
 
 
@@ -126,18 +122,10 @@ class AnsweredBatch:
     """Completed batch."""
 
     index: int
-    """Index of the batch in the cell."""
-    answers: tuple[Answer, ...]
-    """Answers, in order of the requests."""
-    seconds: float
-    """Time of the worker, in seconds."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompletedBatch:
-    """Sampled batch, without grades."""
-
-    index: int
     """Index of the batch."""
-    completions: Sequence[AnyCompletion]
-    """Completions, in order of the items."""
+    completions: Sequence[AnyCompletion] = ()
+    """Completions, in order of the items; empty if nothing was sampled, or the batch was read from a record."""
+    answers: tuple[Answer, ...] = ()
+    """Answers, in order of the items; empty if the batch has no task."""
+    seconds: float = 0.0
+    """Time of the worker, in seconds."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from deploy.errors import RunFailedError, UserError, reason
-from deploy.offline.item import AnsweredBatch, Batch, CompletedBatch
+from deploy.offline.item import AnsweredBatch, Batch
 from deploy.offline.policy import Device, choose_device
 from deploy.offline.worker import Worker, WorkerConfig
 from learner.model.checkpoint_files import checkpoint_chain, weight_bytes
@@ -19,7 +18,6 @@ from learner.model.checkpoint_files import checkpoint_chain, weight_bytes
 _SMALL_BYTES = 200 << 20
 _DIED = "workers died again and again, killed or out of memory; what was answered is kept"
 _MAX_RESTARTS = 3
-_Done = TypeVar("_Done")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,34 +31,20 @@ class PoolSettings:
 
 
 def answer_batches(config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batch]) -> Iterator[AnsweredBatch]:
-    """Yield graded answers to batches as they are completed. The workers end with the iterator.
+    """Yield batches as they are sampled and graded. The workers end with the iterator.
 
-    Raises:
-        UserError: the device does not exist, or the checkpoint cannot be read.
-        RunFailedError: workers died or ran out of memory, or the policy's weights are invalid.
+    Raises UserError if the device does not exist or the checkpoint cannot be read, and RunFailedError if workers died
+    or ran out of memory, or the policy's weights are invalid.
     """
-    return _run(Worker.answer, config, settings, batches)
-
-
-def complete_batches(
-    config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batch]
-) -> Iterator[CompletedBatch]:
-    """Yield completions of batches as they are completed. Ends and raises as `answer_batches`."""
-    return _run(Worker.complete, config, settings, batches)
-
-
-def _run(
-    work: Callable[[Worker, Batch], _Done], config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batch]
-) -> Iterator[_Done]:
     try:
         if "RAY_ADDRESS" in os.environ:
-            yield from _on_ray(work, config, settings, batches)
+            yield from _on_ray(config, settings, batches)
             return
         placed, num_workers = place_workers(config, settings)
         if min(num_workers, len(batches)) == 1:
-            yield from map(partial(work, Worker(placed)), batches)
+            yield from map(Worker(placed).answer, batches)
         else:
-            yield from _on_ray(work, placed, replace(settings, num_workers=num_workers), batches)
+            yield from _on_ray(placed, replace(settings, num_workers=num_workers), batches)
     except FloatingPointError as error:
         raise RunFailedError(str(error)) from error
     except torch.OutOfMemoryError as error:
@@ -76,14 +60,12 @@ def place_workers(config: WorkerConfig, settings: PoolSettings) -> tuple[WorkerC
         return replace(config, device="cuda"), settings.num_workers or torch.cuda.device_count()
     num_cores = len(os.sched_getaffinity(0))
     # Steps of a small policy are too short for several threads. For a large policy, one copy is enough.
-    is_small = weight_bytes(checkpoint_chain(config.checkpoint)[-1]) < _SMALL_BYTES
+    is_small = config.checkpoint is not None and weight_bytes(checkpoint_chain(config.checkpoint)[-1]) < _SMALL_BYTES
     num_workers = settings.num_workers or (num_cores if is_small else 1)
     return replace(config, device="cpu", num_threads=max(1, num_cores // num_workers)), num_workers
 
 
-def _on_ray(
-    work: Callable[[Worker, Batch], _Done], config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batch]
-) -> Iterator[_Done]:
+def _on_ray(config: WorkerConfig, settings: PoolSettings, batches: Sequence[Batch]) -> Iterator[AnsweredBatch]:
     """Work on Ray actors. An actor that dies, alone or with its node, is restarted, and its batch is repeated."""
     import ray
     from ray.exceptions import RayActorError, RayTaskError
@@ -107,7 +89,7 @@ def _on_ray(
         workers = [actor.remote(replace(config, device=device)) for _ in range(min(num_workers, len(batches)))]
         try:
             pool: Any = ActorPool(workers)
-            yield from pool.map_unordered(lambda worker, batch: getattr(worker, work.__name__).remote(batch), batches)
+            yield from pool.map_unordered(lambda worker, batch: worker.answer.remote(batch), batches)
         except RayTaskError as error:
             raise error.cause from error
         except RayActorError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.atomic_file import replace_file
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors, reason
 from deploy.offline.item import Answer, AnsweredBatch
 from deploy.runs.lock import RunLock
 from learner.model.checkpoint_files import checkpoint_chain
@@ -47,6 +47,14 @@ class CellRecord:
         return [answer for _, batch in sorted(self.batches.items()) for answer in batch.answers]
 
     @property
+    def by_problem(self) -> dict[str, list[Answer]]:
+        """The answers to each problem."""
+        found: dict[str, list[Answer]] = {}
+        for answer in self.answers:
+            found.setdefault(answer.problem_id, []).append(answer)
+        return found
+
+    @property
     def seconds(self) -> float:
         """Total worker time, in seconds."""
         return sum(batch.seconds for batch in self.batches.values())
@@ -58,21 +66,14 @@ class RecordWriter:
     def __init__(self, path: Path, facts: Mapping[str, Any], sizes: Sequence[int]) -> None:
         """Open the file, or create it.
 
-        Args:
-            path: the file.
-            facts: settings of the cell, and its checkpoint.
-            sizes: number of answers of each batch.
-
-        Raises:
-            UserError: the file has answers for other settings, or cannot be written.
+        `facts` are the settings of the cell and its checkpoint, `sizes` the number of answers of each batch.
+        Raises UserError if the file has answers for other settings, or cannot be written.
         """
         self.path = path
         """The file."""
         self._facts = facts = {**facts, "num_answers": sum(sizes)}
-        try:
+        with os_errors(f"cannot write {path}"):
             found = read_record(path) if path.is_file() else CellRecord(facts=facts, batches={})
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {reason(error)}") from error
         if (changed := _changed(found.facts, facts)) is not None:
             raise UserError(f"{path} has answers to something else: {changed}; take another --out, or remove the file")
         self.done = {
@@ -82,10 +83,8 @@ class RecordWriter:
         }
         """Completed batches by index."""
         lines = [json.dumps({"asked": facts}), *(line for batch in self.done.values() for line in _lines(batch))]
-        try:
+        with os_errors(f"cannot write {path}"):
             replace_file(path, "".join(f"{line}\n" for line in lines))
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {reason(error)}") from error
 
     @property
     def recorded(self) -> CellRecord:
@@ -94,11 +93,8 @@ class RecordWriter:
 
     def add(self, batch: AnsweredBatch) -> None:
         """Append a batch to the file. Raises UserError if it cannot be written."""
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in _lines(batch)))
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {reason(error)}") from error
+        with os_errors(f"cannot write {self.path}"), self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in _lines(batch)))
         self.done[batch.index] = batch
 
 
@@ -144,10 +140,8 @@ def take_lock(directory: Path, what: str = "evaluation") -> RunLock:
 
     Raises UserError if another process holds the lock, or the directory cannot be written.
     """
-    try:
+    with os_errors(f"cannot write {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {directory}: {reason(error)}") from error
     return RunLock.take(directory, what)
 
 
@@ -156,11 +150,8 @@ def fingerprint(checkpoint: Path) -> str:
 
     Raises OSError if they cannot be read, and ValueError if weights that the checkpoint refers to are missing.
     """
-    *adapted, _ = checkpoint_chain(checkpoint)
-    if adapted:
-        digest = sha256(b"".join(_fingerprint(one).encode() for one in checkpoint_chain(checkpoint)))
-        return digest.hexdigest()[:16]
-    return _fingerprint(checkpoint)
+    found = list(map(_fingerprint, checkpoint_chain(checkpoint)))
+    return found[0] if len(found) == 1 else sha256("".join(found).encode()).hexdigest()[:16]
 
 
 def _fingerprint(checkpoint: Path) -> str:

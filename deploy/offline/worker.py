@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from actors.grader import sample_of
-from deploy.offline.item import Answer, AnsweredBatch, AnyCompletion, Batch, CompletedBatch, Item, answer_of
+from deploy.offline.item import Answer, AnsweredBatch, AnyCompletion, Batch, Item, answer_of
 from deploy.offline.policy import load_sampler
 from learner.model.checkpoint_files import open_tokenizer
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Grader, Outcome, RewardConfig, Sample, TaskConfig
+from rewards import Grade, Grader, RewardConfig, Sample, TaskConfig
 from rollout.config import EngineConfig
 from rollout.renoising.sampler import AnySampler
 
@@ -24,9 +24,9 @@ from rollout.renoising.sampler import AnySampler
 class WorkerConfig:
     """Configuration of a worker."""
 
-    checkpoint: Path
-    """Directory of the checkpoint."""
-    engine: EngineConfig
+    checkpoint: Path | None
+    """Directory of the checkpoint; None for a worker that only grades."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
     """Settings of the sampling engine."""
     device: str = "cpu"
     """Device: `cpu`, `cuda`, `cuda:1`. A pool chooses it."""
@@ -42,36 +42,43 @@ class Worker:
         self._config = config
         self._graders: dict[str, Grader] = {}
 
+    @property
+    def _checkpoint(self) -> Path:
+        assert self._config.checkpoint is not None, "items with requests come with a checkpoint"
+        return self._config.checkpoint
+
     @cached_property
     def _sampler(self) -> AnySampler:
         if self._config.device == "cpu":
             torch.set_num_threads(self._config.num_threads)
-        return load_sampler(self._config.checkpoint, self._config.device, self._config.engine)
+        return load_sampler(self._checkpoint, self._config.device, self._config.engine)
 
     @cached_property
     def _tokenizer(self) -> ChatTokenizer:
-        return open_tokenizer(self._config.checkpoint)
+        return open_tokenizer(self._checkpoint)
 
     def answer(self, batch: Batch) -> AnsweredBatch:
-        """Denoise and grade a batch.
+        """Denoise the requests of a batch, and grade it if it has a task.
 
         Raises ValueError or OSError as `load_policy`, and FloatingPointError if the policy's weights are invalid.
         """
         if not batch.has_room:
-            return _unanswered(batch)
-        assert batch.task is not None, "it is graded"
-        sampler = self._sampler
+            return AnsweredBatch(index=batch.index, answers=tuple(map(_without_room, batch.items)))
+        sampler = None if batch.requests[0] is None else self._sampler
         began = time.perf_counter()
-        completions: Sequence[AnyCompletion] = sampler.generate(batch.requests)
-        samples = [self._sample(batch, *pair) for pair in zip(batch.items, completions, strict=True)]
-        grades = self._grader(batch.task).evaluate(samples)
-        graded = zip(samples, batch.items, grades, strict=True)
-        answers = tuple(answer_of(sample, item.sample, grade) for sample, item, grade in graded)
-        return AnsweredBatch(index=batch.index, answers=answers, seconds=time.perf_counter() - began)
+        completions = [] if sampler is None else sampler.generate(batch.requests)
+        answers = () if batch.task is None else self._graded(batch, batch.task, completions)
+        seconds = time.perf_counter() - began
+        return AnsweredBatch(index=batch.index, completions=completions, answers=answers, seconds=seconds)
 
-    def complete(self, batch: Batch) -> CompletedBatch:
-        """Denoise a batch. Raises as `answer`."""
-        return CompletedBatch(index=batch.index, completions=self._sampler.generate(batch.requests))
+    def _graded(self, batch: Batch, task: TaskConfig, completions: Sequence[AnyCompletion]) -> tuple[Answer, ...]:
+        if completions:
+            samples = [self._sample(batch, *pair) for pair in zip(batch.items, completions, strict=True)]
+        else:
+            samples = list(map(_sample_of_text, batch.items))
+        grades = self._grader(task).evaluate(samples)
+        graded = zip(samples, batch.items, grades, strict=True)
+        return tuple(answer_of(sample, item.sample, grade) for sample, item, grade in graded)
 
     def _sample(self, batch: Batch, item: Item, completion: AnyCompletion) -> Sample:
         problem, request = item.asked
@@ -91,27 +98,14 @@ class Worker:
         return self._graders[key]
 
 
-def _unanswered(batch: Batch) -> AnsweredBatch:
-    """Return wrong answers for problems whose prompts leave no room for a completion."""
-    asked = [(*item.asked, item.sample) for item in batch.items]
-    answers = tuple(
-        Answer(
-            problem_id=problem.problem_id,
-            sample=sample,
-            question=problem.messages[-1].content,
-            generation="",
-            ground_truth=problem.answer,
-            answer=None,
-            correct=False,
-            num_right=0,
-            num_items=1,
-            outcome=Outcome.GRADED.value,
-            detail=f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a completion",
-            num_tokens=0,
-            num_forwards=0,
-            is_truncated=False,
-            has_room=False,
-        )
-        for problem, request, sample in asked
-    )
-    return AnsweredBatch(index=batch.index, answers=answers, seconds=0.0)
+def _sample_of_text(item: Item) -> Sample:
+    assert item.problem is not None, "it is graded"
+    return Sample(problem=item.problem, text=item.text, num_tokens=0, num_forwards=0, max_tokens=0, is_truncated=False)
+
+
+def _without_room(item: Item) -> Answer:
+    """Return the wrong answer to a problem whose prompt leaves no room for a completion."""
+    _, request = item.asked
+    detail = f"a prompt of {len(request.prompt_ids)} tokens leaves no room for a completion"
+    grade = Grade(reward=0.0, parts={}, correct=False, detail=detail)
+    return replace(answer_of(_sample_of_text(item), item.sample, grade), has_room=False)

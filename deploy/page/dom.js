@@ -18,7 +18,7 @@ export const byId = (id) => document.getElementById(id);
 // emoji and many scripts need.
 const STEERING = /(?![\n\t\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu;
 
-/** The text with what could steer its display made visible, as `d1 runs show` does. */
+/** The text with what could steer its display made visible, as `d1 status` does. */
 export function visible(text) {
   return String(text).replace(STEERING, (char) => `\\u${char.codePointAt(0).toString(16).padStart(4, "0")}`);
 }

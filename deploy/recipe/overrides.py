@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors, value_errors
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.validation_errors import first_problem, shortened
 from deploy.recipe.yaml_text import parse_yaml
@@ -51,13 +51,18 @@ def resolved_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+def flat_fields(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the fields of a recipe by their dotted keys, as in an override."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        is_section = isinstance(value, Mapping) and value
+        flat |= flat_fields(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
+    return flat
+
+
 def _read(path: Path) -> dict[str, Any]:
-    try:
+    with os_errors(f"cannot read the recipe {path}"), value_errors(f"{path} is not YAML: "):
         data = parse_yaml(decode_text(path.read_bytes()))
-    except OSError as error:
-        raise UserError(f"cannot read the recipe {path}: {reason(error)}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(data, dict):
         raise UserError(f"{path} is not a recipe: it should be a mapping of keys like `task:` and `learner:`")
     return data
@@ -68,10 +73,8 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator or not all(key.split(".")):
         raise UserError(f"the override {shortened(text)!r} should have the form key=value, for example learner.lr=1e-4")
-    try:
+    with value_errors(f"the value of the override {shortened(text)!r} is not YAML: "):
         return key, parse_yaml(value)
-    except ValueError as error:
-        raise UserError(f"the value of the override {shortened(text)!r} is not YAML: {error}") from error
 
 
 def set_key(data: dict[str, Any], key: str, value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
@@ -73,3 +73,11 @@ class Recipe(RunConfig):
     def run_dir(self) -> Path:
         """The run's directory, absolute."""
         return (self.runs_dir / self.name).resolve()
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON schema of a recipe file, with the description of every field."""
+    schema = Recipe.model_json_schema()
+    # A file without a name takes the file's own, so it is not required.
+    schema["required"] = [name for name in schema["required"] if name != "name"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema | {"title": "A d1 recipe"}

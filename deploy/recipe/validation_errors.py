@@ -39,10 +39,7 @@ class FieldProblem:
 def first_problem(error: ValidationError, schema: Schema, whole: str = "recipe") -> tuple[FieldProblem, int]:
     """Return the first problem and the number of further ones. Unknown keys come first: they explain missing ones.
 
-    Args:
-        error: pydantic's error.
-        schema: JSON schema of the input.
-        whole: name of the input in messages.
+    `schema` is the JSON schema of the input, `whole` its name in messages.
     """
     details = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
     return _problem(details[0], schema, whole), len(details) - 1
@@ -69,7 +66,8 @@ def _sentence(detail: ErrorDetails, key: str, node: Schema, schema: Schema, whol
         case "extra_forbidden" | "invalid_key":
             return _unknown_key(key, node, schema, whole)
         case "missing":
-            return f"{key} is missing; it is needed: {_lower_first(node.get('description', 'a value'))}".rstrip(".")
+            about = node.get("description", "a value")
+            return f"{key} is missing; it is needed: {about[:1].lower()}{about[1:]}".rstrip(".")
         case "value_error" if str(detail["ctx"]["error"]).startswith("must "):
             return f"{key} is {_shown(detail['input'])}; it should {str(detail['ctx']['error']).removeprefix('must ')}"
         case "value_error":
@@ -156,10 +154,6 @@ def _resolved(node: Schema, schema: Schema) -> Schema:
 
 def _shown(value: Any) -> str:
     return "empty" if value is None else shortened(repr(value))
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 def _joined(parent: str, name: str) -> str:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from actors.checkpoints.selection import newest_checkpoint, servable
-from actors.grader import GraderWorker
-from actors.messages import WorkUnit
-from actors.plan import RunPlan
 from actors.run_log import CHECKPOINTS
+from deploy.offline.evaluation.cells import cells_of
+from deploy.offline.evaluation.options import EvaluationOptions
+from deploy.offline.evaluation.problems import batches_of, problems_of
+from deploy.offline.item import AnyCompletion
+from deploy.offline.worker import Worker, WorkerConfig
 from deploy.printing import printable
-from deploy.recipe.recipe import Recipe, Stages
-from deploy.runs.run_directory import make_spec
-from learner.model.checkpoint import load_policy
+from deploy.recipe.recipe import Recipe
 from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 from rollout.request import Completion
-from rollout.sampler import Sampler
 
 _NUM_SHADES = 10
 _SPECIAL = "·"
@@ -73,50 +70,27 @@ def make_examples(run_dir: Path, recipe: Recipe, count: int) -> list[ReportExamp
     first = next((checkpoints / name for name in ("sft", "initial") if (checkpoints / name).is_dir()), None)
     if newest is None or first is None or count == 0:
         return []
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        written = {path.name: path for path in (first, newest.directory)}
-        return _make_examples(written, recipe.model_copy(update={"runs_dir": run_dir.parent}), count)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _make_examples(checkpoints: Mapping[str, Path], recipe: Recipe, count: int) -> list[ReportExample]:
-    directory = next(iter(checkpoints.values()))
-    spec = make_spec(recipe, Stages.ALL)
-    tokenizer = ChatTokenizer(directory)
-    plan = RunPlan(spec, tokenizer)
-    grader = GraderWorker(spec.task, spec.reward, directory)
-    asked = _head(plan.evaluation_work_units(recipe.evaluated_params[0], load_config(directory)), count)
+    tokenizer, config = ChatTokenizer(first), load_config(first)
+    cell, *_ = cells_of(EvaluationOptions(), recipe, config)
+    problems = problems_of(cell, lambda _: None)[:count]
+    batches = batches_of(cell, problems, tokenizer, recipe.rollout.batch_size, config)
     by_policy: list[list[GradedCompletion]] = []
-    for name, path in checkpoints.items():
-        completions = Sampler(load_policy(path), 0).generate(asked.requests)
-        _, summary = grader.grade(asked, completions)
+    for directory in (first, newest.directory):
+        worker = Worker(WorkerConfig(checkpoint=directory))
+        answered = [worker.answer(batch) for batch in batches if batch.has_room]
+        pairs = [pair for one in answered for pair in zip(one.completions, one.answers, strict=True)]
         by_policy.append(
-            [
-                _shown(name, completion, tokenizer, correct=grade.correct)
-                for completion, grade in zip(completions, summary.grades, strict=True)
-            ]
+            [_shown(directory.name, completion, tokenizer, correct=answer.correct) for completion, answer in pairs]
         )
+    asked = [item.asked[0] for batch in batches if batch.has_room for item in batch.items]
     return [
-        ReportExample(prompt=printable(plan.prompt_text(problem)), completions=some)
-        for problem, *some in zip(asked.problems, *by_policy, strict=True)
+        ReportExample(prompt="\n".join(printable(one.content) for one in problem.messages), completions=some)
+        for problem, *some in zip(asked, *by_policy, strict=True)
     ]
 
 
-def _head(work_units: Sequence[WorkUnit], count: int) -> WorkUnit:
-    problems = [problem for work_unit in work_units for problem in work_unit.problems][:count]
-    requests = [request for work_unit in work_units for request in work_unit.requests][:count]
-    return WorkUnit(
-        key=work_units[0].key,
-        problems=tuple(problems),
-        group_ids=tuple(range(len(problems))),
-        requests=tuple(requests),
-    )
-
-
-def _shown(policy: str, completion: Completion, tokenizer: ChatTokenizer, *, correct: bool) -> GradedCompletion:
+def _shown(policy: str, completion: AnyCompletion, tokenizer: ChatTokenizer, *, correct: bool) -> GradedCompletion:
+    assert isinstance(completion, Completion), "runs train policies with a mask token"
     ids, steps = completion.token_ids.tolist(), completion.step_map.tolist()
     num_steps = max(1, max(steps, default=0) + 1)
     special = tokenizer.special_ids

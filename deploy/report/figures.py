@@ -6,56 +6,44 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from itertools import cycle, groupby
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deploy.printing import printable
-from deploy.runs.history import Evaluation, RunHistory, ScheduleScore
+from deploy.report.eval_results import EvalCell, pareto_front
+from deploy.runs.history import RunHistory
 from deploy.runs.stages import STAGES
+from rollout.score import Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Runs = Mapping[str, RunHistory]
+Interval = Score | EvalCell
+"""A share from 0 to 1 with its confidence interval."""
 _Shown = TypeVar("_Shown")
 
 _SIZE = (4.8, 3.0)
-_PHASES = {"sampling_s": "waiting for samples", "training_s": "training", "publish_s": "publishing"}
 _SERIES = (
     ("kl", "KL to the reference", "nats per token"),
     ("entropy", "Entropy at commit", "nats"),
     ("clip_ratio/region_mean", "Clipped tokens", "share of tokens"),
     ("frac_reward_zero_std", "Groups without signal", "share of groups"),
+    ("mean_staleness", "Staleness", "versions"),
+    ("sampling_s", "Waiting for samples", "seconds of a round"),
+    ("training_s", "Training", "seconds of a round"),
     ("tokens_per_s", "Throughput", "tokens per second"),
 )
-# Paul Tol's bright scheme: told apart by colour-blind readers and in print.
-PALETTE = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#888888")
-"""Line colours, in order of use."""
-_STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E6E6E6",
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-}
-
-
-class Interval(Protocol):
-    """A share from 0 to 1 with its confidence interval."""
-
-    @property
-    def accuracy(self) -> float:
-        """The share."""
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Its 95 % confidence interval."""
+_COMPUTE_NOTE = (
+    "Forwards of a completion against the share solved, with 95 % intervals; a colour for each number of slots. "
+    "Dotted: SFT; dashed: the control; solid: the others. Diamonds: adaptive schedules. "
+    "The grey band is the Pareto front: the best at each cost."
+)
+_FRONT = "#BBBBBB"
+# Line colours, Paul Tol's bright scheme: told apart by colour-blind readers and in print.
+_PALETTE = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#888888")
+_DIAMOND = {"fmt": "D", "label": "", "markerfacecolor": "white"}
+_STYLE = {"font.size": 9, "legend.fontsize": 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,21 +86,17 @@ def _plots_of_rounds(runs: Runs) -> Iterator[Plot]:
         # Not every method has each of them.
         if any(key in event for history in runs.values() for event in history.rounds.values()):
             yield plot(title, note, _series_of(key, unit), runs)
-    yield plot("Staleness", "How many versions older than the learner's a completion was.", _staleness, runs)
-    for name, history in runs.items():
-        if history.rounds:
-            yield plot(f"Seconds of a round: {name}", "Moving means, on top of each other.", _seconds, {name: history})
 
 
 def plot(title: str, note: str, draw: Callable[[Axes, _Shown], None], shown: _Shown) -> Plot:
     """Render what `draw` draws of `shown` as SVG."""
-    import matplotlib as mpl
+    from matplotlib import style
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     out = io.StringIO()
     # Text stays text, for screen readers and search. A fixed hash salt makes equal plots bit-identical.
-    with mpl.rc_context({**_STYLE, "svg.fonttype": "none", "svg.hashsalt": title}):
+    with style.context(["seaborn-v0_8-whitegrid", {**_STYLE, "svg.fonttype": "none", "svg.hashsalt": title}]):
         figure = Figure(figsize=_SIZE, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
@@ -131,7 +115,7 @@ def plot(title: str, note: str, draw: Callable[[Axes, _Shown], None], shown: _Sh
 
 def _coloured(runs: Runs) -> Iterator[tuple[str, RunHistory, str]]:
     for index, (name, history) in enumerate(runs.items()):
-        yield _label(name), history, PALETTE[index % len(PALETTE)]
+        yield _label(name), history, _PALETTE[index % len(_PALETTE)]
 
 
 def _label(name: str) -> str:
@@ -153,28 +137,27 @@ def _accuracy(axes: Axes, runs: Runs) -> None:
 def _by_compute(axes: Axes, runs: Runs) -> None:
     axes.set(xlabel="forwards of a completion", ylabel="%", xscale="log")
     ticks: set[int] = set()
-    for name, history, color in _coloured(runs):
+    for run, history, color in _coloured(runs):
         for label, stage in STAGES.items():
             item = history.final(label)
             if item is not None and len(item.schedules) > 1:
-                points = [(scored.mean_steps, scored.score) for scored in _fixed(item)]
-                points.sort(key=lambda point: point[0])
-                ticks |= {round(steps) for steps, _ in points}
-                draw_with_bars(axes, points, color=color, fmt=f"o{stage.line}", label=name if label == "rl" else "")
-                free = [(scored.mean_steps, scored.score) for scored in _free(item)]
-                draw_with_bars(axes, free, color=color, fmt="D", label="", markerfacecolor="white")
+                points = [
+                    (scored.mean_steps, scored.score, not name[0].isdigit()) for name, scored in item.schedules.items()
+                ]
+                ticks |= {round(steps) for steps, _, is_adaptive in points if not is_adaptive}
+                draw_by_compute(axes, points, color=color, line=stage.line, label=run if label == "rl" else "")
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
 
 
-def _fixed(item: Evaluation) -> list[ScheduleScore]:
-    """Return the scores of schedules with a fixed number of steps."""
-    return [scored for name, scored in item.schedules.items() if name[0].isdigit()]
-
-
-def _free(item: Evaluation) -> list[ScheduleScore]:
-    return [scored for name, scored in item.schedules.items() if not name[0].isdigit()]
+def draw_by_compute(
+    axes: Axes, points: Sequence[tuple[float, Interval, bool]], *, color: str, line: str, label: str = ""
+) -> None:
+    """Plot shares against forwards: a line, and a diamond for each schedule that is adaptive (the last of a point)."""
+    for is_adaptive, style in ((False, {"fmt": f"o{line}", "label": label}), (True, _DIAMOND)):
+        some = sorted((point[:2] for point in points if point[2] is is_adaptive), key=lambda point: point[0])
+        draw_with_bars(axes, some, color=color, **style)
 
 
 def draw_with_bars(
@@ -225,16 +208,11 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _round_numbers(history: RunHistory) -> list[float]:
-    """Return the numbers of the rounds, counted from 1."""
-    return [float(index + 1) for index in history.rounds]
-
-
 def _series_of(key: str, unit: str) -> Callable[[Axes, Runs], None]:
     def draw(axes: Axes, runs: Runs) -> None:
         axes.set(xlabel="round", ylabel=unit)
         for name, history, color in _coloured(runs):
-            _draw_smooth(axes, _round_numbers(history), history.series(key), color=color, label=name)
+            _draw_smooth(axes, history.round_numbers, history.series(key), color=color, label=name)
 
     return draw
 
@@ -245,20 +223,40 @@ def _parts(axes: Axes, runs: Runs) -> None:
     names = dict.fromkeys(name for event in history.rounds.values() for name in event.get("reward_parts", {}))
     for index, name in enumerate(names):
         values = [float(event.get("reward_parts", {}).get(name, 0.0)) for event in history.rounds.values()]
-        axes.plot(_round_numbers(history), smooth(values), color=PALETTE[index % len(PALETTE)], label=_label(name))
+        axes.plot(history.round_numbers, smooth(values), color=_PALETTE[index % len(_PALETTE)], label=_label(name))
 
 
-def _staleness(axes: Axes, runs: Runs) -> None:
-    axes.set(xlabel="round", ylabel="versions")
-    for name, history, color in _coloured(runs):
-        axes.plot(_round_numbers(history), smooth(history.series("mean_staleness")), color=color, label=f"{name}: mean")
-        axes.plot(_round_numbers(history), history.series("max_staleness"), ":", color=color, label=f"{name}: greatest")
-    axes.set_ylim(bottom=0)
+def quality_by_compute(cells: Mapping[str, Sequence[EvalCell]]) -> Iterator[Plot]:
+    """Yield a plot for each run and task that was evaluated at several lengths or schedules."""
+    for name, found in cells.items():
+        for setting, some in groupby(found, key=lambda one: one.setting):
+            shown = list(some)
+            if len({(one.gen_length, one.schedule) for one in shown}) > 1:
+                yield plot(
+                    f"Accuracy by slots and forwards: {name}, {setting}", _COMPUTE_NOTE, _cells_by_compute, shown
+                )
 
 
-def _seconds(axes: Axes, runs: Runs) -> None:
-    axes.set(xlabel="round", ylabel="s")
-    ((_, history),) = runs.items()
-    layers = [smooth(history.series(key)) for key in _PHASES]
-    axes.stackplot(_round_numbers(history), layers, labels=list(_PHASES.values()), colors=PALETTE, alpha=0.8)
+def _cells_by_compute(axes: Axes, cells: Sequence[EvalCell]) -> None:
+    from matplotlib.ticker import LogLocator
+
+    axes.set(xlabel="forwards of a completion", ylabel="%", xscale="log")
+    best = list(pareto_front(cells))
+    front = [one.mean_forwards for one in best], [100 * one.accuracy for one in best]
+    axes.plot(*front, color=_FRONT, linewidth=7, alpha=0.5, drawstyle="steps-post", solid_capstyle="butt", zorder=0)
+    colors = dict(zip(sorted({one.gen_length for one in cells}), cycle(_PALETTE), strict=False))
+    for checkpoint in dict.fromkeys(one.checkpoint for one in cells):
+        line = STAGES[checkpoint].line if checkpoint in STAGES else "-"
+        for length, color in colors.items():
+            points: list[tuple[float, Interval, bool]] = [
+                (one.mean_forwards, one, one.is_adaptive)
+                for one in cells
+                if (one.checkpoint, one.gen_length) == (checkpoint, length)
+            ]
+            draw_by_compute(axes, points, color=color, line=line)
+    for length, color in colors.items():
+        axes.plot([], [], "o-", color=color, markersize=4, label=f"{length} slots")
+    axes.xaxis.set_major_locator(LogLocator(base=2))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.set_ylim(bottom=0)

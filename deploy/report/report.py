@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors
 from deploy.printing import duration, printable, share
-from deploy.report.differences import Field, fields_of
+from deploy.recipe.overrides import flat_fields
 from deploy.report.eval_results import EvalCell, read_eval_cells
 from deploy.report.examples import ReportExample
-from deploy.report.figures import plots
-from deploy.report.pareto import quality_by_compute
+from deploy.report.figures import plots, quality_by_compute
 from deploy.runs.history import RunHistory, ScheduleScore
 from deploy.runs.listing import Run
 from deploy.runs.result_tables import HEADINGS, evaluated_at_schedules, result_rows, schedule_names
@@ -30,6 +31,21 @@ class Table:
     note: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One field of the compared recipes."""
+
+    path: str
+    """Dotted path, as in an override: `learner.lr`."""
+    values: tuple[str, ...]
+    """Its value in each recipe, printable; empty if a recipe lacks it."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the recipes differ in it."""
+        return len(set(self.values)) > 1
+
+
 def write_report(runs: Mapping[str, Run], examples: Mapping[str, Sequence[ReportExample]], out: Path) -> None:
     """Write the report of runs, by name.
 
@@ -39,11 +55,9 @@ def write_report(runs: Mapping[str, Run], examples: Mapping[str, Sequence[Report
         if not (run.history.evaluations or run.history.rounds):
             raise UserError(f"the run {name} has not begun: it has no evaluation and no round to report yet")
     text = _render(runs, examples)
-    try:
+    with os_errors(f"cannot write the report to {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the report to {out}: {reason(error)}") from error
 
 
 def _render(runs: Mapping[str, Run], examples: Mapping[str, Sequence[ReportExample]]) -> str:
@@ -62,8 +76,8 @@ def _render(runs: Mapping[str, Run], examples: Mapping[str, Sequence[ReportExamp
         tables=[_results(histories), *_schedules(histories), *_evaluations(cells)],
         plots=[*quality_by_compute(cells), *plots(histories)],
         examples={printable(name): some for name, some in examples.items()},
-        different=[_printable(field) for field in fields if field.differs],
-        common=[_printable(field) for field in fields if not field.differs],
+        different=[field for field in fields if field.differs],
+        common=[field for field in fields if not field.differs],
     )
 
 
@@ -74,8 +88,17 @@ def _standing(name: str, run: Run) -> str:
     return printable(f"{name}: {run.task}, {run.state}, {rounds}")
 
 
-def _printable(field: Field) -> Field:
-    return Field(path=printable(field.path), values=tuple(map(printable, field.values)))
+def fields_of(recipes: Sequence[Mapping[str, Any]]) -> list[Field]:
+    """Return all fields of the recipes, in order of first occurrence, but those that differ in every run."""
+    flat = [flat_fields(recipe) for recipe in recipes]
+    paths = dict.fromkeys(path for values in flat for path in values if path not in ("name", "runs_dir"))
+    return [
+        Field(path=printable(path), values=tuple(_shown(values.get(path, "")) for values in flat)) for path in paths
+    ]
+
+
+def _shown(value: Any) -> str:
+    return printable(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def _results(histories: Mapping[str, RunHistory]) -> Table:
@@ -109,7 +132,11 @@ def _evaluations(cells: Mapping[str, Sequence[EvalCell]]) -> Iterable[Table]:
             for one in found:
                 if one.setting == setting:
                     by_place.setdefault((one.gen_length, one.schedule), {})[one.checkpoint] = _solved(one)
-            policies = sorted({policy for row in by_place.values() for policy in row}, key=_by_stage)
+            # SFT, then the control, then the others by name.
+            policies = sorted(
+                {policy for row in by_place.values() for policy in row},
+                key=lambda policy: (policy != "sft", policy != "control", policy),
+            )
             rows = [
                 (str(length), schedule, *(row.get(policy, "") for policy in policies))
                 for (length, schedule), row in by_place.items()
@@ -117,11 +144,6 @@ def _evaluations(cells: Mapping[str, Sequence[EvalCell]]) -> Iterable[Table]:
             note = "% solved, as d1 eval asked it, with 95 % intervals; of adaptive schedules with their mean steps."
             title = printable(f"By length and schedule: {name}, {setting}")
             yield Table(title=title, head=("slots", "denoising", *policies), rows=rows, note=note)
-
-
-def _by_stage(policy: str) -> tuple[bool, bool, str]:
-    """Return a sort key: SFT, then the control, then the others by name."""
-    return policy != "sft", policy != "control", policy
 
 
 def _solved(one: EvalCell) -> str:

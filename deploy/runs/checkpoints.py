@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from actors.checkpoints.best import has_validation, validated_best
 from actors.checkpoints.selection import (
     FoundCheckpoint,
@@ -16,11 +14,10 @@ from actors.checkpoints.selection import (
     servable_checkpoints,
 )
 from actors.run_log import CHECKPOINTS, RECIPE, read_events
-from deploy.errors import UserError
+from deploy.errors import UserError, value_errors
 from deploy.printing import printable
+from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
-from deploy.recipe.validation_errors import first_problem
-from deploy.recipe.yaml_text import parse_yaml
 from learner.model.storage.throughput import ReportProgress
 
 
@@ -29,13 +26,7 @@ def read_recipe(run_dir: Path) -> Recipe:
     path = run_dir / RECIPE
     if not path.is_file():
         raise UserError(f"{run_dir} is not a run: it has no {RECIPE}")
-    try:
-        return Recipe.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
-    except ValidationError as error:
-        problem, _ = first_problem(error, Recipe.model_json_schema())
-        raise UserError(f"{path} is not a recipe of this d1: {problem.sentence}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not a recipe of this d1: {error}") from error
+    return load_recipe(path, [])
 
 
 def newest_servable(run_dir: Path, say: ReportProgress | None = None) -> FoundCheckpoint:
@@ -43,23 +34,17 @@ def newest_servable(run_dir: Path, say: ReportProgress | None = None) -> FoundCh
 
     `say` reports the throughput of reading it. Raises UserError if there is none.
     """
-    try:
+    with value_errors():
         found = newest_checkpoint(run_dir / CHECKPOINTS, servable, say)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     if found is None:
         raise UserError(f"{run_dir} has no checkpoint to serve yet")
     for what in found.skipped:
         sys.stderr.write(f"d1: {printable(what)}\n")
-    if found.position.policy_version == 0 and (within := _newest_within_stage(run_dir)) is not None:
-        where = printable(f"{run_dir.name}/{within}")
+    within_stage = [path.name for path in (run_dir / CHECKPOINTS).glob("[!.]*/") if is_intermediate(path)]
+    if found.position.policy_version == 0 and within_stage:
+        where = printable(f"{run_dir.name}/{max(within_stage)}")
         sys.stderr.write(f"d1: this is the policy before training; the newest checkpoint within a stage is {where}\n")
     return found
-
-
-def _newest_within_stage(run_dir: Path) -> str | None:
-    names = (path.name for path in (run_dir / CHECKPOINTS).glob("[!.]*/") if is_intermediate(path))
-    return max(names, default=None)
 
 
 def best_servable(run_dir: Path) -> Path:

@@ -29,6 +29,8 @@ class Evaluation:
     """The stage it follows: untrained, start, sft, round, rl or control. `validation` selects the best checkpoint."""
     round: int
     """Rounds trained before it."""
+    policy_version: int
+    """Version that was evaluated."""
     time_s: float
     """Seconds since the run began."""
     drawn_s: float
@@ -74,7 +76,25 @@ class RunHistory:
 
     def add(self, event: Event) -> None:
         """Add the next event."""
-        _add(self, event)
+        match event["event"]:
+            case "run":
+                self.name = event["name"]
+            case "phase":
+                _begin_phase(self, event)
+            case "sft":
+                self.steps.setdefault(event["phase"], []).append(event)
+            case "sft_eval":
+                self.sft_losses.setdefault(event["phase"], []).append(event)
+            case "round":
+                _add_round(self, event)
+            case "evaluation":
+                self.evaluations.append(_evaluation(event, _drawn_s(self, event)))
+            case "phase_end":
+                self.phase_ends[event["phase"]] = event
+            case "checkpoint":
+                self.checkpoints[event["path"]] = event
+            case "failure":
+                _add_failure(self, event)
         self.seconds, self.last = float(event["time_s"]), event
 
     @property
@@ -97,6 +117,11 @@ class RunHistory:
         """Evaluations of the accuracy curve: on the validation set, or without one on the held-out problems."""
         return self.validation or self.heldout
 
+    @property
+    def round_numbers(self) -> list[float]:
+        """The rounds, counted from 1."""
+        return [index + 1.0 for index in self.rounds]
+
     def series(self, key: str) -> list[float]:
         """Return a metric of every round, in order; NaN if a round lacks it (not every algorithm has a ratio or KL)."""
         return [float(event.get(key, math.nan)) for event in self.rounds.values()]
@@ -112,28 +137,6 @@ def read_history(events: Iterable[Event]) -> RunHistory:
     for event in events:
         history.add(event)
     return history
-
-
-def _add(history: RunHistory, event: Event) -> None:
-    match event["event"]:
-        case "run":
-            history.name = event["name"]
-        case "phase":
-            _begin_phase(history, event)
-        case "sft":
-            history.steps.setdefault(event["phase"], []).append(event)
-        case "sft_eval":
-            history.sft_losses.setdefault(event["phase"], []).append(event)
-        case "round":
-            _add_round(history, event)
-        case "evaluation":
-            history.evaluations.append(_evaluation(event, _drawn_s(history, event)))
-        case "phase_end":
-            history.phase_ends[event["phase"]] = event
-        case "checkpoint":
-            history.checkpoints[event["path"]] = event
-        case "failure":
-            _add_failure(history, event)
 
 
 def _add_failure(history: RunHistory, event: Event) -> None:
@@ -185,6 +188,7 @@ def _evaluation(event: Event, drawn_s: float) -> Evaluation:
     return Evaluation(
         label=event["label"],
         round=event["round"],
+        policy_version=event["policy_version"],
         time_s=event["time_s"],
         drawn_s=drawn_s,
         score=_score(event),

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from actors.run_log import CHECKPOINTS, METRICS, RECIPE, read_events
+from actors.coordination.reporting.status import SILENT_S, RunStatus
+from actors.run_log import CHECKPOINTS, METRICS, RECIPE, Event, read_events
 from deploy.errors import UserError
 from deploy.printing import printable, rough_duration, sparkline
 from deploy.program import program
 from deploy.recipe.yaml_text import parse_yaml
 from deploy.runs.history import RunHistory, read_history
-from deploy.runs.lock import holder_of
+from deploy.runs.lock import Holder, holder_of, last_holder_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Longer than any pause that a healthy run makes by default: one batch of completions may take 600 s.
+# Silence after which a run that writes no status counts as stopped. One batch of completions may take 600 s.
 _SILENT_S = 900.0
 _SPARKLINE_WIDTH = 10
 _NAME = "run"
@@ -38,12 +40,18 @@ class Run:
     """Where it is."""
     recipe: dict[str, Any]
     """The resolved recipe as plain data, so that runs of an older d1 can be listed too. Empty if unreadable."""
+    events: Sequence[Event]
+    """Its events, in order."""
     history: RunHistory
-    """What happened."""
+    """The same, aggregated."""
     seconds_since_event: float
     """Seconds since its last event."""
-    is_locked_here: bool
-    """Whether a process on this machine holds the directory's lock."""
+    status: RunStatus | None
+    """The status that the run last wrote; None if it has written none yet."""
+    holder: Holder | None
+    """The process on this machine that runs it; None if there is none."""
+    has_ended: bool
+    """Whether it has certainly ended: it is finished, or the process on this machine that ran it last is gone."""
 
     @property
     def name(self) -> str:
@@ -51,15 +59,25 @@ class Run:
         return self.directory.name
 
     @property
+    def age_s(self) -> float:
+        """Seconds since the last status, or without one since the last event."""
+        return max(0.0, time.time() - self.status.at if self.status else self.seconds_since_event)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process runs it; a guess from the age of its status or events if the process is not known."""
+        return not self.has_ended and (self.holder is not None or self.age_s < (SILENT_S if self.status else _SILENT_S))
+
+    @property
     def state(self) -> str:
         """`finished`, or `running` if a process here holds the lock; else a guess with a question mark.
 
-        The guess is from the time since the last event: a lock held on another machine is not visible here."""
+        A lock held on another machine is not visible here."""
         if self.history.is_finished:
             return "finished"
-        if self.is_locked_here:
+        if self.holder is not None:
             return "running"
-        return "running?" if self.seconds_since_event < _SILENT_S else "stopped?"
+        return "running?" if self.is_running else "stopped?"
 
     @property
     def task(self) -> str:
@@ -68,18 +86,23 @@ class Run:
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run directory."""
+    """Read a run directory. It needs no Ray, so any machine that sees the directory can do it."""
     recipe: Any = {}
     # Without a recipe its events can still be shown.
     with suppress(OSError, ValueError):
         recipe = parse_yaml((directory / RECIPE).read_text(encoding="utf-8"))
-    silent_s = time.time() - (directory / METRICS).stat().st_mtime
+    holder, last = holder_of(directory), last_holder_of(directory)
+    events = read_events(directory)
+    history = read_history(events)
     return Run(
         directory=directory,
         recipe=recipe if isinstance(recipe, dict) else {},
-        history=read_history(read_events(directory)),
-        seconds_since_event=silent_s,
-        is_locked_here=holder_of(directory) is not None,
+        events=events,
+        history=history,
+        seconds_since_event=time.time() - _last_event_at(directory),
+        status=RunStatus.read(directory),
+        holder=holder,
+        has_ended=holder is None and (history.is_finished or (last is not None and last.is_here)),
     )
 
 
@@ -88,7 +111,7 @@ def newest_run(runs_dir: Path) -> Path:
     directories = _run_dirs(runs_dir)
     if not directories:
         raise UserError(f"there is no run in {runs_dir}; `make train` or `{program()} train RECIPE` makes one")
-    return max(directories, key=lambda path: (path / METRICS).stat().st_mtime)
+    return max(directories, key=_last_event_at)
 
 
 def newest_servable_run(runs_dir: Path) -> Path:
@@ -96,7 +119,7 @@ def newest_servable_run(runs_dir: Path) -> Path:
     # Imported here because it imports torch, which `d1 runs` need not wait for.
     from actors.checkpoints.selection import servable_checkpoints
 
-    runs = sorted(_run_dirs(runs_dir), key=lambda path: (path / METRICS).stat().st_mtime, reverse=True)
+    runs = sorted(_run_dirs(runs_dir), key=_last_event_at, reverse=True)
     for directory in runs:
         if servable_checkpoints(directory / CHECKPOINTS):
             return directory
@@ -104,6 +127,10 @@ def newest_servable_run(runs_dir: Path) -> Path:
     raise UserError(
         f"nothing in {runs_dir} can be served: {what}; `make train` or `{program()} train RECIPE` makes one"
     )
+
+
+def _last_event_at(directory: Path) -> float:
+    return (directory / METRICS).stat().st_mtime
 
 
 def list_runs(runs_dir: Path) -> list[Run]:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors
 
 LOCK = ".lock"
 # `d1 runs` takes the lock for an instant to probe for a holder, so one refusal is not conclusive.
@@ -34,6 +34,11 @@ class Holder:
     """Its process id on that host."""
     began_at: float
     """When it took the lock, in Unix time."""
+
+    @property
+    def since(self) -> str:
+        """When it took the lock, in this machine's time."""
+        return datetime.fromtimestamp(self.began_at, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
     @property
     def is_here(self) -> bool:
@@ -57,10 +62,8 @@ class RunLock:
         Raises UserError if another process holds it, or the directory is not writable.
         """
         for _ in range(_NUM_TRIES):
-            try:
+            with os_errors(f"the {what} in {directory} cannot be written to"):
                 file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            except OSError as error:
-                raise UserError(f"the {what} in {directory} cannot be written to: {reason(error)}") from error
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -135,8 +138,7 @@ def _refusal(directory: Path, what: str) -> str:
     holder = last_holder_of(directory)
     if holder is None:
         return f"another process writes the {what} in {directory}; wait until it has ended, or stop it"
-    began = datetime.fromtimestamp(holder.began_at, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     return (
-        f"process {holder.pid} on {holder.host} writes the {what} in {directory} since {began}; "
+        f"process {holder.pid} on {holder.host} writes the {what} in {directory} since {holder.since}; "
         f"wait until it has ended, or stop it: kill {holder.pid}"
     )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from actors.run_log import LEARNER_FAILED, RESTARTED, VALIDATION, Event
 from deploy.printing import counted, duration, metric, printable, rough_duration
 from deploy.runs.result_tables import score_text
 from deploy.runs.stages import STAGES
-from deploy.wait_display import WaitDisplay
+from deploy.wait_display import WaitDisplay, progress_bar
 from rollout.score import Score
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import TaskID
 
 _LINE_EVERY_S = 5.0
 _LONGEST_FAILURE = 200
@@ -148,24 +148,7 @@ class _PhaseBar:
     """Progress bar of the current phase, at the bottom of a terminal."""
 
     def __init__(self, console: Console) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        columns: list[Any] = [
-            TextColumn("{task.description}", style="bold"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}", style="cyan", markup=False),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
-        ]
-        self._progress: Progress = Progress(*columns, console=console)
+        self._progress = progress_bar(console)
         self._task: TaskID | None = None
         self._is_first = True
 
@@ -209,14 +192,6 @@ def _loaded(event: Event) -> str:
     gigabytes = event["num_bytes"] / 1e9
     checked, loaded = (f"in {event[key]:.1f} s, {gigabytes / event[key]:.1f} GB/s" for key in ("check_s", "load_s"))
     return f"{event['path']}: {gigabytes:.1f} GB checked {checked}; loaded {loaded}"
-
-
-def _failure(event: Event) -> str:
-    return f"failure, attempt {event['attempt']}: {_what(event)}"
-
-
-def _pause(event: Event) -> str:
-    return f"the run is paused until this recovers: {_what(event)}"
 
 
 def _what(event: Event) -> str:
@@ -278,9 +253,9 @@ _FORMATTERS: dict[str, Callable[[Event], str]] = {
     "stopped": lambda event: f"stopped {_stopped_at(event)}",
     "resume": lambda event: printable(event["what"]),
     "checkpoint": lambda event: f"checkpoint {event['path']}",
-    "failure": _failure,
+    "failure": lambda event: f"failure, attempt {event['attempt']}: {_what(event)}",
     "loaded": _loaded,
-    "pause": _pause,
+    "pause": lambda event: f"the run is paused until this recovers: {_what(event)}",
     "scale": lambda event: f"{event['pool']}: {event['before']} -> {event['after']}",
     "pause_end": lambda event: f"the run resumed after {duration(event['seconds'])}",
     "done": lambda event: f"done in {duration(event['seconds'])}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -114,33 +114,26 @@ def with_resolved_checkpoint(recipe: Recipe) -> Recipe:
 
 def _find_here(reference: str, runs_dir: Path) -> ResolvedReference | None:
     """Find a reference as `find`, but only on local disk; None if there is nothing."""
-    try:
-        return _find_in(runs_dir, reference)
-    except OSError:
-        # The name is too long for the file system, or the path is not accessible.
-        return None
-
-
-def _find_in(runs_dir: Path, reference: str) -> ResolvedReference | None:
     places = runs_dir / reference, Path(reference)
-    for place in places:
-        if _is_run(place):
-            return ResolvedReference(directory=_unlinked(place), is_run=True)
-    for place in (*places, *(place.parent / CHECKPOINTS / place.name for place in places)):
-        if _is_checkpoint(place):
-            return ResolvedReference(directory=place, is_run=False)
-    for place in places:
-        if place.name in (_BEST, _LAST) and not place.exists() and _is_run(place.parent):
-            return ResolvedReference(directory=_alias_target(_unlinked(place.parent), place.name), is_run=False)
-    # The code that reads it reports what is wrong with it.
-    return ResolvedReference(directory=places[1], is_run=False) if places[1].is_dir() else None
+    # The name may be too long for the file system, or the path not accessible.
+    with suppress(OSError):
+        for place in places:
+            if _is_run(place):
+                return ResolvedReference(directory=_unlinked(place), is_run=True)
+        for place in (*places, *(place.parent / CHECKPOINTS / place.name for place in places)):
+            if _is_checkpoint(place):
+                return ResolvedReference(directory=place, is_run=False)
+        for place in places:
+            if place.name in (_BEST, _LAST) and not place.exists() and _is_run(place.parent):
+                from deploy.runs.checkpoints import best_servable, newest_servable
 
-
-def _alias_target(run: Path, alias: str) -> Path:
-    """Return the checkpoint behind an alias. Raises UserError if there is none."""
-    from deploy.runs.checkpoints import best_servable, newest_servable
-
-    return best_servable(run) if alias == _BEST else newest_servable(run).directory
+                run = _unlinked(place.parent)
+                aliased = best_servable(run) if place.name == _BEST else newest_servable(run).directory
+                return ResolvedReference(directory=aliased, is_run=False)
+        # The code that reads it reports what is wrong with it.
+        if places[1].is_dir():
+            return ResolvedReference(directory=places[1], is_run=False)
+    return None
 
 
 def _is_run(directory: Path) -> bool:
@@ -168,7 +161,7 @@ def _parent_run(reference: str, runs_dir: Path) -> Path | None:
 
 def _not_found_error(reference: str, runs_dir: Path, nor: str) -> UserError:
     if (run := _parent_run(reference, runs_dir)) is not None:
-        names = list(_checkpoint_names(run))
+        names = sorted(path.parent.name for path in (run / CHECKPOINTS).glob(f"[!.]*/{_CONFIG}"))
         what = f"the run {run.name} in {run.parent} has no checkpoint {Path(reference).name}"
         close = get_close_matches(Path(reference).name, names, n=1, cutoff=_LEAST_LIKENESS)
         hint = f"did you mean {run / CHECKPOINTS / close[0]}?" if close else f"it has {', '.join(names) or 'none'}"
@@ -176,8 +169,3 @@ def _not_found_error(reference: str, runs_dir: Path, nor: str) -> UserError:
     close = get_close_matches(Path(reference).name, run_names(runs_dir), n=1, cutoff=_LEAST_LIKENESS)
     hint = f"did you mean {close[0]}?" if close else f"`{program()} runs ls` lists the runs"
     return UserError(f"there is no run {reference} in {runs_dir}{nor}; {hint}")
-
-
-def _checkpoint_names(run: Path) -> Iterator[str]:
-    for path in sorted((run / CHECKPOINTS).glob(f"[!.]*/{_CONFIG}")):
-        yield path.parent.name

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from actors.checkpoints.best import validated_best
-from actors.run_log import VALIDATION, Event
+from actors.run_log import Event
 from deploy.printing import counted, duration, metric, printable
 from deploy.runs.history import Evaluation, RunHistory, read_history
-from deploy.runs.stages import STAGES, policy_names
+from deploy.runs.stages import STAGES
 from rollout.score import Score
 
 if TYPE_CHECKING:
@@ -24,24 +24,19 @@ def result_tables(events: Iterable[Event]) -> Iterator[Table]:
     """Yield a table of the evaluated stages and their cost; then one of accuracy by schedule, if there are several."""
     events = list(events)
     history = read_history(events)
-    yield _result_table(history, best_line(events))
+    yield _result_table(history, best_line(events, history))
     if len(names := schedule_names(history.evaluations)) > 1:
         yield _schedule_table(history, names)
 
 
-def best_line(events: Sequence[Event]) -> str | None:
+def best_line(events: Sequence[Event], history: RunHistory) -> str | None:
     """Describe the version that solves most validation problems in one line; None for a run without any."""
     version = validated_best(events)
     if version is None:
         return None
-    (*_, found) = (
-        event
-        for event in events
-        if event["event"] == "evaluation" and (event["label"], event["policy_version"]) == (VALIDATION, version)
-    )
-    score = Score(num_correct=found["num_correct"], num_problems=found["num_problems"])
-    when = f"after {counted(found['round'], 'round')}" if found["round"] else "before the rounds"
-    return f"best by validation: version {version}, {when}: {score_text(score)}"
+    *_, found = (item for item in history.validation if item.policy_version == version)
+    when = f"after {counted(found.round, 'round')}" if found.round else "before the rounds"
+    return f"best by validation: version {version}, {when}: {score_text(found.score)}"
 
 
 def _result_table(history: RunHistory, best: str | None) -> Table:
@@ -61,7 +56,7 @@ def _result_table(history: RunHistory, best: str | None) -> Table:
 
 def result_rows(history: RunHistory) -> Iterator[tuple[str, ...]]:
     """Yield a row for each evaluated policy, with the time and work of its stage."""
-    for label, name in policy_names(history).items():
+    for label, name in _policy_names(history).items():
         if (evaluation := history.final(label)) is None:
             continue
         score, end = evaluation.score, history.phase_ends.get(label)
@@ -70,6 +65,17 @@ def result_rows(history: RunHistory) -> Iterator[tuple[str, ...]]:
         work = f"{end['num_steps']} {STAGES[label].unit}" if end else ""
         interval = f"{100 * low:.1f} to {100 * high:.1f} %"
         yield name, f"{100 * score.accuracy:.1f} %", interval, str(score.num_problems), time, work
+
+
+def _policy_names(history: RunHistory) -> dict[str, str]:
+    """Return the names of a run's policies by label, with what each was trained with: `SFT + RL`."""
+    names = {label: stage.name for label, stage in STAGES.items()}
+    if history.final("sft") is not None:
+        names["rl"] = f"{names['sft']} + {names['rl']}"
+    names["control"] = f"{names['control']}: more {names['sft']}"
+    if not history.planned.get("control"):
+        names["control"] += ", same seconds"
+    return names
 
 
 def _validation_losses(history: RunHistory) -> Iterator[str]:

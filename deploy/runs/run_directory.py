@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from actors.checkpoints.selection import Position, is_intermediate
 from actors.plan import RunPlan
@@ -20,8 +20,8 @@ from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS, RECIPE
 from actors.spec import Phase, RunSpec
 from actors.training.sft.data import load_sft_data
-from deploy.errors import UserError
-from deploy.recipe.overrides import load_recipe, resolved_yaml
+from deploy.errors import UserError, value_errors
+from deploy.recipe.overrides import flat_fields, load_recipe, resolved_yaml
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.lock import LOCK, RunLock
 from learner.model.checkpoint_files import has_adapter, load_config, open_tokenizer, tokenizer_directory
@@ -168,12 +168,10 @@ def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
     """Raise UserError unless `recipe` can resume the run in its directory, and the initial weights are unchanged."""
     if not spec.initial_checkpoint.is_dir():
         raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
-    try:
+    with value_errors():
         check_unchanged(spec.initial_checkpoint)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     began, now = (
-        _flat(_of_any_directory(one).model_dump(mode="json"))
+        flat_fields(_of_any_directory(one).model_dump(mode="json"))
         for one in (load_recipe(spec.run_dir / RECIPE, []), recipe)
     )
     for key in {**now, **began}:
@@ -185,14 +183,6 @@ def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
                 f"{key} is {now.get(key)} and the run in {spec.run_dir} began with {began.get(key)}; "
                 "resume with that, or start a run of another name"
             )
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested values to dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def check_creatable(recipe: Recipe, spec: RunSpec, start_from: Path | None, max_problems: int) -> None:

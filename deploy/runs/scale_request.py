@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.atomic_file import replace_file
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors
 from deploy.program import program
 
 Kind = Literal["samplers", "graders", "engines"]
@@ -25,7 +25,6 @@ MAX_ACTORS = 100_000
 """Maximum number of actors of a kind that is accepted: more is a typing error."""
 _REQUEST, _ANSWER = ".scale.json", ".scaled.json"
 _POLL_S = 0.1
-_Size = Annotated[int, Field(ge=1, le=MAX_ACTORS)]
 
 
 class ScaleRequest(BaseModel):
@@ -34,7 +33,7 @@ class ScaleRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: Annotated[str, Field(min_length=1, max_length=64)]
-    sizes: dict[Kind, _Size]
+    sizes: dict[Kind, Annotated[int, Field(ge=1, le=MAX_ACTORS)]]
 
 
 class ScaleAnswer(BaseModel):
@@ -58,10 +57,8 @@ def send_request(run_dir: Path, sizes: Mapping[Kind, int], within_s: float) -> S
     Raises UserError if the directory is not writable, or the run does not answer.
     """
     request = ScaleRequest(id=secrets.token_hex(8), sizes=dict(sizes))
-    try:
+    with os_errors(f"{run_dir} cannot be written to"):
         replace_file(run_dir / _REQUEST, request.model_dump_json())
-    except OSError as error:
-        raise UserError(f"{run_dir} cannot be written to: {reason(error)}") from error
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if (answer := _read(run_dir / _ANSWER, ScaleAnswer)) is not None and answer.id == request.id:

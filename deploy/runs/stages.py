@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from deploy.runs.history import RunHistory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,14 +31,3 @@ STAGES: Mapping[str, Stage] = {
 
 `start` is the checkpoint that a run without SFT begins with.
 """
-
-
-def policy_names(history: RunHistory) -> dict[str, str]:
-    """Return the names of a run's policies by label, with what each was trained with: `SFT + RL`."""
-    names = {label: stage.name for label, stage in STAGES.items()}
-    if history.final("sft") is not None:
-        names["rl"] = f"{names['sft']} + {names['rl']}"
-    names["control"] = f"{names['control']}: more {names['sft']}"
-    if not history.planned.get("control"):
-        names["control"] += ", same seconds"
-    return names

@@ -5,96 +5,101 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from actors.coordination.reporting.status import SILENT_S, ActorState, ActorStatus, RunStatus
+from actors.coordination.reporting.timeline import TIMELINE, Span, idle_shares, num_rounds, read_trace
 from deploy.printing import counted, duration, printable
 from deploy.runs.history import RunHistory
+from deploy.runs.listing import Run
 from deploy.runs.stages import STAGES
-from deploy.runs.status import RunSnapshot
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
 _MOST_ACTORS, _MOST_FAILURES, _LONGEST_FAILURE = 8, 3, 200
+_IDLE_IN_ROW = 3
 
 Rows = Iterator[tuple[str, str]]
 
 
-def status_view(snapshot: RunSnapshot) -> Group:
+def status_view(run: Run) -> Group:
     """Build a headline, and rows of what is known."""
     from rich.console import Group
+    from rich.text import Text
+
+    return Group(Text(f"{printable(run.name)}: {_state(run)}", style="bold"), grid(_rows(run)))
+
+
+def grid(rows: Rows) -> Table:
+    """Lay out names and values; a name that repeats is shown once."""
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     before = ""
-    for name, value in _rows(snapshot):
-        grid.add_row(Text("" if name == before else name, style="dim"), Text(printable(value)))
+    for name, value in rows:
+        table.add_row(Text("" if name == before else name, style="dim"), Text(printable(value)))
         before = name
-    title = Text(f"{printable(snapshot.directory.name)}: {_state(snapshot)}", style="bold")
-    return Group(title, grid)
+    return table
 
 
-def json_of(snapshot: RunSnapshot) -> str:
+def json_of(run: Run) -> str:
     """Format the same as JSON: `status` has the fields of `RunStatus`, or is null."""
     return json.dumps(
         {
-            "run": snapshot.directory.name,
-            "directory": str(snapshot.directory),
-            "is_running": snapshot.is_running,
-            "age_s": round(snapshot.age_s, 3),
-            "status": None if snapshot.status is None else asdict(snapshot.status),
-            "idle": {track: round(share, 3) for track, share in snapshot.idle.items()},
+            "run": run.name,
+            "directory": str(run.directory),
+            "is_running": run.is_running,
+            "age_s": round(run.age_s, 3),
+            "status": None if run.status is None else asdict(run.status),
+            "idle": {track: round(share, 3) for track, share in idle_shares(_spans(run)).items()},
         }
     )
 
 
-def _state(snapshot: RunSnapshot) -> str:
+def _state(run: Run) -> str:
     """Describe whether it runs, and how long it has been silent."""
-    heard = f"last update {duration(snapshot.age_s)} ago"
-    holder, is_finished = snapshot.holder, snapshot.history.is_finished
+    heard = f"last update {duration(run.age_s)} ago"
+    holder, is_finished = run.holder, run.history.is_finished
     if holder is not None:
-        who = f"process {holder.pid} since {_clock(holder.began_at)}"
-        if snapshot.status is None or snapshot.status.at < holder.began_at:
+        who = f"process {holder.pid} since {holder.since}"
+        if run.status is None or run.status.at < holder.began_at:
             return f"starting ({who}); no status yet"
         if is_finished:
             return f"finished; its process still runs ({who}), as with --serve"
-        return f"running ({who}); " + (heard if snapshot.age_s < SILENT_S else f"silent: {heard}")
+        return f"running ({who}); " + (heard if run.age_s < SILENT_S else f"silent: {heard}")
     if is_finished:
-        return f"finished, {duration(snapshot.age_s)} ago"
-    if snapshot.has_ended:
+        return f"finished, {duration(run.age_s)} ago"
+    if run.has_ended:
         return f"stopped, {heard}"
     # Its process, if any, is on another machine.
-    return f"running; {heard}" if snapshot.is_running else f"stopped or unreachable: {heard}"
+    return f"running; {heard}" if run.is_running else f"stopped or unreachable: {heard}"
 
 
-def _clock(unix: float) -> str:
-    return datetime.fromtimestamp(unix, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _rows(snapshot: RunSnapshot) -> Rows:
-    status = snapshot.status
+def _rows(run: Run) -> Rows:
+    status = run.status
     if status is not None:
-        yield "stage", _stage(status, snapshot.history)
-        if snapshot.is_running:
+        yield "stage", _stage(status, run.history)
+        if run.is_running:
             yield from _under_way(status)
         yield "staleness", f"{status.staleness:.2g} versions in the newest round, {status.max_staleness} at most"
         yield "restarts", _counts(status.num_restarts) or "none"
         if status.seconds:
             yield "newest round", _seconds(status.seconds)
-    if snapshot.idle:
-        rounds = "the newest round" if snapshot.num_rounds == 1 else f"the newest {snapshot.num_rounds} rounds"
-        yield "idle", f"share of the time of {rounds}:"
-        for row in _in_rows([f"{track} {100 * share:.0f} %" for track, share in snapshot.idle.items()]):
-            yield "idle", row
-    if status is not None and snapshot.is_running:
+    if idle := idle_shares(spans := _spans(run)):
+        number = num_rounds(spans)
+        yield "idle", f"share of the time of the newest {'round' if number == 1 else f'{number} rounds'}:"
+        shares = [f"{track} {100 * share:.0f} %" for track, share in idle.items()]
+        for index in range(0, len(shares), _IDLE_IN_ROW):
+            yield "idle", ", ".join(shares[index : index + _IDLE_IN_ROW])
+    if status is not None and run.is_running:
         for what in status.waits or ("none longer than usual",):
             yield "waits", what
-    yield from _failures(snapshot)
+    yield from _failures(run)
 
 
 def _stage(status: RunStatus, history: RunHistory) -> str:
@@ -137,16 +142,17 @@ def _seconds(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {duration(value)} ({100 * value / total:.0f} %)" for name, value in seconds.items())
 
 
-def _in_rows(parts: list[str]) -> Iterator[str]:
-    for index in range(0, len(parts), 3):
-        yield ", ".join(parts[index : index + 3])
-
-
-def _failures(snapshot: RunSnapshot) -> Rows:
+def _failures(run: Run) -> Rows:
     """List the newest failures of the run log, including those that needed no retry."""
-    if snapshot.failures:
-        number = snapshot.history.num_failures
+    failures = [event for event in run.events if event["event"] == "failure"]
+    if failures:
+        number = run.history.num_failures
         yield "failures", f"{counted(number, 'failure')} survived; the newest entries of the run log:"
-    for event in snapshot.failures[-_MOST_FAILURES:]:
+    for event in failures[-_MOST_FAILURES:]:
         what = str(event["what"]).partition("\n")[0][:_LONGEST_FAILURE]
         yield "failures", f"at {duration(event['time_s'])}: {what}"
+
+
+def _spans(run: Run) -> list[Span]:
+    """Return the work of the actors in the newest rounds."""
+    return read_trace(run.directory / TIMELINE)

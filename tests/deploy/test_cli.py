@@ -124,7 +124,7 @@ def test_control_enables_the_control_and_needs_sft(recipe_file: Path, d1: Callab
     assert "control:\n  enabled: false\n" in d1("train", "tiny.yaml", "--dry-run").out
     assert "control:\n  enabled: true\n" in d1("train", "tiny.yaml", "--control", "--dry-run").out
     ended = d1("train", "tiny.yaml", "--control")
-    assert ended.out.endswith("stopped; resume with: d1 train tiny.yaml control.enabled=true --resume\n")
+    assert ended.out.endswith("stopped; resume with: d1 train tiny.yaml --control --resume\n")
     d1("train", "tiny.yaml", "--control", "--from", "sft").assert_refused("--control is more SFT, which --from skips")
 
 
@@ -181,7 +181,7 @@ def test_a_command_is_printed_as_this_user_can_run_it(
     absolute = str(Path(sys.executable).with_name("d1"))
     printed = d1("train", "tiny.yaml").out.splitlines()[-1]
     assert printed == f"stopped; resume with: {min(script, absolute, key=len)} train tiny.yaml --resume"
-    d1("runs", "show", "x").assert_refused(f"`{min(script, absolute, key=len)} runs ls` lists the runs")
+    d1("status", "x").assert_refused(f"`{min(script, absolute, key=len)} runs ls` lists the runs")
 
 
 def test_ctrl_c_that_ends_only_the_service_of_a_finished_run_is_success(
@@ -195,7 +195,7 @@ def test_ctrl_c_that_ends_only_the_service_of_a_finished_run_is_success(
     assert "stopped" not in ended.out
 
 
-def test_a_bug_is_not_hidden(recipe_file: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_shows_its_traceback(recipe_file: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deploy.cli import main
 
     def broken(*_: object) -> None:

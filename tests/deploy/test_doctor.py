@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 import tomllib
 from collections.abc import Callable
-from email.message import Message
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -52,26 +50,6 @@ def test_what_is_said_of_torch_is_what_pyproject_says(monkeypatch: pytest.Monkey
     assert _named("torch").fix == f"d1 needs torch {torch}"
 
 
-@pytest.mark.parametrize("said", [None, ""], ids=["no distribution", "a distribution that says nothing"])
-def test_versions_that_nothing_is_said_of_are_told_and_are_no_failure(
-    said: str | None, d1: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when d1 is only on the PYTHONPATH, or was packaged by hand."""
-
-    def metadata(name: str) -> Message:
-        if said is None:
-            raise PackageNotFoundError(name)
-        return Message()
-
-    monkeypatch.setattr("importlib.metadata.metadata", metadata)
-    ended = d1("doctor")
-    assert ended.status == 0
-    for name in ("Python", "ray", "torch", "transformers"):
-        check = _named(name)
-        assert (check.outcome, check.found[0].isdigit()) == (CheckOutcome.WARNING, True)
-        assert "package metadata" in check.fix
-
-
 def test_a_check_that_raises_has_failed_and_the_others_are_made(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = dict(doctor.run_checks(Path("runs"))).keys()
 
@@ -92,7 +70,7 @@ def test_a_check_that_raises_has_failed_and_the_others_are_made(d1: Callable, mo
     }
 
 
-def test_a_warning_is_none(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_is_not_a_failure(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.machine, "num_cpus", lambda: 1)
     ended = d1("doctor")
     assert ended.status == 0

@@ -205,7 +205,7 @@ def test_an_adapter_of_experts_is_exported_unless_it_adapts_part_of_a_matrix(
             torch.testing.assert_close(merged[tensor].detach(), expected, msg=tensor)
 
 
-def test_the_newest_complete_checkpoint_is_exported(run: Run, d1: Callable) -> None:
+def test_the_newest_intact_checkpoint_is_exported(run: Run, d1: Callable) -> None:
     path = run.checkpoint("rl-000001") / ADAPTER
     path.write_bytes(path.read_bytes()[:-1])
     ended = d1("export", "runs/tiny", "out")

@@ -35,7 +35,7 @@ def test_adopted_orphans_are_killed() -> None:
         time.sleep(0.02)
 
 
-def test_without_adoption_an_orphan_survives() -> None:
+def test_without_adoption_an_orphan_keeps_running() -> None:
     orphan = _orphan_of("leaving")
     assert is_running(orphan)
     subprocess.run(["kill", "-9", str(orphan)], check=True)

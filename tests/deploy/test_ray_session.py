@@ -50,7 +50,7 @@ def _start() -> None:
         raise AssertionError("it does not start")
 
 
-def test_the_token_is_private_and_other_files_have_the_users_umask(home: Path, inits: list[int]) -> None:
+def test_the_token_is_private_and_rays_files_have_the_users_umask(home: Path, inits: list[int]) -> None:
     before = os.umask(0o022)
     try:
         with pytest.raises(RunFailedError):
@@ -64,7 +64,7 @@ def test_the_token_is_private_and_other_files_have_the_users_umask(home: Path, i
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
 
 
-def test_existing_and_unneeded_tokens_are_left_alone(
+def test_an_existing_or_unwanted_token_is_left_alone(
     home: Path, inits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "f" * 64)):
@@ -80,7 +80,7 @@ def test_existing_and_unneeded_tokens_are_left_alone(
     assert (home / ".ray" / "auth_token").read_text() == "mine"
 
 
-def test_a_token_that_cannot_be_written_is_refused(home: Path, inits: list[int]) -> None:
+def test_an_unwritable_token_is_refused(home: Path, inits: list[int]) -> None:
     (home / ".ray").write_text("a file")
     with pytest.raises(UserError, match=r"Ray's token cannot be written to .*auth_token: .*; set RAY_AUTH_TOKEN"):
         _start()
@@ -112,7 +112,7 @@ def test_our_ray_is_on_loopback_by_default(home: Path, inits: list[int]) -> None
         assert (services.get_node_ip_address() == "127.0.0.1") == is_loopback
 
 
-def test_rays_notes_about_dead_workers_are_not_printed(
+def test_rays_notes_on_dead_workers_are_not_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

@@ -47,7 +47,7 @@ def test_a_log_has_a_line_per_interval_until_the_end(monkeypatch: pytest.MonkeyP
     wait.end()
 
 
-def test_short_waits_are_not_reported_unless_requested(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_operations_are_silent_unless_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with wait_display("loading"):
         pass
     assert capsys.readouterr().err == ""
@@ -56,7 +56,7 @@ def test_short_waits_are_not_reported_unless_requested(capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", "d1: loading\n")
 
 
-def test_the_description_can_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_can_change_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EVERY_S", 0.01)
     file = _File(1, "port")
     wait = _waiting(file)
@@ -80,7 +80,7 @@ def test_a_terminal_has_a_transient_spinner() -> None:
     assert said.endswith(("\x1b[2K", "\x1b[?25h", "\x1b[1A\x1b[2K"))
 
 
-def test_a_failure_ends_the_display() -> None:
+def test_a_failure_ends_the_wait() -> None:
     with pytest.raises(ValueError, match="no"), wait_display("loading"):
         raise ValueError("no")
     assert not [thread for thread in threading.enumerate() if thread.name == "d1-waiting" and not thread.daemon]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.errors import UserError
-from deploy.offline.evaluation.options import EvaluationOptions, Params, SampleSettings, params_for, temperature_of
+from deploy.offline.evaluation.options import EvaluationOptions, Params, params_for, temperature_of
 from deploy.offline.tasks import task_config
 from deploy.recipe.recipe import Recipe
 from learner.model.config import TransformerConfig
@@ -29,16 +29,18 @@ class Cell:
     """Sampling parameters of the completions."""
     num_problems: int | None
     """Number of problems; None: all of a dataset, or the default of `problems.py` for generated ones."""
-    sampled: SampleSettings
-    """Samples of each problem."""
+    num_samples: int
+    """Completions per problem."""
+    seed: int
+    """Seed of the sampling."""
 
     @property
     def name(self) -> str:
         """File name of its record, without suffix."""
         rules = "" if self.protocol == "fixed" else f".{self.protocol}"
-        drawn = f".{self.sampled.num_samples}-samples" if self.sampled.num_samples > 1 else ""
+        drawn = f".{self.num_samples}-samples" if self.num_samples > 1 else ""
         if self.temperature:
-            drawn = f".{self.sampled.num_samples}-at-{self.temperature:g}"
+            drawn = f".{self.num_samples}-at-{self.temperature:g}"
         schedule = re.sub(r"[^A-Za-z0-9.]+", "-", self.params.schedule_name)
         return f"{self.task.name}{rules}.{self.params.gen_length}.{schedule}{drawn}"
 
@@ -54,21 +56,15 @@ class Cell:
             "protocol": self.protocol,
             "params": self.params.model_dump(mode="json"),
             "num_problems": self.num_problems,
-            "num_samples": self.sampled.num_samples,
-            "seed": self.sampled.seed,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
         }
 
 
 def cells_of(options: EvaluationOptions, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> list[Cell]:
-    """Build a cell for each task, length and schedule, in that order.
+    """Build a cell for each task, length and schedule, in that order. The checkpoint's run supplies the defaults.
 
-    Args:
-        options: command line options.
-        run: recipe of the checkpoint's run, which supplies the defaults; None if it belongs to no run.
-        policy: model config of the evaluated policy.
-
-    Raises:
-        UserError: a task, field, length or schedule does not exist, or they are inconsistent.
+    Raises UserError if a task, field, length or schedule does not exist, or they are inconsistent.
     """
     configs = _task_configs(options, run)
     own = None if run is None else run.task.name
@@ -81,7 +77,8 @@ def cells_of(options: EvaluationOptions, run: Recipe | None, policy: Transformer
             protocol=options.protocol,
             params=each,
             num_problems=options.num_problems or (counted if config.name == own else None),
-            sampled=options.sampled,
+            num_samples=options.num_samples,
+            seed=options.seed,
         )
         for config in configs
         for each in params

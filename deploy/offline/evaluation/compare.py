@@ -157,7 +157,4 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 def _solved(cell: CellRecord) -> dict[str, float]:
     """Return the share of correct samples of each problem."""
-    found: dict[str, list[bool]] = {}
-    for answer in cell.answers:
-        found.setdefault(answer.problem_id, []).append(answer.correct)
-    return {problem: sum(right) / len(right) for problem, right in found.items()}
+    return {problem: sum(one.correct for one in some) / len(some) for problem, some in cell.by_problem.items()}

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.checkpoints.selection import find_position
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors, value_errors
 from deploy.offline.evaluation.cells import Cell, cells_of
 from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.evaluation.options import EvaluationOptions
 from deploy.offline.evaluation.problems import batches_of, problems_of
-from deploy.offline.item import AnsweredBatch, Batch
+from deploy.offline.item import Batch
 from deploy.offline.policy import read_tokenizer
 from deploy.offline.pool import PoolSettings, answer_batches
 from deploy.offline.record import RecordWriter, fingerprint
 from deploy.offline.worker import WorkerConfig
 from deploy.recipe.recipe import Recipe
-from deploy.requests.families import read_config
+from deploy.requests.families import AnyConfig, read_config
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.references import find_checkpoint_of, run_of
 from learner.model.storage.throughput import ReportProgress
@@ -38,6 +38,8 @@ class Subject:
     """`RUN-CHECKPOINT`, or the name of its directory."""
     directory: Path
     """Directory of the checkpoint."""
+    config: AnyConfig
+    """Model config."""
     run: Recipe | None
     """Recipe of its run; None if it belongs to no run."""
     facts: dict[str, Any]
@@ -84,22 +86,19 @@ def find_subject(reference: str, runs_dir: Path, say: ReportProgress | None = No
 
     Raises UserError if there is none or it cannot be read.
     """
-    try:
+    with value_errors(), os_errors(f"cannot read the checkpoint {reference}"):
         # Resolved, since a link may point elsewhere later.
         directory = find_checkpoint_of(reference, runs_dir, say).resolve()
-        read_config(directory)
+        config = read_config(directory)
         position = find_position(directory)
         facts = {"path": str(directory), "fingerprint": fingerprint(directory)}
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
     run_dir, is_fetched = run_of(directory), not Path(reference).exists()
     # The directory name in the hub's cache is only a revision.
     own_name = reference.replace("/", "--") if is_fetched else directory.name
     return Subject(
         name=own_name if run_dir is None else _name_of(run_dir, directory),
         directory=directory,
+        config=config,
         run=None if run_dir is None else read_recipe(run_dir),
         facts=facts | ({} if position is None else {"policy_version": position.policy_version}),
     )
@@ -130,35 +129,31 @@ def prepare(
 
     Raises UserError, before any sampling, if the options or the data are invalid.
     """
-    try:
-        config = read_config(subject.directory)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     tokenizer = read_tokenizer(subject.directory)
     if tokenizer is None:
         raise UserError(f"{subject.directory} has no tokenizer; problems are texts, and need one")
-    cells = cells_of(options, subject.run, config)
+    cells = cells_of(options, subject.run, subject.config)
     size = compute.batch_size(subject.run)
     # All cells of a task share its problems.
     problems = {name: problems_of(cell, on_warning) for name, cell in {cell.task.name: cell for cell in cells}.items()}
     usual = None if subject.run is None else subject.run.rollout.max_prompt_tokens
-    batches = [batches_of(cell, problems[cell.task.name], tokenizer, size, config, usual=usual) for cell in cells]
-    return [_prepared_cell(subject, cell, some, compute, out) for cell, some in zip(cells, batches, strict=True)]
-
-
-def _prepared_cell(
-    subject: Subject, cell: Cell, batches: Sequence[Batch], compute: ComputeSettings, out: Path
-) -> PreparedCell:
-    sizes = [len(batch.items) for batch in batches]
-    facts = {"checkpoint": subject.facts, **cell.facts(), "dtype": compute.dtype, "batch_size": sizes[0]}
-    return PreparedCell(cell=cell, batches=batches, record=RecordWriter(out / f"{cell.name}.jsonl", facts, sizes))
+    batches = [
+        batches_of(cell, problems[cell.task.name], tokenizer, size, subject.config, usual=usual) for cell in cells
+    ]
+    prepared = []
+    for cell, some in zip(cells, batches, strict=True):
+        sizes = [len(batch.items) for batch in some]
+        facts = {"checkpoint": subject.facts, **cell.facts(), "dtype": compute.dtype, "batch_size": sizes[0]}
+        record = RecordWriter(out / f"{cell.name}.jsonl", facts, sizes)
+        prepared.append(PreparedCell(cell=cell, batches=some, record=record))
+    return prepared
 
 
 def run_missing(
     subject: Subject,
     prepared: Sequence[PreparedCell],
     compute: ComputeSettings,
-    after_each: Callable[[PreparedCell, AnsweredBatch], object],
+    after_each: Callable[[PreparedCell], object],
 ) -> None:
     """Answer the missing batches. Raises as `pool.answer_batches`, and UserError if the record cannot be written."""
     # Batches are renumbered across cells, so that the index in a worker's answer is unique.
@@ -169,32 +164,25 @@ def run_missing(
     numbered = [replace(batch, index=number) for number, (_, batch) in enumerate(waiting)]
     for done in answer_batches(config, compute.pool, numbered):
         one, batch = waiting[done.index]
-        one.record.add(replace(done, index=batch.index))
-        after_each(one, done)
+        one.record.add(replace(done, index=batch.index, completions=()))
+        after_each(one)
 
 
-def results(subject: Subject, prepared: Sequence[PreparedCell]) -> dict[str, Any]:
-    """Return the results as JSON."""
-    return {
-        "checkpoint": {"name": subject.name, **subject.facts},
-        "cells": [
-            {
-                "task": one.cell.task.name,
-                "protocol": one.cell.protocol,
-                "gen_length": one.cell.params.gen_length,
-                "schedule": one.cell.params.schedule_name,
-                "temperature": one.cell.temperature,
-                **compute_metrics(one.record.recorded),
-                "answers": one.record.path.name,
-            }
-            for one in prepared
-        ],
-    }
-
-
-def write_results(found: dict[str, Any], out: Path) -> None:
-    """Write the results next to the answers. Raises UserError if that fails."""
-    try:
+def write_results(subject: Subject, prepared: Sequence[PreparedCell], out: Path) -> dict[str, Any]:
+    """Write the results next to the answers, and return them. Raises UserError if that fails."""
+    cells = [
+        {
+            "task": one.cell.task.name,
+            "protocol": one.cell.protocol,
+            "gen_length": one.cell.params.gen_length,
+            "schedule": one.cell.params.schedule_name,
+            "temperature": one.cell.temperature,
+            **compute_metrics(one.record.recorded),
+            "answers": one.record.path.name,
+        }
+        for one in prepared
+    ]
+    found = {"checkpoint": {"name": subject.name, **subject.facts}, "cells": cells}
+    with os_errors(f"cannot write {out / RESULTS}"):
         (out / RESULTS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {out / RESULTS}: {reason(error)}") from error
+    return found

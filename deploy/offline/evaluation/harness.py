@@ -43,14 +43,9 @@ class DiffusionLM(LM):
     """Policy of a checkpoint, as a model of the harness."""
 
     def __init__(self, checkpoint: str, **given: Any) -> None:
-        """Load the policy.
+        """Load the policy; `given` are the other fields of `HarnessArguments`, and arguments that the harness adds.
 
-        Args:
-            checkpoint: a run or checkpoint, as every command of d1 names them.
-            given: the other fields of `HarnessArguments`, and arguments that the harness adds.
-
-        Raises:
-            UserError: the checkpoint or an argument does not exist.
+        Raises UserError if the checkpoint or an argument does not exist.
         """
         super().__init__()
         arguments = HarnessArguments.of({"checkpoint": checkpoint, **given})

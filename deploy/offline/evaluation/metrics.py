@@ -27,10 +27,7 @@ def compute_metrics(cell: CellRecord) -> dict[str, Any]:
     pass@k have a bootstrap interval over problems, because samples and items of one problem are not independent.
     """
     answers = cell.answers
-    by_problem: dict[str, list[Answer]] = {}
-    for answer in answers:
-        by_problem.setdefault(answer.problem_id, []).append(answer)
-    groups = list(by_problem.values())
+    groups = list(cell.by_problem.values())
     num_samples = max(map(len, groups))
     generated = [answer for answer in answers if answer.has_room] or answers
     num_tokens, num_forwards = (sum(getattr(one, name) for one in answers) for name in ("num_tokens", "num_forwards"))
@@ -40,7 +37,9 @@ def compute_metrics(cell: CellRecord) -> dict[str, Any]:
         "num_samples": num_samples,
         "num_correct": sum(answer.correct for answer in answers),
         "accuracy": _mean([answer.correct for answer in answers]),
-        "accuracy_interval": _accuracy_interval(groups),
+        "accuracy_interval": _mean_interval(
+            [_mean([answer.correct for answer in group]) for group in groups], is_binary=num_samples == 1
+        ),
         "mean_tokens": num_tokens / len(generated),
         "truncated": _mean([answer.is_truncated for answer in generated]),
         "mean_forwards": num_forwards / len(generated),
@@ -56,13 +55,6 @@ def compute_metrics(cell: CellRecord) -> dict[str, Any]:
         if k <= num_samples:
             found |= _pass_at(groups, k)
     return found
-
-
-def _accuracy_interval(groups: Sequence[Sequence[Answer]]) -> list[float]:
-    correct = [_mean([answer.correct for answer in group]) for group in groups]
-    if all(len(group) == 1 for group in groups):
-        return list(Score(num_correct=round(sum(correct)), num_problems=len(groups)).interval)
-    return _mean_interval(correct)
 
 
 def _items(groups: Sequence[Sequence[Answer]]) -> dict[str, Any]:
@@ -89,9 +81,12 @@ def _pass_at(groups: Sequence[Sequence[Answer]], k: int) -> dict[str, Any]:
     return {f"pass@{k}": _mean(solved), f"pass@{k}_interval": _mean_interval(solved)}
 
 
-def _mean_interval(shares: Sequence[float]) -> list[float]:
-    """Return the bootstrap interval of the mean share. If all are 0 or all 1, resampling fails: use Wilson's."""
-    if set(shares) in ({0}, {1}):
+def _mean_interval(shares: Sequence[float], *, is_binary: bool = False) -> list[float]:
+    """Return the bootstrap interval of the mean share; Wilson's if all are binary, or if resampling fails.
+
+    Resampling shares that are all 0 or all 1 would give an interval of no width.
+    """
+    if is_binary or set(shares) in ({0}, {1}):
         return list(Score(num_correct=round(sum(shares)), num_problems=len(shares)).interval)
     return bootstrap(np.array(shares), lambda picked: picked.mean(axis=1))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from deploy.errors import UserError
 from deploy.recipe.recipe import Recipe
 from deploy.requests.defaults import Defaults
 from deploy.requests.errors import request_error_of
-from deploy.requests.parameters import Values, sampler_names, to_params, to_renoising_params
+from deploy.requests.parameters import Values, sampler_names, to_params, to_renoising_params, values_of
 from deploy.requests.renoising import RenoisingDefaults
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import MODEL_TYPE, RenoisingConfig
@@ -27,21 +27,11 @@ Params = SamplingParams | RenoisingParams
 
 _SHARE, _COUNT = re.compile(r"\d{0,9}\.?\d{1,9}"), re.compile(r"\d{1,9}")
 _HALF = "0.5"
-_RENOISING_SCHEDULES = {"steps": _COUNT, "entropy_bound": _SHARE}
+_NO_RENOISING_SCHEDULE = (
+    f"is no schedule of {MODEL_TYPE} policies; write steps=48, of a canvas at most, or entropy_bound=0.1"
+)
 _OPTION_OF = {"gen_length": "--lengths", "block_length": "--block-length"}
 _NAMES = sampler_names({"block_length": "--block-length", "temperature": "--temperature"})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleSettings:
-    """Samples per problem, with temperature and seed."""
-
-    num_samples: int = 1
-    """Completions per problem."""
-    temperature: float = 0.0
-    """Sampling temperature; 0 selects the most probable token."""
-    seed: int = 0
-    """Seed of the sampling."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +46,12 @@ class EvaluationOptions:
     protocol: GradingRules = "fixed"
     fields: tuple[str, ...] = ()
     """Overrides of task fields: `TASK.KEY=VALUE`."""
-    sampled: SampleSettings = SampleSettings()
+    num_samples: int = 1
+    """Completions per problem."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 selects the most probable token."""
+    seed: int = 0
+    """Seed of the sampling."""
 
 
 def temperature_of(params: Params) -> float | None:
@@ -76,10 +71,9 @@ def params_for(
     """Return the sampling parameters for each length and schedule. Raises UserError as `cells.cells_of`."""
     if isinstance(policy, RenoisingConfig):
         return _renoising_params(options, policy)
-    if options.sampled.num_samples > 1 and not options.sampled.temperature:
+    if options.num_samples > 1 and not options.temperature:
         raise UserError(
-            f"--samples {options.sampled.num_samples} of the likeliest tokens are all alike; say --temperature, as in "
-            "0.8"
+            f"--samples {options.num_samples} of the likeliest tokens are all alike; say --temperature, as in 0.8"
         )
     return _d1_params(options) if options.protocol == "d1" else _params(options, run, policy)
 
@@ -90,7 +84,7 @@ def _d1_params(options: EvaluationOptions) -> list[SamplingParams]:
             "--protocol d1 denoises as the first d1 does: blocks of 32, half as many steps as slots; "
             "leave out --schedules and --block-length"
         )
-    if options.sampled.temperature:
+    if options.temperature:
         raise UserError("--protocol d1 takes the likeliest token; leave out --samples and --temperature")
     block = first_d1.BLOCK_LENGTH
     if strays := [length for length in options.lengths or () if length % block]:
@@ -98,16 +92,16 @@ def _d1_params(options: EvaluationOptions) -> list[SamplingParams]:
     # The first d1 fills the whole canvas: there are no stop ids.
     fixed = {"block_length": block, "temperature": 0.0, "stop_ids": ()}
     return [
-        _checked({"gen_length": length, "steps": length // 2, **fixed}, f"--lengths {length}")
+        _checked({"gen_length": length, "steps": length // 2, **fixed}, f"--lengths {length}: ")
         for length in options.lengths or first_d1.LENGTHS
     ]
 
 
 def _params(options: EvaluationOptions, run: Recipe | None, policy: TransformerConfig) -> list[SamplingParams]:
     """Return the parameters for each length and schedule, by default those of the run's evaluation."""
-    drawn = {"temperature": options.sampled.temperature}
+    drawn = {"temperature": options.temperature}
     if run is not None and (options.lengths or options.schedules or options.block_length) is None:
-        return [_with_temperature(params, drawn) for params in run.evaluated_params]
+        return [_checked({**values_of(params), **drawn}) for params in run.evaluated_params]
     if run is None:
         defaults = Defaults.of_policy(policy.max_sequence_length, policy.block_length)
     else:
@@ -120,7 +114,7 @@ def _params(options: EvaluationOptions, run: Recipe | None, policy: TransformerC
         block_length = defaults.complete([shape], 0)["block_length"]
         for text in options.schedules or (_HALF,):
             values = defaults.complete([shape, _schedule(text, length, block_length), drawn], 0)
-            found.append(_checked(values, f"--lengths {length} --schedules {text}"))
+            found.append(_checked(values, f"--lengths {length} --schedules {text}: "))
     return found
 
 
@@ -128,14 +122,16 @@ def _renoising_params(options: EvaluationOptions, policy: RenoisingConfig) -> li
     """Return the parameters for each length and schedule, by default the checkpoint's own."""
     if options.protocol == "d1":
         raise UserError(f"--protocol d1 fills masked slots, and {MODEL_TYPE} policies have none; leave it out")
-    if options.sampled.temperature:
+    if options.temperature:
         raise UserError(
-            f"--temperature {options.sampled.temperature:g} is not for {MODEL_TYPE} policies, whose draws have one of "
+            f"--temperature {options.temperature:g} is not for {MODEL_TYPE} policies, whose draws have one of "
             "their own for each step; leave it out"
         )
     block = {} if options.block_length is None else {"block_length": options.block_length}
     lengths: list[Values] = [{"gen_length": length} for length in options.lengths or ()] or [{}]
-    schedules = [_renoising_schedule(text) for text in options.schedules or ()] or [{}]
+    schedules = [
+        _parameter(text, ("steps", "entropy_bound"), _NO_RENOISING_SCHEDULE) for text in options.schedules or ()
+    ] or [{}]
     defaults = RenoisingDefaults(config=policy)
     try:
         layers = [[block, length, schedule] for length in lengths for schedule in schedules]
@@ -146,46 +142,30 @@ def _renoising_params(options: EvaluationOptions, policy: RenoisingConfig) -> li
         raise UserError(f"--schedules: {request_error_of(error, RenoisingParams, sampler_names({}))}") from error
 
 
-def _renoising_schedule(text: str) -> Values:
-    """Parse `steps=48` (maximum steps of a canvas) or `entropy_bound=0.1`."""
-    name, _, value = text.partition("=")
-    if name in _RENOISING_SCHEDULES and _RENOISING_SCHEDULES[name].fullmatch(value):
-        return {name: int(value) if name == "steps" else float(value)}
-    raise UserError(
-        f"--schedules {text} is no schedule of {MODEL_TYPE} policies; write steps=48, of a canvas at most, or "
-        "entropy_bound=0.1"
-    )
-
-
 def _schedule(text: str, gen_length: int, block_length: int) -> Values:
     """Parse `0.5` (half as many steps as slots), or a parameter such as `steps=9` or `threshold=0.9`."""
-    name, _, value = text.partition("=")
     if _SHARE.fullmatch(text) and 0 < float(text) <= 1:
         num_blocks = max(1, gen_length // max(1, block_length))
         return {"schedule": "quota", "steps": num_blocks * max(1, round(float(text) * block_length))}
-    if name == "steps" and _COUNT.fullmatch(value):
-        return {"schedule": "quota", "steps": int(value)}
-    if name in SCHEDULE_PARAMETER.values() and _SHARE.fullmatch(value):
-        return {name: float(value)}
-    raise UserError(
-        f"--schedules {text} is no schedule; write a share of the slots as in 0.5, or steps=9, "
-        f"{', '.join(f'{name}=0.9' for name in SCHEDULE_PARAMETER.values())}"
+    names = SCHEDULE_PARAMETER.values()
+    others = ", ".join(f"{name}=0.9" for name in names)
+    found = _parameter(
+        text, ("steps", *names), f"is no schedule; write a share of the slots as in 0.5, or steps=9, {others}"
     )
+    return {"schedule": "quota", **found} if "steps" in found else found
 
 
-def _with_temperature(params: SamplingParams, drawn: Mapping[str, float]) -> SamplingParams:
-    """Return a run's parameters with another temperature.
-
-    Validated, because a record with invalid parameters could not be read again.
-    """
-    try:
-        return SamplingParams.model_validate({**params.model_dump(), **drawn})
-    except ValidationError as error:
-        raise UserError(str(request_error_of(error, SamplingParams, _NAMES))) from error
+def _parameter(text: str, names: Collection[str], refusal: str) -> Values:
+    """Parse a number of steps or another parameter of a schedule."""
+    name, _, value = text.partition("=")
+    parse, form = (int, _COUNT) if name == "steps" else (float, _SHARE)
+    if name not in names or not form.fullmatch(value):
+        raise UserError(f"--schedules {text} {refusal}")
+    return {name: parse(value)}
 
 
-def _checked(values: Values, place: str) -> SamplingParams:
+def _checked(values: Values, place: str = "") -> SamplingParams:
     try:
         return to_params(values)
     except ValidationError as error:
-        raise UserError(f"{place}: {request_error_of(error, SamplingParams, _NAMES)}") from error
+        raise UserError(f"{place}{request_error_of(error, SamplingParams, _NAMES)}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from actors.batching import evaluation_batches
-from deploy.errors import UserError
+from deploy.errors import UserError, value_errors
 from deploy.offline.evaluation.cells import Cell
 from deploy.offline.item import Batch, Item
 from deploy.offline.tasks import open_task
@@ -33,10 +33,8 @@ def problems_of(cell: Cell, on_warning: Callable[[str], object]) -> list[Problem
     Raises UserError if there are too few, or the data is not available.
     """
     task = open_task(cell.task)
-    try:
+    with value_errors():
         found = _of_d1(cell, task) if cell.protocol == "d1" else heldout(task, cell.num_problems)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     for warning in task.warnings():
         on_warning(warning)
     return found[: cell.num_problems]
@@ -63,7 +61,7 @@ def batches_of(
     fitting, others = list[_PromptSample](), list[_PromptSample]()
     for problem, prompt in zip(problems, prompts, strict=True):
         some = fitting if _room(cell, len(prompt), policy) >= 0 else others
-        some += [(problem, prompt, sample) for sample in range(cell.sampled.num_samples)]
+        some += [(problem, prompt, sample) for sample in range(cell.num_samples)]
     lengths = [len(prompt) for _, prompt, _ in fitting]
     places = evaluation_batches(lengths, batch_size, max(lengths) if usual is None else usual, cell.params.gen_length)
     together = [[fitting[place] for place in some] for some in places]
@@ -109,12 +107,12 @@ def _batch(cell: Cell, index: int, asked: Sequence[_PromptSample], *, has_room: 
 
 
 def _item(cell: Cell, index: int, problem: Problem, prompt: tuple[int, ...], sample: int) -> Item:
-    params, seed = cell.params, fold(cell.sampled.seed, _SAMPLE_KEY, key_of(problem.problem_id), sample)
+    params, seed = cell.params, fold(cell.seed, _SAMPLE_KEY, key_of(problem.problem_id), sample)
     return Item(
         index=index,
         place=problem.problem_id,
         sample=sample,
-        num_samples=cell.sampled.num_samples,
+        num_samples=cell.num_samples,
         request=Request(prompt_ids=prompt, params=params, seed=seed)
         if isinstance(params, SamplingParams)
         else RenoisingRequest(prompt_ids=prompt, params=params, seed=seed),

@@ -32,6 +32,9 @@ def stopped_text(item: Item, completion: AnyCompletion, policy: ReadyPolicy) -> 
 def answer(item: Item, completion: AnyCompletion, policy: ReadyPolicy) -> dict[str, Any]:
     """Return the JSON answer to a completed request."""
     ended = stopped_text(item, completion, policy)
+    exactness = (
+        {"exact": completion.exact, "logp_exact": completion.logp_exact} if isinstance(completion, Completion) else {}
+    )
     return _head(item) | {
         "token_ids": completion.token_ids[: ended.num_tokens].tolist(),
         "text": None if policy.tokenizer is None else ended.text,
@@ -39,7 +42,7 @@ def answer(item: Item, completion: AnyCompletion, policy: ReadyPolicy) -> dict[s
         **_trajectory(completion, ended.num_tokens),
         "num_forwards": completion.num_forwards,
         "finish_reason": ended.reason,
-        **_exactness(completion),
+        **exactness,
         "policy_version": completion.policy_version,
     }
 
@@ -57,12 +60,6 @@ def _trajectory(completion: AnyCompletion, end: int) -> dict[str, Any]:
         "tail": {"token_ids": completion.token_ids[end:].tolist(), "step_map": completion.step_map[end:].tolist()},
         **({} if completion.writes is None else {"writes": _writes(completion.writes)}),
     }
-
-
-def _exactness(completion: AnyCompletion) -> dict[str, bool]:
-    if not isinstance(completion, Completion):
-        return {}
-    return {"exact": completion.exact, "logp_exact": completion.logp_exact}
 
 
 def _canvas(canvas: DenoisedCanvas) -> dict[str, Any]:

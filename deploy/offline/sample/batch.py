@@ -6,9 +6,11 @@ import json
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
@@ -16,12 +18,12 @@ from rich.text import Text
 
 from deploy.offline.item import AnyCompletion, Batch, Item
 from deploy.offline.policy import ReadyPolicy
-from deploy.offline.pool import PoolSettings, complete_batches
+from deploy.offline.pool import PoolSettings, answer_batches
 from deploy.offline.sample.answers import answer, error_answer, stopped_text, work_summary
-from deploy.offline.views.canvas import Colour, canvas_of, canvas_text
-from deploy.offline.views.console import show
+from deploy.offline.views.canvas import canvas_of, canvas_text
 from deploy.offline.worker import WorkerConfig
-from deploy.printing import counted, duration, printable
+from deploy.printing import counted, duration, printable, show
+from deploy.wait_display import progress_bar
 from rollout.request import Completion
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def report_rejected(items: Sequence[Item]) -> int:
 
 
 def sample_items(
-    policy: ReadyPolicy, items: Sequence[Item], colour: Colour, pool: PoolSettings | None = None, *, as_json: bool
+    policy: ReadyPolicy, items: Sequence[Item], pool: PoolSettings | None = None, *, as_json: bool
 ) -> bool:
     """Sample all valid requests, here or with a pool of workers, and print the answers in order.
 
@@ -49,13 +51,13 @@ def sample_items(
     """
     good = [item for item in items if item.request is not None]
     with _RequestBar(len(good)) as bar:
-        printer = _json_printer(policy, bar.stdout) if as_json else _text_printer(policy, colour, bar.stdout)
+        printer = partial(_print_json if as_json else _print_text, policy, bar.stdout)
         answers = _OrderedPrinter(items, printer)
         try:
             _generate(policy, good, answers, bar, pool)
         except KeyboardInterrupt:
             is_complete = False
-            answers.print_rest()
+            answers.print_ready(skips_missing=True)
         else:
             is_complete = True
     if not (is_complete and as_json):
@@ -78,7 +80,7 @@ def _generate(
     starts = range(0, len(good), size)
     batches = [Batch(index=start, items=tuple(good[start : start + size])) for start in starts]
     config = WorkerConfig(checkpoint=policy.directory, engine=policy.engine)
-    for batch in complete_batches(config, pool, batches):
+    for batch in answer_batches(config, pool, batches):
         for index, completion in enumerate(batch.completions, start=batch.index):
             done(index, completion)
 
@@ -87,36 +89,26 @@ class _OrderedPrinter:
     """Buffer that prints answers in request order."""
 
     def __init__(self, items: Sequence[Item], printer: Printer) -> None:
-        self._items, self._printer = items, printer
+        self._items, self._printer = deque(items), printer
         self._held: dict[int, AnyCompletion] = {}
-        self._next = 0
-        self._print_ready()
+        self.print_ready()
 
     def add(self, item: Item, completion: AnyCompletion) -> None:
         """Add the completion of a request."""
         self._held[id(item)] = completion
-        self._print_ready()
+        self.print_ready()
 
-    def print_rest(self) -> None:
-        """Print all buffered answers, and skip the missing ones."""
-        while self._next < len(self._items):
-            if self._is_ready():
-                self._print_one()
-            else:
-                self._next += 1
-
-    def _print_ready(self) -> None:
-        while self._next < len(self._items) and self._is_ready():
-            self._print_one()
-
-    def _is_ready(self) -> bool:
-        return id(self._items[self._next]) in self._held or self._items[self._next].request is None
-
-    def _print_one(self) -> None:
-        item = self._items[self._next]
-        with _delayed_interrupt():
-            self._printer(item, self._held.pop(id(item), None))
-            self._next += 1
+    def print_ready(self, *, skips_missing: bool = False) -> None:
+        """Print the buffered answers up to the first missing one, or all of them."""
+        while self._items:
+            item = self._items[0]
+            is_ready = item.request is None or id(item) in self._held
+            if not is_ready and not skips_missing:
+                return
+            with _delayed_interrupt():
+                self._items.popleft()
+                if is_ready:
+                    self._printer(item, self._held.pop(id(item), None))
 
 
 class _RequestBar:
@@ -127,12 +119,16 @@ class _RequestBar:
         self._total, self._num_done = num_requests, 0
         self._num_tokens = self._num_forwards = 0
         self._began = time.monotonic()
-        self._progress = self._make_progress() if num_requests and sys.stderr.isatty() else None
+        self._progress: Progress | None = None
+        if num_requests and sys.stderr.isatty():
+            # Two consoles on one terminal would overwrite each other, and piped output must not be redirected.
+            console = self.stdout if sys.stdout.isatty() else Console(stderr=True)
+            self._progress = progress_bar(console, redirect_stdout=False, redirect_stderr=False)
 
     def __enter__(self) -> Self:
         if self._progress is not None:
             self._progress.start()
-            self._task = self._progress.add_task("requests", total=self._total, rate="")
+            self._task = self._progress.add_task("requests", total=self._total, facts="")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -146,7 +142,7 @@ class _RequestBar:
         self._num_forwards += completion.num_forwards
         if self._progress is not None:
             rate = self._num_tokens / (time.monotonic() - self._began)
-            self._progress.update(self._task, advance=1, rate=f"{rate:.0f} tokens/s")
+            self._progress.update(self._task, advance=1, facts=f"{rate:.0f} tokens/s")
 
     def summary(self) -> str:
         """Return a one-line summary of the work done."""
@@ -155,20 +151,6 @@ class _RequestBar:
             share = f"{self._num_done} of {share}"
         took = duration(time.monotonic() - self._began)
         return f"{share}, {work_summary(self._num_tokens, self._num_forwards)}, {took}"
-
-    def _make_progress(self) -> Progress:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns: list[Any] = [
-            TextColumn("{task.description}", style="bold"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}", style="cyan", markup=False),
-            TimeRemainingColumn(compact=True),
-        ]
-        # Two consoles on one terminal would overwrite each other, and piped output must not be redirected.
-        console = self.stdout if sys.stdout.isatty() else Console(stderr=True)
-        return Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
 
 
 @contextmanager
@@ -191,31 +173,23 @@ def _delayed_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _json_printer(policy: ReadyPolicy, console: Console) -> Printer:
-    def print_answer(item: Item, completion: AnyCompletion | None) -> None:
-        value = error_answer(item) if completion is None else answer(item, completion, policy)
-        # json.dumps writes ASCII, so the output contains no terminal control sequences.
-        show(Text(json.dumps(value, allow_nan=False)), console)
-
-    return print_answer
+def _print_json(policy: ReadyPolicy, console: Console, item: Item, completion: AnyCompletion | None) -> None:
+    value = error_answer(item) if completion is None else answer(item, completion, policy)
+    # json.dumps writes ASCII, so the output contains no terminal control sequences.
+    show(Text(json.dumps(value, allow_nan=False)), console)
 
 
-def _text_printer(policy: ReadyPolicy, colour: Colour, console: Console) -> Printer:
-    tokenizer = policy.tokenizer
-
-    def print_answer(item: Item, completion: AnyCompletion | None) -> None:
-        if completion is None:
-            return
-        name = f" {item.id}" if item.id is not None else ""
-        ended = stopped_text(item, completion, policy)
-        facts = f"{work_summary(ended.num_tokens, completion.num_forwards)}, {ended.reason}"
-        show(Text(printable(f"--- {item.place}{name}: {facts}"), style="dim"), console)
-        if tokenizer is None:
-            show(Text(" ".join(map(str, completion.token_ids[: ended.num_tokens].tolist()))), console)
-        elif console.is_terminal and isinstance(completion, Completion):
-            shown = replace(completion, num_tokens=ended.num_tokens)
-            show(canvas_text(canvas_of(shown), tokenizer.decode, colour), console)
-        else:
-            show(Text(printable(ended.text)), console)
-
-    return print_answer
+def _print_text(policy: ReadyPolicy, console: Console, item: Item, completion: AnyCompletion | None) -> None:
+    if completion is None:
+        return
+    name = f" {item.id}" if item.id is not None else ""
+    ended = stopped_text(item, completion, policy)
+    facts = f"{work_summary(ended.num_tokens, completion.num_forwards)}, {ended.reason}"
+    show(Text(printable(f"--- {item.place}{name}: {facts}"), style="dim"), console)
+    if policy.tokenizer is None:
+        show(Text(" ".join(map(str, completion.token_ids[: ended.num_tokens].tolist()))), console)
+    elif console.is_terminal and isinstance(completion, Completion):
+        shown = replace(completion, num_tokens=ended.num_tokens)
+        show(canvas_text(canvas_of(shown), policy.tokenizer.decode), console)
+    else:
+        show(Text(printable(ended.text)), console)

@@ -8,10 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors
 from deploy.offline.item import Item
 from deploy.offline.policy import ReadyPolicy
-from deploy.offline.sample.codec import PromptCodec
 from deploy.requests.errors import RequestError
 from deploy.requests.line import parse_object, read_line
 from deploy.requests.parameters import Values
@@ -22,23 +21,16 @@ from rewards.data.encoding import decode_text
 def make_planner(policy: ReadyPolicy, settings: Values) -> Planner:
     """Create a planner that applies the settings to requests that leave them out."""
     given = {key: value for key, value in settings.items() if key != "seed"}
-    return Planner(PromptCodec(policy=policy), policy.defaults, given, settings.get("seed", 0))
+    return Planner(policy, policy.defaults, given, settings.get("seed", 0))
 
 
 def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]:
-    """Read the non-empty lines of a file of requests, with their numbers from 1.
+    """Read the non-empty lines of a file of requests, or of `stdin` if given, with their numbers from 1.
 
-    Args:
-        path: the file.
-        stdin: standard input, which replaces the file if given.
-
-    Raises:
-        UserError: the file cannot be read, or has no request.
+    Raises UserError if the file cannot be read, or has no request.
     """
-    try:
+    with os_errors(f"cannot read the requests {path}"):
         data = Path(path).read_bytes() if stdin is None else stdin
-    except OSError as error:
-        raise UserError(f"cannot read the requests {path}: {reason(error)}") from error
     # Undecodable bytes are rejected later, with their line.
     with suppress(ValueError):
         data = decode_text(data).encode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -13,18 +12,8 @@ from torch import Tensor
 
 from deploy.offline.policy import ReadyPolicy
 from deploy.offline.sample.answers import work_summary
-from deploy.offline.views.canvas import (
-    SPECIAL_CHARACTER,
-    CanvasView,
-    Colour,
-    canvas_in,
-    canvas_of,
-    canvas_text,
-    legend,
-    window,
-)
-from deploy.offline.views.console import show
-from deploy.printing import duration, printable
+from deploy.offline.views.canvas import SPECIAL_CHARACTER, CanvasView, canvas_in, canvas_of, canvas_text, legend, window
+from deploy.printing import duration, printable, show
 from deploy.requests.families import AnyRequest
 from learner.model.tokenizer import ChatTokenizer
 from rollout.renoising.request import RenoisingRequest
@@ -38,26 +27,7 @@ _LONGEST_PAUSE_S = 4.0
 _STATUS_LINES = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Frame:
-    """Screen content at one step."""
-
-    text: Text
-    """The canvas."""
-    legend: Text
-    """Legend of its colours."""
-    status: str
-    """Progress in words."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = self.text.wrap(console, options.max_width)
-        yield from window(list(lines), max(1, options.size.height - _STATUS_LINES - 1))
-        yield Text()
-        yield self.legend
-        yield Text(self.status, style="dim")
-
-
-def sample_prompt(policy: ReadyPolicy, request: AnyRequest, colour: Colour) -> bool:
+def sample_prompt(policy: ReadyPolicy, request: AnyRequest) -> bool:
     """Denoise a prompt and print its text. Returns False after Ctrl-C, which prints the partial canvas.
 
     A terminal shows the canvas as it is denoised. Otherwise stdout receives the text alone. A summary of the work goes
@@ -69,10 +39,10 @@ def sample_prompt(policy: ReadyPolicy, request: AnyRequest, colour: Colour) -> b
     if isinstance(request, RenoisingRequest) or isinstance(policy.sampler, RenoisingSampler):
         return _sample_renoised(policy, request, console)
     batch = policy.sampler.open([request])
-    run = _Run(batch, request, policy.tokenizer, colour)
+    run = _Run(batch, request, policy.tokenizer)
     try:
         if is_watched:
-            with Live(run.frame(), console=console, auto_refresh=False, transient=False) as live:
+            with Live(run, console=console, auto_refresh=False, transient=False) as live:
                 run.finish(live)
             console.print()
         else:
@@ -106,8 +76,8 @@ def _progress(canvas: int, step: int, _ids: Tensor, kept_C: Tensor) -> None:
 class _Run:
     """Step-by-step sampling of a single request."""
 
-    def __init__(self, batch: SlotBatch, request: Request, tokenizer: ChatTokenizer, colour: Colour) -> None:
-        self._batch, self._request, self._tokenizer, self._colour = batch, request, tokenizer, colour
+    def __init__(self, batch: SlotBatch, request: Request, tokenizer: ChatTokenizer) -> None:
+        self._batch, self._request, self._tokenizer = batch, request, tokenizer
         self._completion: Completion | None = None
         self._seconds, self._num_steps = 0.0, 0
 
@@ -122,19 +92,18 @@ class _Run:
             if done:
                 self._completion = done[0][1]
             if live is not None:
-                live.update(self.frame(), refresh=True)
+                live.refresh()
                 time.sleep(max(0.0, pause_s - (time.monotonic() - began)))
 
-    def frame(self) -> _Frame:
-        """Return the current screen content."""
-        canvas, params = self._canvas(), self._request.params
-        share = f"{canvas.num_committed} of at most {params.gen_length} tokens"
-        status = f"step {self._num_steps}, {share}, {duration(self._seconds)}"
-        return _Frame(
-            text=canvas_text(canvas, self._tokenizer.decode, self._colour, special=SPECIAL_CHARACTER),
-            legend=legend(self._colour, canvas.num_steps),
-            status=status,
-        )
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the canvas around the first masked slot, the legend and the progress."""
+        canvas = self._canvas()
+        text = canvas_text(canvas, self._tokenizer.decode, special=SPECIAL_CHARACTER)
+        yield from window(list(text.wrap(console, options.max_width)), max(1, options.size.height - _STATUS_LINES - 1))
+        yield Text()
+        yield legend()
+        share = f"{canvas.num_committed} of at most {self._request.params.gen_length} tokens"
+        yield Text(f"step {self._num_steps}, {share}, {duration(self._seconds)}", style="dim")
 
     def print_result(self, console: Console, *, is_watched: bool) -> None:
         """Print the text to stdout and a summary of the work to stderr."""
@@ -143,7 +112,7 @@ class _Run:
         text = Text(printable(self._tokenizer.decode(completion.token_ids[: completion.num_tokens].tolist())))
         if not is_watched and console.is_terminal:
             # Colours are forced, for instance by FORCE_COLOR.
-            text = canvas_text(canvas_of(completion), self._tokenizer.decode, self._colour)
+            text = canvas_text(canvas_of(completion), self._tokenizer.decode)
         show(text, console)
         sys.stderr.write(f"{work_summary(completion.num_tokens, completion.num_forwards)}, {duration(self._seconds)}\n")
 
@@ -151,7 +120,7 @@ class _Run:
         """Print the partial canvas, and where it was stopped."""
         canvas = self._canvas()
         if not console.is_terminal:
-            show(canvas_text(canvas, self._tokenizer.decode, self._colour), console)
+            show(canvas_text(canvas, self._tokenizer.decode), console)
         sys.stderr.write(f"stopped after {self._num_steps} steps, {canvas.num_committed} tokens committed\n")
 
     def _canvas(self) -> CanvasView:

@@ -1,4 +1,4 @@
-"""Canvas rendering: tokens coloured by confidence or denoise step, and a block for each masked slot.
+"""Canvas rendering: tokens coloured by confidence, and a block for each masked slot.
 
 All functions are pure. Model output passes through `printable` into `Text`, which does not interpret markup.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from rich.text import Text
 
@@ -21,18 +20,10 @@ Decode = Callable[[Sequence[int]], str]
 MASK_CHARACTER = "░"
 SPECIAL_CHARACTER = "·"
 _MASK_STYLE, _GIVEN_STYLE = "dim", "bold"
-# From low to high confidence, and from early to late. Both scales work with red-green colour blindness.
+# From low to high probability at commit. They can be told apart with red-green colour blindness.
 _CONFIDENCE_STYLES = ("red", "dark_orange", "yellow", "green", "bright_cyan")
-_STEP_STYLES = ("bright_cyan", "dodger_blue1", "medium_purple1", "hot_pink", "orange1")
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4
-
-
-class Colour(StrEnum):
-    """Quantity that the colours of tokens show."""
-
-    CONFIDENCE = "confidence"
-    STEP = "step"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +43,6 @@ class CanvasView:
     def num_committed(self) -> int:
         """Slots that hold a token."""
         return len(self.masked) - sum(self.masked)
-
-    @property
-    def num_steps(self) -> int:
-        """Denoise steps up to the last one that committed a slot."""
-        steps = (step for step, masked in zip(self.steps, self.masked, strict=True) if not masked)
-        return max(steps, default=-1) + 1
 
 
 def canvas_in(state: BatchState, row: int = 0) -> CanvasView:
@@ -83,27 +68,16 @@ def canvas_of(completion: Completion) -> CanvasView:
     )
 
 
-def canvas_text(canvas: CanvasView, decode: Decode, colour: Colour, *, special: str = "") -> Text:
-    """Render a canvas as coloured text.
-
-    Args:
-        canvas: the canvas to render.
-        decode: decodes token ids to text, without special tokens.
-        colour: quantity that the colours show.
-        special: shown for a token without text, such as the end of text.
-    """
-    return Text.assemble(*((text or special, style) for text, style in _pieces(canvas, decode, colour)))
+def canvas_text(canvas: CanvasView, decode: Decode, *, special: str = "") -> Text:
+    """Render a canvas as coloured text; `special` stands for a token without text, such as the end of text."""
+    return Text.assemble(*((text or special, style) for text, style in _pieces(canvas, decode)))
 
 
-def legend(colour: Colour, num_steps: int) -> Text:
+def legend() -> Text:
     """Return a one-line legend of the colours."""
-    if colour is Colour.CONFIDENCE:
-        names = [*(f"<{20 * bound}%" for bound in range(1, len(_CONFIDENCE_STYLES))), "more"]
-        title, swatches = "probability", list(zip(names, _CONFIDENCE_STYLES, strict=True))
-    else:
-        title, swatches = "step", [(f"{first}-", style) for first, style in _step_swatches(num_steps)]
-    parts: list[tuple[str, str]] = [(f"{title} ", "dim")]
-    for name, style in swatches:
+    names = [*(f"<{20 * bound}%" for bound in range(1, len(_CONFIDENCE_STYLES))), "more"]
+    parts: list[tuple[str, str]] = [("probability ", "dim")]
+    for name, style in zip(names, _CONFIDENCE_STYLES, strict=True):
         parts += [("■", style), (f" {name}  ", "dim")]
     return Text.assemble(*parts, (f"{MASK_CHARACTER} masked  {SPECIAL_CHARACTER} special", "dim"))
 
@@ -118,44 +92,25 @@ def window(lines: Sequence[Text], height: int) -> Sequence[Text]:
     return lines[first : first + height]
 
 
-def _step_swatches(num_steps: int) -> Iterable[tuple[int, str]]:
-    """Return the first step of each colour."""
-    seen: dict[str, int] = {}
-    for step in range(num_steps):
-        seen.setdefault(_step_style(step, num_steps), step)
-    return [(step, style) for style, step in seen.items()]
-
-
-def _step_style(step: int, num_steps: int) -> str:
-    return _STEP_STYLES[step * len(_STEP_STYLES) // max(1, num_steps)]
-
-
-def _confidence_style(probability: float) -> str:
-    bounds = range(1, len(_CONFIDENCE_STYLES))
-    return _CONFIDENCE_STYLES[sum(probability * len(_CONFIDENCE_STYLES) >= bound for bound in bounds)]
-
-
-def _pieces(canvas: CanvasView, decode: Decode, colour: Colour) -> Iterable[tuple[str, str]]:
+def _pieces(canvas: CanvasView, decode: Decode) -> Iterable[tuple[str, str]]:
     """Yield each displayed piece with its style: a token, or several tokens that share a character."""
-    num_steps, index = canvas.num_steps, 0
+    index = 0
     while index < len(canvas.masked):
         if canvas.masked[index]:
             yield MASK_CHARACTER, _MASK_STYLE
             index += 1
             continue
         end, text = _character(canvas, index, decode)
-        yield printable(text), _style(canvas, index, end, colour, num_steps)
+        yield printable(text), _style(canvas, index, end)
         index = end
 
 
-def _style(canvas: CanvasView, start: int, end: int, colour: Colour, num_steps: int) -> str:
-    """Return the style of slots displayed as one piece, by their latest step or lowest confidence."""
-    step = max(canvas.steps[start:end])
-    if step < 0:
+def _style(canvas: CanvasView, start: int, end: int) -> str:
+    """Return the style of slots displayed as one piece, by their lowest confidence."""
+    if max(canvas.steps[start:end]) < 0:
         return _GIVEN_STYLE
-    if colour is Colour.STEP:
-        return _step_style(step, num_steps)
-    return _confidence_style(min(canvas.probabilities[start:end]))
+    probability, bounds = min(canvas.probabilities[start:end]), range(1, len(_CONFIDENCE_STYLES))
+    return _CONFIDENCE_STYLES[sum(probability * len(_CONFIDENCE_STYLES) >= bound for bound in bounds)]
 
 
 def _character(canvas: CanvasView, start: int, decode: Decode) -> tuple[int, str]:

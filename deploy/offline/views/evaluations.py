@@ -5,16 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from deploy.offline.evaluation.compare import CellComparison, tenths
 from deploy.offline.evaluation.evaluate import PreparedCell
-from deploy.offline.item import AnsweredBatch
 from deploy.printing import counted, duration, printable, share
-from deploy.wait_display import EVERY_S
+from deploy.wait_display import EVERY_S, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,63 +24,39 @@ _NUMBERS = ("tokens", "a forward", "cut", "worker time")
 _MOST_NAMED = 20
 
 
-@dataclass(slots=True)
-class _Count:
-    """Counts of the answers of a cell."""
-
-    done: int = 0
-    right: int = 0
-
-    def add(self, batch: AnsweredBatch) -> None:
-        self.done += len(batch.answers)
-        self.right += sum(answer.correct for answer in batch.answers)
-
-
 class AnswerBar:
     """Progress of an evaluation on stderr: a bar on a terminal, otherwise a line every 5 s."""
 
     def __init__(self, prepared: Sequence[PreparedCell]) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        self._records = [one.record for one in prepared]
         self._total = sum(len(batch.items) for one in prepared for batch in one.batches)
-        self._counts = {one.cell.name: _Count() for one in prepared}
-        for one in prepared:
-            for batch in one.record.done.values():
-                self._counts[one.cell.name].add(batch)
         self._said = time.monotonic()
-        columns: list[Any] = [
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
-            TimeRemainingColumn(),
-        ]
         console = Console(stderr=True)
-        self._progress = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._progress = progress_bar(console, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> Self:
         if self._progress is not None:
             self._progress.start()
-            self._task = self._progress.add_task("answers", total=self._total, completed=self.num_done, note="")
+            self._task = self._progress.add_task("answers", total=self._total, completed=self.num_done, facts="")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 
     @property
     def num_done(self) -> int:
         """Number of answers so far."""
-        return sum(count.done for count in self._counts.values())
+        return sum(len(batch.answers) for record in self._records for batch in record.done.values())
 
-    def advance(self, one: PreparedCell, batch: AnsweredBatch) -> None:
-        """Count a completed batch of a cell and show the progress."""
-        count = self._counts[one.cell.name]
-        count.add(batch)
-        note = f"{one.cell.name}: {count.right} of {count.done} right"
+    def advance(self, one: PreparedCell) -> None:
+        """Show the progress after a completed batch of a cell."""
+        answers = one.record.recorded.answers
+        note = f"{one.cell.name}: {sum(answer.correct for answer in answers)} of {len(answers)} right"
         if self._progress is not None:
-            self._progress.update(self._task, completed=self.num_done, note=note)
+            self._progress.update(self._task, completed=self.num_done, facts=note)
         elif time.monotonic() - self._said > EVERY_S:
             self._said = time.monotonic()
             sys.stderr.write(f"d1: {self.num_done} of {counted(self._total, 'answer')}; {note}\n")
@@ -99,13 +72,9 @@ def _table(title: str, cells: Sequence[Mapping[str, Any]], width: int) -> Table:
     """Return a table with as many columns as fit into the width without truncating numbers."""
     from rich.console import Console
 
-    table = _drawn_table(title, cells, ())
-    for count in range(1, len(_NUMBERS) + 1):
-        wider = _drawn_table(title, cells, _NUMBERS[:count])
-        if Console(width=1000).measure(wider).maximum > width:
-            break
-        table = wider
-    return table
+    tables = (_drawn_table(title, cells, _NUMBERS[:count]) for count in range(len(_NUMBERS), 0, -1))
+    fitting = (table for table in tables if Console(width=1000).measure(table).maximum <= width)
+    return next(fitting, _drawn_table(title, cells, ()))
 
 
 def _drawn_table(title: str, cells: Sequence[Mapping[str, Any]], numbers: Sequence[str]) -> Table:
@@ -160,18 +129,17 @@ def _extras(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def compared_tables(found: Sequence[CellComparison], names: tuple[str, str]) -> Iterator[Table]:
     """Yield a table per task and sampling, with a row per cell of both evaluations."""
-    for (what, drawn), cells in groupby(found, key=lambda one: (_what(one), _drawn(one))):
-        yield _compared_table(f"{what}{drawn}   A: {names[0]}   B: {names[1]}", list(cells))
+    for what, cells in groupby(found, key=_what):
+        yield _compared_table(f"{what}   A: {names[0]}   B: {names[1]}", list(cells))
 
 
 def _what(one: CellComparison) -> str:
-    return one.task if one.protocol == "fixed" else f"{one.task}, protocol {one.protocol}"
-
-
-def _drawn(one: CellComparison) -> str:
+    """Return the task of a comparison, with the settings that are not the default."""
+    protocol = "" if one.protocol == "fixed" else f", protocol {one.protocol}"
     if one.temperature is None:
-        return f", {one.num_samples} of each" if one.num_samples > 1 else ""
-    return f", {one.num_samples} at temperature {one.temperature:g}" if one.temperature else ""
+        return f"{one.task}{protocol}" + (f", {one.num_samples} of each" if one.num_samples > 1 else "")
+    drawn = f", {one.num_samples} at temperature {one.temperature:g}" if one.temperature else ""
+    return f"{one.task}{protocol}{drawn}"
 
 
 def _compared_table(title: str, cells: Sequence[CellComparison]) -> Table:

@@ -1,8 +1,8 @@
-"""Terminal output of `d1 tasks`: the table of tasks, and the view of one task."""
+"""Terminal output of `d1 grade` and `d1 tasks`: summary and failed lines of a file, and the tasks with an example."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -10,9 +10,60 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from deploy.printing import printable
+from deploy.offline.item import Answer
+from deploy.printing import counted, printable
+from rewards import Outcome
+from rollout.score import Score
 
+_END_SHOWN = 300
+_QUESTION_SHOWN = 200
 _SPLITS = {"train": "train", "validation": "validation", "heldout": "held out"}
+
+
+def summary_table(found: Mapping[str, Any]) -> Table:
+    """Return a table of the results of a file."""
+    table = Table(title=f"{found['task']}, protocol {found['protocol']}", show_header=False)
+    low, high = Score(num_correct=found["correct"], num_problems=found["total"]).interval
+    # Parts of one problem, such as Sudoku cells, are not independent: an interval over them would be too narrow.
+    interval = f" ({low:.1%} to {high:.1%})" if found["total"] == found["num_lines"] else ""
+    table.add_row("correct", f"{found['correct']:,} of {found['total']:,}: {found['accuracy']:.1%}{interval}")
+    if found["total"] != found["num_lines"]:
+        table.add_row("solved", f"{found['num_solved']:,} of {counted(found['num_lines'], 'line')}")
+    for outcome, count in found["outcomes"].items():
+        table.add_row(outcome, f"{count:,}")
+    if found["reward"] is not None:
+        table.add_row("reward, mean", f"{found['reward']:.3f}")
+    for name, value in found["parts"].items():
+        table.add_row(f"  {name}", f"{value:.3f}")
+    return table
+
+
+def failures_view(graded: Sequence[tuple[str, Answer]], count: int) -> Iterator[Panel]:
+    """Yield panels of up to `count` incorrect lines, ungraded ones first: question, parsed answer and right answer."""
+    wrong = [(place, answer) for place, answer in graded if not answer.correct]
+    wrong.sort(key=lambda line: line[1].outcome == Outcome.GRADED)
+    for place, answer in wrong[:count]:
+        text, body = answer.generation, Text()
+        _add(body, "question", _shortened(answer.question, _QUESTION_SHOWN))
+        _add(body, "ends with", "..." * (len(text) > _END_SHOWN) + text[-_END_SHOWN:])
+        _add(body, "read as", "no answer" if answer.answer is None else _shortened(answer.answer, _QUESTION_SHOWN))
+        _add(body, "right", _shortened(answer.ground_truth, _QUESTION_SHOWN))
+        if answer.num_items > 1:
+            _add(body, "score", f"{answer.num_right} of {answer.num_items}")
+        if answer.outcome != Outcome.GRADED or answer.detail:
+            _add(body, answer.outcome, answer.detail)
+        yield Panel(body, title=Text(printable(place)), title_align="left")
+
+
+def _add(body: Text, label: str, value: str) -> None:
+    if body:
+        body.append("\n")
+    body.append(f"{label}: ", style="bold")
+    body.append(printable(value.strip()))
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[:width]}..."
 
 
 def tasks_table(found: Sequence[Mapping[str, Any]]) -> Table:

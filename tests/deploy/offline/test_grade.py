@@ -172,7 +172,7 @@ def test_a_ground_truth_that_is_no_answer_is_refused_with_the_way_to_one(
     d1("grade", "jsonl", "x.jsonl", "grader=number").assert_refused(f"d1: x.jsonl, line 1: {sentence}")
 
 
-def test_a_task_says_what_of_its_data_is_left_out_or_wrong(d1: Callable[..., Any], workdir: Path) -> None:
+def test_a_task_reports_skipped_and_invalid_data(d1: Callable[..., Any], workdir: Path) -> None:
     (workdir / "x.jsonl").write_text('{"prompt": "a", "answer": 1}\n' * 3 + '{"prompt": "b", "label": 2}\n')
     words = "tasks", "jsonl", "grader=number", "train_data=x.jsonl"
     d1(*words).assert_refused("x.jsonl, line 4: answer is missing; ", "; columns.answer=label would take label")

@@ -278,9 +278,7 @@ def test_a_bad_override_is_refused_in_one_sentence(
         ),
     ],
 )
-def test_settings_that_use_held_out_problems_are_refused_with_validation(
-    override: str, sentence: str, recipe_file: Path, d1: Callable
-) -> None:
+def test_validation_settings_must_be_consistent(override: str, sentence: str, recipe_file: Path, d1: Callable) -> None:
     words = ("evaluation.num_validation=5", "task.validation_fraction=0.2")
     d1("train", "tiny.yaml", *words, override).assert_refused(sentence)
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from deploy.recipe.overrides import load_recipe, resolved_yaml
-from deploy.recipe.schema import recipe_schema
+from deploy.recipe.recipe import recipe_schema
 
 
 def _errors(recipe: Any) -> list[str]:

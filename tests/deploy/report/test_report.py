@@ -14,11 +14,10 @@ import pytest
 
 from deploy.offline.item import Answer, AnsweredBatch
 from deploy.offline.record import RecordWriter, fingerprint
-from deploy.report.differences import fields_of
 from deploy.report.eval_results import pareto_front, read_eval_cells
 from deploy.report.examples import GradedCompletion, ReportExample, Token, make_examples
 from deploy.report.figures import smooth
-from deploy.report.report import write_report
+from deploy.report.report import fields_of, write_report
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.listing import read_run
 from rollout.request import SamplingParams
@@ -68,7 +67,7 @@ def test_a_report_of_one_run(d1: Callable, make_run: Callable, events: Events, w
     assert page.texts[row : row + 6] == ["tiny: SFT + RL", "50.0 %", "45.6 to 54.4 %", "500", "46 s", "12 rounds"]
     assert page.text.count("Parts of the reward: tiny") == 1
     titles = ("Held-out accuracy", "SFT loss", "Reward", "Share correct", "KL to the reference", "Clipped tokens")
-    for title in (*titles, "Groups without signal", "Throughput", "Seconds of a round: tiny"):
+    for title in (*titles, "Groups without signal", "Throughput", "Waiting for samples"):
         assert title in page.texts
     assert "learner.lr" in page.text
     assert d1("report", "tiny", "--out", "again.html").status == 0
@@ -132,7 +131,7 @@ def test_hostile_completions_are_escaped(make_run: Callable, events: Events, tmp
     assert page.text.count(HOSTILE) > 8
 
 
-def test_unsupported_reports_are_refused_in_one_sentence(
+def test_what_cannot_be_reported_is_refused_in_one_sentence(
     d1: Callable, make_run: Callable, events: Events, workdir: Path, runs: Path
 ) -> None:
     make_run("empty", events[:1])
@@ -282,7 +281,7 @@ def test_only_complete_evaluations_of_the_same_weights_are_reported(make_run: Ca
     assert found == [("countdown", "sft", 8, "8 steps", 0.25), ("sums", "sft", 8, "4 steps", 0.25)]
 
 
-def test_lengths_are_distinguished_once(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
+def test_the_legend_names_each_length_once(d1: Callable, make_run: Callable, events: Events, workdir: Path) -> None:
     run = make_run("tiny", events)
     for checkpoints in (["sft"], ["rl-000001", "rl-000002"]):
         for checkpoint in checkpoints:
@@ -293,7 +292,7 @@ def test_lengths_are_distinguished_once(d1: Callable, make_run: Callable, events
         assert [text for text in texts if text.endswith(" slots")] == ["8 slots", "16 slots"]
 
 
-def test_the_pareto_front_has_undominated_schedules(make_run: Callable, events: Events) -> None:
+def test_the_pareto_front_has_the_best_at_each_cost(make_run: Callable, events: Events) -> None:
     run = make_run("tiny", events)
     for steps, slots, right in ((1, 8, 3), (2, 8, 2), (4, 8, 6), (4, 16, 7), (6, 8, 7), (8, 8, 7), (8, 16, 9)):
         _evaluate(run, "sft", slots, steps, right)

@@ -32,7 +32,7 @@ def test_rounds_after_the_checkpoint_that_a_run_resumed_from_are_dropped(recorde
     assert [item.round for item in history.evaluations] == [2]
 
 
-def test_validation_is_the_course_of_a_run_and_no_held_out_accuracy(recorder: Any) -> None:
+def test_the_accuracy_curve_uses_validation_if_there_is_one(recorder: Any) -> None:
     recorder.evaluation("validation", 50)
     recorder.evaluation("sft", 60)
     for index in range(4):
@@ -47,13 +47,13 @@ def test_validation_is_the_course_of_a_run_and_no_held_out_accuracy(recorder: An
     assert [item.label for item in history.heldout] == ["sft", "rl"]
 
 
-def test_without_validation_the_held_out_accuracy_is_the_course(events: Events) -> None:
+def test_without_validation_the_curve_is_held_out_accuracy(events: Events) -> None:
     history = read_history(events)
     assert history.accuracy_curve == history.heldout
     assert [item.label for item in history.accuracy_curve] == ["untrained", "sft", "round", "rl"]
 
 
-def test_a_stage_that_begins_anew_forgets_its_first_try(recorder: Any) -> None:
+def test_a_restarted_stage_discards_its_first_attempt(recorder: Any) -> None:
     recorder.sft_steps("sft", 30, planned=100)
     recorder.sft_steps("sft", 10, planned=100)
     history = read_history(recorder.events)
@@ -66,7 +66,7 @@ def test_a_run_that_went_on_after_its_end_is_not_finished(events: Events, record
     assert not read_history(events).is_finished
 
 
-def test_nothing_has_no_history() -> None:
+def test_no_events_give_an_empty_history() -> None:
     history = read_history([])
     assert history.seconds == 0
     assert not history.is_finished
@@ -86,7 +86,7 @@ def _num_failures(recorder: Any, *whats: str, attempt: int = 1) -> int:
     return read_history(recorder.events).num_failures
 
 
-def test_a_learner_that_dies_is_one_fault_however_many_events_tell_of_it(recorder: Any) -> None:
+def test_a_learners_death_counts_once(recorder: Any) -> None:
     assert _num_failures(recorder, LEARNER_DIED, LEARNER_DIED, RESTARTED, "phase") == 1
     assert _num_failures(recorder, RESTARTED, "phase") == 2, "killed without a word"
     assert _num_failures(recorder, LEARNER_DIED, RESTARTED, LEARNER_DIED, RESTARTED) == 4, "twice, before any training"
@@ -96,7 +96,7 @@ def test_the_death_of_a_learner_in_a_resumed_run_is_another_one(recorder: Any) -
     assert _num_failures(recorder, LEARNER_DIED, "phase", LEARNER_DIED) == 2
 
 
-def test_other_faults_count_each_and_what_was_only_left_out_does_not(recorder: Any) -> None:
+def test_other_failures_count_each_unless_they_needed_no_retry(recorder: Any) -> None:
     assert _num_failures(recorder, SAMPLER_DIED, SAMPLER_DIED) == 2
     assert _num_failures(recorder, "9 prompts are too long", attempt=0) == 2
 

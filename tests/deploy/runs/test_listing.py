@@ -1,4 +1,4 @@
-"""`d1 ls` and `d1 show`: every run is listed and shown, even with hostile text from the model."""
+"""`d1 runs ls` and the results in `d1 status`: every run is listed and shown, even with hostile text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _rows(table: str) -> list[list[str]]:
     return [line.split() for line in table.splitlines()[1:]]
 
 
-def test_ls_lists_runs_newest_first_with_what_can_be_known(make_run: Callable, events: Events, d1: Callable) -> None:
+def test_ls_lists_runs_newest_first_with_state_and_results(make_run: Callable, events: Events, d1: Callable) -> None:
     _age(make_run("old", events), 7200)
     _age(make_run("crashed", events[:25]), 3600)
     _age(make_run("going", events[:30]), 5)
@@ -77,7 +77,7 @@ def test_ls_keeps_names_whole_and_leaves_out_what_does_not_fit(
     assert longest in "".join(table.split())
 
 
-def test_ls_skips_what_is_no_run_and_survives_a_broken_one(make_run: Callable, events: Events, d1: Callable) -> None:
+def test_ls_skips_other_directories_and_lists_a_damaged_run(make_run: Callable, events: Events, d1: Callable) -> None:
     directory = make_run("torn", events)
     with (directory / "metrics.jsonl").open("a") as file:
         file.write('{"event": "rou')
@@ -95,22 +95,15 @@ def test_ls_without_runs(workdir: Path, d1: Callable) -> None:
     assert d1("runs", "ls").out == "no runs in runs\n"
 
 
-def test_show_has_the_recipe_the_result_the_curves_and_three_samples(
+def test_status_ends_with_the_results_the_curves_and_three_samples(
     make_run: Callable, events: Events, d1: Callable
 ) -> None:
     samples = [_sample(round=index, completion=f"answer {index}") for index in range(5)]
     make_run("tiny", events, samples)
-    ended = d1("runs", "show", "tiny")
+    ended = d1("status", "tiny")
     assert ended.status == 0
-    for part in (
-        "tiny: finished",
-        "num_numbers",
-        "learner.num_rounds",
-        "SFT + RL",
-        "50.0 %",
-        "checkpoints/sft",
-    ):
-        assert (part in ended.out) == (part != "num_numbers"), part
+    for part in ("tiny: finished", "SFT + RL", "50.0 %"):
+        assert part in ended.out
     assert "reward" in ended.out
     assert "5 █▁ 1.5" in ended.out, "the held-out loss of SFT"
     assert "▁▂▂▃▄▄▅▅▆▇▇█" in ended.out
@@ -118,16 +111,16 @@ def test_show_has_the_recipe_the_result_the_curves_and_three_samples(
     assert "round 4, version 4, sums/1: right, reward 1 (correct 1), 3 denoise steps" in ended.out
 
 
-def test_show_takes_a_path_too(make_run: Callable, events: Events, d1: Callable) -> None:
+def test_status_takes_a_path_too(make_run: Callable, events: Events, d1: Callable) -> None:
     directory = make_run("tiny", events)
     directory.rename(directory.parent.parent / "moved")
-    assert "moved: finished" in d1("runs", "show", "./moved").out
+    assert "moved: finished" in d1("status", "./moved").out
 
 
 @pytest.mark.parametrize("field", ["prompt", "completion", "problem_id"])
 def test_hostile_text_is_shown_and_not_obeyed(field: str, make_run: Callable, events: Events, d1: Callable) -> None:
     make_run("tiny", events, [_sample(**{field: HOSTILE}), _sample(reward_parts={HOSTILE: 1.0})])
-    ended = d1("runs", "show", "tiny")
+    ended = d1("status", "tiny")
     assert ended.status == 0
     assert "[bold red]boo[/not-open]" in ended.out
     assert "\\u001b[2J\\u001b]0;pwned\\u0007" in ended.out
@@ -136,30 +129,30 @@ def test_hostile_text_is_shown_and_not_obeyed(field: str, make_run: Callable, ev
         assert char not in ended.out
 
 
-def test_a_hostile_recipe_is_shown_and_not_obeyed(make_run: Callable, events: Events, d1: Callable) -> None:
+def test_a_hostile_recipe_is_listed_and_not_obeyed(make_run: Callable, events: Events, d1: Callable) -> None:
     directory = make_run("tiny", events)
     (directory / "recipe.yaml").write_text('task: {name: "[red]\\e[2J"}\nseed: "[/]"\nlearner: 3\n')
-    ended = d1("runs", "show", "tiny")
+    assert d1("status", "tiny").status == 0
+    ended = d1("runs", "ls")
     assert ended.status == 0
     assert "[red]\\u001b[2J" in ended.out
     assert "\x1b" not in ended.out
-    assert d1("runs", "ls").status == 0
 
 
 def test_very_long_completions_are_cut(make_run: Callable, events: Events, d1: Callable) -> None:
     make_run("tiny", events, [_sample(completion="x" * 1_000_000)])
-    assert len(d1("runs", "show", "tiny").out) < 20_000
+    assert len(d1("status", "tiny").out) < 20_000
 
 
 def test_a_run_that_has_just_begun_can_be_shown(make_run: Callable, d1: Callable) -> None:
     make_run("tiny", [])
-    assert "tiny: running?" in d1("runs", "show", "tiny").out
+    assert "tiny: running; last update" in d1("status", "tiny").out
     assert d1("runs", "ls").status == 0
 
 
 def test_a_run_that_is_not_there_is_refused_with_the_nearest(make_run: Callable, events: Events, d1: Callable) -> None:
     make_run("countdown-small", events)
-    d1("runs", "show", "countdwn-small").assert_refused(
+    d1("status", "countdwn-small").assert_refused(
         "there is no run countdwn-small in runs", "did you mean countdown-small?"
     )
     d1("serve", "xyz").assert_refused("there is no run xyz in runs", "`d1 runs ls` lists the runs")
@@ -206,7 +199,7 @@ def test_serve_without_a_run_says_how_to_make_one(
     assert served == []
 
 
-def test_the_weights_of_a_checkpoint_are_held_as_asked_and_a_runs_as_its_recipe_says(
+def test_dtype_is_for_checkpoints_and_a_run_has_its_recipes(
     make_run: Callable,
     events: Events,
     d1: Callable,

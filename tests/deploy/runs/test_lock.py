@@ -55,7 +55,7 @@ def hold() -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_a_second_process_is_refused_with_who_the_first_is(tmp_path: Path, hold: Callable) -> None:
+def test_a_second_process_is_refused_and_told_the_holder(tmp_path: Path, hold: Callable) -> None:
     first = hold(tmp_path)
     with pytest.raises(UserError) as refused:
         RunLock.take(tmp_path)
@@ -72,7 +72,7 @@ def test_a_process_that_is_killed_leaves_no_lock(tmp_path: Path, hold: Callable)
     RunLock.take(tmp_path).close()
 
 
-def test_whoever_looks_who_has_the_lock_keeps_nobody_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probing_for_the_holder_does_not_block_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RunLock.take(tmp_path).close()
     looking = os.open(tmp_path / ".lock", os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
@@ -87,7 +87,7 @@ def test_whoever_looks_who_has_the_lock_keeps_nobody_from_it(tmp_path: Path, mon
     assert len(waits) == 1
 
 
-def test_a_file_system_without_locks_is_said_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_reported_and_tolerated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(file: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -128,9 +128,7 @@ def test_two_that_begin_the_same_run_do_not_write_over_each_other(recipe_file: P
 
 
 @pytest.mark.parametrize("command", ["train", "sft"])
-def test_a_run_that_is_under_way_is_not_resumed_beside(
-    command: str, recipe_file: Path, d1: Callable, hold: Callable
-) -> None:
+def test_a_running_run_cannot_be_resumed(command: str, recipe_file: Path, d1: Callable, hold: Callable) -> None:
     recipe = load_recipe(recipe_file, [])
     create_run_dir(recipe, make_spec(recipe, Stages.ALL), None).close()
     before = {path: path.stat().st_mtime_ns for path in recipe.run_dir.rglob("*") if path.name != ".lock"}

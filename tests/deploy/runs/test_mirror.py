@@ -93,9 +93,7 @@ def _contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_a_run_is_taken_from_its_copy_where_its_directory_is_not(
-    recipe: Recipe, run_dir: Path, policy: Transformer
-) -> None:
+def test_a_missing_run_is_fetched_from_its_mirror(recipe: Recipe, run_dir: Path, policy: Transformer) -> None:
     mirror = mirror_for(recipe, resume=False)
     assert mirror is not None
     mirror.push(run_dir)
@@ -117,7 +115,7 @@ def test_a_run_is_taken_from_its_copy_where_its_directory_is_not(
     assert (found.directory.name, found.skipped) == ("rl-000004", ())
 
 
-def test_a_checkpoint_that_is_written_anew_is_copied_anew(recipe: Recipe, run_dir: Path, policy: Transformer) -> None:
+def test_a_rewritten_checkpoint_is_mirrored_again(recipe: Recipe, run_dir: Path, policy: Transformer) -> None:
     mirror = Mirror(str(recipe.checkpoint_url), recipe.name)
     mirror.push(run_dir)
     state = asdict(_position(1))
@@ -130,7 +128,7 @@ def test_a_checkpoint_that_is_written_anew_is_copied_anew(recipe: Recipe, run_di
     assert _contents(run_dir) == here
 
 
-def test_what_was_copied_by_half_is_none_of_its_checkpoints(
+def test_an_incomplete_copy_is_not_a_checkpoint(
     recipe: Recipe, run_dir: Path, policy: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror = Mirror(str(recipe.checkpoint_url), recipe.name)
@@ -173,7 +171,7 @@ def test_a_copy_keeps_what_the_run_has_not_deleted(recipe: Recipe, run_dir: Path
     assert mirror._manifests() == whole
 
 
-def test_a_second_run_of_the_name_is_refused_and_one_that_goes_on_is_not(recipe: Recipe, run_dir: Path) -> None:
+def test_a_mirrored_name_is_refused_unless_resumed(recipe: Recipe, run_dir: Path) -> None:
     Mirror(str(recipe.checkpoint_url), recipe.name).push(run_dir)
     with pytest.raises(UserError, match=r"there already is a run mirrored in checkpoint_url .*; choose name="):
         mirror_for(recipe, resume=False)
@@ -181,7 +179,7 @@ def test_a_second_run_of_the_name_is_refused_and_one_that_goes_on_is_not(recipe:
 
 
 @pytest.mark.parametrize("wrong", ["nothing://x/y", "s4://bucket"])
-def test_a_url_that_nothing_reads_is_refused(recipe: Recipe, wrong: str) -> None:
+def test_an_unsupported_url_is_refused(recipe: Recipe, wrong: str) -> None:
     with pytest.raises(UserError, match=rf"checkpoint_url {wrong} cannot be used: Protocol not known"):
         mirror_for(recipe.model_copy(update={"checkpoint_url": wrong}), resume=False)
     assert mirror_for(recipe.model_copy(update={"checkpoint_url": None}), resume=False) is None
@@ -216,7 +214,7 @@ def test_each_checkpoint_is_copied_while_the_run_goes_on_and_the_last_is_waited_
     assert _contents(run_dir) == here
 
 
-def test_a_copy_that_is_never_made_is_told_and_keeps_nobody(
+def test_a_failed_mirror_is_reported_and_does_not_block(
     recipe: Recipe, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dead(_: Mirror, directory: Path) -> None:
@@ -239,7 +237,7 @@ def test_a_resume_without_a_copy_and_a_url_that_nothing_reads_are_refused(
     d1(*train, "checkpoint_url=elsewhere").assert_refused("there is no run tiny in", "to resume")
 
 
-def test_a_copy_has_the_weights_that_the_run_refers_to(
+def test_a_mirror_has_the_referenced_weights(
     recipe: Recipe, run_dir: Path, policy: Transformer, tmp_path: Path
 ) -> None:
     original, initial = tmp_path / "original", run_dir / "checkpoints" / "initial"

@@ -40,7 +40,7 @@ def test_a_log_has_a_line_for_each_phase_and_evaluation(events: Events) -> None:
     assert texts[-1].startswith("done in 2 min")
 
 
-def test_a_log_says_what_sft_trains_on_and_what_it_comes_to(recorder: Any) -> None:
+def test_a_log_describes_the_sft_data_and_its_loss(recorder: Any) -> None:
     counts = {"num_examples": 990, "num_held_out": 10, "num_overlong": 3, "mean_tokens": 812.4}
     recorder.add("sft_data", **counts, padding_share=0.801, packed_padding_share=0.042)
     recorder.add("sft_eval", phase="sft", step=20, loss=1.23456, loss_at_t=[1.0])
@@ -120,7 +120,7 @@ def test_a_failure_is_one_harmless_line(recorder: Any) -> None:
     assert text.endswith("failure, attempt 2: [red]sampler died\\u001b[2J\n")
 
 
-def test_a_pause_says_whom_it_is_for_and_when_it_is_over(recorder: Any) -> None:
+def test_a_pause_reports_its_reason_and_its_end(recorder: Any) -> None:
     recorder.add("pause", what="http://judge/v1 does not answer: refused\x1b[2J\nmore")
     recorder.add("pause_end", seconds=75.2)
     paused, goes_on = _shown(recorder.events, is_terminal=False).splitlines()
@@ -133,7 +133,7 @@ def test_a_status_is_shown_as_it_is() -> None:
     assert _shown([status], is_terminal=False).strip() == status["what"]
 
 
-def test_what_the_driver_waits_for_is_said_at_once() -> None:
+def test_waits_of_the_driver_are_printed_at_once() -> None:
     wait = {"event": "waiting", "what": "starting Ray\x1b[2J"}
     assert _shown([wait], is_terminal=False).strip() == "starting Ray\\u001b[2J"
     assert "starting Ray" in _shown([wait], is_terminal=True)
@@ -170,30 +170,30 @@ def _waited_for(events: Events, monkeypatch: pytest.MonkeyPatch) -> str:
         ("round", "waiting for round 2"),
     ],
 )
-def test_a_silence_has_a_reason(events: Events, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
+def test_a_long_step_is_explained(events: Events, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
     first = next(index for index, event in enumerate(events) if event["event"] == kind)
     monkeypatch.setattr(progress, "_UNUSUAL", 0.0)
     assert _waited_for(events[: first + 1], monkeypatch) == said
 
 
-def test_an_end_that_takes_long_says_so(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_shutdown_is_reported(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _waited_for(events, monkeypatch) == "ending the run's processes"
 
 
-def test_a_pool_of_another_size_is_one_line(recorder: Any) -> None:
+def test_a_scaled_pool_is_one_line(recorder: Any) -> None:
     recorder.add("scale", pool="samplers", before=2, after=4)
     assert _shown(recorder.events, is_terminal=False).endswith("samplers: 2 -> 4\n")
 
 
 @pytest.mark.parametrize("what", ["a learner worker failed: OSError", "the learner group restarted from checkpoint x"])
-def test_a_restart_of_the_learners_is_said(recorder: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_a_restart_of_the_learners_is_reported(recorder: Any, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     recorder.add("phase", phase="rl", num_steps=12)
     recorder.round(0, 0.5)
     recorder.add("failure", what=what, attempt=1)
     assert _waited_for(recorder.events, monkeypatch) == "restarting the learners"
 
 
-def test_a_checkpoint_beside_the_training_ends_no_wait(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_background_checkpoint_ends_no_wait(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     first = next(index for index, event in enumerate(events) if event["event"] == "round")
     written = next(event for event in events if event["event"] == "checkpoint") | {"beside": True}
     monkeypatch.setattr(progress, "_UNUSUAL", 0.0)
@@ -208,7 +208,7 @@ def test_stopping_twice_is_no_error(events: Events) -> None:
     display.stop()
 
 
-def test_what_goes_on_is_said_with_the_seconds_of_what_it_is_a_part_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_wait_share_its_elapsed_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait_display, "EVERY_S", 0.01)
     shown = io.StringIO()
     with ProgressDisplay(Console(file=shown, width=140)) as display:
@@ -223,7 +223,7 @@ def test_what_goes_on_is_said_with_the_seconds_of_what_it_is_a_part_of(monkeypat
     assert "hashing the checkpoint: 8.0 of 16.0 GB, 2.0 GB/s" not in lines, "once a second it would be a line each"
 
 
-def test_a_log_says_how_fast_a_checkpoint_was_loaded(recorder: Any) -> None:
+def test_a_log_reports_the_throughput_of_loading(recorder: Any) -> None:
     recorder.add("loaded", path="checkpoints/sft", num_bytes=16_000_000_000, check_s=5.0, load_s=4.0)
     (line,) = _shown(recorder.events, is_terminal=False).splitlines()
     assert line.endswith("checkpoints/sft: 16.0 GB checked in 5.0 s, 3.2 GB/s; loaded in 4.0 s, 4.0 GB/s")

@@ -101,7 +101,7 @@ def test_last_is_the_newest_checkpoint_and_best_what_validation_chose(tiny: Path
     assert find("tiny-20261122/best", _RUNS).directory.name == "best", "a checkpoint of that name goes before"
 
 
-def test_a_miss_names_the_nearest(tiny: Path) -> None:
+def test_an_unknown_reference_suggests_the_closest_name(tiny: Path) -> None:
     for name in ("tny-20261122", "runs/tny-20261122"):
         with pytest.raises(UserError, match=r"no hub id either; did you mean tiny-20261122\?"):
             find(name, _RUNS)
@@ -123,7 +123,7 @@ def test_a_checkpoint_alone_is_no_run(tiny: Path) -> None:
 def test_every_command_names_the_nearest(tiny: Path, d1: Callable) -> None:
     for words in (("sample", "tny-20261122", "hi"), ("export", "tny-20261122", "out"), ("serve", "tny-20261122")):
         d1(*words).assert_refused("there is no run tny-20261122 in runs", "did you mean tiny-20261122?")
-    d1("runs", "show", "tny-20261122").assert_refused("did you mean tiny-20261122?")
+    d1("status", "tny-20261122").assert_refused("did you mean tiny-20261122?")
 
 
 def test_latest_is_the_run_that_was_last_begun_and_is_listed_once(
@@ -135,10 +135,10 @@ def test_latest_is_the_run_that_was_last_begun_and_is_listed_once(
         assert find("latest", _RUNS).directory == find_run("latest", _RUNS) == _RUNS / name
         assert (run.parent / "latest" / "metrics.jsonl").is_file()
     assert sorted(run.name for run in list_runs(_RUNS)) == ["other", "tiny-20261122"]
-    assert d1("runs", "show", "latest").out.startswith("other: ")
+    assert d1("status", "latest").out.startswith("other: ")
 
 
-def test_what_somebody_has_called_latest_stays(tiny: Path, make_run: Callable[..., Path]) -> None:
+def test_a_file_named_latest_is_left_alone(tiny: Path, make_run: Callable[..., Path]) -> None:
     mine = make_run("latest", [])
     point_latest_at(tiny)
     assert not mine.is_symlink()

@@ -40,7 +40,7 @@ def test_the_table_of_a_whole_run(events: Events) -> None:
     )
 
 
-def test_what_is_printed_has_every_cell(events: Events) -> None:
+def test_the_printed_table_has_every_cell(events: Events) -> None:
     text = _printed(events)
     assert "tiny" in text
     for row in _cells(events).splitlines()[2:6]:

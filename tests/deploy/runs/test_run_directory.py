@@ -90,7 +90,7 @@ def test_a_run_refers_to_the_checkpoint_that_it_starts_from(recipe_file: Path, d
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_what_its_run_may_delete_is_copied_and_the_copy_says_the_same(recipe_file: Path, dtype: torch.dtype) -> None:
+def test_a_checkpoint_that_may_be_deleted_is_copied(recipe_file: Path, dtype: torch.dtype) -> None:
     """bfloat16 is kept. Any other dtype needs float32 to be exact."""
     given = _given(recipe_file, dtype, "rl-000001")
     initial = _initial(recipe_file, "name=copied", f"model.checkpoint={given}")
@@ -103,7 +103,7 @@ def test_what_its_run_may_delete_is_copied_and_the_copy_says_the_same(recipe_fil
 
 
 @pytest.mark.parametrize(("cluster", "is_copied"), [(True, True), (False, False)])
-def test_what_one_machine_of_a_cluster_has_of_the_hub_is_copied(
+def test_hub_weights_are_copied_on_a_cluster(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, *, cluster: bool, is_copied: bool
 ) -> None:
     given = _given(recipe_file, torch.float32)
@@ -128,7 +128,7 @@ def test_a_link_of_the_hub_s_cache_keeps_its_name(recipe_file: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["gone", "changed"])
-def test_a_run_whose_weights_are_not_what_they_were_is_not_resumed(recipe_file: Path, harm: str) -> None:
+def test_a_run_with_changed_weights_is_not_resumed(recipe_file: Path, harm: str) -> None:
     given = _given(recipe_file, torch.float32)
     recipe = load_recipe(recipe_file, ["name=referring", f"model.checkpoint={given}"])
     spec = make_spec(recipe, Stages.ALL)
@@ -142,7 +142,7 @@ def test_a_run_whose_weights_are_not_what_they_were_is_not_resumed(recipe_file: 
     assert str(refused.value).endswith(("put it back, or start a new run", "file back, or start a new run"))
 
 
-def test_how_fast_a_run_is_made_is_said(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_throughput_of_creating_a_run_is_reported(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, said = _given(recipe_file, torch.float32), list[str]()
     monkeypatch.setattr("learner.model.storage.throughput._EVERY_S", 0.0)
     recipe = load_recipe(recipe_file, ["name=said", f"model.checkpoint={given}"])

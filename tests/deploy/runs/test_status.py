@@ -72,14 +72,14 @@ def _write_timeline(directory: Path) -> None:
     timeline.write(directory)
 
 
-def test_everything_is_said_within_80_columns(run_dir: Path, d1: Callable) -> None:
+def test_status_fits_into_80_columns(run_dir: Path, d1: Callable) -> None:
     _write_timeline(run_dir)
     ended = d1("status", "tiny")
     assert ended.status == 0
     lines = [line.rstrip() for line in ended.out.splitlines()]
     assert all(len(line) <= WIDTH for line in lines), ended.out
     assert lines[0].startswith("tiny: running; last update 0.0 s ago")
-    assert lines[1:] == [
+    expected = [
         "stage         RL, 12 of 400 rounds done; policy version 13",
         "learner       rank 0  round 12: training",
         "              rank 1  round 12: training",
@@ -98,13 +98,14 @@ def test_everything_is_said_within_80_columns(run_dir: Path, d1: Callable) -> No
         "              learner rank 0 20 %, sampler 0 100 %",
         "waits         sampler 9 silent for 20 s; work unit 12:9 waits for it",
     ]
+    assert lines[1 : len(expected) + 1] == expected
 
 
 @pytest.mark.parametrize(
     ("stage", "said"),
     [("sft", "SFT, step 100 of 100; policy"), ("control", "control; policy"), ("untrained", "untrained; policy")],
 )
-def test_the_stage_is_said_with_how_far_it_has_come(run_dir: Path, d1: Callable, stage: str, said: str) -> None:
+def test_the_stage_is_shown_with_its_progress(run_dir: Path, d1: Callable, stage: str, said: str) -> None:
     replace(STATUS, at=_just_now(), stage=stage).write(run_dir)
     assert f"stage         {said}" in d1("status").out
 
@@ -121,7 +122,7 @@ def test_the_newest_failures_are_shown_harmless_and_short(run_dir: Path, d1: Cal
     assert "Traceback" not in said
 
 
-def test_a_run_that_has_been_silent_is_not_called_running(run_dir: Path, d1: Callable) -> None:
+def test_a_silent_run_is_not_shown_as_running(run_dir: Path, d1: Callable) -> None:
     replace(STATUS, at=time.time() - 45).write(run_dir)
     said = d1("status").out
     assert re.match(r"tiny: stopped or unreachable: last update [45]\d s ago", said)
@@ -129,7 +130,7 @@ def test_a_run_that_has_been_silent_is_not_called_running(run_dir: Path, d1: Cal
     assert json.loads(d1("status", "--json").out)["is_running"] is False
 
 
-def test_a_run_whose_process_is_of_this_machine_runs_until_that_ends(run_dir: Path, d1: Callable) -> None:
+def test_a_run_with_a_local_process_is_running_until_it_ends(run_dir: Path, d1: Callable) -> None:
     replace(STATUS, at=time.time() - 1).write(run_dir)
     lock = RunLock.take(run_dir)
     assert d1("status").out.startswith("tiny: starting (process "), "what was said before it began is not its own"
@@ -158,14 +159,14 @@ def test_a_run_that_is_done_says_so(make_run: Callable, events: Events, d1: Call
     lock.close()
 
 
-def test_a_run_that_has_said_nothing_of_itself_is_shown_too(run_dir: Path, d1: Callable) -> None:
+def test_a_run_without_status_is_shown_too(run_dir: Path, d1: Callable) -> None:
     (run_dir / "status.json").unlink()
     os.utime(run_dir / "metrics.jsonl", (_just_now(), _just_now()))
     assert d1("status").out.startswith("tiny: running; last update 0.0 s ago")
     assert json.loads(d1("status", "--json").out)["status"] is None
 
 
-def test_json_has_all_that_the_run_said(run_dir: Path, d1: Callable) -> None:
+def test_json_has_the_whole_status(run_dir: Path, d1: Callable) -> None:
     _write_timeline(run_dir)
     said = json.loads(d1("status", str(run_dir), "--json").out)
     assert said["run"] == "tiny"
@@ -216,7 +217,7 @@ def test_watching_shows_it_again_until_ctrl_c(run_dir: Path, d1: Callable, monke
     assert "RL, 77 of 400 rounds done" in ended.out
 
 
-def test_it_waits_neither_for_torch_nor_for_ray(run_dir: Path) -> None:
+def test_status_imports_neither_torch_nor_ray(run_dir: Path) -> None:
     _write_timeline(run_dir)
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['d1', 'status', 'tiny']; import atexit;"

@@ -43,7 +43,7 @@ def _lines(path: Path) -> Rows:
 
 
 @pytest.mark.usefixtures("inline")
-def test_a_run_is_evaluated_as_it_evaluates_itself(evaluate: Callable, runs: Path, workdir: Path) -> None:
+def test_eval_of_a_run_equals_the_evaluation_of_the_run(evaluate: Callable, runs: Path, workdir: Path) -> None:
     cells = _cells(evaluate("--json"))
     assert [(cell["task"], cell["gen_length"], cell["schedule"]) for cell in cells] == [
         ("sums", 8, "4 steps"),
@@ -67,7 +67,7 @@ def test_a_run_is_evaluated_as_it_evaluates_itself(evaluate: Callable, runs: Pat
 
 
 @pytest.mark.usefixtures("inline")
-def test_tasks_lengths_and_schedules_make_the_cells(evaluate: Callable) -> None:
+def test_there_is_a_cell_for_each_task_length_and_schedule(evaluate: Callable) -> None:
     words = ("--tasks", "sums,sudoku", "--lengths", "8,16", "--schedules", "0.5,steps=16,threshold=0.8", "--json")
     refused = evaluate(*words, "sudoku.prompt=compact", "--problems", "3")
     refused.assert_refused("--lengths 8 --schedules steps=16", "steps 16 must be a multiple of the 1 blocks")
@@ -83,7 +83,7 @@ def test_tasks_lengths_and_schedules_make_the_cells(evaluate: Callable) -> None:
 
 
 @pytest.mark.usefixtures("inline")
-def test_a_run_of_one_block_has_one_at_any_length(evaluate: Callable, workdir: Path) -> None:
+def test_a_run_with_one_block_keeps_one_block_at_any_length(evaluate: Callable, workdir: Path) -> None:
     for cell in _cells(evaluate("--lengths", "8,12", "--schedules", "0.5,threshold=0.8", "--json")):
         params = _lines(workdir / "out" / cell["answers"])[0]["asked"]["params"]
         assert params["block_length"] == params["gen_length"] == cell["gen_length"]
@@ -91,7 +91,9 @@ def test_a_run_of_one_block_has_one_at_any_length(evaluate: Callable, workdir: P
     assert _lines(workdir / "out" / cell["answers"])[0]["asked"]["params"]["block_length"] == 4
 
 
-def test_it_goes_on_where_it_was_stopped(evaluate: Callable, inline: list[Batch], workdir: Path) -> None:
+def test_an_interrupted_evaluation_resumes_after_the_last_complete_batch(
+    evaluate: Callable, inline: list[Batch], workdir: Path
+) -> None:
     whole = _cells(evaluate("--json"))
     path = workdir / "out" / "sums.8.4-steps.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -130,7 +132,7 @@ def _without_seconds(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "seconds"}
 
 
-def test_samples_differ_and_are_the_same_again(evaluate: Callable, inline: list[Batch], workdir: Path) -> None:
+def test_samples_differ_and_are_reproducible(evaluate: Callable, inline: list[Batch], workdir: Path) -> None:
     words = ("--samples", "4", "--temperature", "1", "--problems", "6", "--schedules", "0.5", "--json")
     (cell,) = _cells(evaluate(*words))
     assert (cell["num_problems"], cell["num_samples"]) == (6, 4)
@@ -150,7 +152,7 @@ def test_samples_differ_and_are_the_same_again(evaluate: Callable, inline: list[
 
 
 @pytest.mark.usefixtures("inline")
-def test_what_is_left_out_of_the_data_is_said_once(evaluate: Callable, workdir: Path) -> None:
+def test_warnings_about_the_data_are_printed_once(evaluate: Callable, workdir: Path) -> None:
     rows = [{"prompt": "3 + 4", "answer": 7}] * 2
     (workdir / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--tasks", "jsonl", "jsonl.grader=number", "--lengths", "8,16")
@@ -162,19 +164,19 @@ def test_what_is_left_out_of_the_data_is_said_once(evaluate: Callable, workdir: 
 
 @pytest.mark.parametrize("shape", [(), ("--lengths", "8")])
 @pytest.mark.parametrize("temperature", ["2000", "1e-9"])
-def test_a_temperature_that_is_none_is_refused(
+def test_an_invalid_temperature_is_refused(
     temperature: str, shape: tuple[str, ...], evaluate: Callable, workdir: Path
 ) -> None:
     evaluate("--temperature", temperature, *shape).assert_refused("--temperature ", f"{float(temperature):g}")
     assert not list((workdir / "out").glob("*.jsonl"))
 
 
-def test_a_directory_that_is_no_checkpoint_is_named(d1: Callable, workdir: Path) -> None:
+def test_a_directory_without_checkpoint_is_refused_by_name(d1: Callable, workdir: Path) -> None:
     (workdir / "empty").mkdir()
     d1("eval", "empty", "--tasks", "sums").assert_refused("empty is not a checkpoint: it has no config.json")
 
 
-def test_the_first_d1_is_followed_to_the_letter(
+def test_protocol_d1_uses_the_prompts_and_parameters_of_the_first_d1(
     evaluate: Callable, d1: Callable, inline: list[Batch], runs: Path, workdir: Path, shared: Path
 ) -> None:
     data = shared / "data" / "d1-eval" / "4x4_test_sudoku.csv"
@@ -231,7 +233,7 @@ def test_a_prompt_without_room_counts_as_wrong_and_is_named(
     )
 
 
-def test_prompts_that_the_run_leaves_out_of_its_rounds_are_answered_apart(
+def test_overlong_prompts_of_the_run_are_batched_separately(
     evaluate: Callable, inline: list[Batch], runs: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = read_recipe(runs / "tiny")
@@ -272,14 +274,14 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("words", [words for words, *_ in REFUSALS], ids=lambda words: " ".join(words)[:60])
-def test_what_cannot_be_is_said_in_a_sentence(evaluate: Callable, words: tuple[str, ...], workdir: Path) -> None:
+def test_invalid_options_are_refused_in_one_sentence(evaluate: Callable, words: tuple[str, ...], workdir: Path) -> None:
     parts = next(parts for some, *parts in REFUSALS if some == words)
     evaluate(*words).assert_refused(*parts)
     assert not list(workdir.glob("out/*.jsonl")) or words == ("--device", "cuda"), "nothing was begun"
 
 
 @pytest.mark.usefixtures("workdir")
-def test_a_checkpoint_that_cannot_be_asked_is_a_sentence(d1: Callable, runs: Path) -> None:
+def test_an_unusable_checkpoint_is_refused_in_one_sentence(d1: Callable, runs: Path) -> None:
     _copy(runs / "tiny" / "checkpoints" / "rl-000003", Path("bare"))
     d1("eval", "bare").assert_refused("say which tasks, as in --tasks countdown,sudoku")
     Path("bare/tokenizer.json").write_text("{")
@@ -294,7 +296,7 @@ def test_a_checkpoint_that_cannot_be_asked_is_a_sentence(d1: Callable, runs: Pat
 
 
 @pytest.mark.usefixtures("inline")
-def test_answers_to_something_else_are_not_gone_on_with(evaluate: Callable, d1: Callable, runs: Path) -> None:
+def test_a_record_with_other_settings_is_refused(evaluate: Callable, d1: Callable, runs: Path) -> None:
     evaluate()
     evaluate("--problems", "5").assert_refused(
         "sums.8.4-steps.jsonl has answers to something else: num_problems was 20, and is 5; take another --out"
@@ -303,14 +305,14 @@ def test_answers_to_something_else_are_not_gone_on_with(evaluate: Callable, d1: 
 
 
 @pytest.mark.usefixtures("inline")
-def test_what_is_named_twice_is_asked_once(evaluate: Callable, workdir: Path) -> None:
+def test_repeated_options_make_one_cell(evaluate: Callable, workdir: Path) -> None:
     (cell,) = _cells(evaluate("--lengths", "8,8", "--schedules", "0.5,steps=4,0.50", "--json"))
     assert (cell["num_problems"], cell["num_samples"]) == (20, 1)
     assert len(_lines(workdir / "out" / cell["answers"])) == 21
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_keeps_what_is_answered(
+def test_a_signal_keeps_the_finished_answers(
     sent: signal.Signals,
     evaluate: Callable,
     inline: list[Batch],
@@ -336,14 +338,14 @@ def test_a_signal_keeps_what_is_answered(
     assert len(_lines(workdir / "out" / "sums.8.4-steps.jsonl")) == 17
 
 
-def test_bad_weights_are_a_sentence(d1: Callable, runs: Path, workdir: Path) -> None:
+def test_invalid_weights_are_reported_in_one_sentence(d1: Callable, runs: Path, workdir: Path) -> None:
     _copy(runs / "tiny" / "checkpoints" / "rl-000003", workdir / "bare")
     (workdir / "bare" / "model.safetensors").write_bytes(b"nothing")
     d1("eval", "bare", "--tasks", "sums", "--lengths", "8", "--workers", "1").assert_refused("bare cannot be sampled: ")
 
 
 @pytest.mark.usefixtures("inline")
-def test_a_narrow_table_leaves_out_columns_and_cuts_no_number(
+def test_a_narrow_table_drops_columns_instead_of_truncating_numbers(
     evaluate: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("--tasks", "sudoku", "sudoku.prompt=compact", "--problems", "3", "--lengths", "16")
@@ -366,7 +368,7 @@ def test_a_file_of_answers_can_be_graded_again(evaluate: Callable, d1: Callable,
 
 
 @pytest.mark.ray
-def test_workers_on_ray_answer_as_one_does_also_after_one_is_killed(
+def test_workers_on_ray_give_the_answers_of_one_worker_even_after_a_kill(
     evaluate: Callable, inline: list[Batch], monkeypatch: pytest.MonkeyPatch, workdir: Path
 ) -> None:
     alone = _cells(evaluate("--json"))
@@ -407,6 +409,6 @@ def _processes(title: str) -> list[psutil.Process]:
     return found
 
 
-def test_the_harness_is_an_extra(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_harness_names_the_extra(d1: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.cli.evaluation._PACKAGE", "lm_eval_that_is_not_there")
     d1("lm-eval", "tiny", "--tasks", "gsm8k").assert_refused("lm-eval is missing; pip install 'd1[lm-eval]'")

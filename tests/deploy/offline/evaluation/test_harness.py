@@ -141,9 +141,7 @@ def _evaluated(run: Callable[..., Ended], out: Path, task: str, *words: str) -> 
     return found | {"samples": [json.loads(line) for line in samples.read_text().splitlines()], "stderr": ended.stderr}
 
 
-def test_it_finds_what_d1_eval_finds_where_it_asks_the_same(
-    d1_with_harness: Callable[..., Ended], work: Path, tmp_path: Path
-) -> None:
+def test_the_harness_agrees_with_d1_eval(d1_with_harness: Callable[..., Ended], work: Path, tmp_path: Path) -> None:
     found = _evaluated(d1_with_harness, tmp_path / "a", "pens", "--apply_chat_template")
     ours = d1_with_harness("eval", "gsm/sft", "--out", str(tmp_path / "ours"), "--json", "--workers", "1")
     assert ours.returncode == 0, ours.stderr
@@ -161,7 +159,7 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines()[1:]
 
 
-def test_without_the_chat_template_it_asks_otherwise(d1_with_harness: Callable[..., Ended], tmp_path: Path) -> None:
+def test_without_the_chat_template_the_prompts_differ(d1_with_harness: Callable[..., Ended], tmp_path: Path) -> None:
     found = _evaluated(
         d1_with_harness, tmp_path / "a", "pens", "--limit", "4", "--model_args", "gen_length=16,block_length=8,steps=4"
     )
@@ -208,7 +206,7 @@ def test_a_likelihood_is_the_lower_bound_and_says_so(
         (("gsm/sft", "--tasks", "pens", "--model_args", "dtype=half"), "--model_args: dtype is 'half'; it should be"),
     ],
 )
-def test_what_cannot_be_asked_is_one_sentence(
+def test_invalid_requests_of_the_harness_are_refused_in_one_sentence(
     d1_with_harness: Callable[..., Ended], words: tuple[str, ...], sentence: str
 ) -> None:
     ended = d1_with_harness("lm-eval", *words, "--include_path", "tasks", "--limit", "2")

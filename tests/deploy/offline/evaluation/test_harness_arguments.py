@@ -25,13 +25,13 @@ from deploy.offline.evaluation.harness_arguments import HarnessArguments
         ({"threshold": float("nan")}, "threshold is nan; it should be a finite number"),
     ],
 )
-def test_what_is_no_argument_is_one_sentence(given: dict[str, Any], sentence: str) -> None:
+def test_invalid_arguments_are_refused_in_one_sentence(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as refused:
         HarnessArguments.of({"checkpoint": "tiny", **given})
     assert str(refused.value).startswith(f"--model_args: {sentence}")
 
 
-def test_what_the_harness_says_of_its_own_accord_is_none() -> None:
+def test_arguments_that_the_harness_adds_are_ignored() -> None:
     own = {"batch_size": 1, "max_batch_size": 64, "trust_remote_code": True, "device": "cuda:0"}
     arguments = HarnessArguments.of({"checkpoint": 7, "gen_length": 64, **own})
     assert (arguments.checkpoint, arguments.sampling) == ("7", {"gen_length": 64})

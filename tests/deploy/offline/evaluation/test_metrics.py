@@ -66,7 +66,7 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples() -> None:
     assert "pass@8" not in found
 
 
-def test_the_bootstrap_covers_what_it_should() -> None:
+def test_the_bootstrap_interval_has_its_coverage() -> None:
     """Against the normal interval of a mean over problems, which is valid for many problems."""
     rows = [[at % 10 < 3, at % 10 < 5] for at in range(1000)]
     low, high = compute_metrics(_cell(rows))["accuracy_interval"]
@@ -76,7 +76,7 @@ def test_the_bootstrap_covers_what_it_should() -> None:
     assert (low, high) == (pytest.approx(middle - half, abs=0.003), pytest.approx(middle + half, abs=0.003))
 
 
-def test_nothing_and_everything_have_an_interval_too() -> None:
+def test_shares_of_0_and_1_have_an_interval_too() -> None:
     for right, share in ((False, 0), (True, 1)):
         found = compute_metrics(_cell([[right] * 4] * 20))
         expected = list(Score(num_correct=20 * share, num_problems=20).interval)
@@ -86,7 +86,7 @@ def test_nothing_and_everything_have_an_interval_too() -> None:
         assert (cells["items"], cells["items_interval"]) == (share, expected)
 
 
-def test_items_count_by_item_and_hang_together_in_a_problem() -> None:
+def test_the_interval_of_items_resamples_problems() -> None:
     answers = tuple(_answer(at, False, items=(at % 5, 4)) for at in range(500))
     found = compute_metrics(CellRecord(facts={}, batches={0: AnsweredBatch(index=0, answers=answers, seconds=1.0)}))
     assert found["items"] == 0.5
@@ -124,7 +124,7 @@ def test_a_comparison_is_paired() -> None:
     assert "no difference can be told; b is ahead of a by 8.0 points (-" in sentence(other, ("a", "b"))
 
 
-def test_who_is_better_at_more_problems_and_yet_behind_is_not_said_to_be_worse() -> None:
+def test_a_conflict_of_sign_test_and_accuracy_is_not_significant() -> None:
     """On twelve problems the second solves one sample in eight more. Only the first ever solves the other two."""
     some, more, none, every = ([True] * right + [False] * (8 - right) for right in (3, 4, 0, 8))
     first, second = _cell([some] * 12 + [every] * 2), _cell([more] * 12 + [none] * 2)
@@ -134,7 +134,7 @@ def test_who_is_better_at_more_problems_and_yet_behind_is_not_said_to_be_worse()
     assert "no difference can be told; a is ahead of b by " in sentence(found, ("a", "b"))
 
 
-def test_one_problem_proves_nothing_and_equals_are_equal() -> None:
+def test_one_discordant_problem_is_not_significant() -> None:
     (one,) = compare({"sums.8": _cell([[False, False]])}, {"sums.8": _cell([[True, False]])}, ("a", "b"), None)
     assert (one.p, one.is_significant) == (1, False)
     same = {"sums.8": _cell([[True], [False]])}
@@ -142,7 +142,7 @@ def test_one_problem_proves_nothing_and_equals_are_equal() -> None:
     assert sentence(equal, ("a", "b")) == "sums, 8 slots, 4 steps: no difference can be told; both solve as many"
 
 
-def test_how_many_were_asked_for_and_what_is_trained_on_is_no_difference() -> None:
+def test_problem_counts_and_training_data_do_not_prevent_a_comparison() -> None:
     rows = [[True], [False]]
     other = {"reward": "d1", "validation_fraction": 0.1, "working": 0.5, "show_working": True}
     first = _cell(rows, num_problems=None, task={"name": "sums"} | other, batch_size=1)
@@ -150,14 +150,14 @@ def test_how_many_were_asked_for_and_what_is_trained_on_is_no_difference() -> No
     assert found.num_problems == 2
 
 
-def test_cells_come_by_their_numbers() -> None:
+def test_cells_are_sorted_by_their_numbers() -> None:
     names = {f"sums.{length}": length for length in (128, 64)}
     shapes = {name: {**PARAMS, "gen_length": length, "num_denoise_steps": 32} for name, length in names.items()}
     cells = {name: _cell([[True]], params=shape) for name, shape in shapes.items()}
     assert [one.gen_length for one in compare(cells, cells, ("a", "b"), None)] == [64, 128]
 
 
-def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path) -> None:
+def test_incomparable_evaluations_are_refused_in_one_sentence(tmp_path: Path) -> None:
     one = {"sums.8": _cell([[True]])}
     with pytest.raises(UserError, match=r"no cell of task sudoku is in both: a has sums.8; b has sums.8"):
         compare(one, one, ("a", "b"), "sudoku")
@@ -174,7 +174,7 @@ def test_what_cannot_be_compared_is_a_sentence(tmp_path: Path) -> None:
         find_evaluation(str(tmp_path), tmp_path)
 
 
-def test_a_folder_is_one_evaluations(tmp_path: Path) -> None:
+def test_the_folder_of_an_evaluation_is_locked(tmp_path: Path) -> None:
     lock = take_lock(tmp_path / "a" / "b")
     with pytest.raises(
         UserError, match=rf"process {os.getpid()} on .* writes the evaluation in {tmp_path}/a/b since 20"
@@ -184,7 +184,7 @@ def test_a_folder_is_one_evaluations(tmp_path: Path) -> None:
     take_lock(tmp_path / "a" / "b").close()
 
 
-def test_an_answer_that_is_there_twice_counts_once(tmp_path: Path) -> None:
+def test_a_repeated_answer_counts_once(tmp_path: Path) -> None:
     record = RecordWriter(tmp_path / "sums.8.jsonl", FACTS, [2])
     batch = AnsweredBatch(index=0, answers=(_answer(0, True), _answer(1, False)), seconds=1.0)
     record.add(batch)
@@ -193,7 +193,7 @@ def test_an_answer_that_is_there_twice_counts_once(tmp_path: Path) -> None:
     assert RecordWriter(tmp_path / "sums.8.jsonl", FACTS, [2]).done == {0: batch}
 
 
-def test_a_record_that_is_none_and_a_checkpoint_that_has_changed(tmp_path: Path) -> None:
+def test_a_foreign_file_and_a_changed_checkpoint_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "sums.8.jsonl"
     path.write_text("{}\n")
     with pytest.raises(UserError, match="is no record of an evaluation"):

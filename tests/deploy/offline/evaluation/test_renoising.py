@@ -33,7 +33,9 @@ def evaluate(d1: Callable, checkpoint: Path, workdir: Path) -> Callable:
     return run
 
 
-def test_its_answers_are_the_samplers(evaluate: Callable, inline: list[Batch], checkpoint: Path, workdir: Path) -> None:
+def test_answers_are_those_of_the_renoising_sampler(
+    evaluate: Callable, inline: list[Batch], checkpoint: Path, workdir: Path
+) -> None:
     schedules = "steps=3,entropy_bound=2.5"
     ended = evaluate("--lengths", "12", "--schedules", schedules, "--samples", "2", "--seed", "7", "--json")
     assert ended.status == 0, ended.err
@@ -86,10 +88,12 @@ def test_two_evaluations_are_compared(evaluate: Callable, d1: Callable, workdir:
         (("--lengths", "57"), ("sums at 57 slots", "the policy takes 64 in all; take a length of at most 56")),
     ],
 )
-def test_what_it_cannot_be_asked_is_refused(evaluate: Callable, words: tuple[str, ...], parts: tuple[str, ...]) -> None:
+def test_invalid_renoising_options_are_refused(
+    evaluate: Callable, words: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
     evaluate(*words).assert_refused(*parts)
 
 
-def test_samples_of_the_likeliest_tokens_are_refused_of_other_policies_alone(d1: Callable, runs: Path) -> None:
+def test_several_samples_at_temperature_0_are_refused_for_masked_policies(d1: Callable, runs: Path) -> None:
     refused = d1("eval", "tiny", "--runs-dir", str(runs), "--samples", "2")
     refused.assert_refused("--samples 2 of the likeliest tokens are all alike; say --temperature, as in 0.8")

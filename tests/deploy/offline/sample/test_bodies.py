@@ -130,9 +130,7 @@ def test_a_gap_is_filled_between_prompt_and_suffix(ask: Callable) -> None:
         ({"prompt": "a", "suffix": "b", "gen_length": 8}, "`gen_length` follows from `max_tokens` and `suffix`"),
     ],
 )
-def test_what_is_wrong_with_a_body_is_one_sentence_that_names_its_field(
-    body: dict, sentence: str, ask: Callable
-) -> None:
+def test_an_invalid_body_is_refused_with_its_field(body: dict, sentence: str, ask: Callable) -> None:
     answers = ask([body])
     assert answers.status == 2
     assert sentence in answers.lines[0]["error"]

@@ -129,7 +129,7 @@ def test_ctrl_c_prints_what_was_done(
     assert "Traceback" not in ended.err
 
 
-def test_a_reader_that_goes_is_no_traceback(checkpoints: Path, workdir: Path) -> None:
+def test_a_closed_pipe_gives_no_traceback(checkpoints: Path, workdir: Path) -> None:
     (workdir / "r").write_text(f"{json.dumps({'prompt_ids': [5], **SHORT})}\n" * 200)
     # Silences the messages about slow imports on a busy machine.
     quiet = "import deploy.wait_display; deploy.wait_display.EVERY_S = 600; from deploy.cli import main; main()"

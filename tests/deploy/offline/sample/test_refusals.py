@@ -183,7 +183,9 @@ def test_a_bad_checkpoint_is_one_sentence(d1: Callable, checkpoints: Path, workd
     assert d1("sample", "plain", "hi", "--raw", "gen_length=16").status == 0
 
 
-def test_bad_weights_and_a_full_disk_are_sentences(checkpoints: Path, workdir: Path, d1: Callable) -> None:
+def test_invalid_weights_and_a_full_disk_are_reported_in_one_sentence(
+    checkpoints: Path, workdir: Path, d1: Callable
+) -> None:
     config = load_policy(checkpoints / "with").config
     model = Transformer(config)
     init_weights(model, 0)

@@ -132,7 +132,7 @@ def test_half_of_a_surrogate_pair_is_refused_and_the_rest_of_the_file_answered(
     d1("sample", str(checkpoint), "\udcff").assert_refused("the prompt has half of a surrogate pair")
 
 
-def test_elsewhere_it_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
+def test_fields_of_the_other_policy_family_are_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
     said = "model_type 'diffusion_gemma': it has no mask token .* `d1 serve` serves it and `d1 eval` evaluates it"
     with pytest.raises(ValueError, match=said):
         load_policy(checkpoint)

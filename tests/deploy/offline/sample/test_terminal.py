@@ -14,7 +14,7 @@ import torch
 from rich.text import Text
 
 from deploy.offline.sample import prompt
-from deploy.offline.views.canvas import MASK_CHARACTER, CanvasView, Colour, canvas_in, canvas_text, legend, window
+from deploy.offline.views.canvas import MASK_CHARACTER, CanvasView, canvas_in, canvas_text, legend, window
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
 from rollout.request import Request, SamplingParams
@@ -54,7 +54,7 @@ def test_hostile_text_is_shown_harmless_and_markup_as_it_is(
     assert out.startswith("--- request 0 (line 1) \\u001b[2J: 8 tokens")
     assert out.endswith(shown + "\n")
     canvas = CanvasView(token_ids=[1], masked=[False], steps=[0], probabilities=[0.5])
-    assert canvas_text(canvas, lambda ids: hostile, Colour.STEP).plain == shown
+    assert canvas_text(canvas, lambda ids: hostile).plain == shown
 
 
 def test_on_a_terminal_the_canvas_fills_in(d1: Callable, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_on_a_terminal_the_canvas_fills_in(d1: Callable, checkpoints: Path, monk
     assert "\x1b[?25h" in screen.getvalue()
 
 
-def test_the_canvas_that_is_shown_is_the_one_that_is_denoised(checkpoints: Path) -> None:
+def test_the_shown_canvas_is_the_current_batch_state(checkpoints: Path) -> None:
     policy = load_policy(checkpoints / "with")
     params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0)
     running = Sampler(policy, 0).open([Request(prompt_ids=(5, 6, 7), params=params, seed=0)])
@@ -95,33 +95,30 @@ def _decode(ids: Any) -> str:
     return bytes(token for token in ids if token).decode("utf-8", errors="replace")
 
 
-def test_colours_say_how_sure_or_how_early_a_token_is() -> None:
+def test_a_colour_shows_the_probability_of_a_token() -> None:
     canvas = CanvasView(
         token_ids=[65, 66, 67, 0, 68, 0],
         masked=[False, False, False, True, False, False],
         steps=[0, 4, 2, -1, -1, 3],
         probabilities=[0.1, 0.99, 0.5, 0.0, 1.0, 0.3],
     )
-    sure = canvas_text(canvas, _decode, Colour.CONFIDENCE, special="·")
+    sure = canvas_text(canvas, _decode, special="·")
     assert sure.plain == f"ABC{MASK_CHARACTER}D·"
     assert [str(span.style) for span in sure.spans] == ["red", "bright_cyan", "yellow", "dim", "bold", "dark_orange"]
-    early = canvas_text(canvas, _decode, Colour.STEP)
-    assert early.plain == f"ABC{MASK_CHARACTER}D"
-    styles = [str(span.style) for span in early.spans]
-    assert styles[:3] == ["bright_cyan", "orange1", "medium_purple1"]
-    assert legend(Colour.STEP, 5).plain.startswith("step ■ 0-  ■ 1-  ■ 2-  ■ 3-  ■ 4-")
+    assert canvas_text(canvas, _decode).plain == f"ABC{MASK_CHARACTER}D"
+    assert legend().plain.startswith("probability ■ <20%  ■ <40%")
 
 
 def test_tokens_that_are_bytes_of_one_character_are_shown_as_it() -> None:
     ids = [*"é".encode(), 65, *"日".encode()]
     canvas = CanvasView(token_ids=ids, masked=[False] * 6, steps=[0, 1, 2, 3, 4, 5], probabilities=[0.9] * 6)
-    assert canvas_text(canvas, _decode, Colour.STEP).plain == "éA日"
+    assert canvas_text(canvas, _decode).plain == "éA日"
     masked = [False, True, False, False, False, False]
     torn = CanvasView(token_ids=ids, masked=masked, steps=[0] * 6, probabilities=[0.9] * 6)
-    assert canvas_text(torn, _decode, Colour.STEP).plain == f"\ufffd{MASK_CHARACTER}A日"
+    assert canvas_text(torn, _decode).plain == f"\ufffd{MASK_CHARACTER}A日"
 
 
-def test_a_canvas_that_is_higher_than_the_screen_is_shown_where_it_is_denoised() -> None:
+def test_a_tall_canvas_is_scrolled_to_the_first_masked_slot() -> None:
     lines = [Text(str(index)) for index in range(10)] + [Text(MASK_CHARACTER)] * 5
     assert window(lines, 20) == lines
     assert [line.plain for line in window(lines, 4)] == ["8", "9", MASK_CHARACTER, MASK_CHARACTER]
