@@ -141,6 +141,9 @@ class Coordinator:
 
     async def record(self, event: str, values: dict[str, Any]) -> None:
         """Append an event to the run log, and report checkpoints that may be served to the registry."""
+        if event == "stopped":
+            # The driver kills the actors next, which is no failure of the work that is still in flight.
+            self._cancel_work()
         # Ray repeats a call if this process dies as it answers.
         if not (self._is_restarted and has_event(self._log.events_since(0), event, values)):
             self._log.append(event, **values)
@@ -162,6 +165,10 @@ class Coordinator:
         self._log.close()
         self._monitor.write()
 
+    def _cancel_work(self) -> None:
+        self._rounds.forget()
+        self._evaluation.cancel_background()
+
     @property
     def _is_restarted(self) -> bool:
         return self._session.current.num_coordinator_starts > 1
@@ -174,9 +181,8 @@ class Coordinator:
         Returns the tokens of its micro-batches, by section of the recipe, where they were halved. None if it must not
         start, because groups have restarted too often without progress.
         """
-        self._rounds.forget()
+        self._cancel_work()
         self._turn.cancel()
-        self._evaluation.cancel_background()
         self._supervisor.learner_starting()
         self._group.starting(learner)
         await self._turn.end()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors.coordination import coordinator as module
 from actors.coordination.coordinator import Coordinator
@@ -49,6 +49,7 @@ class _Pool:
         self.prefetch = _Prefetch()
         self.mood = "well"
         self.asked: list[tuple[WeightsId, WorkUnitKey]] = []
+        self.answers: list[asyncio.Future[Any]] = []
         self.num_calls = 0
 
     def options(self, **_: Any) -> _Pool:
@@ -68,6 +69,7 @@ class _Pool:
             work_unit = arguments[1] if isinstance(arguments[0], WeightsId) else arguments[0]
             answer.set_result(_summary(work_unit))
         self.num_calls += 1
+        self.answers.append(answer)
         return f"reference {self.num_calls}", answer
 
 
@@ -310,6 +312,30 @@ def test_a_stop_reaches_whoever_waits_and_outlives_the_coordinator_but_not_the_d
         assert await successor.heartbeat(0, "round 0: training", "handle")
         assert await successor.evaluate(_weights_id(1), "sft", 0, True) is Next.STOP
         assert not await case.coordinator("two").heartbeat(0, "starting", "handle")
+
+    _run(scene())
+
+
+@pytest.mark.parametrize("label", ["", "round"], ids=["round", "round and evaluation"])
+def test_actors_killed_after_a_stop_are_not_recorded_as_failures(case: _Case, label: str) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        case.sampler.mood = "silent"
+        await coordinator.heartbeat(0, "round 0: training", "handle")
+        # As with samplers that run ahead: the learner trains, and does not wait, when the stop arrives.
+        coordinator._rounds.begin(0, _weights_id(1))
+        if label:
+            coordinator._evaluation.start_background(_weights_id(1), label, -1.0)
+        await asyncio.sleep(0.01)
+        assert await coordinator.stop()
+        await coordinator.record("stopped", {"phase": "rl", "round": 0, "step": None})
+        await asyncio.sleep(0.01)
+        for answer in case.sampler.answers:
+            if not answer.done():
+                answer.set_exception(ActorDiedError())
+        await asyncio.sleep(0.01)
+        assert case.sampler.answers
+        assert case.events("failure") == []
 
     _run(scene())
 
