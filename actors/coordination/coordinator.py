@@ -48,7 +48,6 @@ from actors.registry.announcer import Announcer
 from actors.registry.registry import Registry
 from actors.run_log import Event, RunLog, is_done
 from actors.spec import Phase, RunSpec
-from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 
 
@@ -90,14 +89,7 @@ class Coordinator:
             on_left=self._note_left,
         )
         self._supervisor = Supervisor(self._pools, store, log.note_failure)
-        self._evaluation = VersionEvaluator(
-            self._plan,
-            spec.evaluation.params(spec.rollout.sampling),
-            self._pools,
-            spec.rollout.max_attempts,
-            log.note_failure,
-            policy=load_config(spec.initial_checkpoint),
-        )
+        self._evaluation = VersionEvaluator(spec, self._plan, self._pools, log.note_failure)
         self._rounds = OpenRounds(spec, self._plan, self._pools, log.note_failure)
         self._turn = SamplersTurn(self._rounds, self._pools, log.note_failure, is_colocated=spec.gpus.colocate)
         self._group = LearnerGroup(spec, self._session, log, self._timeline)

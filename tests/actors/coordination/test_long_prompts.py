@@ -71,14 +71,7 @@ class _Pools:
 
 
 def _scored(spec: RunSpec) -> dict[str, Any]:
-    evaluation = VersionEvaluator(
-        _plan(spec),
-        [spec.rollout.sampling],
-        _Pools(spec),  # type: ignore[arg-type]
-        1,
-        lambda *_: None,
-        policy=load_config(spec.initial_checkpoint),
-    )
+    evaluation = VersionEvaluator(spec, _plan(spec), _Pools(spec), lambda *_: None)  # type: ignore[arg-type]
     return asyncio.run(evaluation.score(WeightsId(version=1, digest=""), "rl", due=0))
 
 

@@ -14,7 +14,6 @@ from actors.coordination.version_evaluator import VersionEvaluator
 from actors.messages import WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.plan import RunPlan
 from actors.spec import RunSpec
-from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grade, Outcome
 from rollout.schedule_config import ScheduleConfig
@@ -94,9 +93,13 @@ def _scored(
     spec: RunSpec, plan: RunPlan, pools: _Pools, label: str, on_failure: Callable[..., None] = lambda *_: None
 ) -> dict[str, Any]:
     steps = [ScheduleConfig(num_denoise_steps=count) for count in (4, 1, 8)]
-    schedules = [schedule.of(spec.rollout.sampling) for schedule in steps]
-    policy = load_config(spec.initial_checkpoint)
-    evaluation = VersionEvaluator(plan, schedules, pools, 2, on_failure, policy=policy)  # type: ignore[arg-type]
+    spec = spec.model_copy(
+        update={
+            "evaluation": spec.evaluation.model_copy(update={"schedules": steps}),
+            "rollout": spec.rollout.model_copy(update={"max_attempts": 2}),
+        }
+    )
+    evaluation = VersionEvaluator(spec, plan, pools, on_failure)  # type: ignore[arg-type]
     return asyncio.run(evaluation.score(WeightsId(version=1, digest=""), label, due=0))
 
 
