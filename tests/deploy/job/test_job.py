@@ -44,22 +44,14 @@ def test_a_service_that_does_not_start_ends_the_run_as_any_failure_does(
     recipe = load_recipe(recipe_file, [])
     recipe.run_dir.mkdir(parents=True)
 
-    def fail(*_: Any) -> str:
+    def fail(*_: Any, **__: Any) -> str:
         raise RunFailedError(SAID)
 
-    monkeypatch.setattr(job, "_start_service", fail)
+    monkeypatch.setattr("deploy.service.on_ray.launch.deploy_source", fail)
     spec = make_spec(recipe, Stages.ALL)
+    driver = job.Driver(recipe=recipe, spec=spec, mirror=None, num_seen=0, serve=True, on_event=lambda _: None)
     with pytest.raises(RunFailedError) as failed:
-        job._run_on_ray(
-            recipe,
-            spec,
-            None,
-            num_seen=0,
-            serve=True,
-            keep_store=False,
-            dashboard_url="127.0.0.1:8265",
-            on_event=lambda _: None,
-        )
+        driver.run_on_ray("127.0.0.1:8265", keep_store=False)
     where = recipe.run_dir / "metrics.jsonl"
     assert str(failed.value) == (
         f"the run failed: {SAID}; the failures are in {where}; --resume goes on from the newest checkpoint"
