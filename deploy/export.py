@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors, reason, user_errors
 from deploy.offline.policy import read_tokenizer
 from deploy.runs.references import find_checkpoint_of
 from learner.model.adapter import Adapter, check_peft_copies, read_chain, write_peft_adapter
@@ -46,10 +46,8 @@ def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> P
         UserError: there is no checkpoint, it is damaged, or `out` cannot be written.
     """
     directory = _find(reference, runs_dir)
-    try:
+    with user_errors(ValueError):
         _write(out, lambda partial: _write_policy_of(directory, partial))
-    except ValueError as error:
-        raise UserError(str(error)) from error
     return directory
 
 
@@ -74,34 +72,25 @@ def export_adapter(
             cannot represent.
     """
     directory = _find(reference, runs_dir)
-    try:
+    with user_errors(ValueError):
         adapter, base = _whole_adapter(directory)
         family = load_config(directory).family
         dtype = torch.bfloat16 if is_half else torch.float32
         matrices = {name: matrix.to(dtype) for name, matrix in adapter.matrices.items()}
         adapter = replace(adapter, matrices=matrices)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    try:
         # The directory of its weights, from which peft loads the original model.
         original = weight_files(base)[0].parent.resolve()
         _write(out, lambda partial: write_peft_adapter(partial, adapter, family, str(original)))
-    except ValueError as error:
-        raise UserError(str(error)) from error
     return directory, base
 
 
 def _find(reference: str, runs_dir: Path) -> Path:
-    try:
+    with user_errors(ValueError), os_errors(f"cannot read the checkpoint {reference}"):
         directory = find_checkpoint_of(reference, runs_dir)
         load_config(directory)
         if (directory / MANIFEST).is_file():
             verify_checkpoint(directory)
         StoredWeights(checkpoint_chain(directory)[-1])
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
     return directory
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from actors.atomic_file import replace_file
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors
 from deploy.printing import counted, duration
 
 
@@ -87,7 +87,7 @@ class ResponseFile:
         Raises:
             UserError: it has other content, another process writes it, or it cannot be written.
         """
-        try:
+        with os_errors(f"cannot write {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
                 _lock(path, file)
@@ -100,8 +100,6 @@ class ResponseFile:
                     if not _beside(path).exists():
                         path.unlink()
                     raise
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {reason(error)}") from error
 
     def add(self, rows: Sequence[Mapping[str, Any]], progress: ResponseProgress) -> None:
         """Append rows, and save `progress` with the new number of bytes."""

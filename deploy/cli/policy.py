@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from deploy.cli.options import RunName, RunsDir
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors
 
 _RUNS_DIR = Path("runs")
 _Why = Annotated[str, typer.Option(metavar="TEXT", help="The reason, shown with the event in /v1/policy/events.")]
@@ -78,10 +78,8 @@ def _change(run_dir: Path, why: str, **changes: Any) -> None:
     # Engines ignore older settings, and another operator's clock may be ahead.
     changed_at = max(time.time(), before.changed_at + 0.001)
     state = replace(before, why=why, changed_at=changed_at, **changes)
-    try:
+    with os_errors(f"{run_dir} cannot be written to"):
         write_admin(run_dir, state)
-    except OSError as error:
-        raise UserError(f"{run_dir} cannot be written to: {reason(error)}") from error
     pinned = "not pinned" if state.pinned is None else f"pinned to policy version {state.pinned}"
     paused = "paused" if state.is_paused else "not paused"
     typer.echo(f"{run_dir.name}: {pinned}, {paused}; its service follows within seconds")

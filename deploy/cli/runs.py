@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from deploy.cli.options import RunName, RunsDir
-from deploy.errors import UserError
+from deploy.errors import UserError, user_errors
 from deploy.program import program
 from deploy.wait_display import wait_display
 
@@ -79,11 +79,8 @@ def serve(
         return
     from deploy.runs.references import find
 
-    with wait_display(f"looking for {name}"):
-        try:
-            found = find(name, runs_dir)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+    with wait_display(f"looking for {name}"), user_errors(ValueError):
+        found = find(name, runs_dir)
     if found.is_run:
         _refuse_dtype(dtype)
         _serve_run(found.directory, host, port)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.errors import UserError, reason
+from deploy.errors import os_errors
 from deploy.wait_display import wait_display
 
 _Fields = Annotated[
@@ -61,10 +61,8 @@ def grade(
             chosen, lines, lambda: waiting.change(f"grading {len(lines)} generations, {next(done)} are done")
         )
     if out is not None:
-        try:
+        with os_errors(f"cannot write the grades to {out}"):
             out.write_text("".join(json.dumps(grade_json(line)) + "\n" for line in graded), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write the grades to {out}: {reason(error)}") from error
     found = {"task": task, "protocol": protocol} | summary(graded)
     if as_json:
         typer.echo(json.dumps(found))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli.options import DryRun, Overrides, RecipePath, Resume, ResumeOrStart, Serve
-from deploy.errors import EXIT_INTERRUPTED, UserError, reason
+from deploy.errors import EXIT_INTERRUPTED, UserError, os_errors, user_errors
 from deploy.printing import printable
 from deploy.program import command, program
 from deploy.wait_display import wait_display
@@ -208,10 +208,8 @@ def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path
 
 def _place(policy: Path, out: Path) -> None:
     """Move a policy that is not trained to OUT, which is then a checkpoint and not a run."""
-    try:
+    with os_errors(f"{out} cannot be written"):
         policy.rename(out)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {reason(error)}") from error
 
 
 def _print_next_steps(run_dir: Path) -> None:
@@ -364,8 +362,6 @@ def _found_checkpoint(named: Path) -> Path:
     from learner.model.hub import find_checkpoint
 
     checkpoint = resolve_start(named)
-    try:
+    with user_errors(ValueError, prefix=f"--from {named}: "):
         load_config(find_checkpoint(checkpoint, config_only=True))
-    except ValueError as error:
-        raise UserError(f"--from {named}: {error}") from error
     return checkpoint

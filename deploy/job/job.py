@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, read_events
 from actors.spec import Phase, RunSpec
 from deploy.capacity.needs import checkpoint_bytes
-from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
+from deploy.errors import EXIT_RUN_FAILED, RunFailedError, user_errors
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt, wait_until_done
 from deploy.job.following import checkpoint_on_stop, following
 from deploy.job.judges import judge_servers
@@ -139,11 +139,9 @@ class Driver:
         from actors.cluster import LearnerFailedError, start_actors, stop_actors
 
         url = registry_of_cluster()
-        try:
+        # A run of the same name may be under way, with actors of the same names.
+        with user_errors(ValueError):
             actors = start_actors(self.spec, self.recipe.grading.num_graders, url, secrets.token_hex(8))
-        except ValueError as error:
-            # A run of the same name is under way, with actors of the same names.
-            raise UserError(str(error)) from error
         source = Source(directory=str(self.recipe.run_dir), is_run=True, registry_url=url)
         with ExitStack() as at_end:
             at_end.callback(stop_actors, actors, keep_store=keep_store)

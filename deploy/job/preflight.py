@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import islice
-from pathlib import Path
-from tempfile import TemporaryFile
 
 from actors.registry.registry import check_registry
 from actors.resources import OBJECT_STORE
@@ -16,7 +14,6 @@ from deploy.capacity.available import Resources
 from deploy.capacity.memory import engine_memory, largest, learner_memory, sampler_memory, why_too_large
 from deploy.capacity.needs import CPU_TOLERANCE, Needs, needs_of
 from deploy.capacity.shape import policy_shape
-from deploy.errors import reason
 from deploy.job.judges import wanted_servers
 from deploy.printing import counted, gigabytes
 from deploy.recipe.recipe import Recipe, ServiceSection
@@ -30,7 +27,6 @@ from rollout.request import check_params
 
 MAX_CHECKED_PROBLEMS = 20_000
 """Maximum number of problems of a split that are generated before a run, to check that they can be."""
-_PROBE_BYTES = 4096
 
 
 def preflight(
@@ -152,27 +148,14 @@ def _pool_problems(recipe: Recipe) -> Iterator[str]:
 
 def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:
     runs_dir, run_dir = recipe.runs_dir, recipe.run_dir
-    nearest = machine.nearest_existing(run_dir.parent)
-    if not nearest.is_dir():
-        yield f"runs_dir {runs_dir} cannot be made: {nearest} is a file; take another runs_dir"
-    elif obstacle := why_not_writable(nearest):
-        yield f"runs_dir {runs_dir} cannot be written to: {nearest}: {obstacle}; take another runs_dir"
+    if obstacle := machine.why_not_creatable(run_dir.parent):
+        yield f"runs_dir {runs_dir} cannot be written to: {obstacle}; take another runs_dir"
     elif resume and not run_dir.is_dir():
         yield f"there is no run {recipe.name} in {run_dir.parent} to resume; start it without --resume"
     elif not resume and run_dir.exists() and (run_dir.is_file() or any(run_dir.iterdir())):
         yield (
             f"there already is a run {recipe.name} in {run_dir.parent}; choose name=..., or go on with it by --resume"
         )
-
-
-def why_not_writable(directory: Path) -> str | None:
-    """Try to write a file there, and return why it fails. Permission bits do not bind root, nor show free space."""
-    try:
-        with TemporaryFile(dir=directory) as file:
-            file.write(bytes(_PROBE_BYTES))
-    except OSError as error:
-        return reason(error)
-    return None
 
 
 def _task_problems(recipe: Recipe, on_warning: Callable[[str], object] | None) -> Iterator[str]:

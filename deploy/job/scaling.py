@@ -178,8 +178,8 @@ def _answer(scaler: Scaler, request: ScaleRequest, spec: RunSpec, on_event: Call
     try:
         said = scaler.carry_out(request)
     except Exception as error:  # The run itself must continue, whatever Ray raises here.
-        what = str(error).strip().splitlines() or [type(error).__name__]
-        said = ScaleAnswer(id=request.id, refusal=f"the run could not be scaled: {what[-1]}")
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        said = ScaleAnswer(id=request.id, refusal=f"the run could not be scaled: {lines[-1]}")
     try:
         write_answer(spec.run_dir, said)
     except OSError as error:

@@ -14,7 +14,7 @@ import torch
 
 from actors.checkpoints.selection import find_position
 from actors.run_log import RECIPE
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors, user_errors
 from deploy.recipe.overrides import load_recipe
 from deploy.requests.families import AnyConfig, AnyDefaults, defaults_of, read_config
 from deploy.requests.structured.grammars import Grammars
@@ -128,12 +128,8 @@ def load_sampler(directory: Path, device: str, engine: EngineConfig, say: Report
 @contextmanager
 def as_user_errors(reference: str) -> Iterator[None]:
     """Convert errors of reading a checkpoint to UserError."""
-    try:
+    with user_errors(ValueError), os_errors(f"cannot read the checkpoint {reference}"):
         yield
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
 
 
 def choose_device(wanted: Device | None) -> Device:

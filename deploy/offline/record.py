@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.atomic_file import replace_file
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors, reason
 from deploy.offline.item import Answer, AnsweredBatch
 from deploy.runs.lock import RunLock
 from learner.model.checkpoint_files import checkpoint_chain
@@ -69,10 +69,8 @@ class RecordWriter:
         self.path = path
         """The file."""
         self._facts = facts = {**facts, "num_answers": sum(sizes)}
-        try:
+        with os_errors(f"cannot write {path}"):
             found = read_record(path) if path.is_file() else CellRecord(facts=facts, batches={})
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {reason(error)}") from error
         if (changed := _changed(found.facts, facts)) is not None:
             raise UserError(f"{path} has answers to something else: {changed}; take another --out, or remove the file")
         self.done = {
@@ -82,10 +80,8 @@ class RecordWriter:
         }
         """Completed batches by index."""
         lines = [json.dumps({"asked": facts}), *(line for batch in self.done.values() for line in _lines(batch))]
-        try:
+        with os_errors(f"cannot write {path}"):
             replace_file(path, "".join(f"{line}\n" for line in lines))
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {reason(error)}") from error
 
     @property
     def recorded(self) -> CellRecord:
@@ -94,11 +90,8 @@ class RecordWriter:
 
     def add(self, batch: AnsweredBatch) -> None:
         """Append a batch to the file. Raises UserError if it cannot be written."""
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in _lines(batch)))
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {reason(error)}") from error
+        with os_errors(f"cannot write {self.path}"), self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in _lines(batch)))
         self.done[batch.index] = batch
 
 
@@ -144,10 +137,8 @@ def take_lock(directory: Path, what: str = "evaluation") -> RunLock:
 
     Raises UserError if another process holds the lock, or the directory cannot be written.
     """
-    try:
+    with os_errors(f"cannot write {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {directory}: {reason(error)}") from error
     return RunLock.take(directory, what)
 
 

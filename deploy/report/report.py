@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors
 from deploy.printing import duration, printable, share
 from deploy.report.differences import Field, fields_of
 from deploy.report.eval_results import EvalCell, read_eval_cells
@@ -39,11 +39,9 @@ def write_report(runs: Mapping[str, Run], examples: Mapping[str, Sequence[Report
         if not (run.history.evaluations or run.history.rounds):
             raise UserError(f"the run {name} has not begun: it has no evaluation and no round to report yet")
     text = _render(runs, examples)
-    try:
+    with os_errors(f"cannot write the report to {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the report to {out}: {reason(error)}") from error
 
 
 def _render(runs: Mapping[str, Run], examples: Mapping[str, Sequence[ReportExample]]) -> str:

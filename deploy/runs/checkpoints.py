@@ -16,7 +16,7 @@ from actors.checkpoints.selection import (
     servable_checkpoints,
 )
 from actors.run_log import CHECKPOINTS, RECIPE, read_events
-from deploy.errors import UserError
+from deploy.errors import UserError, user_errors
 from deploy.printing import printable
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.validation_errors import first_problem
@@ -43,10 +43,8 @@ def newest_servable(run_dir: Path, say: ReportProgress | None = None) -> FoundCh
 
     `say` reports the throughput of reading it. Raises UserError if there is none.
     """
-    try:
+    with user_errors(ValueError):
         found = newest_checkpoint(run_dir / CHECKPOINTS, servable, say)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     if found is None:
         raise UserError(f"{run_dir} has no checkpoint to serve yet")
     for what in found.skipped:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors
 
 LOCK = ".lock"
 # `d1 runs` takes the lock for an instant to probe for a holder, so one refusal is not conclusive.
@@ -57,10 +57,8 @@ class RunLock:
         Raises UserError if another process holds it, or the directory is not writable.
         """
         for _ in range(_NUM_TRIES):
-            try:
+            with os_errors(f"the {what} in {directory} cannot be written to"):
                 file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            except OSError as error:
-                raise UserError(f"the {what} in {directory} cannot be written to: {reason(error)}") from error
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -20,7 +20,7 @@ from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS, RECIPE
 from actors.spec import Phase, RunSpec
 from actors.training.sft.data import load_sft_data
-from deploy.errors import UserError
+from deploy.errors import UserError, user_errors
 from deploy.recipe.overrides import load_recipe, resolved_yaml
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.lock import LOCK, RunLock
@@ -121,10 +121,8 @@ def create_run_dir(
     process creates or has created the run.
     """
     partial = spec.run_dir.with_name(f".{spec.run_dir.name}.partial")
-    try:
+    with user_errors(OSError):
         partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(str(error)) from error
     # The lock moves with the directory, so that the run is never there unlocked.
     lock = RunLock.take(partial)
     try:
@@ -168,10 +166,8 @@ def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
     """Raise UserError unless `recipe` can resume the run in its directory, and the initial weights are unchanged."""
     if not spec.initial_checkpoint.is_dir():
         raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
-    try:
+    with user_errors(ValueError):
         check_unchanged(spec.initial_checkpoint)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     began, now = (
         _flat(_of_any_directory(one).model_dump(mode="json"))
         for one in (load_recipe(spec.run_dir / RECIPE, []), recipe)

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from actors.atomic_file import replace_file
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors
 from deploy.program import program
 
 Kind = Literal["samplers", "graders", "engines"]
@@ -58,10 +58,8 @@ def send_request(run_dir: Path, sizes: Mapping[Kind, int], within_s: float) -> S
     Raises UserError if the directory is not writable, or the run does not answer.
     """
     request = ScaleRequest(id=secrets.token_hex(8), sizes=dict(sizes))
-    try:
+    with os_errors(f"{run_dir} cannot be written to"):
         replace_file(run_dir / _REQUEST, request.model_dump_json())
-    except OSError as error:
-        raise UserError(f"{run_dir} cannot be written to: {reason(error)}") from error
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if (answer := _read(run_dir / _ANSWER, ScaleAnswer)) is not None and answer.id == request.id:

@@ -76,7 +76,7 @@ def test_docker_compose_accepts_the_file() -> None:
     assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
 
 
-def test_every_container_is_healthy_before_another_needs_it_and_can_do_little(compose: dict[str, Any]) -> None:
+def test_containers_wait_for_healthy_dependencies_and_have_few_privileges(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         assert service["healthcheck"]["test"], name
         assert service["cap_drop"] == ["ALL"], name
@@ -84,7 +84,7 @@ def test_every_container_is_healthy_before_another_needs_it_and_can_do_little(co
         assert all(needed["condition"] == "service_healthy" for needed in service.get("depends_on", {}).values()), name
 
 
-def test_secrets_are_files_and_in_no_containers_environment(compose: dict[str, Any]) -> None:
+def test_secrets_are_files_and_in_no_environment(compose: dict[str, Any]) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for name, secret in compose["secrets"].items():
         assert secret == {"file": f".secrets/{name}"}
@@ -98,7 +98,7 @@ def test_secrets_are_files_and_in_no_containers_environment(compose: dict[str, A
     assert ".secrets" in (ROOT / ".dockerignore").read_text(encoding="utf-8")
 
 
-def test_the_nodes_agree_on_ports_and_have_room_for_their_objects(compose: dict[str, Any]) -> None:
+def test_nodes_agree_on_ports_and_have_enough_shared_memory(compose: dict[str, Any]) -> None:
     names = ("head", "worker", "gpu-worker")
     head, worker, gpu_worker = (" ".join(compose["services"][name]["command"]) for name in names)
     assert "--port=6380" in head
@@ -115,7 +115,7 @@ def test_the_nodes_agree_on_ports_and_have_room_for_their_objects(compose: dict[
     ]
 
 
-def test_what_is_mounted_from_here_is_here(compose: dict[str, Any]) -> None:
+def test_mounted_files_exist(compose: dict[str, Any]) -> None:
     mounted = [volume.split(":")[0] for service in compose["services"].values() for volume in service["volumes"]]
     assert [path for path in mounted if path.startswith("./") and not (ROOT / path).exists()] == []
 
@@ -147,7 +147,7 @@ def _metrics(expression: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", BOARDS, ids=lambda path: path.stem)
-def test_a_dashboard_asks_only_for_metrics_that_are_exported(path: Path) -> None:
+def test_dashboards_query_only_exported_metrics(path: Path) -> None:
     board = json.loads(path.read_text(encoding="utf-8"))
     for expression in _expressions(board):
         assert _metrics(expression), expression
@@ -159,12 +159,12 @@ def test_a_dashboard_asks_only_for_metrics_that_are_exported(path: Path) -> None
 
 
 @pytest.mark.parametrize(("name", "numbers"), [("runs", OF_RUNS), ("service", OF_SERVICE)])
-def test_every_number_is_on_its_dashboard(name: str, numbers: set[str]) -> None:
+def test_every_metric_is_on_a_dashboard(name: str, numbers: set[str]) -> None:
     board = json.loads((DEPLOY / f"grafana/dashboards/{name}.json").read_text(encoding="utf-8"))
     assert numbers - set().union(*map(_metrics, _expressions(board))) == set()
 
 
-def test_a_rule_asks_only_for_metrics_that_are_exported() -> None:
+def test_rules_query_only_exported_metrics() -> None:
     (rules,) = _documents(DEPLOY / "prometheus_rules.yml")
     for rule in rules["groups"][0]["rules"]:
         assert _metrics(rule["expr"]), rule["alert"]
@@ -195,7 +195,9 @@ def test_kustomize_builds_every_manifest() -> None:
 
 
 @pytest.mark.parametrize("kind", ["RayJob", "RayService"])
-def test_a_cluster_asks_for_a_token_and_its_pods_can_do_little(kind: str, clusters: dict[str, dict[str, Any]]) -> None:
+def test_a_cluster_requires_a_token_and_its_pods_have_few_privileges(
+    kind: str, clusters: dict[str, dict[str, Any]]
+) -> None:
     cluster = clusters[kind]
     assert cluster["authOptions"] == {"mode": "token", "secretName": "d1-ray-token"}
     assert cluster["rayVersion"] == version("ray")
@@ -211,7 +213,7 @@ def test_a_cluster_asks_for_a_token_and_its_pods_can_do_little(kind: str, cluste
         assert pod["volumes"] == [{"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}]
 
 
-def test_the_service_survives_its_head_and_training_starts_again(clusters: dict[str, dict[str, Any]]) -> None:
+def test_the_service_survives_the_head_and_training_restarts(clusters: dict[str, dict[str, Any]]) -> None:
     options = clusters["RayService"]["gcsFaultToleranceOptions"]
     assert options["redisAddress"] == "redis:6379"
     assert options["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "d1-redis", "key": "password"}
@@ -222,7 +224,7 @@ def test_the_service_survives_its_head_and_training_starts_again(clusters: dict[
     assert "--resume-or-start" in job["spec"]["entrypoint"]
 
 
-def test_gpus_are_there_for_who_asks_and_cost_nothing_else(clusters: dict[str, dict[str, Any]]) -> None:
+def test_gpu_pods_are_started_only_on_request(clusters: dict[str, dict[str, Any]]) -> None:
     cpu, gpu = clusters["RayJob"]["workerGroupSpecs"]
     assert (cpu["groupName"], gpu["groupName"], gpu["replicas"]) == ("cpu", "gpu", 0)
     ours, theirs = (group["template"]["spec"] for group in (gpu, cpu))
@@ -258,7 +260,7 @@ def test_no_manifest_holds_a_secret() -> None:
     assert [name for name in names if f"create secret generic {name}" not in guide] == []
 
 
-def test_every_pod_is_covered_by_a_rule_that_lets_nothing_in() -> None:
+def test_every_pod_is_covered_by_a_default_deny_rule() -> None:
     policies = list(_documents(DEPLOY / "k8s/network.yaml"))
     (deny,) = [policy for policy in policies if policy["metadata"]["name"] == "deny-ingress"]
     assert deny["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
@@ -270,7 +272,7 @@ def test_every_pod_is_covered_by_a_rule_that_lets_nothing_in() -> None:
             assert {} not in [source.get("namespaceSelector") for source in rule["from"]], policy["metadata"]["name"]
 
 
-def test_the_images_code_is_not_its_users() -> None:
+def test_the_code_in_the_image_is_not_writable_by_its_user() -> None:
     lines = (DEPLOY / "Dockerfile").read_text(encoding="utf-8").splitlines()
     user = next(index for index, line in enumerate(lines) if line.startswith("USER "))
     owned = [line for line in lines[:user] if "chown" in line or "-o d1" in line]

@@ -27,7 +27,7 @@ def _orphan_of(mode: str) -> int:
     return int(done.stdout)
 
 
-def test_an_orphan_ends_with_the_process_that_adopts() -> None:
+def test_an_adopted_orphan_is_killed() -> None:
     orphan = _orphan_of("adopting")
     deadline = time.monotonic() + 10
     while is_running(orphan):
@@ -35,7 +35,7 @@ def test_an_orphan_ends_with_the_process_that_adopts() -> None:
         time.sleep(0.02)
 
 
-def test_without_that_it_would_stay() -> None:
+def test_an_orphan_that_is_not_adopted_stays() -> None:
     orphan = _orphan_of("leaving")
     assert is_running(orphan)
     subprocess.run(["kill", "-9", str(orphan)], check=True)

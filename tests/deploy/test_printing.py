@@ -20,7 +20,7 @@ from deploy.printing import counted, duration, printable, rough_duration, sparkl
         ("größe 数 ✓", "größe 数 ✓"),
     ],
 )
-def test_what_steers_a_terminal_is_shown_instead(text: str, shown: str) -> None:
+def test_control_characters_are_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 

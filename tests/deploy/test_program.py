@@ -25,12 +25,12 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_it_is_d1_where_the_path_has_this_one(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_is_d1_if_the_path_finds_this_installation(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.defpath}")
     assert program() == "d1"
 
 
-def test_it_is_the_script_where_the_path_has_none_or_another(
+def test_the_program_is_the_script_if_the_path_finds_none_or_another(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert program() == ".venv/bin/d1"
@@ -42,7 +42,9 @@ def test_it_is_the_script_where_the_path_has_none_or_another(
     assert program() == ".venv/bin/d1"
 
 
-def test_from_elsewhere_it_is_the_shorter_path(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_is_the_shorter_of_both_paths(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deep = tmp_path / "/".join("abcdefghijklmnopqrstuvwxyz" * 4)
     deep.mkdir(parents=True)
     monkeypatch.chdir(deep)
@@ -60,7 +62,7 @@ def test_a_printed_command_runs(script: Path, tmp_path: Path, monkeypatch: pytes
     assert done.stdout == "./a project/.venv/bin/d1 train my recipe.yaml task={name: sums}\n".removeprefix("./")
 
 
-def test_outside_of_a_script_it_is_this_pythons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_outside_a_script_the_program_is_that_of_this_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["-c"])
     monkeypatch.setenv("PATH", os.defpath)
     monkeypatch.chdir(tmp_path)

@@ -50,7 +50,7 @@ def _start() -> None:
         raise AssertionError("it does not start")
 
 
-def test_the_token_is_its_owners_and_what_ray_writes_has_the_users_umask(home: Path, inits: list[int]) -> None:
+def test_the_token_is_private_and_the_umask_is_unchanged(home: Path, inits: list[int]) -> None:
     before = os.umask(0o022)
     try:
         with pytest.raises(RunFailedError):
@@ -64,7 +64,7 @@ def test_the_token_is_its_owners_and_what_ray_writes_has_the_users_umask(home: P
     assert [path.name for path in token.parent.iterdir()] == ["auth_token"]
 
 
-def test_a_token_that_is_there_or_elsewhere_or_not_wanted_is_left_alone(
+def test_an_existing_or_disabled_token_is_left_alone(
     home: Path, inits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "f" * 64)):
@@ -80,23 +80,21 @@ def test_a_token_that_is_there_or_elsewhere_or_not_wanted_is_left_alone(
     assert (home / ".ray" / "auth_token").read_text() == "mine"
 
 
-def test_a_token_that_cannot_be_kept_is_refused(home: Path, inits: list[int]) -> None:
+def test_a_token_that_cannot_be_written_is_refused(home: Path, inits: list[int]) -> None:
     (home / ".ray").write_text("a file")
     with pytest.raises(UserError, match=r"Ray's token cannot be written to .*auth_token: .*; set RAY_AUTH_TOKEN"):
         _start()
     assert inits == []
 
 
-def test_a_ray_that_does_not_start_is_one_sentence_with_the_place_of_its_logs(home: Path, inits: list[int]) -> None:
+def test_a_ray_that_does_not_start_is_one_sentence_with_its_log_directory(home: Path, inits: list[int]) -> None:
     with pytest.raises(RunFailedError) as failed:
         _start()
     assert str(failed.value).startswith("Ray did not start on this machine: Failed to start the raylet.; its logs are")
     assert "\n" not in str(failed.value)
 
 
-def test_a_ray_of_ours_starts_no_worker_before_an_actor_wants_one(
-    home: Path, inits: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_own_ray_prestarts_no_workers(home: Path, inits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     name = "RAY_prestart_worker_first_driver"
     monkeypatch.delitem(os.environ, name, raising=False)
     with pytest.raises(RunFailedError):
@@ -104,7 +102,7 @@ def test_a_ray_of_ours_starts_no_worker_before_an_actor_wants_one(
     assert os.environ[name] == "0", "Ray's processes inherit it"
 
 
-def test_a_ray_of_ours_is_on_loopback_unless_one_says_otherwise(home: Path, inits: list[int]) -> None:
+def test_our_own_ray_listens_on_loopback_unless_configured(home: Path, inits: list[int]) -> None:
     for said, is_loopback in ((None, True), ("0", True), ("1", False)):
         os.environ.pop(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, None)
         if said is not None:
@@ -114,7 +112,7 @@ def test_a_ray_of_ours_is_on_loopback_unless_one_says_otherwise(home: Path, init
         assert (services.get_node_ip_address() == "127.0.0.1") == is_loopback
 
 
-def test_what_ray_notes_of_a_dead_worker_is_not_printed(
+def test_rays_notes_on_dead_workers_are_not_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -132,7 +130,7 @@ def test_what_ray_notes_of_a_dead_worker_is_not_printed(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_start_that_failed_leaves_no_process_and_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_leaves_no_process_and_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
     said: list[Any] = []
 

@@ -31,7 +31,7 @@ def _waiting(file: _File, *, is_terminal: bool = False) -> WaitDisplay:
     return WaitDisplay(Console(file=file, force_terminal=is_terminal, width=80), "d1: ")
 
 
-def test_a_log_has_line_after_line_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_lines_until_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EVERY_S", 0.01)
     file = _File(3)
     wait = _waiting(file)
@@ -47,7 +47,7 @@ def test_a_log_has_line_after_line_until_it_is_over(monkeypatch: pytest.MonkeyPa
     wait.end()
 
 
-def test_what_is_quick_is_not_mentioned_but_where_it_should_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_wait_prints_nothing_unless_requested(capsys: pytest.CaptureFixture[str]) -> None:
     with wait_display("loading"):
         pass
     assert capsys.readouterr().err == ""
@@ -56,7 +56,7 @@ def test_what_is_quick_is_not_mentioned_but_where_it_should_be(capsys: pytest.Ca
     assert capsys.readouterr() == ("", "d1: loading\n")
 
 
-def test_it_can_become_something_else_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_message_can_change_during_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EVERY_S", 0.01)
     file = _File(1, "port")
     wait = _waiting(file)
@@ -70,7 +70,7 @@ def test_it_can_become_something_else_meanwhile(monkeypatch: pytest.MonkeyPatch)
     assert re.fullmatch(r"d1: waiting for port 8000: \d+ s", later[-1])
 
 
-def test_a_terminal_has_a_spinner_at_once_that_leaves_nothing_behind() -> None:
+def test_a_terminal_gets_a_spinner_that_is_erased() -> None:
     file = _File(1)
     wait = _waiting(file, is_terminal=True)
     wait.begin("starting [Ray]")
@@ -80,7 +80,7 @@ def test_a_terminal_has_a_spinner_at_once_that_leaves_nothing_behind() -> None:
     assert said.endswith(("\x1b[2K", "\x1b[?25h", "\x1b[1A\x1b[2K"))
 
 
-def test_a_failure_ends_it() -> None:
+def test_a_failure_ends_the_wait() -> None:
     with pytest.raises(ValueError, match="no"), wait_display("loading"):
         raise ValueError("no")
     assert not [thread for thread in threading.enumerate() if thread.name == "d1-waiting" and not thread.daemon]

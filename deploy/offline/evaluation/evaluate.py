@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.checkpoints.selection import find_position
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors, user_errors
 from deploy.offline.evaluation.cells import Cell, cells_of
 from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.evaluation.options import EvaluationOptions
@@ -84,16 +84,12 @@ def find_subject(reference: str, runs_dir: Path, say: ReportProgress | None = No
 
     Raises UserError if there is none or it cannot be read.
     """
-    try:
+    with user_errors(ValueError), os_errors(f"cannot read the checkpoint {reference}"):
         # Resolved, since a link may point elsewhere later.
         directory = find_checkpoint_of(reference, runs_dir, say).resolve()
         read_config(directory)
         position = find_position(directory)
         facts = {"path": str(directory), "fingerprint": fingerprint(directory)}
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoint {reference}: {reason(error)}") from error
     run_dir, is_fetched = run_of(directory), not Path(reference).exists()
     # The directory name in the hub's cache is only a revision.
     own_name = reference.replace("/", "--") if is_fetched else directory.name
@@ -130,10 +126,8 @@ def prepare(
 
     Raises UserError, before any sampling, if the options or the data are invalid.
     """
-    try:
+    with user_errors(ValueError):
         config = read_config(subject.directory)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     tokenizer = read_tokenizer(subject.directory)
     if tokenizer is None:
         raise UserError(f"{subject.directory} has no tokenizer; problems are texts, and need one")
@@ -194,7 +188,5 @@ def results(subject: Subject, prepared: Sequence[PreparedCell]) -> dict[str, Any
 
 def write_results(found: dict[str, Any], out: Path) -> None:
     """Write the results next to the answers. Raises UserError if that fails."""
-    try:
+    with os_errors(f"cannot write {out / RESULTS}"):
         (out / RESULTS).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {out / RESULTS}: {reason(error)}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from actors.batching import evaluation_batches
-from deploy.errors import UserError
+from deploy.errors import UserError, user_errors
 from deploy.offline.evaluation.cells import Cell
 from deploy.offline.item import Batch, Item
 from deploy.offline.tasks import open_task
@@ -33,10 +33,8 @@ def problems_of(cell: Cell, on_warning: Callable[[str], object]) -> list[Problem
     Raises UserError if there are too few, or the data is not available.
     """
     task = open_task(cell.task)
-    try:
+    with user_errors(ValueError):
         found = _of_d1(cell, task) if cell.protocol == "d1" else heldout(task, cell.num_problems)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     for warning in task.warnings():
         on_warning(warning)
     return found[: cell.num_problems]

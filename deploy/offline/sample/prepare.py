@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors, user_errors
 from deploy.offline.item import Item
 from deploy.offline.policy import ReadyPolicy
 from deploy.offline.sample.codec import PromptCodec
@@ -35,10 +35,8 @@ def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]
     Raises:
         UserError: the file cannot be read, or has no request.
     """
-    try:
+    with os_errors(f"cannot read the requests {path}"):
         data = Path(path).read_bytes() if stdin is None else stdin
-    except OSError as error:
-        raise UserError(f"cannot read the requests {path}: {reason(error)}") from error
     # Undecodable bytes are rejected later, with their line.
     with suppress(ValueError):
         data = decode_text(data).encode()
@@ -81,8 +79,6 @@ def prepare_prompt(request: Mapping[str, Any], policy: ReadyPolicy, settings: Va
     """Plan the prompt of the command line. Raises UserError if it is invalid."""
     if policy.tokenizer is None:
         raise UserError(f"{policy.name} has no tokenizer; give token ids: --requests FILE with prompt_ids")
-    try:
+    with user_errors(RequestError):
         plan = make_planner(policy, settings).plan(read_line(request), {"prompt_ids": "the prompt"})
-    except RequestError as error:
-        raise UserError(str(error)) from error
     return Item(index=0, place="the prompt", request=plan.requests[0], plan=plan)

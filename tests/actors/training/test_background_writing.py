@@ -115,7 +115,7 @@ class SlowDiskRun(LocalRun):
 
 
 @pytest.mark.parametrize("lora", [FULL_FINE_TUNING, LoraConfig(rank=4, alpha=8)])
-def test_what_is_written_beside_the_next_round_is_what_was_when_it_was_gathered(
+def test_a_background_checkpoint_has_the_weights_of_when_it_was_gathered(
     spec: RunSpec, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, lora: LoraConfig
 ) -> None:
     plain, beside = (_spec(spec, tmp_path / name, model=ModelSection(lora=lora)) for name in ("plain", "beside"))
@@ -138,7 +138,7 @@ def _without_seconds(state: dict[str, Any], other: dict[str, Any]) -> dict[str, 
     return state | {"rl_seconds": other["rl_seconds"]}
 
 
-def test_a_stop_waits_for_what_is_being_written(spec: RunSpec, tmp_path: Path, disk: SlowDisk) -> None:
+def test_a_stop_waits_for_a_checkpoint_that_is_being_written(spec: RunSpec, tmp_path: Path, disk: SlowDisk) -> None:
     run = _spec(spec, tmp_path / "run")
     threading.Timer(0.3, disk.may_write.set).start()
     stopped = _run(run, pulse=Pulse("round 0: training"))
@@ -147,7 +147,7 @@ def test_a_stop_waits_for_what_is_being_written(spec: RunSpec, tmp_path: Path, d
     assert "rl-000001" in facts(run)
 
 
-def test_one_that_could_not_be_written_beside_is_told_and_written_again_by_a_stop(
+def test_a_failed_background_checkpoint_is_reported_and_written_again_at_a_stop(
     spec: RunSpec, tmp_path: Path, disk: SlowDisk
 ) -> None:
     disk.fails_at, run = ["rl-000001"], _spec(spec, tmp_path / "run")
@@ -160,7 +160,7 @@ def test_one_that_could_not_be_written_beside_is_told_and_written_again_by_a_sto
     assert "rl-000001" in facts(run)
 
 
-def test_one_that_is_never_written_is_waited_for_no_longer_than_its_bytes_may_take(
+def test_the_wait_for_a_background_checkpoint_is_bounded_by_its_size(
     spec: RunSpec, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, whole = (_spec(spec, tmp_path / name) for name in ("run", "whole"))
@@ -211,7 +211,7 @@ def _rank(rank: int, spec: RunSpec, fails_at: str) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_agree_on_what_was_written_beside(spec: RunSpec, tmp_path: Path) -> None:
+def test_ranks_agree_on_background_checkpoints(spec: RunSpec, tmp_path: Path) -> None:
     plain, beside = (_spec(spec, tmp_path / name) for name in ("plain", "beside"))
     run_ranks(_rank, beside, "", num=2)
     _run(plain)

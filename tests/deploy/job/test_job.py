@@ -38,7 +38,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return ended
 
 
-def test_a_service_that_does_not_start_ends_the_run_as_any_failure_does(
+def test_a_service_that_does_not_start_fails_the_run(
     recipe_file: Path, stopped: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(recipe_file, [])
@@ -60,7 +60,7 @@ def test_a_service_that_does_not_start_ends_the_run_as_any_failure_does(
     assert len(stopped) == 1
 
 
-def test_a_run_begins_where_d1_has_no_package_metadata(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_starts_without_package_metadata(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when d1 is only on the PYTHONPATH."""
     found = metadata.version
 
@@ -79,7 +79,7 @@ def test_a_run_begins_where_d1_has_no_package_metadata(recipe_file: Path, monkey
     assert begun["versions"]["torch"] == found("torch")
 
 
-def test_a_process_that_was_killed_for_memory_is_said_in_a_sentence() -> None:
+def test_a_process_killed_for_memory_is_reported_in_one_sentence() -> None:
     told = (
         "Task was killed due to the node running low on memory.\n"
         "Refer to the documentation on how to address the out of memory issue: https://docs.ray.io. Consider"
