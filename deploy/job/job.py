@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, read_events
+from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, read_events
 from actors.spec import Phase, RunSpec
 from deploy.capacity.needs import checkpoint_bytes
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, user_errors
@@ -152,7 +152,9 @@ class Driver:
                 time.sleep(_NODE_ENDS_S)
                 cause = _dead_actor(actors) or _cause(error)
                 at_end.close()
-                raise RunFailedError(self._failed(cause)) from error
+                run_dir = self.spec.run_dir
+                where, known = f"the failures are in {run_dir / METRICS}", read_events(run_dir)[self.num_seen :]
+                raise RunFailedError(failure_message(run_dir, self.spec.name, cause, where, known)) from error
 
     def _train(self, actors: RunActors, source: Source, dashboard_url: str) -> None:
         """Train with the run's actors, and start the service if there is one."""
@@ -196,21 +198,6 @@ class Driver:
             source, service.host, service.port, service.num_replicas, num_gpus=share, say=self._wait_for
         )
         self.on_event({"event": "status", "what": banner(self.recipe.run_dir, url)})
-
-    def _failed(self, cause: str) -> str:
-        """Format the message for a failed run, and append the cause to the run log unless it is there.
-
-        The driver appends it because the coordinator is gone. If that fails, the message does not mention the log.
-        """
-        run_dir = self.spec.run_dir
-        where = f"the failures are in {run_dir / METRICS}; "
-        events = read_events(run_dir)[self.num_seen :]
-        if not any(event["event"] == "failure" and cause in event["what"] for event in events):
-            try:
-                append_event(run_dir, "failure", what=cause, attempt=1)
-            except OSError:
-                where = ""
-        return f"the run failed: {cause}; {where}--resume goes on from the newest checkpoint"
 
     def _end_with_node(self, what: str, logs_dir: Path) -> None:
         """Report what died, and end this process before Ray's native code does."""

@@ -16,7 +16,7 @@ from deploy.capacity.needs import CPU_TOLERANCE, Needs, needs_of
 from deploy.capacity.shape import policy_shape
 from deploy.job.judges import wanted_servers
 from deploy.printing import counted, gigabytes
-from deploy.recipe.recipe import Recipe, ServiceSection
+from deploy.recipe.recipe import Recipe
 from learner.model.config import TransformerConfig
 from rewards import Problem, Split, Task, make_task
 from rewards.data.demonstrations import read_demonstrations
@@ -54,18 +54,17 @@ def preflight(
     problems += list(_run_dir_problems(recipe, resume)) or _disk_problems(recipe, needs, resume=resume)
     problems += _input_problems(recipe, on_warning)
     # On a cluster the service may already be up for this run; Ray Serve itself refuses a foreign one.
-    problems += _port_problems(recipe.service) if serve and available.is_ours else ()
+    service = recipe.service
+    if serve and available.is_ours and (obstacle := machine.why_not_bindable(service.host, service.port)):
+        problems.append(
+            f"the service cannot listen on {service.host}:{service.port}: {obstacle}; take another service.port"
+        )
     for name, judge, _ in wanted_servers(recipe.reward).values() if not available.is_ours else ():
         problems.append(
             f"reward.terms.{name}.vllm: d1 starts it on this machine alone, and graders of {available.where} may be on "
             f"others; start it yourself (vllm serve {judge.model}) and name its address in base_url"
         )
     return problems
-
-
-def _port_problems(service: ServiceSection) -> Iterator[str]:
-    if obstacle := machine.why_not_bindable(service.host, service.port):
-        yield f"the service cannot listen on {service.host}:{service.port}: {obstacle}; take another service.port"
 
 
 def resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> Iterator[str]:
