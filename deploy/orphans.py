@@ -66,21 +66,13 @@ def with_descendants(pids: Collection[int], parents: Mapping[int, int]) -> set[i
     return found
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process has not ended; a zombie has."""
-    return _running_parent(pid) is not None
-
-
-def _running_parent(pid: int) -> int | None:
-    """Return the parent of a process; None if the process has ended."""
-    with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat", errors="replace") as stat:
-        state, parent = stat.read().rsplit(")", 1)[1].split()[:2]
-        return None if state == "Z" else int(parent)
-    return None
-
-
 def _below(pids: set[int]) -> set[int]:
-    parents = {pid: parent for pid in _pids() if (parent := _running_parent(pid)) is not None}
+    parents = {}
+    for pid in _pids():
+        with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat", errors="replace") as stat:
+            state, parent = stat.read().rsplit(")", 1)[1].split()[:2]
+            if state != "Z":
+                parents[pid] = int(parent)
     return with_descendants(pids, parents)
 
 

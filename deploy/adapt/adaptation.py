@@ -106,7 +106,7 @@ class Adaptation:
             raise UserError("sft.num_steps is 0, so nothing trains on the given data; leave one of them out")
         if recipe.learner.num_rounds and self.prompts not in task_names() and not self._says_task():
             raise UserError(
-                "the rounds of distillation ask a task's prompts, and no task is named: give --prompts TASK, or "
+                "the rounds of distillation need a task's prompts, and no task is named: give --prompts TASK, or "
                 f"task.name=TASK; the tasks are {', '.join(task_names())}"
             )
         if self.prompts is None and recipe.sft.data is not None:
@@ -128,9 +128,9 @@ class Adaptation:
     def _check(self) -> None:
         given = self._given()
         if taken := sorted(given.keys() & set(_OWN_KEYS)):
-            raise UserError(f"the override {taken[0]}=... is what MODEL and OUT say; leave it out")
+            raise UserError(f"the override {taken[0]}=... is set by MODEL and OUT; leave it out")
         if self.data is not None and self.prompts is not None:
-            raise UserError("--data and --prompts both say what to train on; give one of them")
+            raise UserError("--data and --prompts are alternatives; give one of them")
         if not self._names_data() and given.get("sft.num_steps") != 0:
             raise UserError(
                 "there is nothing to train on: give --data FILE, or --prompts TASK for the model's own responses to "
@@ -183,7 +183,7 @@ class Adaptation:
     def check_creatable(self) -> None:
         """Raise UserError if the run directory cannot be created. Checked before a model is opened."""
         if self.out.is_file() or (self.out.is_dir() and any(self.out.iterdir())):
-            raise UserError(f"there already is {self.out}; go on with --resume, or take another OUT")
+            raise UserError(f"{self.out} already exists; continue with --resume, or take another OUT")
         if obstacle := why_not_creatable(self.out.absolute().parent):
             raise UserError(f"{self.out} cannot be made: {obstacle}; take another OUT")
 

@@ -71,7 +71,7 @@ def encode_prompts(
     template, or no prompt fits.
     """
     if not tokenizer.chat_template:
-        raise ValueError(f"{source.name} has no chat template, so it cannot be asked; take an instruction-tuned model")
+        raise ValueError(f"{source.name} has no chat template, so it cannot be prompted; take an instruction-tuned one")
     room = int(source.config()["max_position_embeddings"]) - max_new_tokens
     found = []
     for index, turns in enumerate(prompts):

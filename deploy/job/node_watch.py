@@ -8,6 +8,8 @@ A GCS that receives SIGTERM closes its port at once and may never exit: one that
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import struct
 import threading
@@ -16,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from deploy.job.background import in_background
-from deploy.orphans import is_running
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid.
 _POLL_S, _PROBE_TIMEOUT_S = 0.2, 1.0
@@ -83,13 +84,22 @@ def watching(processes: Mapping[str, NodeProcess], on_death: Callable[[str], Non
 
 def _is_dead(process: NodeProcess) -> bool:
     """Whether a process has ended, or refuses connections. A stopped one that is slow to answer does neither."""
-    if not is_running(process.pid):
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
         return True
     try:
+        # Readable once the process has ended, also while it is a zombie.
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        if poll.poll(0):
+            return True
         if process.address is not None:
             socket.create_connection(process.address, timeout=_PROBE_TIMEOUT_S).close()
     except ConnectionRefusedError:
         return True
     except OSError:
         return False
+    finally:
+        os.close(handle)
     return False

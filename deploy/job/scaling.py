@@ -111,9 +111,7 @@ class Scaler:
         if "engines" in request.sizes and self._recipe.service.max_replicas is not None:
             return "engines: Ray Serve's autoscaler chooses their number (service.max_replicas)"
         if "samplers" in request.sizes and self._spec.gpus.colocate:
-            return (
-                "samplers: each shares a GPU with a learner worker (gpus.colocate), and so there are as many as those"
-            )
+            return "samplers: each shares a GPU with a learner worker (gpus.colocate), so their number is fixed"
         if all(wanted[kind] <= self.sizes[kind] for kind in KINDS):
             return ""
         recipe, available = self._with(wanted), resources_of(os.environ.get("RAY_ADDRESS"))
@@ -137,7 +135,7 @@ class Scaler:
         if samplers > work_units:
             yield (
                 f"the rounds of this recipe have {counted(work_units, 'work unit')} at a time, so that "
-                f"{counted(samplers - work_units, 'sampler')} will have nothing to do but evaluations; a recipe with "
+                f"{counted(samplers - work_units, 'sampler')} will be idle except in evaluations; a recipe with "
                 "a smaller rollout.batch_size has more"
             )
 

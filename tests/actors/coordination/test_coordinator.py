@@ -340,7 +340,7 @@ def test_actors_killed_after_a_stop_are_not_recorded_as_failures(case: _Case, la
     _run(scene())
 
 
-class _Sleep:
+class _Offload:
     """Records after how many work units a sampler was offloaded."""
 
     def __init__(self, sampler: _Pool) -> None:
@@ -353,8 +353,8 @@ class _Sleep:
 @pytest.mark.parametrize("colocate", [False, True])
 def test_colocated_samplers_are_offloaded_before_the_learner_continues(case: _Case, colocate: bool) -> None:
     case.spec = case.spec.model_copy(update={"gpus": GpuSection(colocate=colocate)})
-    sleep = _Sleep(case.sampler)
-    case.sampler.offload = sleep
+    offload = _Offload(case.sampler)
+    case.sampler.offload = offload
 
     async def scene() -> None:
         coordinator = case.coordinator()
@@ -367,7 +367,7 @@ def test_colocated_samplers_are_offloaded_before_the_learner_continues(case: _Ca
         assert await coordinator.evaluate(_weights_id(2), "rl", 1, True) is Next.PUBLISH
         asked = len(case.sampler.asked)
         assert asked > num_evaluated + per_round
-        assert sleep.at == ([0, num_evaluated, num_evaluated + per_round, asked] if colocate else [])
+        assert offload.at == ([0, num_evaluated, num_evaluated + per_round, asked] if colocate else [])
         case.sampler.mood = "silent"
         waiting = asyncio.create_task(coordinator.next_batch(1, _weights_id(2)))
         await asyncio.sleep(0.01)
@@ -375,7 +375,7 @@ def test_colocated_samplers_are_offloaded_before_the_learner_continues(case: _Ca
         assert await waiting == (Next.STOP, [])
         # No work unit is retried: that would onload the sampler while the learner writes its checkpoint.
         assert (coordinator._rounds.next_round is None) == colocate
-        assert len(sleep.at) == (5 if colocate else 0)
+        assert len(offload.at) == (5 if colocate else 0)
 
     _run(scene())
 

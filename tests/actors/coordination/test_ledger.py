@@ -98,9 +98,9 @@ def test_a_lost_version_costs_no_attempt_and_the_next_attempt_uses_the_newest() 
         ledger.finish(WorkUnitKey(round=0, index=index))
     ledger.publish(0, 11)
     ledger.release(later)
-    assert (later, 11) in _start_all(ledger), "not of the one that nobody has"
+    assert (later, 11) in _start_all(ledger), "not of the lost version"
     ledger.release(first)
-    assert ledger.counts()["waiting"] == 0, "nobody waits for it any more"
+    assert ledger.counts()["waiting"] == 0, "nothing waits for it any more"
 
 
 def test_lost_results_are_redone_and_running_work_units_continue() -> None:

@@ -127,7 +127,7 @@ def test_a_completion_that_no_attempt_can_grade_counts_as_wrong_and_is_reported(
     pools, said = _Pools(num_ungraded=2, num_tries=num_tries), []
     scored = _scored(spec, plan, pools, "round", lambda what, attempt: said.append((attempt, what)))
     assert (scored["num_problems"], scored["num_ungraded"], scored["num_correct"]) == (20, 6, 14)
-    assert len(pools.asked) == 6, "each portion is tried as often as one that fails"
+    assert len(pools.asked) == 6, "each work unit is tried as often as one that fails"
     first, other = "the grader failed on 0", "the grader failed on 1"
     second = first if num_tries == 2 else "no luck any more"
     assert sorted(said) == sorted([(1, first), (2, second), (2, other)] * 3)

@@ -49,7 +49,7 @@ def test_a_background_evaluation_is_collected_after_the_next_round_and_before_a_
     expected = ["round 0", "rl-000001", "round 1", "round 1", "rl-000002", "round 2", "round 2", "rl-000003", "rl 3"]
     assert _course(run)[: len(expected)] == expected
     versions = [event["policy_version"] for event in run.events if event["event"] == "evaluation"]
-    assert versions == [0, 1, 2, 3, 4, 5], "of the policy before the round that it is beside"
+    assert versions == [0, 1, 2, 3, 4, 5], "of the policy before the round that it runs during"
 
 
 def test_a_stop_before_the_result_repeats_the_round_since_and_loses_no_evaluation(

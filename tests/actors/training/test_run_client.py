@@ -61,7 +61,7 @@ def _publish(client: RunClient) -> None:
 def test_a_round_is_reported_with_the_request_for_the_next(client: Callable[..., Any]) -> None:
     run, coordinator = client()
     _publish(run)
-    assert coordinator.heard == [], "nobody waits for the registry"
+    assert coordinator.heard == [], "the call does not wait for the registry"
     assert run.next_batch(1, SECOND) == (Next.CONTINUE, [])
     assert coordinator.asked == [("announce", SECOND, Phase.RL, 1), ("next_batch", 1, SECOND, TRAINED, "")]
     assert coordinator.heard == ["announce", "next_batch"]

@@ -195,7 +195,7 @@ def test_a_file_with_other_content_is_refused_and_unchanged(
     speaker(["the sky is blue."])
     path = tmp_path / "own.jsonl"
     path.write_text("mine\n")
-    with pytest.raises(UserError, match="is there already, and is no file of a model's responses"):
+    with pytest.raises(UserError, match="already exists, and is not a file of a model's responses"):
         write_responses(source, PROMPTS, path, SAMPLING)
     assert path.read_text() == "mine\n"
     path.unlink()
@@ -242,7 +242,7 @@ def test_a_model_without_responses_or_chat_template_is_refused(
     base = tmp_path / "base"
     write_source(base)
     (base / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match="has no chat template, so it cannot be asked"):
+    with pytest.raises(UserError, match="has no chat template, so it cannot be prompted"):
         write_responses(open_source(str(base)), PROMPTS, tmp_path / "base.jsonl", SAMPLING)
 
 

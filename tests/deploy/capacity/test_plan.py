@@ -119,7 +119,7 @@ def test_colocated_processes_need_gpu_memory_for_one_at_a_time(llada: Callable[.
     assert alone.if_colocated == together.best
     assert together.if_colocated is None
     sampler, learner = together.processes
-    assert sampler.num_bytes == alone.processes[0].num_bytes + 2e9, "what CUDA and NCCL keep of a learner asleep"
+    assert sampler.num_bytes == alone.processes[0].num_bytes + 2e9, "what CUDA and NCCL keep of an offloaded learner"
     assert "CUDA of an offloaded sampler" in [part.name for part in learner.parts]
     # Each fits the GPU alone, but not both together.
     small = GpuKind(name="small", memory_bytes=38 * 10**9, flop_per_s=1e15)
@@ -315,10 +315,10 @@ def test_the_command_prints_tables_and_what_to_add_to_train(
     assert ended.status == 0
     assert "A sampler on one H100" in ended.out
     assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4\n" in ended.out
-    assert "All of it is derived" in ended.out
-    assert "Beside these, with the first split: an evaluation 8 min 43 s" in ended.out
+    assert "All numbers are derived" in ended.out
+    assert "Other phases, with the first split: an evaluation 8 min 43 s" in ended.out
     assert "publishing 0.7 s." in ended.out
-    assert "Taking turns on the same GPUs, a round takes 29 s: rollout.num_samplers=8 learner.num" in ended.out
+    assert "Colocated on the same GPUs, a round takes 29 s: rollout.num_samplers=8 learner.num" in ended.out
     ended = d1(*words, "gpus={sampler: 0.4, learner: 0.6}", "learner.num_workers=1", "--gpus", "8")
     assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4 'gpus={sampler: 1, learner: 1}'" in ended.out
     ended = d1(*words, "rollout.engine.dtype=float32", "--gpus", "8", "--gpu", "L4")

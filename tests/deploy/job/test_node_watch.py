@@ -83,7 +83,7 @@ def test_a_process_that_has_closed_its_port_counts_as_dead(processes: dict[str, 
     with socket.create_server(("127.0.0.1", 0)) as server:
         watched = {"gcs": NodeProcess(processes["gcs"].pid, server.getsockname()), "raylet": NodeProcess(os.getpid())}
         with watching(watched, on_death):
-            assert not died.wait(2.5), "its port is open, though nobody answers"
+            assert not died.wait(2.5), "its port is open, though it does not answer"
             server.close()
             assert died.wait(60)
     assert told == ["gcs"]

@@ -98,7 +98,7 @@ def test_colocation_places_one_sampler_and_one_rank_per_gpu(whole: float) -> Non
     sampler, learner = gpus.sampler_request, gpus.learner_request
     assert sampler + learner == pytest.approx(whole)
     left = whole - sampler
-    assert learner <= left + 1e-9 < 2 * learner, "room for one learner worker beside a sampler"
+    assert learner <= left + 1e-9 < 2 * learner, "room for one learner worker and a sampler"
     if whole == 1:
         assert 2 * sampler > 1, "and for no second sampler"
         assert num_gpus_for([sampler, learner] * 4) == 4

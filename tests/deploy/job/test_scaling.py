@@ -91,8 +91,8 @@ def test_pools_grow_and_shrink_and_a_name_is_never_used_again(under_way: Callabl
     with under_way(serves=True):
         assert d1("scale", "tiny", "samplers=4", "graders=2", "engines=3").out.splitlines() == [
             *("samplers: 2 -> 4", "graders: 1 -> 2", "engines: 1 -> 3"),
-            "note: the rounds of this recipe have 2 work units at a time, so that 2 samplers will have nothing to do "
-            "but evaluations; a recipe with a smaller rollout.batch_size has more",
+            "note: the rounds of this recipe have 2 work units at a time, so that 2 samplers will be idle except in "
+            "evaluations; a recipe with a smaller rollout.batch_size has more",
         ]
         assert d1("scale", "tiny", "samplers=1").out == "samplers: 4 -> 1\n"
         assert d1("scale", "runs/tiny", "samplers=2", "graders=2").out.splitlines() == [
