@@ -157,11 +157,8 @@ def wait_until_ready(actors: RunActors) -> None:
 
 def stop_actors(actors: RunActors, *, keep_store: bool) -> None:
     """Kill a run's actors; `keep_store` spares the store, for a service that still reads from it."""
-    for actor in (
-        *actors.pools,
-        actors.coordinator,
-        *(() if keep_store else (actors.store,)),
-    ):
+    # The coordinator first, so that it does not record the deaths of the others as failures.
+    for actor in (actors.coordinator, *actors.pools, *(() if keep_store else (actors.store,))):
         ray.kill(actor)
 
 

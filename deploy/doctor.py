@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from packaging.requirements import Requirement
+
 from deploy import machine
+from deploy.program import version_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -82,8 +87,7 @@ def _checks(runs_dir: Path) -> dict[str, Callable[[], Check]]:
             machine.free_bytes(runs_dir) / _GIB, " GiB free", 0.5, 5, "free some space, or choose another runs_dir"
         ),
         **{f"port {port}": partial(_port, port, use) for port, use in _PORTS.items()},
-        "Python": _python,
-        **{package: partial(_package, package) for package in _PACKAGES},
+        "packages": _packages,
         "GPUs": _gpu,
         "embedded registry": _embedded_registry,
         # The server that replaces the embedded one.
@@ -126,30 +130,29 @@ def _port(port: int, use: str) -> Check:
     return Check(f"{reason}, wanted for {use}", CheckOutcome.WARNING, fix)
 
 
-def _package(name: str) -> Check:
-    from importlib.metadata import PackageNotFoundError, requires, version
-
-    from packaging.requirements import Requirement
-
-    wanted = next(item for item in map(Requirement, requires("d1") or ()) if item.name == name)
+def _packages() -> Check:
+    """Compare the installed versions of all packages that d1 needs with those that it allows."""
+    found = ", ".join((f"Python {platform.python_version()}", *(f"{name} {version_of(name)}" for name in _PACKAGES)))
     try:
-        return _version(name, version(name), str(wanted.specifier))
-    except PackageNotFoundError:
-        return Check("not installed", CheckOutcome.FAILED, f"pip install '{wanted}'")
-
-
-def _python() -> Check:
-    from importlib.metadata import metadata
-
-    return _version("Python", platform.python_version(), metadata("d1")["Requires-Python"])
-
-
-def _version(name: str, found: str, wanted: str) -> Check:
-    from packaging.specifiers import SpecifierSet
-
-    if SpecifierSet(wanted).contains(found, prereleases=True):
+        wanted = [one for one in map(Requirement, metadata.requires("d1") or []) if one.marker is None]
+    except metadata.PackageNotFoundError:
+        # d1 is only on the PYTHONPATH.
+        wanted = []
+    if not wanted:
+        fix = "none if d1 works; its package metadata, by which versions are judged, comes with pip install"
+        return Check(found, CheckOutcome.WARNING, fix)
+    wrong = [one for one in wanted if not _is_satisfied(one)]
+    if not wrong:
         return Check(found)
-    return Check(found, CheckOutcome.FAILED, f"d1 needs {name} {wanted}")
+    found = ", ".join(f"{one.name} {version_of(one.name)}" for one in wrong)
+    return Check(found, CheckOutcome.FAILED, f"pip install {' '.join(shlex.quote(str(one)) for one in wrong)}")
+
+
+def _is_satisfied(wanted: Requirement) -> bool:
+    try:
+        return wanted.specifier.contains(metadata.version(wanted.name), prereleases=True)
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _gpu() -> Check:

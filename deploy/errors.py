@@ -16,24 +16,29 @@ class RunFailedError(Exception):
     """Failure of a run that is not a user error, in one sentence. `main` prints it and exits with status 1."""
 
 
-def reason(error: OSError) -> str:
-    """Return the system's error message, as part of a sentence: `no such file or directory`."""
-    return (error.strerror or str(error)).lower()
+@contextmanager
+def user_errors(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
+    """Raise exceptions of these kinds in the block (or the decorated function) as UserError, message after `prefix`."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(f"{prefix}{error}") from error
 
 
 @contextmanager
-def os_errors(failed: str) -> Iterator[None]:
-    """Convert an OSError to a UserError: what `failed`, such as `cannot write FILE`, and the system's reason."""
+def os_errors(what: str) -> Iterator[None]:
+    """Raise an OSError in the block as UserError: `what` failed, and the system's message."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{failed}: {reason(error)}") from error
+        raise UserError(f"{what}: {reason(error)}") from error
 
 
-@contextmanager
-def value_errors(place: str = "") -> Iterator[None]:
-    """Convert a ValueError to a UserError, whose message begins with `place`."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"{place}{error}") from error
+def first_line(error: Exception) -> str:
+    """Return the first line of an error message, or the name of the error if it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def reason(error: OSError) -> str:
+    """Return the system's error message, as part of a sentence: `no such file or directory`."""
+    return (error.strerror or str(error)).lower()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from deploy.errors import UserError, os_errors, reason, value_errors
+from deploy.errors import UserError, os_errors, reason, user_errors
 from deploy.offline.policy import read_tokenizer
 from deploy.runs.references import find_checkpoint_of
 from learner.model.adapter import Adapter, check_peft_copies, read_chain, write_peft_adapter
@@ -37,7 +37,7 @@ def export_policy(reference: str, out: Path, runs_dir: Path = Path("runs")) -> P
 
     Raises UserError if there is no checkpoint, it is damaged, or `out` cannot be written.
     """
-    with value_errors(), os_errors(f"cannot read the checkpoint {reference}"):
+    with user_errors(ValueError), os_errors(f"cannot read the checkpoint {reference}"):
         directory = _find(reference, runs_dir)
         _write(out, lambda partial: _write_policy_of(directory, partial))
     return directory
@@ -53,7 +53,7 @@ def export_adapter(
 
     Raises UserError as `export_policy`, and for a checkpoint without adapter, or one that peft cannot represent.
     """
-    with value_errors(), os_errors(f"cannot read the checkpoint {reference}"):
+    with user_errors(ValueError), os_errors(f"cannot read the checkpoint {reference}"):
         directory = _find(reference, runs_dir)
         adapter, base = _whole_adapter(directory)
         family = load_config(directory).family

@@ -6,9 +6,11 @@ import os
 import shutil
 import socket
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from deploy.errors import reason
 
+_PROBE_BYTES = 4096
 _CGROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, never written to
 """Linux's file system for shared memory."""
@@ -68,6 +70,22 @@ def nearest_existing(path: Path) -> Path:
     """Return the path itself or its closest parent that exists; not always a directory."""
     path = path.absolute()
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
+
+
+def why_not_creatable(directory: Path) -> str | None:
+    """Explain why a directory cannot be created, or used; None if it can. Tries to write a file at the nearest parent.
+
+    Permission bits do not bind root, nor show free space.
+    """
+    nearest = nearest_existing(directory)
+    if not nearest.is_dir():
+        return f"{nearest} is a file"
+    try:
+        with TemporaryFile(dir=nearest) as file:
+            file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        return f"{nearest}: {reason(error)}"
+    return None
 
 
 def _cgroup_value(name: str) -> str:

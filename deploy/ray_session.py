@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deploy.errors import RunFailedError, UserError, reason
+from deploy.errors import RunFailedError, UserError, first_line, reason, user_errors
 from deploy.orphans import descendants, kill_descendants
 
 MAX_STARTS = 3
@@ -82,9 +82,8 @@ def registry_of_cluster() -> str:
     from actors.registry import server
 
     try:
-        return server.registry_url()
-    except (ValueError, ConnectionError) as error:
-        raise UserError(str(error)) from error
+        with user_errors(ValueError, ConnectionError):
+            return server.registry_url()
     except RuntimeError as error:
         raise RunFailedError(str(error)) from error
 
@@ -115,7 +114,7 @@ def connect_with_retries(connect: Callable[[], Any], num_tries: int) -> Any:
         except Exception as error:  # Ray raises a plain one if one of its processes does not start.
             _clean_up_after(before)
             if attempt == num_tries:
-                raise RunFailedError(_why_no_ray(error, is_ours="RAY_ADDRESS" not in os.environ)) from error
+                raise RunFailedError(_why_no_ray(error)) from error
         with ignoring_resource_warnings():
             gc.collect()
     raise AssertionError("a try returns or raises")
@@ -177,12 +176,12 @@ def ray_token() -> str:
     return path.read_text(encoding="ascii").strip() if path.is_file() else ""
 
 
-def _why_no_ray(error: Exception, *, is_ours: bool) -> str:
-    first_line = str(error).partition("\n")[0].strip() or type(error).__name__
-    if not is_ours:
-        return f"could not connect to the Ray cluster at RAY_ADDRESS {os.environ['RAY_ADDRESS']}: {first_line}"
+def _why_no_ray(error: Exception) -> str:
+    if address := os.environ.get("RAY_ADDRESS"):
+        return f"could not connect to the Ray cluster at RAY_ADDRESS {address}: {first_line(error)}"
     directory = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", "ray")  # noqa: S108 - Ray's
-    return f"Ray did not start on this machine: {first_line}; its logs are in {directory / 'session_latest' / 'logs'}"
+    logs = directory / "session_latest" / "logs"
+    return f"Ray did not start on this machine: {first_line(error)}; its logs are in {logs}"
 
 
 def _keep_notes_in_logs() -> None:

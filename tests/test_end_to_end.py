@@ -394,6 +394,7 @@ def test_a_resumed_run_survives_killed_samplers_and_keeps_every_round_on_ctrl_c(
         assert weights[0] == weights[1], name
     (stopped,) = [event for event in events if event["event"] == "stopped"]
     assert stopped["round"] == 2 + len(rounds), "what was trained on is kept"
+    assert events[-1] == stopped, "work that the stop cut short is no failure"
     assert f"stopped after {stopped['round']} round" in output
     assert (resumed / "checkpoints" / f"rl-{stopped['round']:06d}").is_dir()
 

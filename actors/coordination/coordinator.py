@@ -48,7 +48,6 @@ from actors.registry.announcer import Announcer
 from actors.registry.registry import Registry
 from actors.run_log import Event, RunLog, is_done
 from actors.spec import Phase, RunSpec
-from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 
 
@@ -90,14 +89,7 @@ class Coordinator:
             on_left=self._note_left,
         )
         self._supervisor = Supervisor(self._pools, store, log.note_failure)
-        self._evaluation = VersionEvaluator(
-            self._plan,
-            spec.evaluation.params(spec.rollout.sampling),
-            self._pools,
-            spec.rollout.max_attempts,
-            log.note_failure,
-            policy=load_config(spec.initial_checkpoint),
-        )
+        self._evaluation = VersionEvaluator(spec, self._plan, self._pools, log.note_failure)
         self._rounds = OpenRounds(spec, self._plan, self._pools, log.note_failure)
         self._turn = SamplersTurn(self._rounds, self._pools, log.note_failure, is_colocated=spec.gpus.colocate)
         self._group = LearnerGroup(spec, self._session, log, self._timeline)
@@ -141,6 +133,9 @@ class Coordinator:
 
     async def record(self, event: str, values: dict[str, Any]) -> None:
         """Append an event to the run log, and report checkpoints that may be served to the registry."""
+        if event == "stopped":
+            # The driver kills the actors next, which is no failure of the work that is still in flight.
+            self._cancel_work()
         # Ray repeats a call if this process dies as it answers.
         if not (self._is_restarted and has_event(self._log.events_since(0), event, values)):
             self._log.append(event, **values)
@@ -162,6 +157,10 @@ class Coordinator:
         self._log.close()
         self._monitor.write()
 
+    def _cancel_work(self) -> None:
+        self._rounds.forget()
+        self._evaluation.cancel_background()
+
     @property
     def _is_restarted(self) -> bool:
         return self._session.current.num_coordinator_starts > 1
@@ -174,9 +173,8 @@ class Coordinator:
         Returns the tokens of its micro-batches, by section of the recipe, where they were halved. None if it must not
         start, because groups have restarted too often without progress.
         """
-        self._rounds.forget()
+        self._cancel_work()
         self._turn.cancel()
-        self._evaluation.cancel_background()
         self._supervisor.learner_starting()
         self._group.starting(learner)
         await self._turn.end()

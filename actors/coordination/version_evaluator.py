@@ -12,7 +12,8 @@ from actors.coordination.pools import Pools, VersionLostError, WorkUnitFailedErr
 from actors.messages import WeightsId, WorkUnit, WorkUnitSummary
 from actors.plan import RunPlan
 from actors.run_log import VALIDATION
-from actors.spec import Phase
+from actors.spec import Phase, RunSpec
+from learner.model.checkpoint_files import load_config
 from learner.model.config import TransformerConfig
 from rewards import Outcome, Problem
 from rollout.request import SamplingParams
@@ -38,22 +39,14 @@ class _EvaluationProblems:
 class VersionEvaluator:
     """Evaluates policy versions on the problems of a plan."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        schedules: Sequence[SamplingParams],
-        pools: Pools,
-        max_attempts: int,
-        on_failure: Callable[..., None],
-        *,
-        policy: TransformerConfig,
-    ) -> None:
-        """Prepare evaluations of a `policy` of this shape at `schedules`; policies are compared at the first.
+    def __init__(self, spec: RunSpec, plan: RunPlan, pools: Pools, on_failure: Callable[[str, int], None]) -> None:
+        """Prepare evaluations at each of the recipe's schedules; policies are compared at the first.
 
         `on_failure` receives what failed, and the number of the attempt.
 
         Raises ValueError if no prompt leaves room for a completion.
         """
+        schedules, policy = spec.evaluated_params, load_config(spec.initial_checkpoint)
         self._heldout: dict[str, _EvaluationProblems] = {}
         count = 0
         for params in schedules:
@@ -61,7 +54,7 @@ class VersionEvaluator:
             count += len(self._heldout[params.schedule_name].work_units)
         first = schedules[0]
         self._validation = {first.schedule_name: _evaluation_problems(plan, first, policy, count, plan.validation)}
-        self._pools, self._max_attempts, self._on_failure = pools, max_attempts, on_failure
+        self._pools, self._max_attempts, self._on_failure = pools, spec.rollout.max_attempts, on_failure
         self._gen_length, self._max_sequence_length = first.gen_length, policy.max_sequence_length
         self._background: tuple[tuple[WeightsId, str], asyncio.Task[dict[str, Any]]] | None = None
         """Version and label of the evaluation that runs in the background of a round, and its task."""

@@ -72,7 +72,7 @@ class GroupSelection:
 
         Args:
             sizes: groups of each candidate work unit.
-            teaching: informative groups by work unit; of those without a result, all are assumed to be.
+            informative: informative groups by work unit; of those without a result, all are assumed to be.
         """
         expected = 0
         for index, size in enumerate(sizes):

@@ -53,8 +53,8 @@ class Publisher:
             policy: the trained policy.
             ranks: its ranks.
             client: the rest of the run.
-            asking: context that all ranks enter for each request to the run.
-            travel: transfer format of weights without LoRA.
+            request_context: context that all ranks enter for each request to the run.
+            transfer_format: format of weights without LoRA.
         """
         self._policy, self._ranks, self._client, self._request_context = policy, ranks, client, request_context
         self._exporter = None if policy.lora.rank else ShardExporter(policy, transfer_format)

@@ -157,6 +157,7 @@ class RunClient:
 
 def _controller() -> Any:
     """Return Ray Train's controller, the actor that started this rank."""
+    # Private: the public context does not name the controller, which the coordinator has to probe.
     from ray.train.v2._internal.execution.context import get_train_context
 
     return get_train_context().controller_actor

@@ -8,6 +8,7 @@ from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
+# Private: Ray has no setting that leaves these out, and no other names for them.
 # Ray's datasets are not needed: the data come from the coordinator. The cleaner frees the placement group after its
 # controller died, which ends the run and its job, whose resources Ray frees anyway.
 _UNUSED = (DatasetsCallback, PlacementGroupCleanerCallback)

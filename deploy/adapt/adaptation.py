@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.run_log import CHECKPOINTS, RECIPE
-from deploy.errors import UserError, value_errors
-from deploy.machine import nearest_existing
+from deploy.errors import UserError, user_errors
+from deploy.machine import why_not_creatable
 from deploy.recipe.overrides import load_recipe, parse_override
 from deploy.recipe.recipe import Recipe
 from deploy.runs.run_directory import scratch_policy
@@ -93,11 +93,13 @@ class Adaptation:
             raise UserError("sft.num_steps is 0, so nothing trains on the given data; leave one of them out")
         if recipe.learner.num_rounds and self.prompts not in task_names() and not self._says_task():
             raise UserError(
-                "the rounds of distillation ask a task's prompts, and no task is named: give --prompts TASK, or "
+                "the rounds of distillation need a task's prompts, and no task is named: give --prompts TASK, or "
                 f"task.name=TASK; the tasks are {', '.join(task_names())}"
             )
         if self.prompts is None and recipe.sft.data is not None:
-            _check_data(recipe.sft.data)
+            # Before a model is opened, which takes longer.
+            with user_errors(ValueError, prefix="sft.data: "):
+                read_demonstrations(recipe.sft.data)
         return recipe
 
     def _given(self) -> dict[str, object]:
@@ -113,9 +115,9 @@ class Adaptation:
     def _check(self) -> None:
         given = self._given()
         if taken := sorted(given.keys() & set(_OWN_KEYS)):
-            raise UserError(f"the override {taken[0]}=... is what MODEL and OUT say; leave it out")
+            raise UserError(f"the override {taken[0]}=... is set by MODEL and OUT; leave it out")
         if self.data is not None and self.prompts is not None:
-            raise UserError("--data and --prompts both say what to train on; give one of them")
+            raise UserError("--data and --prompts are alternatives; give one of them")
         if not self._names_data() and given.get("sft.num_steps") != 0:
             raise UserError(
                 "there is nothing to train on: give --data FILE, or --prompts TASK for the model's own responses to "
@@ -153,7 +155,7 @@ class Adaptation:
         from learner.model.autoregressive.conversion import convert_checkpoint
 
         directory = scratch_policy(self.out.absolute())
-        try:
+        with user_errors(ValueError, OSError):
             directory.parent.mkdir(parents=True, exist_ok=True)
             mask = convert_checkpoint(
                 source,
@@ -163,49 +165,38 @@ class Adaptation:
                 mask_token=self.mask_token,
                 report=say,
             )
-        except (ValueError, OSError) as error:
-            raise UserError(str(error)) from error
         return directory, mask
 
     def check_creatable(self) -> None:
         """Raise UserError if the run directory cannot be created. Checked before a model is opened."""
-        from deploy.job.preflight import why_not_writable
-
         if self.out.is_file() or (self.out.is_dir() and any(self.out.iterdir())):
-            raise UserError(f"there already is {self.out}; go on with --resume, or take another OUT")
-        nearest = nearest_existing(self.out.absolute().parent)
-        obstacle = why_not_writable(nearest) if nearest.is_dir() else "it is a file"
-        if obstacle is not None:
-            raise UserError(f"{self.out} cannot be made in {nearest}: {obstacle}; take another OUT")
+            raise UserError(f"{self.out} already exists; continue with --resume, or take another OUT")
+        if obstacle := why_not_creatable(self.out.absolute().parent):
+            raise UserError(f"{self.out} cannot be made: {obstacle}; take another OUT")
 
     def check_resumable(self) -> None:
         """Raise UserError if the run has not begun, or began with a different policy."""
         initial = self.out / CHECKPOINTS / "initial"
         if not initial.is_dir():
             raise UserError(f"there is no run to resume in {self.out}; start it without --resume")
-        with value_errors():
+        with user_errors(ValueError):
             config = load_config(initial)
-        asked = {"--block-length": self.block_length, "--shift": self.shift}
-        began = {"--block-length": config.block_length, "--shift": config.predicts_next}
-        for option, value in asked.items():
-            if value != began[option]:
+        for option, value, began in (
+            ("--block-length", self.block_length, config.block_length),
+            ("--shift", self.shift, config.predicts_next),
+        ):
+            if value != began:
                 raise UserError(
-                    f"{option} is {value} and the run in {self.out} began with {began[option]}; resume with that, or "
-                    "take another OUT"
+                    f"{option} is {value} and the run in {self.out} began with {began}; resume with that, or take "
+                    "another OUT"
                 )
 
 
-def _check_data(data: Path) -> None:
-    """Raise UserError if the data cannot be read. Checked before a model is opened, which takes longer."""
-    with value_errors("sft.data: "):
-        read_demonstrations(data)
-
-
+@user_errors(ValueError)
 def open_source_model(model: str) -> AutoregressiveCheckpoint:
     """Open a source model by name. Raises UserError if there is none that can be adapted."""
     from learner.model.autoregressive.source import open_source
 
     if (Path(model) / RECIPE).is_file():
         raise UserError(f"{model} is a run, and its policy a diffusion policy already; train it with --from {model}")
-    with value_errors():
-        return open_source(model)
+    return open_source(model)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -62,17 +62,6 @@ class ModelResponse:
     """Whether the model ended it, and not `max_new_tokens`."""
 
 
-class Generator(Protocol):
-    """Interface of a generator, which continues prompts of token ids."""
-
-    batch_size: int
-    """Prompts per call."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[ModelResponse]:
-        """Sample a response to each prompt, with its seed."""
-        ...
-
-
 def encode_prompts(
     source: AutoregressiveCheckpoint, tokenizer: Any, prompts: Sequence[Conversation], max_new_tokens: int
 ) -> list[EncodedPrompt]:
@@ -82,7 +71,7 @@ def encode_prompts(
     template, or no prompt fits.
     """
     if not tokenizer.chat_template:
-        raise ValueError(f"{source.name} has no chat template, so it cannot be asked; take an instruction-tuned model")
+        raise ValueError(f"{source.name} has no chat template, so it cannot be prompted; take an instruction-tuned one")
     room = int(source.config()["max_position_embeddings"]) - max_new_tokens
     found = []
     for index, turns in enumerate(prompts):
@@ -113,7 +102,9 @@ def batches_of(prompts: Sequence[EncodedPrompt], size: int) -> Iterator[Sequence
     return (prompts[start : start + size] for start in range(0, len(prompts), size))
 
 
-def open_generator(source: AutoregressiveCheckpoint, tokenizer: Any, sampling: Sampling) -> Generator:
+def open_generator(
+    source: AutoregressiveCheckpoint, tokenizer: Any, sampling: Sampling
+) -> TransformersGenerator | VllmGenerator:
     """Load a source's model where it runs fastest: on a GPU if there is one, with vLLM if it is installed.
 
     Raises ValueError if its weights cannot be read, or it names no end of text.

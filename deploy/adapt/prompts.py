@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.errors import UserError, reason
-from deploy.offline.tasks import open_task
-from rewards import Message, Split, TaskConfig
+from deploy.errors import UserError, reason, user_errors
+from rewards import Message, Split, TaskConfig, make_task
 from rewards.data.conversation import parse_conversation, turns_of
 from rewards.data.encoding import decode_text
 from rewards.data.prompts import user_turn
@@ -18,16 +17,13 @@ Conversation = tuple[Message, ...]
 """A prompt: turns, of which the last is not the assistant's."""
 
 
+@user_errors(ValueError)
 def task_prompts(config: TaskConfig, count: int) -> list[Conversation]:
     """Return the prompts of a task's first `count` training problems, as the policy sees them.
 
     Raises UserError if it has fewer, or its data is not available.
     """
-    task = open_task(config)
-    try:
-        return [problem.messages for problem in task.problems(Split.TRAIN, count, seed=0)]
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    return [problem.messages for problem in make_task(config).problems(Split.TRAIN, count, seed=0)]
 
 
 def file_prompts(path: Path) -> list[Conversation]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from actors.atomic_file import replace_file
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, os_errors
 from deploy.printing import counted, duration
 
 
@@ -87,7 +87,7 @@ class ResponseFile:
         Raises:
             UserError: it has other content, another process writes it, or it cannot be written.
         """
-        try:
+        with os_errors(f"cannot write {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
                 _lock(path, file)
@@ -97,21 +97,21 @@ class ResponseFile:
                 except UserError:
                     # If the model cannot answer, leave no file. An interrupt before the first answer is no UserError:
                     # the file stays, for resuming.
-                    if not _beside(path).exists():
+                    if not _progress_of(path).exists():
                         path.unlink()
                     raise
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {reason(error)}") from error
 
     def add(self, rows: Sequence[Mapping[str, Any]], progress: ResponseProgress) -> None:
         """Append rows, and save `progress` with the new number of bytes."""
         self._file.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
         self._file.flush()
         self.progress = replace(progress, num_bytes=self._file.tell())
-        replace_file(_beside(self._path), json.dumps({"asked": self._facts, "written": asdict(self.progress)}) + "\n")
+        replace_file(
+            _progress_of(self._path), json.dumps({"asked": self._facts, "written": asdict(self.progress)}) + "\n"
+        )
 
 
-def _beside(path: Path) -> Path:
+def _progress_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.progress")
 
 
@@ -125,11 +125,11 @@ def _lock(path: Path, file: IO[bytes]) -> None:
 def _resumed(path: Path, file: IO[bytes], facts: Mapping[str, Any], new: ResponseProgress) -> ResponseProgress:
     """Return the file's progress, and truncate what comes after it."""
     size = file.seek(0, os.SEEK_END)
-    found = _read(_beside(path))
+    found = _read(_progress_of(path))
     if found is None:
         if size:
             raise UserError(
-                f"{path} is there already, and is no file of a model's responses; remove it, or take another file"
+                f"{path} already exists, and is not a file of a model's responses; remove it, or take another file"
             )
         return new
     before, progress = found
@@ -140,17 +140,17 @@ def _resumed(path: Path, file: IO[bytes], facts: Mapping[str, Any], new: Respons
                 f"{json.dumps(facts[key])}; remove it, or take another file"
             )
     if size < progress.num_bytes:
-        raise UserError(f"{path} is shorter than it was; remove it and {_beside(path).name} to begin again")
+        raise UserError(f"{path} is shorter than it was; remove it and {_progress_of(path).name} to start over")
     file.truncate(progress.num_bytes)
     return progress
 
 
-def _read(beside: Path) -> tuple[dict[str, Any], ResponseProgress] | None:
+def _read(file: Path) -> tuple[dict[str, Any], ResponseProgress] | None:
     """Return the facts and the progress from the progress file; None if there is none."""
     try:
-        found = json.loads(beside.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
         return dict(found["asked"]), ResponseProgress(**found["written"])
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{beside} is damaged; remove it and the file beside it to begin again") from error
+        raise UserError(f"{file} is damaged; remove it and the responses next to it to start over") from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from deploy.adapt.generation import ModelResponse, Sampling, batches_of, encode_prompts, open_generator
 from deploy.adapt.prompts import Conversation
 from deploy.adapt.response_file import ResponseFile, ResponseProgress
-from deploy.errors import UserError
+from deploy.errors import UserError, user_errors
 from deploy.printing import duration
 from learner.seeds import fold
 from rewards.problem import chat
@@ -50,10 +50,8 @@ def write_responses(
     facts = {"model": str(source.path), "prompts": _digest(prompts), **asdict(sampling)}
     with ResponseFile.open(path, facts, len(prompts)) as file:
         if not file.progress.is_complete:
-            try:
+            with user_errors(ValueError):
                 _generate(source, prompts, sampling, file, say)
-            except ValueError as error:
-                raise UserError(str(error)) from error
         if not file.progress.num_kept:
             raise UserError(
                 f"no response is left to train on: {file.progress}; a larger sft.max_tokens gives them room"

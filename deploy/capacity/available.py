@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from deploy import machine
 from deploy.capacity.gpus import smallest_memory
-from deploy.errors import UserError, reason
+from deploy.errors import UserError, first_line, reason
 from deploy.program import program
 
 # Ray's own defaults for its object store: share of main memory, share of /dev/shm but at least this, and maximum.
@@ -52,8 +52,7 @@ def cluster_resources(address: str | None) -> Resources:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-        first_line = str(error).partition("\n")[0]
-        raise UserError(f"no Ray cluster answers at RAY_ADDRESS {address}: {first_line}") from error
+        raise UserError(f"no Ray cluster answers at RAY_ADDRESS {address}: {first_line(error)}") from error
     try:
         return resources_of(address)
     finally:

@@ -40,19 +40,19 @@ def _memory(process: ProcessMemory, plan: Plan) -> RenderableType:
     )
     table.add_column("what")
     table.add_column("GB", justify="right")
-    table.add_column("less with")
+    table.add_column("reduced by")
     for part in process.parts:
         table.add_row(part.name, f"{part.num_bytes / 1e9:.2f}", part.helps)
     table.add_section()
-    table.add_row("together, at least", f"{process.num_bytes / 1e9:.2f}")
-    table.add_row("there is", f"{process.share * plan.kind.memory_bytes / 1e9:.2f}")
+    table.add_row("total, at least", f"{process.num_bytes / 1e9:.2f}")
+    table.add_row("available", f"{process.share * plan.kind.memory_bytes / 1e9:.2f}")
     return table
 
 
 def _splits(plan: Plan) -> RenderableType:
     table = Table(title=f"A round on {counted(plan.num_gpus, 'GPU')}", title_justify="left")
-    for name in ("samplers", "learner workers", "sampling, s", "learning, s", "a round, s", "waits most for"):
-        table.add_column(name, justify="left" if name.startswith("waits") else "right")
+    for name in ("samplers", "learner workers", "sampling, s", "learning, s", "a round, s", "bottleneck"):
+        table.add_column(name, justify="left" if name == "bottleneck" else "right")
     for split in plan.splits[:_MOST_SPLITS]:
         fits = split.bottleneck if split.why_not is None else "does not fit"
         numbers = (split.sampling_s, split.learning_s, split.round_s)
@@ -68,21 +68,19 @@ def _words(plan: Plan) -> list[Text]:
     left_out = len(plan.splits) - _MOST_SPLITS
     more = [] if left_out <= 0 else [Text(f"{counted(left_out, 'slower split')} not shown.", style="dim")]
     derived = (
-        f"All of it is derived: {plan.sampling_flops / 1e15:.3g} PFLOP of sampling and "
-        f"{plan.learning_flops / 1e15:.3g} PFLOP of learning a round, at the shares of a stated rate that an H200 "
-        f"reached, here of {plan.kind.flop_per_s / 1e12:g} TFLOP/s; full canvases; no grading and no loading."
+        f"All numbers are derived, not measured: {plan.sampling_flops / 1e15:.3g} PFLOP of sampling and "
+        f"{plan.learning_flops / 1e15:.3g} PFLOP of learning per round, at the utilization that an H200 "
+        f"reached, of {plan.kind.flop_per_s / 1e12:g} TFLOP/s; full canvases; without grading and loading."
     )
     more.append(Text(_beside_rounds(plan)))
     if best is not None and best.num_gpus < plan.num_gpus:
         idle = plan.num_gpus - best.num_gpus
-        more.append(
-            Text(f"{counted(idle, 'GPU')} would have nothing to do: the round is too small to share it further.")
-        )
+        more.append(Text(f"{counted(idle, 'GPU')} would be idle: the round is too small to split further."))
     if (other := plan.if_colocated) is not None and (best is None or other.round_s < best.round_s):
         words_of_other = f"{_numbers(other)} gpus.colocate=true"
-        more.append(Text(f"Taking turns on the same GPUs, a round takes {other.round_s:.3g} s: {words_of_other}"))
+        more.append(Text(f"Colocated on the same GPUs, a round takes {other.round_s:.3g} s: {words_of_other}"))
     if plan.is_short_of_groups:
-        more.append(Text("More samplers would wait: a round has no more groups (learner.groups_per_round)."))
+        more.append(Text("More samplers would be idle: a round has no more groups (learner.groups_per_round)."))
     return [*more, Text(words, style="bold red" if best is None else "bold"), Text(derived, style="dim")]
 
 
@@ -90,7 +88,7 @@ def _beside_rounds(plan: Plan) -> str:
     """Describe the times of phases other than rounds."""
     phases = {"a step of SFT": plan.sft_step_s, "an evaluation": plan.evaluation_s, "publishing": plan.publishing_s}
     found = ", ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items() if seconds is not None)
-    return f"Beside these, with the first split: {found}."
+    return f"Other phases, with the first split: {found}."
 
 
 def _override(best: GpuSplit, plan: Plan) -> str:
@@ -130,4 +128,4 @@ def print_dry_run(recipe: Recipe, needs: Needs, available: Resources, problems: 
     for problem in problems:
         console.print(Text(f"problem: {problem}", style="red"), soft_wrap=True)
     if not problems:
-        console.print("Nothing stands in its way. Nothing was started or written.")
+        console.print("No problems found. Nothing was started or written.")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from deploy.cli.options import Overrides, RecipePath
-from deploy.errors import UserError, value_errors
+from deploy.errors import UserError, user_errors
 from deploy.wait_display import wait_display
 
 _MOST_GPUS = 4096
@@ -39,7 +39,7 @@ def plan(
         if kind is None:
             raise UserError(f"--gpu {gpu} is not known here; there are {', '.join(GPU_KINDS)}")
         recipe = with_resolved_checkpoint(load_recipe(recipe_path, ["device=cuda", *(overrides or [])]))
-        with value_errors("model.checkpoint: "):
+        with user_errors(ValueError, prefix="model.checkpoint: "):
             made = make_plan(recipe, gpus, kind)
     print_plan(made, Console())
     if made.best is None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from deploy.cli.options import RunsDir
-from deploy.errors import UserError, value_errors
+from deploy.errors import UserError, user_errors
 from deploy.program import program
 from deploy.wait_display import wait_display
 
@@ -60,7 +60,7 @@ def serve(
     from deploy.runs.listing import newest_servable_run
     from deploy.runs.references import ResolvedReference, find
 
-    with wait_display(f"looking for {name or 'the newest run'}"), value_errors():
+    with wait_display(f"looking for {name or 'the newest run'}"), user_errors(ValueError):
         if name is None:
             found = ResolvedReference(directory=newest_servable_run(runs_dir), is_run=True)
         else:

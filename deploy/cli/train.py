@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.cli.options import DryRun, Overrides, RecipePath, Resume, ResumeOrStart, Serve
-from deploy.errors import EXIT_INTERRUPTED, UserError, os_errors, value_errors
+from deploy.errors import EXIT_INTERRUPTED, UserError, os_errors, user_errors
 from deploy.printing import printable
 from deploy.program import command, program
 from deploy.wait_display import wait_display
@@ -364,6 +364,6 @@ def _found_checkpoint(named: Path) -> Path:
     from learner.model.hub import find_checkpoint
 
     checkpoint = resolve_start(named)
-    with value_errors(f"--from {named}: "):
+    with user_errors(ValueError, prefix=f"--from {named}: "):
         load_config(find_checkpoint(checkpoint, config_only=True))
     return checkpoint

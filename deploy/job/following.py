@@ -56,7 +56,7 @@ class RunFollower:
             except ray.exceptions.RayError:
                 # It died, and Ray restarts it.
                 if self._timeout_s == HUNG_S:
-                    self._say("the coordinator died; Ray starts it again")
+                    self._say("the coordinator died; Ray restarts it")
                 pending, self._timeout_s = None, _START_S
                 self._note_silence()
             else:

@@ -10,15 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import closing, nullcontext
-from functools import partial
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, append_event, read_events
+from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, read_events
 from actors.spec import Phase, RunSpec
 from deploy.capacity.needs import checkpoint_bytes
-from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError
+from deploy.errors import EXIT_RUN_FAILED, RunFailedError, user_errors
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt, wait_until_done
 from deploy.job.following import checkpoint_on_stop, following
 from deploy.job.judges import judge_servers
@@ -89,106 +89,130 @@ def run(
         num_seen = len(read_events(spec.run_dir))
         if not resume:
             _record_start(recipe, stages, began_at)
-        _run_locked(recipe, spec, mirror, num_seen=num_seen, serve=serve, on_event=on_event)
+        Driver(recipe=recipe, spec=spec, mirror=mirror, num_seen=num_seen, serve=serve, on_event=on_event).run()
 
 
-def _run_locked(
-    recipe: Recipe,
-    spec: RunSpec,
-    mirror: Mirror | None,
-    *,
-    num_seen: int,
-    serve: bool,
-    on_event: Callable[[Event], None],
-) -> None:
-    point_latest_at(spec.run_dir)
-    adopt_orphans()
-    on_event(_waiting("starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray"))
-    with (
-        redirect_native_output(spec.run_dir / DRIVER_LOG),
-        watchdog(spec.run_dir, spec.name),
-        ray_session(dashboard=True) as ray,
-        # After Ray's start, which installs its own SIGTERM handler.
-        terminated_by_sigterm(),
-        watching(node_processes(), lambda name: _end_with_node(spec, f"{name} died", ray.logs_dir, on_event)),
-    ):
-        on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}"})
-        on_event(_waiting("starting the registry"))
-        with judge_servers(recipe.reward, spec.run_dir, on_event) if Phase.RL in spec.phases else nullcontext():
-            keep_store = serve and not ray.is_ours
-            _run_on_ray(
-                recipe,
-                spec,
-                mirror,
-                num_seen=num_seen,
-                serve=serve,
-                keep_store=keep_store,
-                dashboard_url=ray.dashboard_url,
-                on_event=on_event,
-            )
-        if serve and ray.is_ours:
-            wait_for_interrupt()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Driver:
+    """Driver of a run whose directory is locked by this process."""
 
+    recipe: Recipe
+    """The recipe."""
+    spec: RunSpec
+    """The run."""
+    mirror: Mirror | None
+    """Where its checkpoints are copied to; None: nowhere."""
+    num_seen: int
+    """Events of the run log that are not passed on: those of earlier attempts."""
+    serve: bool
+    """Whether a service answers requests meanwhile and afterwards."""
+    on_event: Callable[[Event], None]
+    """Receives the events."""
 
-def _run_on_ray(
-    recipe: Recipe,
-    spec: RunSpec,
-    mirror: Mirror | None,
-    *,
-    num_seen: int,
-    serve: bool,
-    keep_store: bool,
-    dashboard_url: str,
-    on_event: Callable[[Event], None],
-) -> None:
-    from ray.exceptions import RayError
-    from ray.train import TrainingFailedError
+    def run(self) -> None:
+        """Start or connect to Ray, and run the stages; see `run`."""
+        spec = self.spec
+        point_latest_at(spec.run_dir)
+        adopt_orphans()
+        self._wait_for("starting Ray" if "RAY_ADDRESS" not in os.environ else "connecting to Ray")
+        with (
+            redirect_native_output(spec.run_dir / DRIVER_LOG),
+            watchdog(spec.run_dir, spec.name),
+            ray_session(dashboard=True) as ray,
+            # After Ray's start, which installs its own SIGTERM handler.
+            terminated_by_sigterm(),
+            watching(node_processes(), lambda name: self._end_with_node(f"{name} died", ray.logs_dir)),
+        ):
+            self.on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}"})
+            self._wait_for("starting the registry")
+            has_judges = Phase.RL in spec.phases
+            with judge_servers(self.recipe.reward, spec.run_dir, self.on_event) if has_judges else nullcontext():
+                self.run_on_ray(ray.dashboard_url, keep_store=self.serve and not ray.is_ours)
+            if self.serve and ray.is_ours:
+                wait_for_interrupt()
 
-    from actors.cluster import LearnerFailedError, fit, start_actors, stop_actors, wait_until_ready
+    def run_on_ray(self, dashboard_url: str, *, keep_store: bool) -> None:
+        """Run the stages on the connected Ray. `keep_store` leaves the weight store to a service that outlives them."""
+        from ray.exceptions import RayError
+        from ray.train import TrainingFailedError
 
-    url = registry_of_cluster()
-    try:
-        actors = start_actors(spec, recipe.grading.num_graders, url, secrets.token_hex(8))
-    except ValueError as error:
-        # A run of the same name is under way, with actors of the same names.
-        raise UserError(str(error)) from error
-    scale = partial(_scale_engines, _source(recipe, url), dashboard_url)
-    try:
+        from actors.cluster import LearnerFailedError, start_actors, stop_actors
+
+        url = registry_of_cluster()
+        # A run of the same name may be under way, with actors of the same names.
+        with user_errors(ValueError):
+            actors = start_actors(self.spec, self.recipe.grading.num_graders, url, secrets.token_hex(8))
+        source = Source(directory=str(self.recipe.run_dir), is_run=True, registry_url=url)
+        with ExitStack() as at_end:
+            at_end.callback(stop_actors, actors, keep_store=keep_store)
+            try:
+                self._train(actors, source, dashboard_url)
+            except (RayError, TrainingFailedError, LearnerFailedError, RunFailedError, TimeoutError) as error:
+                # A raylet that receives SIGTERM ends its workers before itself: let `watching` name the raylet.
+                time.sleep(_NODE_ENDS_S)
+                cause = _dead_actor(actors) or _cause(error)
+                at_end.close()
+                run_dir = self.spec.run_dir
+                where, known = f"the failures are in {run_dir / METRICS}", read_events(run_dir)[self.num_seen :]
+                raise RunFailedError(failure_message(run_dir, self.spec.name, cause, where, known)) from error
+
+    def _train(self, actors: RunActors, source: Source, dashboard_url: str) -> None:
+        """Train with the run's actors, and start the service if there is one."""
+        from actors.cluster import fit, wait_until_ready
+
+        recipe, spec, coordinator = self.recipe, self.spec, actors.coordinator
         # Before the pools are up: they and the learner group take about as long to start, so they start in parallel.
         fitted = _in_thread(lambda: fit(spec, actors))
         pools = f"{counted(spec.rollout.num_samplers, 'sampler')} and {counted(recipe.grading.num_graders, 'grader')}"
         learners = counted(spec.learner.num_workers, "learner")
-        on_event(_waiting(f"starting {pools}, and {learners}"))
+        self._wait_for(f"starting {pools}, and {learners}")
 
         def note_failure(what: str) -> None:
-            actors.coordinator.record.remote("failure", {"what": what, "attempt": 1})
+            coordinator.record.remote("failure", {"what": what, "attempt": 1})
+
+        def scale_engines(num_replicas: int) -> None:
+            from deploy.service.on_ray import launch
+
+            launch.scale_engines(source, num_replicas, dashboard_url)
 
         with (
-            mirrored(mirror, spec.run_dir, on_event, note_failure) as heard,
-            following(actors.coordinator, num_seen, heard),
-            scaling(recipe, spec, actors, on_event, scale if serve else None),
-            checkpoint_on_stop(fitted, actors.coordinator, on_event, checkpoint_bytes(recipe)),
+            mirrored(self.mirror, spec.run_dir, self.on_event, note_failure) as heard,
+            following(coordinator, self.num_seen, heard),
+            scaling(recipe, spec, actors, self.on_event, scale_engines if self.serve else None),
+            checkpoint_on_stop(fitted, coordinator, self.on_event, checkpoint_bytes(recipe)),
         ):
             wait_until_ready(actors)
-            if serve:
-                on_event(_waiting("starting the service"))
-                on_event(
-                    {"event": "status", "what": _start_service(recipe, url, lambda what: on_event(_waiting(what)))}
-                )
-            on_event(_waiting(f"starting {learners}; the first evaluation follows"))
+            if self.serve:
+                self._start_service(source)
+            self._wait_for(f"starting {learners}; the first evaluation follows")
             wait_until_done(fitted)
             fitted.result()
-            _call(actors.coordinator.finish.remote())
-    except (RayError, TrainingFailedError, LearnerFailedError, RunFailedError, TimeoutError) as error:
-        # A raylet that receives SIGTERM ends its workers before itself: let `watching` name the raylet as the cause.
-        time.sleep(_NODE_ENDS_S)
-        cause = _dead_actor(actors) or _cause(error)
-        stop_actors(actors, keep_store=keep_store)
-        raise RunFailedError(_failed(spec, cause, num_seen)) from error
-    except BaseException:
-        stop_actors(actors, keep_store=keep_store)
-        raise
-    stop_actors(actors, keep_store=keep_store)
+            _call(coordinator.finish.remote())
+
+    def _start_service(self, source: Source) -> None:
+        from deploy.service.on_ray.launch import banner, deploy_source
+
+        self._wait_for("starting the service")
+        service, share = self.recipe.service, self.recipe.gpus.engine
+        url = deploy_source(
+            source, service.host, service.port, service.num_replicas, num_gpus=share, say=self._wait_for
+        )
+        self.on_event({"event": "status", "what": banner(self.recipe.run_dir, url)})
+
+    def _end_with_node(self, what: str, logs_dir: Path) -> None:
+        """Report what died, and end this process before Ray's native code does."""
+        sentence = failure_message(self.spec.run_dir, self.spec.name, what, f"its logs are in {logs_dir}")
+        self.on_event({"event": "lost", "what": sentence})
+        kill_descendants()
+        os._exit(EXIT_RUN_FAILED)
+
+    def _wait_for(self, what: str) -> None:
+        self.on_event(_waiting(what))
+
+
+def _waiting(what: str) -> Event:
+    """Build an event that says what the driver waits for: for display only, not for the run log."""
+    return {"event": "waiting", "what": what}
 
 
 def _dead_actor(actors: RunActors) -> str | None:
@@ -203,34 +227,6 @@ def _dead_actor(actors: RunActors) -> str | None:
         except RayError:
             continue
     return None
-
-
-def _failed(spec: RunSpec, cause: str, num_seen: int) -> str:
-    """Format the message for a failed run, and append the cause to the run log unless it is there.
-
-    The driver appends it because the coordinator is gone. If that fails, the message does not mention the log.
-    """
-    where = f"the failures are in {spec.run_dir / METRICS}; "
-    failures = [str(event["what"]) for event in read_events(spec.run_dir)[num_seen:] if event["event"] == "failure"]
-    if not any(cause in what for what in failures):
-        try:
-            append_event(spec.run_dir, "failure", what=cause, attempt=1)
-        except OSError:
-            where = ""
-    return f"the run failed: {cause}; {where}--resume goes on from the newest checkpoint"
-
-
-def _end_with_node(spec: RunSpec, what: str, logs_dir: Path, on_event: Callable[[Event], None]) -> None:
-    """Report what died, and end this process before Ray's native code does."""
-    sentence = failure_message(spec.run_dir, spec.name, what, f"its logs are in {logs_dir}")
-    on_event({"event": "lost", "what": sentence})
-    kill_descendants()
-    os._exit(EXIT_RUN_FAILED)
-
-
-def _waiting(what: str) -> Event:
-    """Build an event that says what the driver waits for: for display only, not for the run log."""
-    return {"event": "waiting", "what": what}
 
 
 def _cause(error: Exception) -> str:
@@ -301,23 +297,3 @@ def _call(reference: Any) -> Any:
     import ray
 
     return ray.get(reference, timeout=_CALL_TIMEOUT_S)
-
-
-def _start_service(recipe: Recipe, registry: str, say: Callable[[str], None]) -> str:
-    """Start the service, with progress to `say`; return the banner for the user."""
-    from deploy.service.on_ray.launch import banner, deploy_source
-
-    service, source = recipe.service, _source(recipe, registry)
-    replicas, share = service.num_replicas, recipe.gpus.engine
-    url = deploy_source(source, service.host, service.port, replicas, num_gpus=share, say=say)
-    return banner(recipe.run_dir, url)
-
-
-def _scale_engines(source: Source, dashboard_url: str, num_replicas: int) -> None:
-    from deploy.service.on_ray.launch import scale_engines
-
-    scale_engines(source, num_replicas, dashboard_url)
-
-
-def _source(recipe: Recipe, registry: str) -> Source:
-    return Source(directory=str(recipe.run_dir), is_run=True, registry_url=registry)

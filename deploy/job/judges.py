@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from actors.run_log import Event
-from deploy.errors import UserError
+from deploy.errors import user_errors
 from rewards import RewardConfig, RewardUnavailableError
 from rewards.terms.judge.config import JudgeConfig
 from rewards.terms.judge.server import VllmConfig, vllm_server
@@ -32,8 +32,6 @@ def judge_servers(reward: RewardConfig, run_dir: Path, on_event: Callable[[Event
         for address, (name, judge, vllm) in wanted_servers(reward).items():
             on_event({"event": "waiting", "what": f"starting vLLM with {judge.model} for the judge {name}"})
             log = run_dir / f"judge-{name}.log"
-            try:
+            with user_errors(RewardUnavailableError, prefix=f"reward.terms.{name}: "):
                 servers.enter_context(vllm_server(vllm, model=judge.model, base_url=address, log=log))
-            except RewardUnavailableError as error:
-                raise UserError(f"reward.terms.{name}: {error}") from error
         yield

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from actors.run_log import CHECKPOINTS, Event
+from deploy.errors import first_line
 from deploy.runs.mirror import Mirror
 from learner.parallel.timeouts import transfer_timeout_s
 
@@ -46,8 +47,7 @@ def mirrored(
             try:
                 mirror.push(run_dir)
             except Exception as error:  # of whichever fsspec backend
-                words = [type(error).__name__, *str(error).strip().splitlines()[:1]]
-                failure = f"the checkpoints are not copied to {mirror.url}: {': '.join(words)}"
+                failure = f"the checkpoints are not copied to {mirror.url}: {type(error).__name__}: {first_line(error)}"
                 on_failure(failure)
 
     def heard(event: Event) -> None:

@@ -14,11 +14,13 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from deploy.job.background import in_background
+
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: pid, uid, gid.
-_PROBE_EVERY_S = 1.0
+_POLL_S, _PROBE_TIMEOUT_S = 0.2, 1.0
 
 
 @dataclass(frozen=True)
@@ -64,59 +66,40 @@ def _peer(path: str) -> int:
     return pid
 
 
-def _refuses(address: tuple[str, int]) -> bool:
-    """Whether the address refuses connections. A busy or stopped process that is slow to answer does not."""
+@contextmanager
+def watching(processes: Mapping[str, NodeProcess], on_death: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, call `on_death` from a thread, once, with the name of the first process that dies."""
+
+    def watch(ended: threading.Event) -> None:
+        while True:
+            if (dead := next((name for name, process in processes.items() if _is_dead(process)), None)) is not None:
+                on_death(dead)
+                return
+            if ended.wait(_POLL_S):
+                return
+
+    with in_background(watch, "d1-node-watch", 2 * _PROBE_TIMEOUT_S):
+        yield
+
+
+def _is_dead(process: NodeProcess) -> bool:
+    """Whether a process has ended, or refuses connections. A stopped one that is slow to answer does neither."""
     try:
-        socket.create_connection(address, timeout=_PROBE_EVERY_S).close()
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        # Readable once the process has ended, also while it is a zombie.
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        if poll.poll(0):
+            return True
+        if process.address is not None:
+            socket.create_connection(process.address, timeout=_PROBE_TIMEOUT_S).close()
     except ConnectionRefusedError:
         return True
     except OSError:
         return False
+    finally:
+        os.close(handle)
     return False
-
-
-@contextmanager
-def watching(processes: Mapping[str, NodeProcess], on_death: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, call `on_death` from a thread, once, with the name of the first process that dies.
-
-    If one is dead already, it is called in this thread before the block.
-    """
-    with ExitStack() as at_end:
-        names: dict[int, str] = {}
-        dead = None
-        for name, process in processes.items():
-            try:
-                handle = os.pidfd_open(process.pid)
-            except ProcessLookupError:
-                dead = name
-                break
-            at_end.callback(os.close, handle)
-            names[handle] = name
-        if dead is not None:
-            on_death(dead)
-            yield
-            return
-        wake, woken = os.pipe()
-        at_end.callback(os.close, wake)
-        poll = select.poll()
-        for handle in (*names, wake):
-            poll.register(handle, select.POLLIN)
-
-        probed = {name: process.address for name, process in processes.items() if process.address}
-
-        def watch() -> None:
-            # A process's handle becomes readable when it ends, the pipe when the block ends.
-            while not (ended := [handle for handle, _ in poll.poll(_PROBE_EVERY_S * 1000 if probed else None)]):
-                if name := next((name for name, address in probed.items() if _refuses(address)), None):
-                    on_death(name)
-                    return
-            if wake not in ended:
-                on_death(names[ended[0]])
-
-        thread = threading.Thread(target=watch, name="d1-node-watch", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            os.close(woken)
-            thread.join()

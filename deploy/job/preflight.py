@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import islice
-from pathlib import Path
-from tempfile import TemporaryFile
 
 from actors.registry.registry import check_registry
 from actors.resources import OBJECT_STORE
@@ -16,10 +14,9 @@ from deploy.capacity.available import Resources
 from deploy.capacity.memory import engine_memory, largest, learner_memory, sampler_memory, why_too_large
 from deploy.capacity.needs import CPU_TOLERANCE, Needs, needs_of
 from deploy.capacity.shape import policy_shape
-from deploy.errors import reason
 from deploy.job.judges import wanted_servers
 from deploy.printing import counted, gigabytes
-from deploy.recipe.recipe import Recipe, ServiceSection
+from deploy.recipe.recipe import Recipe
 from learner.model.config import TransformerConfig
 from rewards import Problem, Split, Task, make_task
 from rewards.data.demonstrations import read_demonstrations
@@ -30,7 +27,6 @@ from rollout.request import check_params
 
 MAX_CHECKED_PROBLEMS = 20_000
 """Maximum number of problems of a split that are generated before a run, to check that they can be."""
-_PROBE_BYTES = 4096
 
 
 def preflight(
@@ -58,18 +54,17 @@ def preflight(
     problems += list(_run_dir_problems(recipe, resume)) or _disk_problems(recipe, needs, resume=resume)
     problems += _input_problems(recipe, on_warning)
     # On a cluster the service may already be up for this run; Ray Serve itself refuses a foreign one.
-    problems += _port_problems(recipe.service) if serve and available.is_ours else ()
+    service = recipe.service
+    if serve and available.is_ours and (obstacle := machine.why_not_bindable(service.host, service.port)):
+        problems.append(
+            f"the service cannot listen on {service.host}:{service.port}: {obstacle}; take another service.port"
+        )
     for name, judge, _ in wanted_servers(recipe.reward).values() if not available.is_ours else ():
         problems.append(
             f"reward.terms.{name}.vllm: d1 starts it on this machine alone, and graders of {available.where} may be on "
             f"others; start it yourself (vllm serve {judge.model}) and name its address in base_url"
         )
     return problems
-
-
-def _port_problems(service: ServiceSection) -> Iterator[str]:
-    if obstacle := machine.why_not_bindable(service.host, service.port):
-        yield f"the service cannot listen on {service.host}:{service.port}: {obstacle}; take another service.port"
 
 
 def resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> Iterator[str]:
@@ -152,27 +147,14 @@ def _pool_problems(recipe: Recipe) -> Iterator[str]:
 
 def _run_dir_problems(recipe: Recipe, resume: bool) -> Iterator[str]:
     runs_dir, run_dir = recipe.runs_dir, recipe.run_dir
-    nearest = machine.nearest_existing(run_dir.parent)
-    if not nearest.is_dir():
-        yield f"runs_dir {runs_dir} cannot be made: {nearest} is a file; take another runs_dir"
-    elif obstacle := why_not_writable(nearest):
-        yield f"runs_dir {runs_dir} cannot be written to: {nearest}: {obstacle}; take another runs_dir"
+    if obstacle := machine.why_not_creatable(run_dir.parent):
+        yield f"runs_dir {runs_dir} cannot be written to: {obstacle}; take another runs_dir"
     elif resume and not run_dir.is_dir():
         yield f"there is no run {recipe.name} in {run_dir.parent} to resume; start it without --resume"
     elif not resume and run_dir.exists() and (run_dir.is_file() or any(run_dir.iterdir())):
         yield (
             f"there already is a run {recipe.name} in {run_dir.parent}; choose name=..., or go on with it by --resume"
         )
-
-
-def why_not_writable(directory: Path) -> str | None:
-    """Try to write a file there, and return why it fails. Permission bits do not bind root, nor show free space."""
-    try:
-        with TemporaryFile(dir=directory) as file:
-            file.write(bytes(_PROBE_BYTES))
-    except OSError as error:
-        return reason(error)
-    return None
 
 
 def _task_problems(recipe: Recipe, on_warning: Callable[[str], object] | None) -> Iterator[str]:

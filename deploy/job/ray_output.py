@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TextIO
 
@@ -19,32 +19,24 @@ def redirect_native_output(path: Path) -> Iterator[None]:
     Ray's native code logs to stderr; its error listener, which no setting stops, prints to stdout. Python's own output
     to `sys.stderr`, such as tracebacks, is not redirected. The run's display must hold the previous `sys.stdout`.
     """
-    screen, out = sys.stderr, sys.stdout
-    with path.open("a", encoding="utf-8", buffering=1) as log:
+    with ExitStack() as at_end:
+        log = at_end.enter_context(path.open("a", encoding="utf-8", buffering=1))
         terminal = os.dup(_STDERR)
-        try:
-            with _stderr_at(terminal, screen) as stderr:
-                os.dup2(log.fileno(), _STDERR)
-                sys.stderr, sys.stdout = stderr, log
-                try:
-                    yield
-                finally:
-                    sys.stderr, sys.stdout = screen, out
-                    os.dup2(terminal, _STDERR)
-        finally:
-            os.close(terminal)
+        at_end.callback(os.close, terminal)
+        if _writes_to_stderr(sys.stderr):
+            sys.stderr.flush()
+            stderr = at_end.enter_context(
+                open(terminal, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+            )
+            at_end.enter_context(redirect_stderr(stderr))
+        at_end.enter_context(redirect_stdout(log))
+        os.dup2(log.fileno(), _STDERR)
+        at_end.callback(os.dup2, terminal, _STDERR)
+        yield
 
 
-@contextmanager
-def _stderr_at(terminal: int, screen: TextIO) -> Iterator[TextIO]:
-    """Yield Python's stderr: the current one if it does not write to fd 2, else a new one on `terminal`."""
+def _writes_to_stderr(stream: TextIO) -> bool:
     try:
-        is_native = screen.fileno() == _STDERR
+        return stream.fileno() == _STDERR
     except OSError:
-        is_native = False  # A test's, in memory.
-    if not is_native:
-        yield screen
-        return
-    screen.flush()
-    with open(terminal, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False) as stderr:
-        yield stderr
+        return False  # A test's, in memory.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.run_log import Event
 from actors.spec import RunSpec
-from deploy.capacity.available import Resources, resources_of
+from deploy.capacity.available import resources_of
 from deploy.capacity.needs import needs_of
 from deploy.errors import reason
 from deploy.job.background import in_background
@@ -35,28 +35,28 @@ class Scaler:
     """Current numbers of actors of a run by kind, and the means to change them."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        spec: RunSpec,
-        actors: RunActors,
-        available: Callable[[], Resources],
-        scale_engines: Callable[[int], None] | None,
+        self, recipe: Recipe, spec: RunSpec, actors: RunActors, scale_engines: Callable[[int], None] | None
     ) -> None:
-        """Start with the recipe's numbers. `available` returns the resources to run on.
-
-        `scale_engines` is None if the run has no service.
-        """
-        self._recipe, self._spec, self._actors = recipe, spec, actors
-        self._available, self._scale_engines = available, scale_engines
+        """Start with the recipe's numbers. `scale_engines` is None if the run has no service."""
+        self._recipe, self._spec, self._actors, self._scale_engines = recipe, spec, actors, scale_engines
         self.sizes: dict[Kind, int] = {
             "samplers": spec.rollout.num_samplers,
             "graders": recipe.grading.num_graders,
             "engines": recipe.service.num_replicas if scale_engines else 0,
         }
         self._next_index = dict(self.sizes)
-        self._started: list[Any] = []
+        self.started: list[Any] = []
+        """The actors that were started here."""
 
-    def carry_out(self, request: ScaleRequest) -> ScaleAnswer:
+    def answer(self, request: ScaleRequest) -> ScaleAnswer:
+        """Carry out a request, and return the answer. Never raises: the run must continue, whatever Ray raises."""
+        try:
+            return self._carry_out(request)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return ScaleAnswer(id=request.id, refusal=f"the run could not be scaled: {lines[-1]}")
+
+    def _carry_out(self, request: ScaleRequest) -> ScaleAnswer:
         """Carry out a request, or refuse all of it if it does not fit. An error midway undoes what was done."""
         wanted = self.sizes | request.sizes
         if refusal := self._why_not(request, wanted):
@@ -75,13 +75,6 @@ class Scaler:
                     self._scale(kind, changes[kind][0])
             raise
         return ScaleAnswer(id=request.id, changes=changes, notes=tuple(self._notes(changes)))
-
-    def end_started(self) -> None:
-        """Kill the actors that were started here; for those already retired this does nothing."""
-        import ray
-
-        for actor in self._started:
-            ray.kill(actor)
 
     def _scale(self, kind: Kind, size: int) -> None:
         if kind == "engines":
@@ -110,7 +103,7 @@ class Scaler:
             for actor in added.values():
                 ray.kill(actor)
             raise
-        self._started += added.values()
+        self.started += added.values()
 
     def _why_not(self, request: ScaleRequest, wanted: dict[Kind, int]) -> str:
         if "engines" in request.sizes and self._scale_engines is None:
@@ -118,12 +111,10 @@ class Scaler:
         if "engines" in request.sizes and self._recipe.service.max_replicas is not None:
             return "engines: Ray Serve's autoscaler chooses their number (service.max_replicas)"
         if "samplers" in request.sizes and self._spec.gpus.colocate:
-            return (
-                "samplers: each shares a GPU with a learner worker (gpus.colocate), and so there are as many as those"
-            )
+            return "samplers: each shares a GPU with a learner worker (gpus.colocate), so their number is fixed"
         if all(wanted[kind] <= self.sizes[kind] for kind in KINDS):
             return ""
-        recipe, available = self._with(wanted), self._available()
+        recipe, available = self._with(wanted), resources_of(os.environ.get("RAY_ADDRESS"))
         needs = needs_of(recipe, serve=self._scale_engines is not None, num_machines=available.num_machines)
         return next(resource_problems(recipe, needs, available), "")
 
@@ -144,7 +135,7 @@ class Scaler:
         if samplers > work_units:
             yield (
                 f"the rounds of this recipe have {counted(work_units, 'work unit')} at a time, so that "
-                f"{counted(samplers - work_units, 'sampler')} will have nothing to do but evaluations; a recipe with "
+                f"{counted(samplers - work_units, 'sampler')} will be idle except in evaluations; a recipe with "
                 "a smaller rollout.batch_size has more"
             )
 
@@ -158,30 +149,25 @@ def scaling(
     scale_engines: Callable[[int], None] | None,
 ) -> Iterator[None]:
     """Carry out `d1 scale` requests from a background thread until the block ends; then kill the actors added."""
+    import ray
+
     withdraw(spec.run_dir)
-    scaler = Scaler(recipe, spec, actors, lambda: resources_of(os.environ.get("RAY_ADDRESS")), scale_engines)
+    scaler = Scaler(recipe, spec, actors, scale_engines)
 
     def follow(ended: threading.Event) -> None:
         while not ended.wait(_POLL_S):
             if (request := read_request(spec.run_dir)) is not None:
-                _answer(scaler, request, spec, on_event)
+                try:
+                    write_answer(spec.run_dir, scaler.answer(request))
+                except OSError as error:
+                    on_event({"event": "status", "what": f"`d1 scale` was not answered: {reason(error)}"})
+                    withdraw(spec.run_dir)
 
     try:
         # Two calls and their undoing.
         with in_background(follow, "d1-scale", 4 * _CALL_TIMEOUT_S):
             yield
     finally:
-        scaler.end_started()
-
-
-def _answer(scaler: Scaler, request: ScaleRequest, spec: RunSpec, on_event: Callable[[Event], None]) -> None:
-    try:
-        said = scaler.carry_out(request)
-    except Exception as error:  # The run itself must continue, whatever Ray raises here.
-        what = str(error).strip().splitlines() or [type(error).__name__]
-        said = ScaleAnswer(id=request.id, refusal=f"the run could not be scaled: {what[-1]}")
-    try:
-        write_answer(spec.run_dir, said)
-    except OSError as error:
-        on_event({"event": "status", "what": f"`d1 scale` was not answered: {reason(error)}"})
-        withdraw(spec.run_dir)
+        for actor in scaler.started:
+            # Those that have left already are not affected.
+            ray.kill(actor)

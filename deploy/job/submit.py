@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.errors import RunFailedError, UserError
+from deploy.errors import RunFailedError, UserError, first_line
 from deploy.printing import printable
 from deploy.program import program
 from learner.model.hub import is_hub_id
@@ -87,8 +87,7 @@ def submit(
     try:
         client.submit_job(entrypoint=shlex.join(command), submission_id=job_id, runtime_env=runtime_env)
     except (RuntimeError, ValueError) as error:
-        first_line = str(error).partition("\n")[0]
-        raise UserError(f"the cluster did not take job {job_id}: {first_line}") from error
+        raise UserError(f"the cluster did not take job {job_id}: {first_line(error)}") from error
     resumes = f" to resume {recipe.name}" if attempt else ""
     say(f"submitted job {job_id}{resumes}; its run directory is {recipe.run_dir}")
     return job_id
@@ -106,10 +105,9 @@ def follow(client: JobSubmissionClient, job_id: str, write: Callable[[str], None
             info = client.get_job_info(job_id)
         except (RuntimeError, OSError) as error:
             if time.monotonic() - heard_at > _HEAD_RESTART_TIMEOUT_S:
-                first_line = str(error).partition("\n")[0]
                 raise RunFailedError(
                     f"the cluster has not reported the state of job {job_id} for {_HEAD_RESTART_TIMEOUT_S:.0f} s: "
-                    f"{first_line}; it may still run, and the same command follows it again"
+                    f"{first_line(error)}; it may still run, and the same command follows it again"
                 ) from error
         else:
             heard_at, status = time.monotonic(), str(info.status)

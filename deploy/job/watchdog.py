@@ -12,12 +12,12 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from actors.run_log import DRIVER_LOG, append_event, is_done, read_events
+from actors.run_log import DRIVER_LOG, Event, append_event, is_done, read_events
 from deploy.orphans import kill_marked
 from deploy.printing import printable
 from deploy.program import program
@@ -53,20 +53,22 @@ def watchdog(run_dir: Path, name: str) -> Iterator[None]:
         os.close(handle)
 
 
-def failure_message(run_dir: Path, name: str, what: str, more: str) -> str:
-    """Format the message for a run whose driver ends abruptly, after `what`; unless the run is done, log it too.
+def failure_message(run_dir: Path, name: str, what: str, more: str, known: Sequence[Event] = ()) -> str:
+    """Format the message for a failed run without a coordinator, and log the failure unless the run is done.
 
     Args:
         run_dir: the run's directory.
         name: the run's name.
         what: what happened.
         more: where to read about it.
+        known: events that may have it already.
     """
     if is_done(read_events(run_dir)):
         return f"{what}, and the service with it; the run had finished; {program()} serve {name} serves it again"
-    # The message must be shown even if the disk is full.
-    with suppress(OSError):
-        append_event(run_dir, "failure", what=what, attempt=1)
+    if not any(event["event"] == "failure" and what in event["what"] for event in known):
+        # The message must be shown even if the disk is full.
+        with suppress(OSError):
+            append_event(run_dir, "failure", what=what, attempt=1)
     return f"the run failed: {what}; {more}; --resume goes on from the newest checkpoint"
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from actors.checkpoints.selection import find_position
-from deploy.errors import UserError, os_errors, value_errors
+from deploy.errors import UserError, os_errors, user_errors
 from deploy.requests.base import is_valid_text
 from deploy.requests.errors import TEMPLATE_ERRORS, template_error_text
 from deploy.requests.families import AnyConfig, AnyDefaults, defaults_of, read_config
@@ -62,7 +62,7 @@ class ReadyPolicy:
 
     def load(self, say: ReportProgress | None = None) -> AnySampler:
         """Load the sampler; `say` receives progress messages. Raises UserError if the weights cannot be read."""
-        with value_errors(), os_errors(f"cannot read the checkpoint {self.name}"):
+        with user_errors(ValueError), os_errors(f"cannot read the checkpoint {self.name}"):
             sampler = load_sampler(self.directory, self.device, self.engine, say)
         if isinstance(sampler, Sampler) and self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads_for(sampler.model, torch.get_num_threads()))
@@ -138,7 +138,7 @@ def open_policy(
     verify it. Raises UserError if there is no checkpoint, it cannot be read, or the device does not exist.
     """
     device = choose_device(device)
-    with value_errors(), os_errors(f"cannot read the checkpoint {reference}"):
+    with user_errors(ValueError), os_errors(f"cannot read the checkpoint {reference}"):
         directory = find_checkpoint_of(reference, runs_dir, say)
         config = read_config(directory)
         run_dir = run_of(directory)
@@ -174,7 +174,7 @@ def choose_device(wanted: Device | None) -> Device:
 
 def read_tokenizer(directory: Path) -> ChatTokenizer | None:
     """Load the tokenizer of a checkpoint; None if it has none. Raises UserError if it cannot be read."""
-    with value_errors(), os_errors(f"cannot read the checkpoint {directory}"):
+    with user_errors(ValueError), os_errors(f"cannot read the checkpoint {directory}"):
         source = tokenizer_directory(directory)
     if not any((source / name).is_file() for name in TOKENIZER_FILES):
         return None

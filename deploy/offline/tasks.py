@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from deploy.errors import UserError, value_errors
+from deploy.errors import UserError, user_errors
 from deploy.recipe.overrides import parse_override, set_key
 from deploy.recipe.validation_errors import first_problem
 from rewards import Split, Task, TaskConfig, make_task
@@ -46,7 +46,7 @@ def task_config(name: str, overrides: Sequence[str], given: Mapping[str, object]
 
 def open_task(config: TaskConfig) -> Task:
     """Create the task of a config. Raises UserError if it cannot run on this machine."""
-    with value_errors():
+    with user_errors(ValueError):
         return make_task(config)
 
 

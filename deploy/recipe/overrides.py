@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from deploy.errors import UserError, os_errors, value_errors
+from deploy.errors import UserError, os_errors, user_errors
 from deploy.recipe.recipe import Recipe
 from deploy.recipe.validation_errors import first_problem, shortened
 from deploy.recipe.yaml_text import parse_yaml
@@ -61,7 +61,7 @@ def flat_fields(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    with os_errors(f"cannot read the recipe {path}"), value_errors(f"{path} is not YAML: "):
+    with os_errors(f"cannot read the recipe {path}"), user_errors(ValueError, prefix=f"{path} is not YAML: "):
         data = parse_yaml(decode_text(path.read_bytes()))
     if not isinstance(data, dict):
         raise UserError(f"{path} is not a recipe: it should be a mapping of keys like `task:` and `learner:`")
@@ -73,7 +73,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, separator, value = text.partition("=")
     if not separator or not all(key.split(".")):
         raise UserError(f"the override {shortened(text)!r} should have the form key=value, for example learner.lr=1e-4")
-    with value_errors(f"the value of the override {shortened(text)!r} is not YAML: "):
+    with user_errors(ValueError, prefix=f"the value of the override {shortened(text)!r} is not YAML: "):
         return key, parse_yaml(value)
 
 

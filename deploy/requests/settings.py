@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from deploy.errors import UserError
+from deploy.errors import UserError, user_errors
 from deploy.recipe.overrides import parse_override
 from deploy.recipe.validation_errors import shortened
 from deploy.requests.errors import RequestError, request_error_of
@@ -41,15 +41,13 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
 
 def _check(values: Values) -> None:
     """Raise UserError for a setting whose value is invalid with any request."""
-    try:
+    with user_errors(RequestError, FieldError):
         given = read_line({"prompt_ids": [0], **values}).sampler_values
         check_seed(values.get("seed", 0))
         masked = {key: value for key, value in given.items() if SAMPLING_FIELDS[key].masked}
         others = {key: value for key, value in given.items() if key not in masked}
         _check_ranges(SamplingParams, lambda: to_params(masked))
         _check_ranges(RenoisingParams, lambda: to_renoising_params(others))
-    except (RequestError, FieldError) as error:
-        raise UserError(str(error)) from error
 
 
 def _check_ranges(model: type[BaseModel], make: Callable[[], object]) -> None:

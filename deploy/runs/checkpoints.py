@@ -14,7 +14,7 @@ from actors.checkpoints.selection import (
     servable_checkpoints,
 )
 from actors.run_log import CHECKPOINTS, RECIPE, read_events
-from deploy.errors import UserError, value_errors
+from deploy.errors import UserError, user_errors
 from deploy.printing import printable
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
@@ -34,7 +34,7 @@ def newest_servable(run_dir: Path, say: ReportProgress | None = None) -> FoundCh
 
     `say` reports the throughput of reading it. Raises UserError if there is none.
     """
-    with value_errors():
+    with user_errors(ValueError):
         found = newest_checkpoint(run_dir / CHECKPOINTS, servable, say)
     if found is None:
         raise UserError(f"{run_dir} has no checkpoint to serve yet")

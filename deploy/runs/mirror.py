@@ -14,7 +14,7 @@ from typing import Any
 from actors.checkpoints.selection import read_position
 from actors.registry.files import ADMIN
 from actors.run_log import CHECKPOINTS, METRICS, RECIPE, SAMPLES, SOLVE_RATES
-from deploy.errors import UserError
+from deploy.errors import UserError, user_errors
 from deploy.recipe.recipe import Recipe
 from learner.model.checkpoint_files import MANIFEST
 from learner.model.storage.references import read_references
@@ -32,12 +32,10 @@ class Mirror:
 
         self.url = f"{url.rstrip('/')}/{run}"
         """URL of the run's mirror."""
-        try:
+        with user_errors(ImportError, ValueError, prefix=f"checkpoint_url {url} cannot be used: "):
             # No listings cache: writes by other machines must be visible.
             self._files: Any
             self._files, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"checkpoint_url {url} cannot be used: {error}") from error
 
     def has_run(self) -> bool:
         """Check whether the mirror has a run."""

@@ -20,7 +20,7 @@ from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS, RECIPE
 from actors.spec import Phase, RunSpec
 from actors.training.sft.data import load_sft_data
-from deploy.errors import UserError, value_errors
+from deploy.errors import UserError, user_errors
 from deploy.recipe.overrides import flat_fields, load_recipe, resolved_yaml
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.lock import LOCK, RunLock
@@ -168,7 +168,7 @@ def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
     """Raise UserError unless `recipe` can resume the run in its directory, and the initial weights are unchanged."""
     if not spec.initial_checkpoint.is_dir():
         raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
-    with value_errors():
+    with user_errors(ValueError):
         check_unchanged(spec.initial_checkpoint)
     began, now = (
         flat_fields(_of_any_directory(one).model_dump(mode="json"))

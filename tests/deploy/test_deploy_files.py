@@ -222,7 +222,7 @@ def test_the_service_survives_a_head_restart_and_training_is_retried(clusters: d
     assert "--resume-or-start" in job["spec"]["entrypoint"]
 
 
-def test_gpus_are_there_for_who_asks_and_cost_nothing_else(clusters: dict[str, dict[str, Any]]) -> None:
+def test_gpu_pods_are_started_only_on_request(clusters: dict[str, dict[str, Any]]) -> None:
     cpu, gpu = clusters["RayJob"]["workerGroupSpecs"]
     assert (cpu["groupName"], gpu["groupName"], gpu["replicas"]) == ("cpu", "gpu", 0)
     ours, theirs = (group["template"]["spec"] for group in (gpu, cpu))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.checkpoints.selection import find_position
-from deploy.errors import UserError, os_errors, value_errors
+from deploy.errors import UserError, os_errors, user_errors
 from deploy.offline.evaluation.cells import Cell, cells_of
 from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.evaluation.options import EvaluationOptions
@@ -86,7 +86,7 @@ def find_subject(reference: str, runs_dir: Path, say: ReportProgress | None = No
 
     Raises UserError if there is none or it cannot be read.
     """
-    with value_errors(), os_errors(f"cannot read the checkpoint {reference}"):
+    with user_errors(ValueError), os_errors(f"cannot read the checkpoint {reference}"):
         # Resolved, since a link may point elsewhere later.
         directory = find_checkpoint_of(reference, runs_dir, say).resolve()
         config = read_config(directory)

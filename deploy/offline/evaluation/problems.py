@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from actors.batching import evaluation_batches
-from deploy.errors import UserError, value_errors
+from deploy.errors import UserError, user_errors
 from deploy.offline.evaluation.cells import Cell
 from deploy.offline.item import Batch, Item
 from deploy.offline.tasks import open_task
@@ -33,7 +33,7 @@ def problems_of(cell: Cell, on_warning: Callable[[str], object]) -> list[Problem
     Raises UserError if there are too few, or the data is not available.
     """
     task = open_task(cell.task)
-    with value_errors():
+    with user_errors(ValueError):
         found = _of_d1(cell, task) if cell.protocol == "d1" else heldout(task, cell.num_problems)
     for warning in task.warnings():
         on_warning(warning)

@@ -19,7 +19,7 @@ def _cost(work_unit: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.integers(1, 9), st.integers(0, 9))
-def test_every_group_is_in_one_portion_and_no_cut_by_length_is_cheaper(
+def test_every_group_is_in_one_work_unit_and_no_other_split_by_length_is_cheaper(
     lengths: list[int], size: int, more: int
 ) -> None:
     count, most = -(-len(lengths) // size), size + more
@@ -45,11 +45,11 @@ def test_groups_of_one_length_stay_in_their_order() -> None:
     assert balanced_batches([7] * 5, 2, 4) == [(0, 1), (2, 3), (4,)]
 
 
-def test_a_long_prompt_is_among_few_and_short_ones_are_together() -> None:
+def test_work_units_with_long_prompts_are_smaller() -> None:
     assert balanced_batches([10, 60, 10, 10, 12, 10], 3, 6) == [(1,), (0, 2, 3, 4, 5)]
 
 
-def test_a_rounds_groups_are_portioned_by_their_prompts_and_those_that_replace_others_are_not(spec: RunSpec) -> None:
+def test_groups_are_sorted_by_prompt_length_but_replacement_groups_are_not(spec: RunSpec) -> None:
     rollout = spec.rollout.model_copy(update={"max_oversampling": 2.0})
     plan = RunPlan(spec.model_copy(update={"rollout": rollout}), ChatTokenizer(spec.initial_checkpoint))
     for index, problem in enumerate(plan.train):

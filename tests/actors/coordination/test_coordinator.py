@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors.coordination import coordinator as module
 from actors.coordination.coordinator import Coordinator
@@ -49,6 +49,7 @@ class _Pool:
         self.prefetch = _Prefetch()
         self.mood = "well"
         self.asked: list[tuple[WeightsId, WorkUnitKey]] = []
+        self.answers: list[asyncio.Future[Any]] = []
         self.num_calls = 0
 
     def options(self, **_: Any) -> _Pool:
@@ -68,6 +69,7 @@ class _Pool:
             work_unit = arguments[1] if isinstance(arguments[0], WeightsId) else arguments[0]
             answer.set_result(_summary(work_unit))
         self.num_calls += 1
+        self.answers.append(answer)
         return f"reference {self.num_calls}", answer
 
 
@@ -127,7 +129,7 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, 60))
 
 
-def test_a_round_that_is_asked_for_again_is_sampled_again_from_the_same_weights(case: _Case) -> None:
+def test_a_restarted_coordinator_samples_the_round_again_from_the_same_weights(case: _Case) -> None:
     async def scene() -> None:
         first = case.coordinator()
         await first.learner_starting("group")
@@ -171,7 +173,7 @@ def test_a_round_that_was_trained_on_is_recorded_once_whenever_the_coordinator_d
     _run(scene())
 
 
-def test_a_round_of_an_earlier_learner_group_is_not_the_one_that_is_told_of(case: _Case) -> None:
+def test_a_round_of_an_earlier_learner_group_is_not_mistaken_for_the_reported_one(case: _Case) -> None:
     async def scene() -> None:
         first = case.coordinator()
         await first.learner_starting("one")
@@ -187,7 +189,7 @@ def test_a_round_of_an_earlier_learner_group_is_not_the_one_that_is_told_of(case
     _run(scene())
 
 
-def test_a_round_that_is_told_of_with_the_next_ask_is_recorded_once_whenever_the_coordinator_dies(case: _Case) -> None:
+def test_a_round_reported_with_the_next_request_is_recorded_once_whenever_the_coordinator_dies(case: _Case) -> None:
     async def scene() -> None:
         first = case.coordinator()
         await first.next_batch(0, _weights_id(1))
@@ -210,7 +212,7 @@ def test_a_round_that_is_told_of_with_the_next_ask_is_recorded_once_whenever_the
     _run(scene())
 
 
-def test_a_round_that_is_told_of_with_the_next_ask_is_on_disk_when_that_is_answered(case: _Case) -> None:
+def test_a_round_reported_with_the_next_request_is_on_disk_before_the_answer(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         await coordinator.next_batch(0, _weights_id(1))
@@ -221,7 +223,7 @@ def test_a_round_that_is_told_of_with_the_next_ask_is_on_disk_when_that_is_answe
     _run(scene())
 
 
-def test_samplers_are_at_work_while_the_disk_is_waited_for(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samplers_work_while_the_coordinator_writes_to_disk(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
     written, write_out = threading.Event(), RunLog.write_out
 
     def slow(log: RunLog) -> None:
@@ -247,7 +249,7 @@ def test_samplers_are_at_work_while_the_disk_is_waited_for(case: _Case, monkeypa
     _run(scene())
 
 
-def test_a_learner_that_begins_again_meanwhile_ends_the_old_ones_ask(
+def test_a_restarted_learner_cancels_the_request_of_the_previous_group(
     case: _Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, write_out = threading.Event(), RunLog.write_out
@@ -280,7 +282,7 @@ def test_an_event_whose_answer_was_lost_is_not_written_twice(case: _Case) -> Non
     _run(scene())
 
 
-def test_a_lost_version_is_asked_of_the_learner_and_costs_no_try(case: _Case) -> None:
+def test_a_lost_version_is_published_again_and_costs_no_attempt(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         case.sampler.mood = "lost"
@@ -296,7 +298,7 @@ def test_a_lost_version_is_asked_of_the_learner_and_costs_no_try(case: _Case) ->
     _run(scene())
 
 
-def test_a_stop_reaches_whoever_waits_and_outlives_the_coordinator_but_not_the_driver(case: _Case) -> None:
+def test_a_stop_ends_waits_and_survives_the_coordinator_but_not_the_driver(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         case.sampler.mood = "silent"
@@ -314,7 +316,31 @@ def test_a_stop_reaches_whoever_waits_and_outlives_the_coordinator_but_not_the_d
     _run(scene())
 
 
-class _Sleep:
+@pytest.mark.parametrize("label", ["", "round"], ids=["round", "round and evaluation"])
+def test_actors_killed_after_a_stop_are_not_recorded_as_failures(case: _Case, label: str) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        case.sampler.mood = "silent"
+        await coordinator.heartbeat(0, "round 0: training", "handle")
+        # As with samplers that run ahead: the learner trains, and does not wait, when the stop arrives.
+        coordinator._rounds.begin(0, _weights_id(1))
+        if label:
+            coordinator._evaluation.start_background(_weights_id(1), label, -1.0)
+        await asyncio.sleep(0.01)
+        assert await coordinator.stop()
+        await coordinator.record("stopped", {"phase": "rl", "round": 0, "step": None})
+        await asyncio.sleep(0.01)
+        for answer in case.sampler.answers:
+            if not answer.done():
+                answer.set_exception(ActorDiedError())
+        await asyncio.sleep(0.01)
+        assert case.sampler.answers
+        assert case.events("failure") == []
+
+    _run(scene())
+
+
+class _Offload:
     """Records after how many work units a sampler was offloaded."""
 
     def __init__(self, sampler: _Pool) -> None:
@@ -325,10 +351,10 @@ class _Sleep:
 
 
 @pytest.mark.parametrize("colocate", [False, True])
-def test_who_shares_its_gpu_with_the_learner_sleeps_before_that_goes_on(case: _Case, colocate: bool) -> None:
+def test_colocated_samplers_are_offloaded_before_the_learner_continues(case: _Case, colocate: bool) -> None:
     case.spec = case.spec.model_copy(update={"gpus": GpuSection(colocate=colocate)})
-    sleep = _Sleep(case.sampler)
-    case.sampler.offload = sleep
+    offload = _Offload(case.sampler)
+    case.sampler.offload = offload
 
     async def scene() -> None:
         coordinator = case.coordinator()
@@ -341,7 +367,7 @@ def test_who_shares_its_gpu_with_the_learner_sleeps_before_that_goes_on(case: _C
         assert await coordinator.evaluate(_weights_id(2), "rl", 1, True) is Next.PUBLISH
         asked = len(case.sampler.asked)
         assert asked > num_evaluated + per_round
-        assert sleep.at == ([0, num_evaluated, num_evaluated + per_round, asked] if colocate else [])
+        assert offload.at == ([0, num_evaluated, num_evaluated + per_round, asked] if colocate else [])
         case.sampler.mood = "silent"
         waiting = asyncio.create_task(coordinator.next_batch(1, _weights_id(2)))
         await asyncio.sleep(0.01)
@@ -349,12 +375,12 @@ def test_who_shares_its_gpu_with_the_learner_sleeps_before_that_goes_on(case: _C
         assert await waiting == (Next.STOP, [])
         # No work unit is retried: that would onload the sampler while the learner writes its checkpoint.
         assert (coordinator._rounds.next_round is None) == colocate
-        assert len(sleep.at) == (5 if colocate else 0)
+        assert len(offload.at) == (5 if colocate else 0)
 
     _run(scene())
 
 
-def test_portions_that_cannot_be_fetched_are_sampled_again(case: _Case) -> None:
+def test_work_units_that_cannot_be_fetched_are_sampled_again(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         _, references = await coordinator.next_batch(0, _weights_id(1))
@@ -366,7 +392,9 @@ def test_portions_that_cannot_be_fetched_are_sampled_again(case: _Case) -> None:
     _run(scene())
 
 
-def test_the_status_says_who_waits_for_whom(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_names_the_work_units_that_the_learner_waits_for(
+    case: _Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("actors.coordination.monitor.SILENT_S", -1.0)
     # Reported seconds are rounded, so the clock is frozen.
     clock = SimpleNamespace(monotonic=lambda: 100.0, time=time.time)
@@ -398,7 +426,7 @@ def test_the_status_says_who_waits_for_whom(case: _Case, monkeypatch: pytest.Mon
     _run(scene())
 
 
-def test_a_learner_that_fails_again_and_again_is_given_up_and_its_own_error_is_named(case: _Case) -> None:
+def test_a_learner_that_fails_repeatedly_is_given_up_with_its_own_error(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         for attempt in range(3):
@@ -415,7 +443,7 @@ def test_a_learner_that_fails_again_and_again_is_given_up_and_its_own_error_is_n
     _run(scene())
 
 
-def test_what_two_learner_groups_have_raised_from_one_place_a_third_need_not(case: _Case) -> None:
+def test_the_same_error_in_two_learner_groups_without_progress_ends_the_run(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         nan, bad = "FloatingPointError: round 0: nan", "ValueError: bad"
@@ -436,9 +464,7 @@ def test_what_two_learner_groups_have_raised_from_one_place_a_third_need_not(cas
 
 
 @pytest.mark.parametrize("section", ["learner", "sft"])
-def test_a_learner_whose_gpu_has_too_little_memory_starts_again_with_half_its_micro_batches(
-    case: _Case, section: str
-) -> None:
+def test_a_learner_out_of_gpu_memory_restarts_with_halved_micro_batches(case: _Case, section: str) -> None:
     """In SFT the first value is a worker's whole share of a step."""
     tokens, canvas = case.spec.learner.micro_batch_tokens, case.spec.canvas_tokens
     if section == "sft":
@@ -472,7 +498,7 @@ def test_a_learner_whose_gpu_has_too_little_memory_starts_again_with_half_its_mi
     assert found == [f"a learner worker failed: {what}; {one}" for one in said[:-1]]
 
 
-def test_what_a_resumed_run_does_again_is_said(case: _Case) -> None:
+def test_a_resumed_run_reports_what_it_repeats(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         await coordinator.next_batch(0, _weights_id(1))
@@ -488,7 +514,7 @@ def test_what_a_resumed_run_does_again_is_said(case: _Case) -> None:
     _run(scene())
 
 
-def test_a_run_that_begins_again_from_its_start_says_so_and_a_new_one_does_not(case: _Case) -> None:
+def test_a_run_resumed_from_its_start_reports_it_and_a_new_run_does_not(case: _Case) -> None:
     async def scene() -> None:
         first, start = case.coordinator(), {"round": 0, "policy_version": 0, "step": None}
         await first.learner_starting("one")
@@ -506,7 +532,7 @@ def test_a_run_that_begins_again_from_its_start_says_so_and_a_new_one_does_not(c
     _run(scene())
 
 
-def test_a_rank_that_loses_another_reports_an_echo_which_ends_no_run(case: _Case) -> None:
+def test_an_echo_of_another_ranks_failure_does_not_end_the_run(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         for attempt in range(8):
@@ -520,7 +546,7 @@ def test_a_rank_that_loses_another_reports_an_echo_which_ends_no_run(case: _Case
     _run(scene())
 
 
-def test_an_evaluation_ends_with_the_learner_that_asked_for_it(case: _Case) -> None:
+def test_an_evaluation_is_cancelled_with_the_learner_that_requested_it(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         case.sampler.mood = "silent"
@@ -547,7 +573,7 @@ def test_an_evaluation_whose_answer_was_lost_is_not_recorded_twice(case: _Case) 
     _run(scene())
 
 
-def test_an_evaluation_of_weights_that_were_made_again_is_not_taken_for_theirs(case: _Case) -> None:
+def test_an_evaluation_of_retrained_weights_is_not_taken_from_the_log(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         await coordinator.next_batch(0, _weights_id(1))
@@ -570,7 +596,7 @@ def _asked_in_turn(case: _Case) -> list[str]:
     return [name for name, before in zip(named, ["", *named], strict=False) if name != before]
 
 
-def test_an_evaluation_beside_a_round_is_behind_its_portions_and_before_those_of_the_next(case: _Case) -> None:
+def test_a_background_evaluation_runs_between_the_work_units_of_two_rounds(case: _Case) -> None:
     case.spec = case.spec.model_copy(update={"learner": case.spec.learner.model_copy(update={"max_staleness": 1})})
 
     async def scene() -> None:
@@ -593,7 +619,7 @@ def test_an_evaluation_beside_a_round_is_behind_its_portions_and_before_those_of
     _run(scene())
 
 
-def test_an_evaluation_beside_a_round_outlives_a_coordinator_and_a_lost_version(case: _Case) -> None:
+def test_a_background_evaluation_survives_a_restart_and_a_lost_version(case: _Case) -> None:
     async def scene() -> None:
         first = case.coordinator()
         await first.next_batch(0, _weights_id(1), None, "round")
@@ -613,7 +639,7 @@ def test_an_evaluation_beside_a_round_outlives_a_coordinator_and_a_lost_version(
     _run(scene())
 
 
-def test_nobody_waits_for_the_registry_to_hear_of_an_evaluation(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_does_not_wait_for_the_registry(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
     heard, may_answer = [], threading.Event()
 
     def score(_: object, version: int, *counts: int) -> bool:
@@ -635,7 +661,7 @@ def test_nobody_waits_for_the_registry_to_hear_of_an_evaluation(case: _Case, mon
     _run(scene())
 
 
-def test_a_version_that_the_registry_has_not_heard_of_outlives_the_coordinator(
+def test_an_unannounced_version_survives_a_restart_of_the_coordinator(
     case: _Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[tuple[int, str, int]] = []
@@ -671,7 +697,7 @@ def test_a_version_that_the_registry_has_not_heard_of_outlives_the_coordinator(
 
 
 @pytest.mark.parametrize("ends", ["learner", "stop"])
-def test_an_evaluation_beside_a_round_ends_with_the_learner_and_with_the_run(case: _Case, ends: str) -> None:
+def test_a_background_evaluation_is_cancelled_with_the_learner_and_with_the_run(case: _Case, ends: str) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         case.sampler.mood = "silent"
@@ -709,7 +735,7 @@ class _Controller:
 
 
 @pytest.mark.parametrize("beating", [True, False])
-def test_a_controller_that_is_silent_is_ended_unless_it_may_be_starting_ranks(
+def test_a_silent_controller_is_killed_unless_it_may_be_starting_ranks(
     beating: bool, case: _Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped controller would leave `d1 train` waiting forever after the learner ends."""
@@ -737,7 +763,7 @@ def test_a_controller_that_is_silent_is_ended_unless_it_may_be_starting_ranks(
     _run(scene())
 
 
-def test_a_grader_is_given_up_after_the_time_that_a_portion_may_use_up(
+def test_a_grader_times_out_after_the_time_limits_of_its_work_unit(
     case: _Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SumsConfig, "max_grading_s", 2.5)
@@ -745,7 +771,7 @@ def test_a_grader_is_given_up_after_the_time_that_a_portion_may_use_up(
     assert limit_s == case.spec.grading_timeout_s == case.spec.grading.timeout_s + 8 * 2.5
 
 
-def test_samplers_fetch_what_is_published_while_they_are_at_work(case: _Case) -> None:
+def test_samplers_prefetch_published_weights_while_they_work(case: _Case) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         num_rounds = case.spec.learner.num_rounds
@@ -756,7 +782,7 @@ def test_samplers_fetch_what_is_published_while_they_are_at_work(case: _Case) ->
     _run(scene())
 
 
-def test_a_pool_that_was_scaled_is_whole_again_after_a_restart(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resized_pool_is_restored_after_a_restart(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
     monkeypatch.setattr(module.ray, "kill", ended.append)
     case.sampler.mood = "silent"
@@ -799,7 +825,7 @@ def test_a_pool_that_was_scaled_is_whole_again_after_a_restart(case: _Case, monk
     _run(scene())
 
 
-def test_who_was_to_leave_is_ended_after_a_restart(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_actors_are_killed_after_a_restart(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
     monkeypatch.setattr(module.ray, "kill", ended.append)
     monkeypatch.setattr(module.ray, "get_actor", lambda name, namespace: name)
@@ -823,7 +849,7 @@ def test_who_was_to_leave_is_ended_after_a_restart(case: _Case, monkeypatch: pyt
     _run(scene())
 
 
-def test_a_coordinator_that_restarts_draws_the_same_problems_by_what_was_solved_before(case: _Case) -> None:
+def test_a_restarted_coordinator_draws_the_same_problems_from_the_solve_rates(case: _Case) -> None:
     rollout = case.spec.rollout.model_copy(update={"curriculum": 4})
     case.spec = case.spec.model_copy(update={"rollout": rollout})
 

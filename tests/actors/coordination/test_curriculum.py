@@ -54,7 +54,7 @@ def test_totals_are_of_the_rounds_before() -> None:
     assert dict(rates.before(-1)) == {}
 
 
-def test_problems_are_drawn_by_what_they_are_worth_and_unknown_ones_before_all() -> None:
+def test_problems_are_drawn_by_priority_and_unknown_ones_first() -> None:
     candidates = _problems(4)
     # Never solved, always solved, solved half of the time, never sampled: weights 1/12 x 11/12 twice, 1/4 and 1/4.
     known = {"problem 0": (0, 10), "problem 1": (10, 10), "problem 2": (5, 10)}
@@ -77,7 +77,7 @@ def test_without_a_curriculum_problems_come_in_their_order(spec: RunSpec, plan: 
     assert [_problem_ids(off, index) for index in range(4)] == [_problem_ids(plan, index) for index in range(4)]
 
 
-def test_a_rounds_problems_are_its_candidates_that_are_worth_most(spec: RunSpec) -> None:
+def test_a_round_takes_the_candidates_of_highest_priority(spec: RunSpec) -> None:
     plan, off = _plan(spec), _plan(spec, times=1)
     size = len(_problem_ids(plan, 0))
     for index in range(3):
@@ -90,7 +90,7 @@ def test_a_rounds_problems_are_its_candidates_that_are_worth_most(spec: RunSpec)
         plan.record_outcomes(index, dict.fromkeys(asked, (10**6, 10**6)))
 
 
-def test_what_is_not_certain_to_be_known_changes_nothing(spec: RunSpec) -> None:
+def test_outcomes_that_may_not_be_known_yet_change_nothing(spec: RunSpec) -> None:
     """Round r may begin once round r - S - 1 is published, so that later outcomes must not count for it."""
     plan, ahead = _plan(spec, staleness=STALENESS), _plan(spec, staleness=STALENESS)
     for index in range(6):
@@ -107,7 +107,7 @@ def test_a_round_has_candidates_for_the_groups_that_it_may_replace(spec: RunSpec
     assert len(_problem_ids(plan, 0)) == len(_problem_ids(off, 0)) == 2 * len(_problem_ids(_plan(spec), 0))
 
 
-def test_the_file_says_what_was_known(spec: RunSpec, tmp_path: Path) -> None:
+def test_the_file_of_solve_rates_restores_what_was_known(spec: RunSpec, tmp_path: Path) -> None:
     plan, log = _plan(spec), RunLog(tmp_path)
     for index in range(4):
         solved = dict.fromkeys(_problem_ids(plan, index), (index % 2, 2))
@@ -122,7 +122,7 @@ def test_the_file_says_what_was_known(spec: RunSpec, tmp_path: Path) -> None:
     assert dict(read_solve_rates(tmp_path / "nowhere").before(9)) == {}
 
 
-def test_what_could_not_be_graded_counts_for_nothing(spec: RunSpec) -> None:
+def test_ungraded_completions_do_not_count(spec: RunSpec) -> None:
     def graded(correct: bool, outcome: Outcome = Outcome.GRADED) -> Grade:
         return Grade(reward=0.0, parts={}, correct=correct, outcome=outcome)
 

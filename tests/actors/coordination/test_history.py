@@ -17,7 +17,7 @@ RESTART = {"event": "failure", "what": f"{RESTARTED} from checkpoint sft; round 
 TRAINED = TrainedRound(round=1, weights_id=WeightsId(version=3, digest=""), values={})
 
 
-def test_only_events_since_the_learner_started_are_repetitions() -> None:
+def test_only_events_since_the_learner_started_can_be_repetitions() -> None:
     before = [_round(0), _round(1)]
     resumed = [*before, {"event": "resume", "what": "going on", "time_s": 2.0}]
     for events in ([*before, RESTART], resumed):
@@ -34,7 +34,7 @@ def test_an_event_is_found_at_any_time_and_as_it_is_in_the_file() -> None:
     assert not has_event(events, "sft", {"step": 4, "loss_at_t": (1.0, 2.0)})
 
 
-def test_an_evaluation_of_weights_that_were_made_again_does_not_count() -> None:
+def test_an_evaluation_of_retrained_weights_does_not_count() -> None:
     evaluation = {"event": "evaluation", "label": "rl", "policy_version": 3}
     assert has_evaluation([_round(1), evaluation], 3, "rl")
     assert not has_evaluation([_round(1), evaluation], 3, "sft")

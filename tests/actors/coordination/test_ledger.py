@@ -55,7 +55,7 @@ def test_staleness_bounds_what_is_in_flight() -> None:
     assert [(key.round, version) for key, version in _start_all(ledger)] == [(2, 11), (2, 11)]
 
 
-def test_a_retry_keeps_the_version_of_its_first_try() -> None:
+def test_a_retry_uses_the_version_of_the_first_attempt() -> None:
     ledger = _ledger(max_staleness=1)
     started = dict(_start_all(ledger))
     lost = WorkUnitKey(round=1, index=0)
@@ -67,7 +67,7 @@ def test_a_retry_keeps_the_version_of_its_first_try() -> None:
     assert ledger.num_retries == 1
 
 
-def test_a_portion_that_fails_too_often_is_counted_and_the_round_goes_on() -> None:
+def test_a_work_unit_that_fails_too_often_is_counted_and_the_round_continues() -> None:
     ledger = _ledger()
     first, second = (key for key, _ in _start_all(ledger))
     ledger.finish(second)
@@ -79,7 +79,7 @@ def test_a_portion_that_fails_too_often_is_counted_and_the_round_goes_on() -> No
     assert ledger.ready(0) == [second]
 
 
-def test_a_late_answer_is_nobodys() -> None:
+def test_a_late_result_is_ignored() -> None:
     ledger = _ledger()
     key, _ = _start_all(ledger)[0]
     assert ledger.finish(key)
@@ -87,7 +87,7 @@ def test_a_late_answer_is_nobodys() -> None:
     assert ledger.fail(key) is None
 
 
-def test_a_lost_version_costs_no_try_and_the_next_is_of_the_newest() -> None:
+def test_a_lost_version_costs_no_attempt_and_the_next_attempt_uses_the_newest() -> None:
     ledger = _ledger(max_staleness=1)
     (first, _), *_ = _start_all(ledger)
     later = WorkUnitKey(round=1, index=0)
@@ -98,12 +98,12 @@ def test_a_lost_version_costs_no_try_and_the_next_is_of_the_newest() -> None:
         ledger.finish(WorkUnitKey(round=0, index=index))
     ledger.publish(0, 11)
     ledger.release(later)
-    assert (later, 11) in _start_all(ledger), "not of the one that nobody has"
+    assert (later, 11) in _start_all(ledger), "not of the lost version"
     ledger.release(first)
-    assert ledger.counts()["waiting"] == 0, "nobody waits for it any more"
+    assert ledger.counts()["waiting"] == 0, "nothing waits for it any more"
 
 
-def test_what_is_ready_and_lost_is_done_again_and_what_runs_goes_on() -> None:
+def test_lost_results_are_redone_and_running_work_units_continue() -> None:
     ledger = _ledger()
     started = dict(_start_all(ledger))
     done, running = started
@@ -122,7 +122,9 @@ def test_rounds_publish_in_order() -> None:
 
 @given(st.data(), st.integers(0, 2), st.integers(1, 3))
 @settings(max_examples=200)
-def test_every_portion_ends_once_and_no_slot_is_exceeded(data: st.DataObject, staleness: int, work_units: int) -> None:
+def test_every_work_unit_ends_once_and_staleness_is_bounded(
+    data: st.DataObject, staleness: int, work_units: int
+) -> None:
     """With slow workers, actor deaths and lost versions."""
     ledger = _ledger(max_staleness=staleness, num_rounds=4, work_units=work_units)
     running: list[tuple[WorkUnitKey, int]] = []
@@ -147,7 +149,7 @@ def test_every_portion_ends_once_and_no_slot_is_exceeded(data: st.DataObject, st
     ]
 
 
-def test_a_round_that_is_extended_is_complete_with_all_its_portions() -> None:
+def test_an_extended_round_is_complete_with_all_its_work_units() -> None:
     ledger = _ledger(max_staleness=1)
     first, second, *later = (key for key, _ in _start_all(ledger))
     ledger.finish(first)
@@ -168,7 +170,7 @@ def test_a_round_that_is_extended_is_complete_with_all_its_portions() -> None:
 
 @given(st.integers(0), st.integers(0, 3), st.integers(1, 3))
 @settings(max_examples=300)
-def test_nothing_is_trained_on_that_is_older_than_the_bound(seed: int, staleness: int, work_units: int) -> None:
+def test_no_completion_exceeds_the_staleness_bound(seed: int, staleness: int, work_units: int) -> None:
     """Including late results, failures, lost versions, repeated and added work units, and restarts."""
     draw, ledger, round_index = random.Random(seed), _ledger(staleness, 6, work_units), 0
     versions, running = dict[WorkUnitKey, int](), list[WorkUnitKey]()

@@ -47,7 +47,7 @@ async def _turn() -> None:
         await asyncio.sleep(0)
 
 
-def test_silence_is_told_and_then_ended_once() -> None:
+def test_a_silent_actor_is_reported_and_then_ended_once() -> None:
     async def scene() -> None:
         case, actor = _Case(), _Actor()
         case.watch.probe("sampler 1", actor)
@@ -69,7 +69,7 @@ def test_silence_is_told_and_then_ended_once() -> None:
     asyncio.run(asyncio.wait_for(scene(), 10))
 
 
-def test_who_answers_again_can_hang_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_recovers_can_hang_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "PROBE_EVERY_S", 0.0)
 
     async def scene() -> None:
@@ -89,7 +89,7 @@ def test_who_answers_again_can_hang_again(monkeypatch: pytest.MonkeyPatch) -> No
     asyncio.run(asyncio.wait_for(scene(), 10))
 
 
-def test_a_watch_that_stood_still_itself_ends_nobody() -> None:
+def test_a_suspended_monitor_ends_no_actor() -> None:
     case = _Case()
     case.watch.record_heartbeat("learner rank 0", "zero")
     case.time_s += 10 * HUNG_S
@@ -100,7 +100,7 @@ def test_a_watch_that_stood_still_itself_ends_nobody() -> None:
     assert [name for name, _ in case.hung] == ["learner rank 0"]
 
 
-def test_heartbeats_count_and_who_has_ended_is_not_missed() -> None:
+def test_heartbeats_count_as_answers_and_forgotten_actors_are_not_monitored() -> None:
     case = _Case()
     case.watch.record_heartbeat("learner rank 0", "zero")
     case.watch.record_heartbeat("learner rank 1", "one")

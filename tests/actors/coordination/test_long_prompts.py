@@ -71,18 +71,11 @@ class _Pools:
 
 
 def _scored(spec: RunSpec) -> dict[str, Any]:
-    evaluation = VersionEvaluator(
-        _plan(spec),
-        [spec.rollout.sampling],
-        _Pools(spec),  # type: ignore[arg-type]
-        1,
-        lambda *_: None,
-        policy=load_config(spec.initial_checkpoint),
-    )
+    evaluation = VersionEvaluator(spec, _plan(spec), _Pools(spec), lambda *_: None)  # type: ignore[arg-type]
     return asyncio.run(evaluation.score(WeightsId(version=1, digest=""), "rl", due=0))
 
 
-def test_of_twenty_problems_twenty_are_answered_five_with_long_prompts(of: Callable[..., RunSpec]) -> None:
+def test_long_prompts_are_evaluated_too(of: Callable[..., RunSpec]) -> None:
     spec = of(*[LONG] * 5)
     work_units, short = _work_units(spec), _work_units(of())
     assert [(len(work_unit.requests), work_unit.is_long) for work_unit in work_units] == [
@@ -100,7 +93,7 @@ def test_of_twenty_problems_twenty_are_answered_five_with_long_prompts(of: Calla
     assert [len(work_unit.requests) for work_unit in short] == [8, 8, 4]
 
 
-def test_short_prompts_are_answered_in_their_order_as_if_there_were_no_long_ones(of: Callable[..., RunSpec]) -> None:
+def test_long_prompts_do_not_change_the_order_of_short_ones(of: Callable[..., RunSpec]) -> None:
     spec = of(LONG, "", LONG, LONG)
     plan = _plan(spec)
     short = [problem for problem in plan.heldout if len(plan.prompt_ids(problem)) <= 12]
@@ -108,7 +101,7 @@ def test_short_prompts_are_answered_in_their_order_as_if_there_were_no_long_ones
     assert asked[:3] == [short[:8], short[8:16], short[16:]]
 
 
-def test_what_has_no_room_counts_as_wrong_and_is_named(of: Callable[..., RunSpec]) -> None:
+def test_a_problem_without_room_counts_as_wrong_and_is_listed(of: Callable[..., RunSpec]) -> None:
     spec = of(TOO_LONG, LONG, TOO_LONG)
     plan, policy = _plan(spec), load_config(spec.initial_checkpoint)
     names = [plan.heldout[index].problem_id for index in range(20) if len(plan.prompt_ids(plan.heldout[index])) > 24]
@@ -125,7 +118,7 @@ def test_an_evaluation_without_any_answer_is_refused(of: Callable[..., RunSpec])
         _work_units(spec)
 
 
-def test_training_leaves_long_prompts_out_and_a_cut_one_is_cut_everywhere(of: Callable[..., RunSpec]) -> None:
+def test_training_drops_long_prompts_and_truncation_is_the_same_everywhere(of: Callable[..., RunSpec]) -> None:
     spec = of(LONG, TOO_LONG)
     plan = _plan(spec)
     assert (len(plan.train), len(plan.heldout), plan.num_overlong) == (50, 20, 1)
@@ -139,7 +132,7 @@ def test_training_leaves_long_prompts_out_and_a_cut_one_is_cut_everywhere(of: Ca
     assert max(len(request.prompt_ids) for work_unit in _work_units(cut) for request in work_unit.requests) == 12
 
 
-def test_the_run_s_log_says_what_is_too_long(of: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_the_run_log_reports_prompts_that_are_too_long(of: Callable[..., RunSpec], tmp_path: Path) -> None:
     spec = of(TOO_LONG, LONG)
     run_dir = tmp_path / "run"
     (run_dir / "checkpoints").mkdir(parents=True)
@@ -170,5 +163,5 @@ def test_the_run_s_log_says_what_is_too_long(of: Callable[..., RunSpec], tmp_pat
         ([99], [(0,)]),
     ],
 )
-def test_batches_of_long_prompts_take_no_more_tokens(prompts: list[int], batches: list[tuple[int, ...]]) -> None:
+def test_work_units_of_long_prompts_have_no_more_tokens(prompts: list[int], batches: list[tuple[int, ...]]) -> None:
     assert evaluation_batches(prompts, 2, 4, 4) == batches

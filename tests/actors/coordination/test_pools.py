@@ -92,7 +92,7 @@ def _score(pools: Pools, work_unit: WorkUnit) -> Coroutine[Any, Any, tuple[Any, 
     return pools.score(WeightsId(version=0, digest=""), work_unit.key, lambda: work_unit, work_unit.key.round)
 
 
-def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_reward_pauses_the_run_and_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.coordination.pools._FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("actors.coordination.pools._LONGEST_PAUSE_S", 0.02)
 
@@ -119,7 +119,7 @@ def test_a_reward_that_is_unavailable_is_waited_for_and_told_once(monkeypatch: p
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_a_slow_grader_does_not_keep_the_samplers_waiting() -> None:
+def test_a_slow_grader_does_not_block_the_samplers() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=True), _Actor(is_instant=False)
         pools = Pools(
@@ -141,7 +141,7 @@ def test_a_slow_grader_does_not_keep_the_samplers_waiting() -> None:
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_use_says_how_much_a_pool_worked_since_it_was_last_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_is_the_utilization_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("actors.coordination.pool.time.monotonic", lambda: clock[0])
 
@@ -169,7 +169,7 @@ def test_use_says_how_much_a_pool_worked_since_it_was_last_asked(monkeypatch: py
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_an_actor_that_died_is_away_until_it_answers() -> None:
+def test_an_actor_that_died_is_unreachable_until_it_answers() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
         pools = Pools(
@@ -190,7 +190,7 @@ def test_an_actor_that_died_is_away_until_it_answers() -> None:
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_an_actor_that_died_while_it_was_free_costs_no_try() -> None:
+def test_an_actor_that_died_while_free_costs_no_attempt() -> None:
     async def scores() -> None:
         dead, alive, grader = _Actor(is_instant=True), _Actor(is_instant=True), _Actor(is_instant=True)
         asked = []
@@ -219,7 +219,7 @@ def test_an_actor_that_died_while_it_was_free_costs_no_try() -> None:
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_a_timeout_that_an_actor_raises_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_error_raised_by_an_actor_does_not_kill_it(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[Any] = []
     monkeypatch.setattr("actors.coordination.pools.ray.kill", lambda actor, **_: killed.append(actor))
 
@@ -242,7 +242,7 @@ def test_a_timeout_that_an_actor_raises_is_not_its_own(monkeypatch: pytest.Monke
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_what_each_actor_did_and_for_how_long_it_was_away_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_spans_of_work_and_outages_are_returned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("actors.coordination.pool.time.monotonic", lambda: clock[0])
 
@@ -293,7 +293,9 @@ class _Sleeper(_Actor):
         self.hangs = False
 
 
-def test_a_turn_ends_when_all_samplers_sleep_and_who_does_not_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_ends_when_all_samplers_are_offloaded_and_a_hung_one_is_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("actors.coordination.pool.ray.kill", lambda actor, **how: actor.kill(**how))
     monkeypatch.setattr("actors.coordination.pool._RELEASE_TIMEOUT_S", 0.1)
     monkeypatch.setattr("actors.coordination.pool.RESTART_POLL_S", 0.01)
@@ -312,7 +314,7 @@ def test_a_turn_ends_when_all_samplers_sleep_and_who_does_not_is_restarted(monke
     asyncio.run(asyncio.wait_for(turns(), 60))
 
 
-def test_what_the_learner_waits_for_is_served_first() -> None:
+def test_work_that_the_learner_waits_for_is_served_first() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
         pools = Pools(
@@ -340,7 +342,7 @@ def test_what_the_learner_waits_for_is_served_first() -> None:
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_who_is_given_up_as_it_is_served_leaves_the_actor_to_the_next() -> None:
+def test_a_cancelled_request_leaves_its_actor_to_the_next() -> None:
     async def scores() -> None:
         sampler, grader = _Actor(is_instant=False), _Actor(is_instant=True)
         pools = Pools(
@@ -363,7 +365,7 @@ def test_who_is_given_up_as_it_is_served_leaves_the_actor_to_the_next() -> None:
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_who_has_just_answered_is_not_asked_whether_it_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_has_just_answered_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, asked = [100.0], []
     monkeypatch.setattr("actors.coordination.pool.time.monotonic", lambda: clock[0])
 
@@ -433,7 +435,7 @@ async def _settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_who_comes_works_once_it_is_up_and_who_is_too_many_leaves_when_its_portion_is_done(
+def test_added_actors_work_once_up_and_surplus_actors_leave_when_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("actors.coordination.pool.ray.kill", lambda actor: actor.kill())
@@ -476,7 +478,7 @@ def test_who_comes_works_once_it_is_up_and_who_is_too_many_leaves_when_its_porti
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_who_leaves_does_so_whatever_becomes_of_its_portion(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaving_actor_leaves_even_if_its_work_unit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.coordination.pool.ray.kill", lambda actor: actor.kill())
 
     async def scores() -> None:
@@ -496,7 +498,7 @@ def test_who_leaves_does_so_whatever_becomes_of_its_portion(monkeypatch: pytest.
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_the_share_at_work_is_of_the_time_that_each_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_utilization_is_relative_to_each_actors_time_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("actors.coordination.pool.time.monotonic", lambda: clock[0])
 
@@ -517,7 +519,7 @@ def test_the_share_at_work_is_of_the_time_that_each_was_there(monkeypatch: pytes
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_a_free_actor_that_does_not_say_whether_it_is_up_leaves_its_portion_to_another(
+def test_a_free_actor_that_does_not_answer_passes_its_work_unit_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("actors.coordination.pool.SILENT_S", 0.05)
@@ -533,7 +535,7 @@ def test_a_free_actor_that_does_not_say_whether_it_is_up_leaves_its_portion_to_a
     asyncio.run(asyncio.wait_for(scores(), 10))
 
 
-def test_without_any_sampler_that_is_up_the_run_pauses_until_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_pauses_while_no_sampler_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, told = [100.0], []
     monkeypatch.setattr("actors.coordination.pool.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("actors.coordination.pool.RESTART_POLL_S", 0.0)

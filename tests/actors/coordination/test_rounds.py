@@ -103,7 +103,7 @@ def _trained(spec: RunSpec, pools: _Pools, num_rounds: int, restarts: bool = Fal
     return asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_the_groups_of_a_round_do_not_depend_on_who_answers_when(dynamic: RunSpec) -> None:
+def test_the_groups_of_a_round_do_not_depend_on_the_order_of_answers(dynamic: RunSpec) -> None:
     num_rounds = dynamic.learner.num_rounds
     first = _trained(dynamic, _Pools(0), num_rounds)
     sizes = [len(asked) // dynamic.learner.group_size for asked in first]
@@ -116,7 +116,7 @@ def test_the_groups_of_a_round_do_not_depend_on_who_answers_when(dynamic: RunSpe
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_nor_do_they_under_a_curriculum(dynamic: RunSpec, staleness: int) -> None:
+def test_nor_do_the_groups_under_a_curriculum(dynamic: RunSpec, staleness: int) -> None:
     spec = dynamic.model_copy(
         update={
             "rollout": dynamic.rollout.model_copy(update={"curriculum": 3}),
@@ -132,7 +132,7 @@ def test_nor_do_they_under_a_curriculum(dynamic: RunSpec, staleness: int) -> Non
         assert _trained(spec, _Pools(5, failures=0.3), 12, restarts=True) == first
 
 
-def test_what_nobody_foresaw_costs_a_try_and_is_named(spec: RunSpec) -> None:
+def test_an_unexpected_error_costs_an_attempt_and_is_reported(spec: RunSpec) -> None:
     class Broken(_Pools):
         async def score(self, *_: Any) -> tuple[Any, WorkUnitSummary]:
             raise IndexError("a fault of ours")
@@ -169,7 +169,7 @@ def _impatient(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"rollout": rollout, "grading": GraderSection(timeout_s=0.05)})
 
 
-def test_a_round_waits_for_programs_and_comparisons_too(
+def test_the_round_timeout_includes_the_grading_time_of_programs_and_comparisons(
     spec: RunSpec, plan: RunPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SumsConfig, "max_grading_s", 0.1)
@@ -179,7 +179,7 @@ def test_a_round_waits_for_programs_and_comparisons_too(
 
 
 @pytest.mark.parametrize(("running_s", "is_given_up"), [([0, 0, 0.1], False), ([0, 0.3], True), ([math.inf], True)])
-def test_a_round_has_all_of_its_patience_again_when_a_pause_ends(
+def test_a_round_has_its_full_timeout_again_after_a_pause(
     spec: RunSpec, plan: RunPlan, running_s: list[float], is_given_up: bool
 ) -> None:
     async def run() -> int:
@@ -193,7 +193,7 @@ def test_a_round_has_all_of_its_patience_again_when_a_pause_ends(
         assert asyncio.run(asyncio.wait_for(run(), 60)) == spec.work_units_per_round
 
 
-def test_a_round_is_full_where_it_can_be_and_has_no_group_twice(dynamic: RunSpec) -> None:
+def test_dynamic_sampling_fills_a_round_if_possible_without_duplicates(dynamic: RunSpec) -> None:
     plan = RunPlan(dynamic, ChatTokenizer(dynamic.initial_checkpoint))
     for index, trained in enumerate(_trained(dynamic, _Pools(0), dynamic.learner.num_rounds)):
         candidates = [
@@ -206,7 +206,7 @@ def test_a_round_is_full_where_it_can_be_and_has_no_group_twice(dynamic: RunSpec
         assert list(dict.fromkeys(trained)) == informative[: dynamic.learner.groups_per_round]
 
 
-def test_a_portion_that_fails_for_good_is_replaced_too(dynamic: RunSpec) -> None:
+def test_a_work_unit_that_fails_for_good_is_replaced(dynamic: RunSpec) -> None:
     rollout = dynamic.rollout.model_copy(update={"max_attempts": 1})
     fragile = dynamic.model_copy(update={"rollout": rollout})
     pools = _Pools(3, failures=0.3)
@@ -215,7 +215,7 @@ def test_a_portion_that_fails_for_good_is_replaced_too(dynamic: RunSpec) -> None
     assert sizes.count(fragile.learner.groups_per_round) > 1
 
 
-def test_where_no_group_is_replaced_no_more_is_asked(spec: RunSpec) -> None:
+def test_without_dynamic_sampling_no_group_is_replaced(spec: RunSpec) -> None:
     pools = _Pools(0)
     _trained(spec, pools, 2)
     assert pools.num_asked == 2 * spec.work_units_per_round

@@ -49,7 +49,7 @@ def test_memory_is_released_before_the_wait_ends_where_gpus_are_shared() -> None
 
 
 @pytest.mark.parametrize("ends", ["stop", "cancel"])
-def test_a_stop_and_a_restarted_learner_end_a_wait_and_only_a_stop_those_to_come(ends: str) -> None:
+def test_a_stop_and_a_restarted_learner_end_a_wait_but_only_a_stop_ends_later_ones(ends: str) -> None:
     async def scene() -> list[str]:
         fakes = _Fakes()
         turn = _turn(fakes)

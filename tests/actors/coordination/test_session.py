@@ -8,7 +8,7 @@ from pathlib import Path
 from actors.coordination.session import SESSION, Session, SessionFile
 
 
-def test_a_session_is_its_drivers(tmp_path: Path) -> None:
+def test_a_session_belongs_to_one_driver(tmp_path: Path) -> None:
     names = {"sampler": ["sampler 0", "sampler 2"], "grader": ["grader 0"]}
     file = SessionFile(tmp_path, "one")
     file.change(num_coordinator_starts=2, is_stopping=True, pools=names, leaving=["sampler 1"])
@@ -29,7 +29,7 @@ def _starts(session: Session, *num_checkpoints: int, error: str = "") -> list[bo
     return is_too_many
 
 
-def test_an_error_that_comes_again_and_again_ends_the_run_and_says_which() -> None:
+def test_a_repeated_error_ends_the_run_and_is_named() -> None:
     session = Session(driver="one")
     assert _starts(session, 0, 0, 0, 0, error="ValueError: bad") == [False, False, False, True]
     for group in range(4):
@@ -38,16 +38,16 @@ def test_an_error_that_comes_again_and_again_ends_the_run_and_says_which() -> No
     assert session.gave_up == "ValueError: bad"
 
 
-def test_deaths_may_come_from_outside_and_end_it_later() -> None:
+def test_deaths_may_have_external_causes_and_end_the_run_later() -> None:
     assert _starts(Session(driver="one"), *[0] * 12) == [False] * 11 + [True]
 
 
-def test_a_checkpoint_on_the_way_is_progress() -> None:
+def test_a_new_checkpoint_counts_as_progress() -> None:
     assert not any(_starts(Session(driver="one"), *range(100)))
     assert not any(_starts(Session(driver="one"), 0, 0, 0, 1, 1, 1, 2, 2, 2, error="ValueError: bad"))
 
 
-def test_a_try_with_smaller_micro_batches_is_no_repetition() -> None:
+def test_a_start_with_smaller_micro_batches_is_no_repetition() -> None:
     session = Session(driver="one")
     for group in range(9):
         session = session.with_learner_start(str(group), 0)

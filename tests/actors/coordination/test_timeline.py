@@ -68,7 +68,7 @@ def test_a_round_is_three_spans_that_end_when_it_is_published(timeline: Timeline
     assert {span.args["round"] for span in timeline.spans()} == {3}
 
 
-def test_a_portion_an_evaluations_and_a_restart_are_told_apart(timeline: Timeline) -> None:
+def test_work_units_evaluations_and_restarts_are_distinguished(timeline: Timeline) -> None:
     away = WorkSpan(actor="sampler 1", key=None, began=53.0, ended=55.0, is_done=False)
     timeline.add_work_spans([_work("sampler 1", 4, 51.0, 53.0), away, _work("grader 0", -1, 51.0, 52.0)])
     assert _times(timeline, "sampler 1") == [("work unit 4:1", 1.0, 3.0), ("unreachable", 3.0, 5.0)]
@@ -76,7 +76,7 @@ def test_a_portion_an_evaluations_and_a_restart_are_told_apart(timeline: Timelin
     assert [span.kind for span in timeline.spans()] == [SpanKind.WORK, SpanKind.UNREACHABLE, SpanKind.WORK]
 
 
-def test_a_track_does_one_thing_at_a_time(timeline: Timeline, clock: Clock) -> None:
+def test_spans_of_a_track_do_not_overlap(timeline: Timeline, clock: Clock) -> None:
     clock.now += 10
     timeline.add_round(0, ROUND)
     clock.now += 7.5
@@ -88,7 +88,7 @@ def test_a_track_does_one_thing_at_a_time(timeline: Timeline, clock: Clock) -> N
     assert len(spans) == 6
 
 
-def test_the_newest_rounds_are_kept_and_what_was_done_meanwhile(timeline: Timeline, clock: Clock) -> None:
+def test_only_spans_of_the_newest_rounds_are_kept(timeline: Timeline, clock: Clock) -> None:
     for index in range(NUM_ROUNDS + 3):
         timeline.add_work_spans([_work("sampler 0", index + 1, clock.now + 1, clock.now + 7)])
         clock.now += 8
@@ -130,7 +130,7 @@ def test_the_file_is_a_chrome_trace_with_a_named_thread_for_each_actor(
     assert trace == trace_of(read_trace(tmp_path / TIMELINE))
 
 
-def test_it_is_written_when_it_has_changed(timeline: Timeline, tmp_path: Path) -> None:
+def test_the_timeline_is_written_only_if_it_changed(timeline: Timeline, tmp_path: Path) -> None:
     timeline.write(tmp_path)
     assert not (tmp_path / TIMELINE).exists()
     timeline.add_work_spans([_work("sampler 0", 0, 50.0, 51.0)])
@@ -140,7 +140,7 @@ def test_it_is_written_when_it_has_changed(timeline: Timeline, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_coordinator_that_restarts_goes_on_with_what_it_had_written(
+def test_a_restarted_coordinator_continues_the_written_timeline(
     timeline: Timeline, clock: Clock, tmp_path: Path
 ) -> None:
     for index in range(NUM_ROUNDS):
@@ -163,7 +163,7 @@ def test_a_trace_that_cannot_be_read_is_an_empty_one(text: str | None, tmp_path:
     assert Timeline.read(tmp_path).spans() == []
 
 
-def test_a_bubble_is_time_of_the_rounds_without_work(timeline: Timeline, clock: Clock) -> None:
+def test_idle_shares_are_the_time_of_the_rounds_without_work(timeline: Timeline, clock: Clock) -> None:
     assert idle_shares(timeline.spans()) == {}
     # The rounds last from 2 s to 10 s. Earlier and later work is excluded, and downtime is not work.
     timeline.add_work_spans([_work("sampler 0", 0, 50.0, 54.0), _work("sampler 0", 0, 58.0, 70.0)])
@@ -174,7 +174,7 @@ def test_a_bubble_is_time_of_the_rounds_without_work(timeline: Timeline, clock: 
     assert idle_shares(timeline.spans()) == pytest.approx({LEARNER: 0.25, "sampler 0": 0.5, "sampler 1": 1.0})
 
 
-def test_checkpoints_and_stages_of_steps_are_told_by_the_run_log(timeline: Timeline, clock: Clock) -> None:
+def test_checkpoints_and_stages_are_taken_from_the_run_log(timeline: Timeline, clock: Clock) -> None:
     clock.now += 10
     timeline.add_event("checkpoint", {"path": "checkpoints/rl-000003", "seconds": 2.0})
     timeline.add_event("phase_end", {"phase": "sft", "seconds": 4.0, "num_steps": 5})
@@ -184,7 +184,7 @@ def test_checkpoints_and_stages_of_steps_are_told_by_the_run_log(timeline: Timel
     assert _times(timeline, STAGE) == [("sft: 5 steps", 6.0, 10.0)]
 
 
-def test_a_checkpoint_beside_the_training_takes_nothing_of_the_learners_spans(timeline: Timeline, clock: Clock) -> None:
+def test_a_background_checkpoint_does_not_clip_the_learners_spans(timeline: Timeline, clock: Clock) -> None:
     clock.now += 8
     timeline.add_event("checkpoint", {"path": "checkpoints/rl-000003", "seconds": 6.0, "beside": True})
     clock.now += 2

@@ -14,7 +14,6 @@ from actors.coordination.version_evaluator import VersionEvaluator
 from actors.messages import WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.plan import RunPlan
 from actors.spec import RunSpec
-from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grade, Outcome
 from rollout.schedule_config import ScheduleConfig
@@ -34,18 +33,18 @@ def test_the_best_is_the_oldest_of_those_with_the_highest_accuracy() -> None:
     assert best_version([_evaluation(3, 4), _evaluation(5, 6), _evaluation(7, 6), _evaluation(9, 5)]) == 5
 
 
-def test_only_the_rounds_count() -> None:
+def test_only_evaluations_of_the_rounds_count() -> None:
     others = [_evaluation(0, 9, "untrained"), _evaluation(1, 9, "sft"), _evaluation(12, 9, "control")]
     assert best_version(others) is None
     assert best_version([*others, _evaluation(11, 2, "rl")]) == 11
 
 
-def test_a_future_that_was_given_up_counts_no_more() -> None:
+def test_evaluations_after_the_resumed_checkpoint_no_longer_count() -> None:
     again = {"event": "round", "round": 3, "policy_version": 5}
     assert best_version([_evaluation(4, 3), _evaluation(6, 9), again, _evaluation(5, 2)]) == 4
 
 
-def test_validation_decides_where_it_was_asked_and_what_the_rounds_began_from_counts_too() -> None:
+def test_validation_decides_if_configured_and_includes_the_start_of_the_rounds() -> None:
     heldout = [_evaluation(1, 2, "sft"), _evaluation(9, 10, "rl")]
     assert validated_best(heldout) is None, "the test is nothing to choose by"
     validation = [_evaluation(version, right, "validation") for version, right in ((1, 6), (5, 8), (9, 7))]
@@ -94,18 +93,22 @@ def _scored(
     spec: RunSpec, plan: RunPlan, pools: _Pools, label: str, on_failure: Callable[..., None] = lambda *_: None
 ) -> dict[str, Any]:
     steps = [ScheduleConfig(num_denoise_steps=count) for count in (4, 1, 8)]
-    schedules = [schedule.of(spec.rollout.sampling) for schedule in steps]
-    policy = load_config(spec.initial_checkpoint)
-    evaluation = VersionEvaluator(plan, schedules, pools, 2, on_failure, policy=policy)  # type: ignore[arg-type]
+    spec = spec.model_copy(
+        update={
+            "evaluation": spec.evaluation.model_copy(update={"schedules": steps}),
+            "rollout": spec.rollout.model_copy(update={"max_attempts": 2}),
+        }
+    )
+    evaluation = VersionEvaluator(spec, plan, pools, on_failure)  # type: ignore[arg-type]
     return asyncio.run(evaluation.score(WeightsId(version=1, digest=""), label, due=0))
 
 
-def test_steps_that_write_nothing_count(spec: RunSpec, plan: RunPlan) -> None:
+def test_denoise_steps_that_write_nothing_count(spec: RunSpec, plan: RunPlan) -> None:
     assert _scored(spec, plan, _Pools(num_idle=1), "rl")["mean_steps"] == 5
 
 
 @pytest.mark.parametrize("num_failing", [0, 3])
-def test_every_problem_is_asked_once_at_each_schedule_and_the_first_counts(
+def test_every_problem_is_evaluated_once_per_schedule_and_the_first_schedule_counts(
     spec: RunSpec, plan: RunPlan, num_failing: int
 ) -> None:
     pools = _Pools(num_failing)
@@ -118,31 +121,31 @@ def test_every_problem_is_asked_once_at_each_schedule_and_the_first_counts(
 
 
 @pytest.mark.parametrize("num_tries", [1, 2])
-def test_what_cannot_be_graded_at_any_try_counts_as_wrong_and_is_named(
+def test_a_completion_that_no_attempt_can_grade_counts_as_wrong_and_is_reported(
     spec: RunSpec, plan: RunPlan, num_tries: int
 ) -> None:
     pools, said = _Pools(num_ungraded=2, num_tries=num_tries), []
     scored = _scored(spec, plan, pools, "round", lambda what, attempt: said.append((attempt, what)))
     assert (scored["num_problems"], scored["num_ungraded"], scored["num_correct"]) == (20, 6, 14)
-    assert len(pools.asked) == 6, "each portion is tried as often as one that fails"
+    assert len(pools.asked) == 6, "each work unit is tried as often as one that fails"
     first, other = "the grader failed on 0", "the grader failed on 1"
     second = first if num_tries == 2 else "no luck any more"
     assert sorted(said) == sorted([(1, first), (2, second), (2, other)] * 3)
 
 
-def test_an_accuracy_over_fewer_problems_is_none(spec: RunSpec, plan: RunPlan) -> None:
+def test_no_accuracy_is_reported_over_fewer_problems(spec: RunSpec, plan: RunPlan) -> None:
     with pytest.raises(RuntimeError, match="the evaluation failed 2 times: no luck any more"):
         _scored(spec, plan, _Pools(num_tries=0), "round")
 
 
-def test_between_the_stages_only_the_first_is_asked(spec: RunSpec, plan: RunPlan) -> None:
+def test_within_a_stage_only_the_first_schedule_is_evaluated(spec: RunSpec, plan: RunPlan) -> None:
     pools = _Pools()
     scored = _scored(spec, plan, pools, "round")
     assert list(scored["schedules"]) == ["4 steps"]
     assert len(pools.asked) == 3
 
 
-def test_validation_asks_its_own_problems_at_the_first_schedule(spec: RunSpec) -> None:
+def test_validation_uses_its_own_problems_at_the_first_schedule(spec: RunSpec) -> None:
     task = spec.task.model_copy(update={"validation_fraction": 0.3})
     evaluation = spec.evaluation.model_copy(update={"num_validation": 10})
     spec = spec.model_copy(update={"task": task, "evaluation": evaluation})

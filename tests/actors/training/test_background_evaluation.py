@@ -42,17 +42,17 @@ def _by_version(events: list[dict[str, Any]], kind: str, what: str) -> list[tupl
     return list({event["policy_version"]: event[what] for event in events if event["event"] == kind}.items())
 
 
-def test_an_evaluation_is_heard_after_the_next_round_and_before_any_later_checkpoint(
+def test_a_background_evaluation_is_collected_after_the_next_round_and_before_a_later_checkpoint(
     spec: RunSpec, tmp_path: Path
 ) -> None:
     run = _run(_spec(spec, tmp_path / "run"))
     expected = ["round 0", "rl-000001", "round 1", "round 1", "rl-000002", "round 2", "round 2", "rl-000003", "rl 3"]
     assert _course(run)[: len(expected)] == expected
     versions = [event["policy_version"] for event in run.events if event["event"] == "evaluation"]
-    assert versions == [0, 1, 2, 3, 4, 5], "of the policy before the round that it is beside"
+    assert versions == [0, 1, 2, 3, 4, 5], "of the policy before the round that it runs during"
 
 
-def test_a_stop_before_it_is_heard_has_the_round_since_done_again_and_leaves_none_out(
+def test_a_stop_before_the_result_repeats_the_round_since_and_loses_no_evaluation(
     spec: RunSpec, tmp_path: Path
 ) -> None:
     whole, halved = (_spec(spec, tmp_path / name) for name in ("whole", "halved"))
@@ -73,7 +73,7 @@ def test_a_stop_before_it_is_heard_has_the_round_since_done_again_and_leaves_non
         assert _files(whole, name) == _files(halved, name), name
 
 
-def test_a_version_that_is_lost_meanwhile_is_told_of_and_the_run_goes_on(spec: RunSpec, tmp_path: Path) -> None:
+def test_a_version_lost_during_its_evaluation_is_reported_and_the_run_continues(spec: RunSpec, tmp_path: Path) -> None:
     run = _spec(spec, tmp_path / "run")
     lost = _Answering(run, 2, Next.PUBLISH)
     TrainingRun(run, lost, Pulse(), Ranks(), _ticking(0.01)).run()

@@ -75,7 +75,7 @@ class SlowDisk:
         self.begun.append(directory.name)
         if directory.name == "rl-000003":
             self.may_write.set()  # At the end of the stage nothing else would unblock it.
-        assert self.may_write.wait(WAIT_S), "nobody let it write"
+        assert self.may_write.wait(WAIT_S), "writing was never allowed"
         if directory.name in self.fails_at:
             self.fails_at.remove(directory.name)
             raise OSError("No space left on device")
@@ -104,7 +104,7 @@ class SlowDiskRun(LocalRun):
             # The writer's thread may not have started yet.
             while self._disk.begun[-1:] != [f"rl-00000{round_index}"]:
                 time.sleep(0.001)
-            assert f"rl-00000{round_index}" not in facts(self._spec), "the round was trained on beside it"
+            assert f"rl-00000{round_index}" not in facts(self._spec), "the round was trained on meanwhile"
             self._disk.may_write.set()
 
     def record(self, event: str, values: Any) -> None:
@@ -115,22 +115,26 @@ class SlowDiskRun(LocalRun):
 
 
 @pytest.mark.parametrize("lora", [FULL_FINE_TUNING, LoraConfig(rank=4, alpha=8)])
-def test_what_is_written_beside_the_next_round_is_what_was_when_it_was_gathered(
+def test_a_background_checkpoint_has_the_weights_of_when_it_was_gathered(
     spec: RunSpec, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, lora: LoraConfig
 ) -> None:
-    plain, beside = (_spec(spec, tmp_path / name, model=ModelSection(lora=lora)) for name in ("plain", "beside"))
+    plain, background = (
+        _spec(spec, tmp_path / name, model=ModelSection(lora=lora)) for name in ("plain", "background")
+    )
     with monkeypatch.context() as at_once:
         at_once.setattr("actors.checkpoints.writing._MIN_BACKGROUND_BYTES", 10**9)
         disk.may_write.set()
         expected = _run(plain)
     assert _checkpoints(expected) == [(name, False) for name in ("rl-000001", "rl-000002", "rl-000003")]
     disk.may_write.clear()
-    run = _run(beside, SlowDiskRun(beside, disk))
+    run = _run(background, SlowDiskRun(background, disk))
     assert _checkpoints(run) == [("rl-000001", True), ("rl-000002", True), ("rl-000003", False)]
     assert run.published_digests == expected.published_digests
     for name in ("rl-000001", "rl-000002", "rl-000003"):
-        assert _files(beside, name) == _files(plain, name), name
-    assert facts(beside) == {name: _without_seconds(state, facts(beside)[name]) for name, state in facts(plain).items()}
+        assert _files(background, name) == _files(plain, name), name
+    assert facts(background) == {
+        name: _without_seconds(state, facts(background)[name]) for name, state in facts(plain).items()
+    }
 
 
 def _without_seconds(state: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +142,7 @@ def _without_seconds(state: dict[str, Any], other: dict[str, Any]) -> dict[str, 
     return state | {"rl_seconds": other["rl_seconds"]}
 
 
-def test_a_stop_waits_for_what_is_being_written(spec: RunSpec, tmp_path: Path, disk: SlowDisk) -> None:
+def test_a_stop_waits_for_a_checkpoint_that_is_being_written(spec: RunSpec, tmp_path: Path, disk: SlowDisk) -> None:
     run = _spec(spec, tmp_path / "run")
     threading.Timer(0.3, disk.may_write.set).start()
     stopped = _run(run, pulse=Pulse("round 0: training"))
@@ -147,7 +151,7 @@ def test_a_stop_waits_for_what_is_being_written(spec: RunSpec, tmp_path: Path, d
     assert "rl-000001" in facts(run)
 
 
-def test_one_that_could_not_be_written_beside_is_told_and_written_again_by_a_stop(
+def test_a_failed_background_checkpoint_is_reported_and_written_again_at_a_stop(
     spec: RunSpec, tmp_path: Path, disk: SlowDisk
 ) -> None:
     disk.fails_at, run = ["rl-000001"], _spec(spec, tmp_path / "run")
@@ -160,7 +164,7 @@ def test_one_that_could_not_be_written_beside_is_told_and_written_again_by_a_sto
     assert "rl-000001" in facts(run)
 
 
-def test_one_that_is_never_written_is_waited_for_no_longer_than_its_bytes_may_take(
+def test_the_wait_for_a_background_checkpoint_is_bounded_by_its_size(
     spec: RunSpec, tmp_path: Path, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, whole = (_spec(spec, tmp_path / name) for name in ("run", "whole"))
@@ -211,11 +215,11 @@ def _rank(rank: int, spec: RunSpec, fails_at: str) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_agree_on_what_was_written_beside(spec: RunSpec, tmp_path: Path) -> None:
-    plain, beside = (_spec(spec, tmp_path / name) for name in ("plain", "beside"))
-    run_ranks(_rank, beside, "", num=2)
+def test_ranks_agree_on_background_checkpoints(spec: RunSpec, tmp_path: Path) -> None:
+    plain, background = (_spec(spec, tmp_path / name) for name in ("plain", "background"))
+    run_ranks(_rank, background, "", num=2)
     _run(plain)
-    assert _files(beside, "rl-000002").keys() == _files(plain, "rl-000002").keys()
+    assert _files(background, "rl-000002").keys() == _files(plain, "rl-000002").keys()
     again = _spec(spec, tmp_path / "again")
     run_ranks(_rank, again, "rl-000001", num=2)
     assert list(facts(again)) == ["initial", "rl-000001"], "written at the second try, by the stop"

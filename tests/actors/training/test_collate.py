@@ -81,7 +81,7 @@ def test_rows_carry_their_own_request_completion_and_grade(plan: RunPlan) -> Non
     assert set(batch.policy_versions.tolist()) == {4}
 
 
-def test_an_ungraded_completion_is_left_out_and_its_group_goes_on_without_it(plan: RunPlan) -> None:
+def test_an_ungraded_completion_is_left_out_of_its_group(plan: RunPlan) -> None:
     scored = _scored(plan.round_work_unit(0, 0))
     grades = list(scored.grades)
     grades[5] = replace(grades[5], outcome=Outcome.TIMEOUT, reward=9.0)
@@ -90,7 +90,7 @@ def test_an_ungraded_completion_is_left_out_and_its_group_goes_on_without_it(pla
     torch.testing.assert_close(batch.rewards, torch.tensor([0, 1, 2, 3, 4, 6, 7]) / 10)
 
 
-def test_a_completion_that_is_alone_in_its_group_has_nothing_to_compare_with(plan: RunPlan) -> None:
+def test_a_group_with_a_single_graded_completion_is_left_out(plan: RunPlan) -> None:
     scored = _scored(plan.round_work_unit(0, 0))
     grades = [replace(g, outcome=Outcome.ERROR) if row < 3 else g for row, g in enumerate(scored.grades)]
     batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1, selection=EVERY_GROUP)
@@ -122,7 +122,7 @@ def test_a_failed_grade_that_the_recipe_makes_a_zero_is_trained_on_and_still_cou
     assert stats["num_ungraded"] == {"timeout": 1, "error": 0}
 
 
-def test_the_shapes_of_correct_answers_are_counted_by_how_common_they_are(plan: RunPlan) -> None:
+def test_answer_shapes_is_the_effective_number_of_shapes(plan: RunPlan) -> None:
     """Of eight answers seven are correct: four of one shape, two of another and one of a third."""
     answers = ["1*2+3", "12*3+4", "3*3+3", "1*1+10", "2-1", "30-11", "7", "1/2/3"]
     work_unit = plan.round_work_unit(0, 0)
@@ -178,7 +178,7 @@ def test_terms_see_the_completion_that_was_sampled_and_only_in_the_rounds(spec: 
     assert list(grade.parts) == ["digits"]
 
 
-def test_rows_are_in_the_order_of_their_groups_whichever_portions_these_were_in(plan: RunPlan) -> None:
+def test_rows_are_in_the_order_of_their_groups_whatever_the_work_units(plan: RunPlan) -> None:
     work_units = [_scored(plan.round_work_unit(0, index)) for index in range(plan.work_units_per_round)]
     in_order = collate(work_units, num_slots=8, eos_id=1, selection=EVERY_GROUP)
     turned = collate(work_units[::-1], num_slots=8, eos_id=1, selection=EVERY_GROUP)

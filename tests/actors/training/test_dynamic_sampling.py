@@ -26,20 +26,20 @@ def _rows(*groups: list[Grade], first: int = 0) -> tuple[list[int], list[Grade]]
 TEACHES, ALL_RIGHT, ALL_WRONG = _grades(0.0, 0.5, 0.0, 1.0), _grades(*[1.0] * SIZE), _grades(*[0.0] * SIZE)
 
 
-def test_groups_that_teach_nothing_are_left_out_and_the_first_that_teach_taken() -> None:
+def test_uninformative_groups_are_left_out_and_the_first_informative_ones_taken() -> None:
     selection = GroupSelection(num_groups=2, max_groups=4)
     work_units = [_rows(ALL_RIGHT, TEACHES), _rows(TEACHES, TEACHES, first=2)]
     assert selection.trained_rows(work_units) == [[4, 5, 6, 7], [0, 1, 2, 3]]
 
 
-def test_where_no_group_is_replaced_all_are_trained_on() -> None:
+def test_without_dynamic_sampling_all_groups_are_trained_on() -> None:
     work_units = [_rows(ALL_RIGHT, TEACHES), _rows(ALL_WRONG, first=2)]
     for selection in (EVERY_GROUP, GroupSelection(num_groups=3, max_groups=3)):
         assert selection.trained_rows(work_units) == [list(range(8)), list(range(4))]
         assert selection.work_units_needed([2, 1], {0: 0, 1: 0}) == 2
 
 
-def test_a_group_of_which_too_few_are_graded_teaches_nothing() -> None:
+def test_a_group_with_too_few_grades_is_uninformative() -> None:
     failed = _grades(0.0, 1.0, outcome=Outcome.ERROR)
     rows = _rows([*_grades(0.5), *failed], [*_grades(0.5, 1.0), *failed])
     assert graded_rows(*rows) == [3, 4]
@@ -49,7 +49,7 @@ def test_a_group_of_which_too_few_are_graded_teaches_nothing() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "num"), [(0.0, 1.0, 3), (0.3, 1.0, 2), (0.0, 0.6, 2), (0.25, 0.75, 3), (0.5, 0.5, 1)]
 )
-def test_what_the_accuracies_leave_out_teaches_nothing(low: float, high: float, num: int) -> None:
+def test_groups_outside_the_accuracy_limits_are_uninformative(low: float, high: float, num: int) -> None:
     """With groups of accuracy 1/4, 1/2 and 3/4."""
     groups = [_grades(*[1.0] * count, *[0.0] * (SIZE - count)) for count in (1, 2, 3)]
     selection = GroupSelection(num_groups=3, max_groups=6, min_accuracy=low, max_accuracy=high)
@@ -62,7 +62,7 @@ def test_what_the_accuracies_leave_out_teaches_nothing(low: float, high: float, 
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=300)
-def test_the_portions_asked_do_not_depend_on_who_answers_first(
+def test_the_requested_work_units_do_not_depend_on_the_order_of_answers(
     work_units: list[list[bool]], num_groups: int, order: random.Random
 ) -> None:
     """Requests the shortest prefix with enough informative groups, or all work units, and never a unit in vain."""

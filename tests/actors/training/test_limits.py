@@ -25,13 +25,13 @@ from tests.ranks import run_ranks
         (Limit(num_steps=4, seconds=8.0), 0, 10.0, 1.25),
     ],
 )
-def test_seconds_end_a_stage_where_they_are_limited_and_steps_where_they_are_not(
+def test_a_stage_ends_by_its_time_limit_or_else_by_its_steps(
     limit: Limit, step: int, seconds: float, progress: float
 ) -> None:
     assert limit.progress(step, seconds) == progress
 
 
-def test_a_stopwatch_goes_on_from_before_and_not_while_it_is_paused() -> None:
+def test_a_stopwatch_continues_from_earlier_time_and_excludes_pauses() -> None:
     looks = count()
     watch = Stopwatch(lambda: float(next(looks)), before_s=10.0)
     assert watch.seconds() == 11
@@ -51,6 +51,6 @@ def _rank(rank: int, directory: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_every_rank_branches_on_what_rank_0_sees(tmp_path: Path) -> None:
+def test_all_ranks_decide_by_rank_0(tmp_path: Path) -> None:
     run_ranks(_rank, tmp_path, num=2)
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [True, True]

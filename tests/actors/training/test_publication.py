@@ -109,7 +109,7 @@ def _go_through(policy: ShardedPolicy, store: Store, ranks: Ranks) -> list[dict[
 
 
 @pytest.mark.parametrize("lora", [FULL_FINE_TUNING, ADAPTER])
-def test_what_is_published_is_the_policy_to_the_bit(config: TransformerConfig, lora: LoraConfig) -> None:
+def test_published_weights_equal_the_policy_bit_by_bit(config: TransformerConfig, lora: LoraConfig) -> None:
     store = Store()
     was = _go_through(_policy(config, lora), store, Ranks())
     for published, policy in zip(store.weights, was, strict=True):
@@ -118,14 +118,14 @@ def test_what_is_published_is_the_policy_to_the_bit(config: TransformerConfig, l
     assert store.digests[2] == store.digests[3]
 
 
-def test_an_adapter_is_published_with_the_name_of_what_it_stands_on(config: TransformerConfig) -> None:
+def test_an_adapter_is_published_with_the_name_of_its_base(config: TransformerConfig) -> None:
     store = Store()
     _go_through(_policy(config, ADAPTER), store, Ranks())
     first = ["version 1 initial", "announced 1", "version 2 initial", "announced 2"]
     assert store.said == [*first, "version 3 sft", "announced 3", "version 3 sft"]
 
 
-def test_what_the_store_forgot_to_have_been_offered_is_offered_again(config: TransformerConfig) -> None:
+def test_offers_that_the_store_lost_are_repeated(config: TransformerConfig) -> None:
     store = Store()
     store.forgets = 2
     policy = _policy(config, FULL_FINE_TUNING)
@@ -133,7 +133,7 @@ def test_what_the_store_forgot_to_have_been_offered_is_offered_again(config: Tra
     assert store.said == ["version 1", "announced 1"]
 
 
-def test_weights_travel_in_the_samplers_precision_and_are_named_after_those_that_are_trained(
+def test_weights_are_sent_in_the_samplers_precision_under_the_digest_of_the_trained_ones(
     config: TransformerConfig, moe_config: TransformerConfig
 ) -> None:
     """Parameters that a sampler holds in float32, such as a router's bias, are not cast."""
@@ -171,7 +171,7 @@ def _rank(rank: int, directory: Path, config: TransformerConfig) -> None:
     dist.destroy_process_group()
 
 
-def test_two_ranks_publish_what_one_would(config: TransformerConfig, tmp_path: Path) -> None:
+def test_two_ranks_publish_the_same_as_one(config: TransformerConfig, tmp_path: Path) -> None:
     run_ranks(_rank, tmp_path, config, num=2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     for lora in (FULL_FINE_TUNING, ADAPTER):

@@ -58,10 +58,10 @@ def _publish(client: RunClient) -> None:
     client.published(0, SECOND, {"loss": 1.0}, [scored])
 
 
-def test_a_round_is_told_of_by_the_ask_for_the_next(client: Callable[..., Any]) -> None:
+def test_a_round_is_reported_with_the_request_for_the_next(client: Callable[..., Any]) -> None:
     run, coordinator = client()
     _publish(run)
-    assert coordinator.heard == [], "nobody waits for the registry"
+    assert coordinator.heard == [], "the call does not wait for the registry"
     assert run.next_batch(1, SECOND) == (Next.CONTINUE, [])
     assert coordinator.asked == [("announce", SECOND, Phase.RL, 1), ("next_batch", 1, SECOND, TRAINED, "")]
     assert coordinator.heard == ["announce", "next_batch"]
@@ -71,7 +71,7 @@ def test_a_round_is_told_of_by_the_ask_for_the_next(client: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("name", ["record", "evaluate", "report_round"])
-def test_before_whatever_else_is_asked(client: Callable[..., Any], name: str) -> None:
+def test_a_round_is_reported_before_any_other_call(client: Callable[..., Any], name: str) -> None:
     run, coordinator = client()
     _publish(run)
     if name == "record":
@@ -85,7 +85,7 @@ def test_before_whatever_else_is_asked(client: Callable[..., Any], name: str) ->
     assert coordinator.heard[:2] == ["announce", "published"]
 
 
-def test_a_coordinator_that_does_not_know_the_round_is_told_all_of_it(client: Callable[..., Any]) -> None:
+def test_a_coordinator_that_does_not_know_the_round_receives_its_summaries(client: Callable[..., Any]) -> None:
     run, coordinator = client(next_batch=[(Next.REPORT, []), (Next.CONTINUE, [])], published=[False, True])
     _publish(run)
     assert run.next_batch(1, SECOND) == (Next.CONTINUE, [])
@@ -97,7 +97,7 @@ def test_a_coordinator_that_does_not_know_the_round_is_told_all_of_it(client: Ca
     ]
 
 
-def test_what_could_not_be_announced_is_raised_by_the_next_call(client: Callable[..., Any]) -> None:
+def test_a_failed_announcement_is_raised_by_the_next_call(client: Callable[..., Any]) -> None:
     run, coordinator = client()
 
     def fail(*_: Any) -> Callable[[], Any]:

@@ -43,7 +43,7 @@ def _rows(count: int) -> list[dict[str, str]]:
     return [{"prompt": f"{index} ?", "completion": f"{index}"} for index in range(count)]
 
 
-def test_without_a_file_they_are_the_first_training_and_held_out_problems(spec: RunSpec, plan: RunPlan) -> None:
+def test_without_a_file_sft_uses_the_first_training_and_held_out_problems(spec: RunSpec, plan: RunPlan) -> None:
     data, tokenizer = _load(spec, num_eval=3), ChatTokenizer(spec.initial_checkpoint)
     for documents, problems in ((data.train, plan.train[:10]), (data.held_out, plan.heldout[:3])):
         assert documents is not None
@@ -116,7 +116,7 @@ def test_a_text_that_fills_the_canvas_has_no_end_of_text(spec: RunSpec, file_of:
     assert _texts(spec, full) == [("1", "1 2 3")]
 
 
-def test_what_is_held_out_hangs_on_the_prompts_alone(spec: RunSpec, file_of: Callable[..., Path]) -> None:
+def test_held_out_examples_depend_on_the_prompts_alone(spec: RunSpec, file_of: Callable[..., Path]) -> None:
     rows = _rows(30)
 
     def split(rows: list[dict[str, str]], seed: int) -> tuple[set[tuple[str, str]], list[tuple[str, str]]]:

@@ -117,9 +117,7 @@ def _without_memory(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in event.items() if key != "peak_memory_bytes"} for event in events]
 
 
-def test_ranks_whose_clocks_have_nothing_in_common_go_through_every_stage_together(
-    spec: RunSpec, tmp_path: Path
-) -> None:
+def test_ranks_with_different_clocks_stay_in_step_through_every_stage(spec: RunSpec, tmp_path: Path) -> None:
     limited = {"control": ControlSection(), "checkpoint_every_s": 0.3}
     alike, unlike = (_spec(spec, tmp_path / name, **limited) for name in ("alike", "unlike"))
     expected = _run_on_ranks(alike, (0.01, 0.01))
@@ -132,7 +130,7 @@ def test_ranks_whose_clocks_have_nothing_in_common_go_through_every_stage_togeth
     assert len(facts(alike)) > len(STAGES) + 1, "some were written by time"
 
 
-def test_the_control_takes_the_seconds_of_the_rounds_and_one_step_at_most_beyond(spec: RunSpec, tmp_path: Path) -> None:
+def test_the_control_takes_the_time_of_the_rounds_plus_at_most_one_step(spec: RunSpec, tmp_path: Path) -> None:
     run = _run(_spec(spec, tmp_path / "run", control=ControlSection()))
     seconds = {event["phase"]: event["seconds"] for event in _events(run, "phase_end")}
     steps = {event["phase"]: event["num_steps"] for event in _events(run, "phase_end")}
@@ -141,7 +139,9 @@ def test_the_control_takes_the_seconds_of_the_rounds_and_one_step_at_most_beyond
     assert seconds["rl"] <= seconds["control"] <= seconds["rl"] + one_step_s
 
 
-def test_a_run_with_validation_looks_at_the_test_at_the_ends_of_its_stages_alone(spec: RunSpec, tmp_path: Path) -> None:
+def test_with_validation_held_out_problems_are_evaluated_only_at_the_end_of_a_stage(
+    spec: RunSpec, tmp_path: Path
+) -> None:
     evaluation = EvaluationConfig(num_problems=8, num_validation=12, every_rounds=1)
     task = spec.task.model_copy(update={"validation_fraction": 0.3})
     run = _spec(spec, tmp_path / "run", evaluation=evaluation, task=task)
@@ -175,7 +175,7 @@ if find_spec("bitsandbytes") is not None:
         ("control, step 2", "control-000002", {"phase": "control", "round": 3, "step": 2}),
     ],
 )
-def test_a_run_that_is_stopped_anywhere_goes_on_there_to_the_same_bits(
+def test_a_run_stopped_anywhere_resumes_to_the_same_bits(
     spec: RunSpec, tmp_path: Path, stop_when: str, checkpoint: str, again: dict[str, Any], lora: str
 ) -> None:
     whole, halved = (_spec(spec, tmp_path / name, model=ModelSection(lora=LORAS[lora])) for name in ("whole", "halved"))
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_an_adapter_is_the_version_that_was_published(spec: RunS
     assert alphas == {"sft": 20} | {f"rl-00000{done}": 8 for done in range(1, 7)}
 
 
-def test_a_version_keeps_its_name_when_a_resumed_run_publishes_it_again(spec: RunSpec, tmp_path: Path) -> None:
+def test_a_resumed_run_publishes_a_version_under_the_same_digest(spec: RunSpec, tmp_path: Path) -> None:
     """The service finds a version's checkpoint by its digest."""
     changes = {"model": ModelSection(lora=LORAS["adapter"]), "phases": (Phase.SFT, Phase.RL)}
     whole, halved = (_spec(spec, tmp_path / name, **changes) for name in ("whole", "halved"))
@@ -256,14 +256,14 @@ def test_a_version_keeps_its_name_when_a_resumed_run_publishes_it_again(spec: Ru
     assert len({*first.sent_bytes, *rest.sent_bytes}) == 1
 
 
-def test_a_stop_before_anything_was_done_writes_nothing(spec: RunSpec, tmp_path: Path) -> None:
+def test_a_stop_before_any_progress_writes_no_checkpoint(spec: RunSpec, tmp_path: Path) -> None:
     run = _spec(spec, tmp_path / "run")
     stopped = _run(run, Pulse("sft, step 0"))
     assert stopped.events[-1] == {"event": "stopped", "phase": "untrained", "round": 0, "step": None}
     assert list(facts(run)) == ["initial"]
 
 
-def test_a_version_that_the_store_has_lost_is_published_again(spec: RunSpec, tmp_path: Path) -> None:
+def test_a_lost_version_is_published_again(spec: RunSpec, tmp_path: Path) -> None:
     kept, lost = (_spec(spec, tmp_path / name) for name in ("kept", "lost"))
     expected, run = _run(kept), LocalRun(lost)
     run.loses_next = 5
@@ -272,9 +272,7 @@ def test_a_version_that_the_store_has_lost_is_published_again(spec: RunSpec, tmp
     assert set(run.published_digests[:6]) == {expected.published_digests[0]}
 
 
-def test_checkpoints_by_time_take_a_small_share_of_it_and_the_newest_and_the_best_are_kept(
-    spec: RunSpec, tmp_path: Path
-) -> None:
+def test_timed_checkpoints_take_a_small_share_and_the_newest_and_best_are_kept(spec: RunSpec, tmp_path: Path) -> None:
     learner = LearnerConfig(num_rounds=9, groups_per_round=2, group_size=2, inner_updates=1, lr=1e-3)
     control = ControlSection(num_steps=1)
     frequent = _spec(

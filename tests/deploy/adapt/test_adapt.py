@@ -101,7 +101,7 @@ def test_a_directory_becomes_a_run_whose_version_0_refers_to_its_weights(here: P
 
 
 @pytest.mark.parametrize("data", ["notes", "notes/a.md", "text.txt"])
-def test_plain_text_is_trained_on_however_little_there_is(data: str, here: Path, d1: Callable, job: Job) -> None:
+def test_plain_text_of_any_length_is_trained_on(data: str, here: Path, d1: Callable, job: Job) -> None:
     (here / "notes").mkdir()
     for path in ("notes/a.md", "notes/b.txt", "text.txt"):
         (here / path).write_text("the sky is blue because of light. " * 40)
@@ -153,7 +153,7 @@ def test_training_starts_from_the_newest_checkpoint_of_a_run_that_is_named(
     assert started == [(None, initial), (initial, None)]
 
 
-def test_weights_of_a_gguf_file_are_the_runs_own(here: Path, d1: Callable, job: Job) -> None:
+def test_weights_of_a_gguf_file_are_copied_into_the_run(here: Path, d1: Callable, job: Job) -> None:
     ended = d1("adapt", "tiny.gguf", "runs/one", "--data", "chat.jsonl", "--mask-token", "<|hole|>", *_SMALL)
     assert ended.status == 0, ended.err
     assert "d1: the mask token is <|hole|> (id 300, a new row)\n" in ended.err
@@ -164,9 +164,7 @@ def test_weights_of_a_gguf_file_are_the_runs_own(here: Path, d1: Callable, job: 
     assert [path.name for path in (here / "runs").iterdir()] == ["one"]
 
 
-def test_without_steps_the_policy_alone_is_written_and_an_adapter_of_it_is_sampled(
-    here: Path, d1: Callable, job: Job
-) -> None:
+def test_without_steps_only_the_policy_is_written(here: Path, d1: Callable, job: Job) -> None:
     ended = d1("adapt", "tiny.gguf", "runs/one", "sft.num_steps=0")
     assert ended.status == 0, ended.err
     assert "d1 sample runs/one 'Why is the sky blue?'" in ended.out
@@ -191,21 +189,21 @@ def test_without_steps_the_policy_alone_is_written_and_an_adapter_of_it_is_sampl
         (["nowhere", "runs/one", "--data", "chat.jsonl"], "nowhere is no directory"),
         (["full", "runs/one", "--data", "chat.jsonl"], "pass --mask-token NEW to append a row"),
         (["tiny", "runs/one"], "there is nothing to train on: give --data FILE, or --prompts TASK"),
-        (["tiny", "runs/one", "--data", "chat.jsonl", "--prompts", "sums"], "--data and --prompts both say"),
-        (["tiny", "runs/one", "--data", "chat.jsonl", "name=two"], "name=... is what MODEL and OUT say"),
+        (["tiny", "runs/one", "--data", "chat.jsonl", "--prompts", "sums"], "--data and --prompts are alternatives"),
+        (["tiny", "runs/one", "--data", "chat.jsonl", "name=two"], "name=... is set by MODEL and OUT"),
         (["tiny", "runs/one"], "for the untrained policy alone, sft.num_steps=0"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "sft.num_steps=0"], "so nothing trains on the given data"),
         (["tiny", "runs/one", "--resume", "sft.num_steps=0"], "--resume is for training, and sft.num_steps is 0"),
-        (["tiny", "tiny", "sft.num_steps=0"], "there already is tiny"),
+        (["tiny", "tiny", "sft.num_steps=0"], "tiny already exists"),
         (["tiny", "runs/one", "--data", "none.jsonl"], "sft.data: none.jsonl"),
-        (["tiny", "tiny", "--data", "chat.jsonl"], "there already is tiny; go on with --resume"),
-        (["tiny", "chat.jsonl/one", "--data", "chat.jsonl"], "chat.jsonl: it is a file; take another OUT"),
-        (["tiny", "/proc/one", "--data", "chat.jsonl"], "/proc/one cannot be made in /proc: "),
+        (["tiny", "tiny", "--data", "chat.jsonl"], "tiny already exists; continue with --resume"),
+        (["tiny", "chat.jsonl/one", "--data", "chat.jsonl"], "chat.jsonl is a file; take another OUT"),
+        (["tiny", "/proc/one", "--data", "chat.jsonl"], "/proc/one cannot be made: /proc: "),
         (["tiny", "runs/one", "--data", "chat.jsonl", "--resume"], "there is no run to resume in runs/one"),
         (["tiny", "runs/one", "--data", "chat.jsonl", "sft.max_tokens=1000"], "takes canvases of 512 tokens"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused_in_a_sentence(
+def test_an_impossible_adaptation_is_refused_in_one_sentence(
     words: list[str], sentence: str, here: Path, d1: Callable, job: Job
 ) -> None:
     ended = d1("adapt", *words)
@@ -223,7 +221,7 @@ def test_a_dry_run_leaves_nothing(here: Path, d1: Callable, job: Job) -> None:
     assert not (here / "runs").exists()
 
 
-def test_a_run_goes_on_as_it_began_wherever_it_is_now(here: Path, d1: Callable, job: Job) -> None:
+def test_a_run_resumes_with_its_settings_wherever_it_is(here: Path, d1: Callable, job: Job) -> None:
     words = ("--data", "chat.jsonl", *_SMALL)
     assert d1("adapt", "tiny", "runs/one", *words).status == 0
     (here / "runs" / "one").rename(here / "runs" / "two")
@@ -234,7 +232,7 @@ def test_a_run_goes_on_as_it_began_wherever_it_is_now(here: Path, d1: Callable, 
     d1("adapt", "tiny", "runs/two", *words, "--resume", "sft.lr=1").assert_refused("sft.lr is 1.0")
 
 
-def test_the_models_own_responses_are_trained_on_and_an_earlier_try_goes_on(
+def test_the_models_responses_are_trained_on_and_generation_resumes(
     here: Path, d1: Callable, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -267,7 +265,7 @@ def test_the_models_own_responses_are_trained_on_and_an_earlier_try_goes_on(
 
 @pytest.mark.ray
 @pytest.mark.nightly
-def test_an_adaptation_that_is_killed_goes_on_and_is_a_run_like_any_other(here: Path, cluster: dict[str, str]) -> None:
+def test_a_killed_adaptation_resumes(here: Path, cluster: dict[str, str]) -> None:
     d1, run = str(Path(sys.executable).with_name("d1")), here / "runs" / "one"
     words = ["adapt", "tiny.gguf", "runs/one", "--data", "chat.jsonl", "sft.num_steps=100", "sft.max_tokens=64"]
     words += ["checkpoint_every_s=0.5", "sft.eval_every_steps=0", "task.name=sums", "num_train_problems=50"]

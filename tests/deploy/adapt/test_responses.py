@@ -114,7 +114,7 @@ def test_greedy_responses_are_those_of_transformers(source: AutoregressiveCheckp
     assert found.is_ended == (len(found.token_ids) < 12)
 
 
-def test_vllm_is_taken_where_it_can_run_and_is_asked_by_seed_and_tokens(
+def test_vllm_is_used_if_it_can_run_with_seeds_and_token_ids(
     source: AutoregressiveCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a fake of the library, which needs a GPU: d1's calls, and how it reads the answers."""
@@ -146,7 +146,7 @@ def test_vllm_is_taken_where_it_can_run_and_is_asked_by_seed_and_tokens(
     ]
 
 
-def test_the_prompts_and_the_models_answers_are_what_sft_reads(
+def test_the_written_file_is_readable_as_sft_data(
     source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any
 ) -> None:
     speaker(["the sky is blue."])
@@ -157,7 +157,7 @@ def test_the_prompts_and_the_models_answers_are_what_sft_reads(
     assert (written.num_kept, written.num_cut, written.num_empty) == (10, 0, 0)
 
 
-def test_a_cut_response_keeps_its_whole_sentences_and_an_empty_one_is_left_out(
+def test_an_unfinished_response_keeps_whole_sentences_and_an_empty_one_is_left_out(
     source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any
 ) -> None:
     speaker(["It is 4.", 'It is so! "Yes." And then the...', "1. the sky...", " \n"])
@@ -169,9 +169,7 @@ def test_a_cut_response_keeps_its_whole_sentences_and_an_empty_one_is_left_out(
     )
 
 
-def test_a_writer_that_is_killed_goes_on_where_it_was(
-    source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any
-) -> None:
+def test_a_killed_writer_resumes_where_it_was(source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any) -> None:
     path, whole = tmp_path / "own.jsonl", tmp_path / "whole.jsonl"
     all_seeds = speaker(["the sky is blue."]).seeds
     write_responses(source, PROMPTS, whole, SAMPLING)
@@ -191,11 +189,13 @@ def test_a_writer_that_is_killed_goes_on_where_it_was(
     assert write_responses(source, PROMPTS, path, SAMPLING) == written
 
 
-def test_a_file_of_something_else_is_left_alone(source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any) -> None:
+def test_a_file_with_other_content_is_refused_and_unchanged(
+    source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any
+) -> None:
     speaker(["the sky is blue."])
     path = tmp_path / "own.jsonl"
     path.write_text("mine\n")
-    with pytest.raises(UserError, match="is there already, and is no file of a model's responses"):
+    with pytest.raises(UserError, match="already exists, and is not a file of a model's responses"):
         write_responses(source, PROMPTS, path, SAMPLING)
     assert path.read_text() == "mine\n"
     path.unlink()
@@ -211,7 +211,7 @@ def test_a_file_of_something_else_is_left_alone(source: AutoregressiveCheckpoint
         write_responses(source, PROMPTS, path, SAMPLING)
 
 
-def test_prompts_without_room_are_counted_and_all_of_them_refused(
+def test_prompts_without_room_are_counted_and_refused_if_none_fits(
     source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any
 ) -> None:
     says = speaker(["the sky is blue."])
@@ -233,7 +233,7 @@ def source_ids(source: AutoregressiveCheckpoint, turns: Conversation) -> Sequenc
     return encode_prompts(source, source.tokenizer(), [turns], 0)[0].ids
 
 
-def test_a_model_that_says_nothing_or_cannot_be_asked_is_refused(
+def test_a_model_without_responses_or_chat_template_is_refused(
     source: AutoregressiveCheckpoint, tmp_path: Path, speaker: Any
 ) -> None:
     speaker([" "])
@@ -242,11 +242,11 @@ def test_a_model_that_says_nothing_or_cannot_be_asked_is_refused(
     base = tmp_path / "base"
     write_source(base)
     (base / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match="has no chat template, so it cannot be asked"):
+    with pytest.raises(UserError, match="has no chat template, so it cannot be prompted"):
         write_responses(open_source(str(base)), PROMPTS, tmp_path / "base.jsonl", SAMPLING)
 
 
-def test_a_part_of_the_prompts_is_a_fair_sample_and_batches_are_of_like_lengths(
+def test_every_prefix_of_the_prompts_is_a_fair_sample_and_batches_have_similar_lengths(
     source: AutoregressiveCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "_SORTED", 4)
@@ -258,7 +258,7 @@ def test_a_part_of_the_prompts_is_a_fair_sample_and_batches_are_of_like_lengths(
     assert lengths[4:] == sorted(lengths[4:])
 
 
-def test_a_task_is_asked_in_the_words_that_the_policy_sees() -> None:
+def test_task_prompts_are_those_of_the_policy() -> None:
     config = SumsConfig()
     found = task_prompts(config, 5)
     from rewards import Split, make_task
@@ -299,7 +299,7 @@ def test_prompts_of_files(tmp_path: Path) -> None:
         ("poems", None, "there is no task and no file .*poems; the tasks are countdown, "),
     ],
 )
-def test_what_holds_no_prompts_is_refused_in_a_sentence(
+def test_a_file_without_prompts_is_refused_in_one_sentence(
     name: str, text: str | bytes | None, sentence: str, tmp_path: Path
 ) -> None:
     path = tmp_path / name
@@ -309,7 +309,7 @@ def test_what_holds_no_prompts_is_refused_in_a_sentence(
         file_prompts(path)
 
 
-def test_a_summary_of_nothing_to_do_is_whole() -> None:
+def test_a_summary_without_work_is_valid() -> None:
     assert ResponseProgress(num_prompts=0).is_complete
 
 

@@ -45,7 +45,7 @@ def _recipe(recipe_file: Path, *overrides: str) -> Recipe:
     ],
     ids=" ".join,
 )
-def test_the_arithmetic_of_learning_is_what_the_learner_counts(recipe_file: Path, overrides: tuple[str, ...]) -> None:
+def test_learning_flops_equal_those_that_the_learner_counts(recipe_file: Path, overrides: tuple[str, ...]) -> None:
     """For a round of one group, whose completions differ in their rewards alone."""
     recipe = _recipe(recipe_file, "learner.groups_per_round=1", *overrides)
     shape = policy_shape(recipe)
@@ -86,7 +86,7 @@ def test_the_states_of_each_completion_of_a_group_are_counted(recipe_file: Path)
     ],
     ids=" ".join,
 )
-def test_the_arithmetic_of_sampling_is_what_pytorch_counts(recipe_file: Path, sampling: tuple[str, ...]) -> None:
+def test_sampling_flops_equal_those_that_pytorch_counts(recipe_file: Path, sampling: tuple[str, ...]) -> None:
     """For one completion that fills a canvas of 192 slots, predicting every slot of a block, as on a GPU.
     Widths are multiples of 64, because that is what they are rounded up to there."""
     one = ("learner.groups_per_round=1", "learner.group_size=2", "rollout.max_prompt_tokens=64")

@@ -71,7 +71,7 @@ def llada(tmp_path: Path) -> Callable[..., Recipe]:
         (32, "dual", True, 1060),
     ],
 )
-def test_tokens_a_second_of_a_sampler(
+def test_sampler_throughput_equals_the_measured_one(
     llada: Callable[..., Recipe], slots: int, cache: str, is_compiled: bool, measured: float
 ) -> None:
     """Without an adapter, whose cost on a GPU has not been measured."""
@@ -82,7 +82,7 @@ def test_tokens_a_second_of_a_sampler(
     assert params.gen_length / seconds == pytest.approx(measured, rel=0.1)
 
 
-def test_tokens_a_second_where_the_host_is_waited_for(llada: Callable[..., Recipe]) -> None:
+def test_sampler_throughput_when_bound_by_kernel_launches(llada: Callable[..., Recipe]) -> None:
     """Host-bound: eager, with a KV cache, 8 rows. Measured 437 to 700, depending on the time and the machine."""
     recipe = llada(32, 0, "rollout.sampling.cache=dual")
     assert 437 < 256 / completion_s(recipe, policy_shape(recipe), H200, recipe.rollout.sampling, 8) < 700

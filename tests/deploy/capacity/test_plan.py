@@ -37,7 +37,7 @@ def _plan(recipe: Recipe, num_gpus: int, kind: str = "H100") -> Plan:
     return make_plan(recipe, num_gpus, GPU_KINDS[kind])
 
 
-def test_eight_gpus_are_split_by_what_a_round_waits_for(llada: Callable[..., Recipe]) -> None:
+def test_eight_gpus_are_split_by_the_bottleneck(llada: Callable[..., Recipe]) -> None:
     """A round has 16 groups, and a sampler takes four at once: five samplers take as long as four."""
     plan = _plan(llada(), 8)
     assert plan.best is not None
@@ -55,7 +55,7 @@ def test_eight_gpus_are_split_by_what_a_round_waits_for(llada: Callable[..., Rec
     assert plan.best.round_s == plan.best.sampling_s + plan.best.learning_s
 
 
-def test_what_is_computed_twice_takes_its_time(llada: Callable[..., Recipe]) -> None:
+def test_recomputation_takes_time(llada: Callable[..., Recipe]) -> None:
     """Activation checkpointing recomputes the blocks' forward for every gradient, in the rounds and in SFT."""
     seconds = [
         (plan.splits[0].learning_s, plan.sft_step_s)
@@ -81,7 +81,7 @@ def test_samplers_that_run_ahead_hide_the_shorter_phase(llada: Callable[..., Rec
     assert plan.best.round_s == min(split.round_s for split in plan.splits)
 
 
-def test_no_worker_is_planned_that_would_have_no_row(llada: Callable[..., Recipe]) -> None:
+def test_no_worker_without_rows_is_planned(llada: Callable[..., Recipe]) -> None:
     small = ("learner.groups_per_round=2", "learner.group_size=2", "rollout.batch_size=2", "learner.num_workers=2")
     plan = _plan(llada(*small, "rollout.num_samplers=2"), 64)
     assert {split.num_workers for split in plan.splits} == {4}
@@ -97,7 +97,7 @@ def test_only_whole_copies_of_the_policy_are_planned(llada: Callable[..., Recipe
             _plan(llada(*copies, *more), 3)
 
 
-def test_one_gpu_is_shared_by_what_both_take(llada: Callable[..., Recipe]) -> None:
+def test_one_gpu_is_shared_in_proportion_to_memory(llada: Callable[..., Recipe]) -> None:
     plan = _plan(llada(), 1, "H200")
     assert plan.best is not None
     sampler, learner = plan.processes
@@ -107,7 +107,7 @@ def test_one_gpu_is_shared_by_what_both_take(llada: Callable[..., Recipe]) -> No
     assert [process.share for process in mine.processes] == [0.4, 0.5]
 
 
-def test_who_takes_turns_on_the_same_gpus_needs_memory_for_one_of_them_at_a_time(llada: Callable[..., Recipe]) -> None:
+def test_colocated_processes_need_gpu_memory_for_one_at_a_time(llada: Callable[..., Recipe]) -> None:
     """And no GPU idles while others work."""
     shared = llada("rollout.batch_size=12", "rollout.num_samplers=4")
     turns = llada("rollout.batch_size=12", "rollout.num_samplers=4", "gpus.colocate=true")
@@ -119,7 +119,7 @@ def test_who_takes_turns_on_the_same_gpus_needs_memory_for_one_of_them_at_a_time
     assert alone.if_colocated == together.best
     assert together.if_colocated is None
     sampler, learner = together.processes
-    assert sampler.num_bytes == alone.processes[0].num_bytes + 2e9, "what CUDA and NCCL keep of a learner asleep"
+    assert sampler.num_bytes == alone.processes[0].num_bytes + 2e9, "what CUDA and NCCL keep of an offloaded learner"
     assert "CUDA of an offloaded sampler" in [part.name for part in learner.parts]
     # Each fits the GPU alone, but not both together.
     small = GpuKind(name="small", memory_bytes=38 * 10**9, flop_per_s=1e15)
@@ -129,7 +129,7 @@ def test_who_takes_turns_on_the_same_gpus_needs_memory_for_one_of_them_at_a_time
     assert make_plan(llada(*one), 1, small).if_colocated is not None
 
 
-def test_a_learner_asleep_takes_main_memory(llada: Callable[..., Recipe]) -> None:
+def test_an_offloaded_learner_takes_main_memory(llada: Callable[..., Recipe]) -> None:
     recipe = llada("gpus.colocate=true")
     apart, turns = needs_of(llada()), needs_of(recipe)
     counts = ParameterCounts.of(LLADA_8B, recipe.model.lora)
@@ -138,7 +138,7 @@ def test_a_learner_asleep_takes_main_memory(llada: Callable[..., Recipe]) -> Non
     assert (apart.gpus, turns.gpus) == (8, 4)
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_helps(llada: Callable[..., Recipe]) -> None:
+def test_a_process_that_does_not_fit_reports_sizes_and_what_helps(llada: Callable[..., Recipe]) -> None:
     plan = _plan(llada("rollout.engine.dtype=float32"), 8, "L4")
     assert plan.best is None
     assert plan.splits[0].why_not == (
@@ -163,7 +163,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(llada: Callable[..., 
         (("model.lora.rank=64",), learner_memory, "gradient and AdamW's moments", 0.5),
     ],
 )
-def test_each_part_follows_its_field(
+def test_each_part_shrinks_with_its_field(
     llada: Callable[..., Recipe], overrides: tuple[str, ...], who: Callable, part: str, factor: float
 ) -> None:
     sizes = []
@@ -188,7 +188,7 @@ def _parts(recipe: Recipe, num_workers: int = 4) -> dict[str, float]:
     return {part.name: part.num_bytes for part in learner_memory(recipe, LLADA_8B, num_workers).parts}
 
 
-def test_sft_counts_where_it_takes_more_than_the_rounds(llada: Callable[..., Recipe]) -> None:
+def test_sft_counts_if_it_takes_more_memory_than_the_rounds(llada: Callable[..., Recipe]) -> None:
     """A worker holds its whole share of a batch, or a micro-batch of it."""
     rounds, sft = learner_memory(llada(), LLADA_8B, 4), learner_memory(llada(*S1K), LLADA_8B, 4)
     assert (rounds.label, sft.label) == ("a learner worker", "a learner worker in SFT")
@@ -219,7 +219,7 @@ def test_only_the_stages_of_a_run_count(llada: Callable[..., Recipe]) -> None:
     assert alone.label == "a learner worker in SFT"
 
 
-def test_what_one_canvas_takes_is_made_smaller_by_a_shorter_one(llada: Callable[..., Recipe]) -> None:
+def test_a_shorter_canvas_is_suggested_if_one_canvas_is_too_large(llada: Callable[..., Recipe]) -> None:
     tight = GpuKind(name="tight", memory_bytes=20 * 10**9, flop_per_s=1e15)
     one = ("sft.micro_batch_tokens=1", "sharding.activation_checkpointing=false", "learner.micro_batch_tokens=1")
     limits = [
@@ -231,7 +231,7 @@ def test_what_one_canvas_takes_is_made_smaller_by_a_shorter_one(llada: Callable[
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_sampler_holds_one_base_and_what_each_stage_adds(llada: Callable[..., Recipe], dtype: str) -> None:
+def test_a_sampler_holds_one_base_and_the_adapter_of_each_stage(llada: Callable[..., Recipe], dtype: str) -> None:
     counts, each = ParameterCounts.of(LLADA_8B, llada().model.lora), 2 if dtype == "bfloat16" else 4
 
     def held(process: ProcessMemory) -> float:
@@ -279,7 +279,7 @@ def test_a_run_from_a_lora_checkpoint_begins_with_merged_weights_in_float32(
     assert after[1] - before[1] == 4 * counts.policy
 
 
-def test_what_samplers_fetch_from_the_learners_gpus_counts_there(llada: Callable[..., Recipe]) -> None:
+def test_versions_fetched_from_the_learners_gpus_count_there(llada: Callable[..., Recipe]) -> None:
     whole = ("model.lora={rank: 0, base_weights: full}",)
     apart, there = llada(*whole), llada(*whole, "weight_transport=nixl")
     counts = ParameterCounts.of(LLADA_8B, apart.model.lora)
@@ -290,7 +290,7 @@ def test_what_samplers_fetch_from_the_learners_gpus_counts_there(llada: Callable
     assert needs_of(there).object_store_bytes == 0
 
 
-def test_the_state_of_a_policy_that_is_trained_whole_is_four_floats_a_parameter(llada: Callable[..., Recipe]) -> None:
+def test_full_fine_tuning_takes_four_floats_per_parameter(llada: Callable[..., Recipe]) -> None:
     recipe = llada("model.lora={rank: 0}")
     parts = {part.name: part.num_bytes for part in learner_memory(recipe, LLADA_8B, 4).parts}
     weights = parts["weights in float32"]
@@ -315,10 +315,10 @@ def test_the_command_prints_tables_and_what_to_add_to_train(
     assert ended.status == 0
     assert "A sampler on one H100" in ended.out
     assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4\n" in ended.out
-    assert "All of it is derived" in ended.out
-    assert "Beside these, with the first split: an evaluation 8 min 43 s" in ended.out
+    assert "All numbers are derived" in ended.out
+    assert "Other phases, with the first split: an evaluation 8 min 43 s" in ended.out
     assert "publishing 0.7 s." in ended.out
-    assert "Taking turns on the same GPUs, a round takes 29 s: rollout.num_samplers=8 learner.num" in ended.out
+    assert "Colocated on the same GPUs, a round takes 29 s: rollout.num_samplers=8 learner.num" in ended.out
     ended = d1(*words, "gpus={sampler: 0.4, learner: 0.6}", "learner.num_workers=1", "--gpus", "8")
     assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4 'gpus={sampler: 1, learner: 1}'" in ended.out
     ended = d1(*words, "rollout.engine.dtype=float32", "--gpus", "8", "--gpu", "L4")
@@ -334,7 +334,7 @@ def test_the_command_prints_tables_and_what_to_add_to_train(
         (("model.checkpoint=nowhere", "--gpus", "8"), "model.checkpoint: nowhere is no directory"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(d1: Callable, recipe_file: Path, words: tuple[str, ...], why: str) -> None:
+def test_an_impossible_plan_is_refused(d1: Callable, recipe_file: Path, words: tuple[str, ...], why: str) -> None:
     d1("plan", str(recipe_file), *words).assert_refused(why)
 
 

@@ -80,7 +80,7 @@ class _Ended:
         return not self._steps
 
 
-def test_events_come_once_and_in_order_also_after_a_silence(coordinator: _Coordinator, clock: list[float]) -> None:
+def test_events_arrive_once_and_in_order_even_after_a_silence(coordinator: _Coordinator, clock: list[float]) -> None:
     seen: list[dict[str, Any]] = []
 
     def now(mood: str, *names: str) -> Any:
@@ -95,7 +95,7 @@ def test_events_come_once_and_in_order_also_after_a_silence(coordinator: _Coordi
     assert [event["event"] for event in seen] == ["a", "b", "c"]
 
 
-def test_a_coordinator_that_hangs_is_told_of_and_replaced_and_its_successor_has_time_to_start(
+def test_a_hung_coordinator_is_reported_and_replaced_and_its_successor_has_time_to_start(
     coordinator: _Coordinator, clock: list[float]
 ) -> None:
     said: list[str] = []
@@ -117,7 +117,7 @@ def test_a_coordinator_that_hangs_is_told_of_and_replaced_and_its_successor_has_
     assert coordinator.num_kills == 1
 
 
-def test_a_coordinator_that_died_by_itself_has_time_to_start(coordinator: _Coordinator, clock: list[float]) -> None:
+def test_a_coordinator_that_died_has_time_to_restart(coordinator: _Coordinator, clock: list[float]) -> None:
     def pass_by(mood: str) -> Any:
         def do() -> None:
             coordinator.mood = mood
@@ -130,7 +130,7 @@ def test_a_coordinator_that_died_by_itself_has_time_to_start(coordinator: _Coord
     assert coordinator.num_kills == 0
 
 
-def test_a_driver_that_stood_still_itself_replaces_nobody(coordinator: _Coordinator, clock: list[float]) -> None:
+def test_a_suspended_driver_replaces_no_coordinator(coordinator: _Coordinator, clock: list[float]) -> None:
     def stand_still() -> None:
         coordinator.mood = "silent"
         clock[0] += 1000
@@ -139,7 +139,7 @@ def test_a_driver_that_stood_still_itself_replaces_nobody(coordinator: _Coordina
     assert coordinator.num_kills == 0
 
 
-def test_who_waits_for_whom_is_said(coordinator: _Coordinator, clock: list[float]) -> None:
+def test_long_waits_are_reported(coordinator: _Coordinator, clock: list[float]) -> None:
     said: list[dict[str, Any]] = []
     coordinator.waits = ("sampler 1 silent for 45 s; work unit 12:1 waits for it",)
 
@@ -165,14 +165,12 @@ def test_an_interrupt_waits_until_the_learner_has_stopped(coordinator: _Coordina
     ]
 
 
-def test_a_learner_that_does_not_stop_is_waited_for_no_longer_than_the_grace(
-    coordinator: _Coordinator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_wait_for_a_stopping_learner_is_bounded(coordinator: _Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STOP_GRACE_S", 0.05)
     assert "wrote no checkpoint within" in _interrupted(coordinator, Future(), KeyboardInterrupt)[-1]
 
 
-def test_the_grace_is_as_long_as_the_bytes_of_a_checkpoint_take(
+def test_the_bound_grows_with_the_size_of_a_checkpoint(
     coordinator: _Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fitted, waited = Future[None](), list[float]()
@@ -192,19 +190,19 @@ def test_the_grace_is_as_long_as_the_bytes_of_a_checkpoint_take(
     assert said[-1] == "the learner wrote no checkpoint within 140 s; --resume goes on from an earlier one"
 
 
-def test_a_coordinator_that_does_not_answer_may_have_heard(coordinator: _Coordinator) -> None:
+def test_a_stop_request_without_an_answer_is_assumed_to_have_arrived(coordinator: _Coordinator) -> None:
     fitted: Future[None] = Future()
     fitted.set_result(None)
     coordinator.mood = "gone"
     assert len(_interrupted(coordinator, fitted, Terminated)) == 1
 
 
-def test_before_any_learner_is_up_there_is_nothing_to_wait_for(coordinator: _Coordinator) -> None:
+def test_a_stop_before_a_learner_is_up_does_not_wait(coordinator: _Coordinator) -> None:
     coordinator.num_learners = 0
     assert _interrupted(coordinator, Future(), KeyboardInterrupt) == []
 
 
-def test_sigterm_is_an_interrupt_within_the_block_alone() -> None:
+def test_sigterm_raises_within_the_block_only() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Terminated), terminated_by_sigterm():
         signal.raise_signal(signal.SIGTERM)

@@ -40,28 +40,20 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return ended
 
 
-def test_a_service_that_does_not_start_ends_the_run_as_any_failure_does(
+def test_a_service_that_does_not_start_fails_the_run(
     recipe_file: Path, stopped: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(recipe_file, [])
     recipe.run_dir.mkdir(parents=True)
 
-    def fail(*_: Any) -> str:
+    def fail(*_: Any, **__: Any) -> str:
         raise RunFailedError(SAID)
 
-    monkeypatch.setattr(job, "_start_service", fail)
+    monkeypatch.setattr("deploy.service.on_ray.launch.deploy_source", fail)
     spec = make_spec(recipe, Stages.ALL)
+    driver = job.Driver(recipe=recipe, spec=spec, mirror=None, num_seen=0, serve=True, on_event=lambda _: None)
     with pytest.raises(RunFailedError) as failed:
-        job._run_on_ray(
-            recipe,
-            spec,
-            None,
-            num_seen=0,
-            serve=True,
-            keep_store=False,
-            dashboard_url="127.0.0.1:8265",
-            on_event=lambda _: None,
-        )
+        driver.run_on_ray("127.0.0.1:8265", keep_store=False)
     where = recipe.run_dir / "metrics.jsonl"
     assert str(failed.value) == (
         f"the run failed: {SAID}; the failures are in {where}; --resume goes on from the newest checkpoint"
@@ -70,7 +62,7 @@ def test_a_service_that_does_not_start_ends_the_run_as_any_failure_does(
     assert len(stopped) == 1
 
 
-def test_a_run_begins_where_d1_has_no_package_metadata(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_starts_without_package_metadata(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when d1 is only on the PYTHONPATH."""
     found = metadata.version
 
@@ -89,7 +81,7 @@ def test_a_run_begins_where_d1_has_no_package_metadata(recipe_file: Path, monkey
     assert begun["versions"]["torch"] == found("torch")
 
 
-def test_a_process_that_was_killed_for_memory_is_said_in_a_sentence() -> None:
+def test_a_process_killed_for_memory_is_reported_in_one_sentence() -> None:
     told = (
         "Task was killed due to the node running low on memory.\n"
         "Refer to the documentation on how to address the out of memory issue: https://docs.ray.io. Consider"

@@ -26,7 +26,7 @@ def processes() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
         process.communicate()
 
 
-def test_the_one_that_dies_is_named_at_once(processes: dict[str, subprocess.Popen[bytes]]) -> None:
+def test_a_process_that_dies_is_named_at_once(processes: dict[str, subprocess.Popen[bytes]]) -> None:
     told, died = [], threading.Event()
 
     def on_death(name: str) -> None:
@@ -39,7 +39,7 @@ def test_the_one_that_dies_is_named_at_once(processes: dict[str, subprocess.Pope
     assert told == ["gcs"]
 
 
-def test_an_end_that_comes_after_the_block_is_nobodys_business(
+def test_a_death_after_the_block_is_not_reported(
     processes: dict[str, subprocess.Popen[bytes]],
 ) -> None:
     told: list[str] = []
@@ -50,7 +50,7 @@ def test_an_end_that_comes_after_the_block_is_nobodys_business(
     assert told == []
 
 
-def test_one_that_is_dead_already_is_named_too(processes: dict[str, subprocess.Popen[bytes]]) -> None:
+def test_a_process_that_is_dead_already_is_named(processes: dict[str, subprocess.Popen[bytes]]) -> None:
     processes["raylet"].kill()
     processes["raylet"].communicate()
     told: list[str] = []
@@ -73,7 +73,7 @@ def test_only_the_first_of_several_deaths_is_reported(processes: dict[str, subpr
         assert told == ["raylet"]
 
 
-def test_one_that_lives_and_has_closed_its_port_is_named(processes: dict[str, subprocess.Popen[bytes]]) -> None:
+def test_a_process_that_has_closed_its_port_counts_as_dead(processes: dict[str, subprocess.Popen[bytes]]) -> None:
     told, died = [], threading.Event()
 
     def on_death(name: str) -> None:
@@ -83,7 +83,7 @@ def test_one_that_lives_and_has_closed_its_port_is_named(processes: dict[str, su
     with socket.create_server(("127.0.0.1", 0)) as server:
         watched = {"gcs": NodeProcess(processes["gcs"].pid, server.getsockname()), "raylet": NodeProcess(os.getpid())}
         with watching(watched, on_death):
-            assert not died.wait(2.5), "its port is open, though nobody answers"
+            assert not died.wait(2.5), "its port is open, though it does not answer"
             server.close()
             assert died.wait(60)
     assert told == ["gcs"]

@@ -52,12 +52,12 @@ def _problems(recipe_file: Path, *overrides: str, available: Resources = PLENTY,
     return preflight(load_recipe(recipe_file, overrides), available, **options)
 
 
-def test_a_fitting_recipe_has_no_problems_and_leaves_nothing_behind(recipe_file: Path) -> None:
+def test_a_recipe_that_fits_has_no_problems_and_nothing_is_written(recipe_file: Path) -> None:
     assert _problems(recipe_file, serve=False) == []
     assert [path.name for path in recipe_file.parent.iterdir()] == ["tiny.yaml"]
 
 
-def test_a_registry_that_cannot_be_had_is_refused_before_the_run_directory_is_made(
+def test_an_unavailable_registry_is_reported_before_the_run_directory_is_created(
     recipe_file: Path, d1: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = ValkeyServer(free_port(), "right")
@@ -80,7 +80,7 @@ def test_a_registry_that_cannot_be_had_is_refused_before_the_run_directory_is_ma
     assert [path.name for path in recipe_file.parent.iterdir()] == ["tiny.yaml"]
 
 
-def test_it_says_which_gpus_cpus_and_memory_are_missing(recipe_file: Path) -> None:
+def test_missing_gpus_cpus_and_memory_are_reported(recipe_file: Path) -> None:
     overrides = ("device=cuda", "rollout.num_samplers=3", "learner.num_workers=1", "learner.groups_per_round=32")
     gpus, cpus, memory = _problems(recipe_file, *overrides, available=SMALL)
     assert gpus.startswith(
@@ -105,7 +105,7 @@ def test_it_says_which_gpus_cpus_and_memory_are_missing(recipe_file: Path) -> No
         (("device=cpu",), None),
     ],
 )
-def test_gpus_that_would_wait_in_every_round_are_refused(
+def test_gpus_that_would_idle_in_every_round_are_refused(
     recipe_file: Path, overrides: tuple[str, ...], found_s: tuple[int, int, int, str] | None
 ) -> None:
     """Eight groups of six, of which four fit into the samplers at once: as work units of two, for four samplers."""
@@ -133,7 +133,7 @@ def test_an_adapter_needs_less_memory_than_training_every_parameter(recipe_file:
     assert whole - adapter > 4 * 4 * 2 * 1_000_000 * 128 * 0.99
 
 
-def test_each_version_that_samplers_are_ahead_takes_what_travels_of_it(recipe_file: Path) -> None:
+def test_each_version_of_staleness_needs_object_store_memory(recipe_file: Path) -> None:
     """All weights, or only the adapter."""
 
     def needed(max_staleness: int, *overrides: str) -> int:
@@ -149,7 +149,7 @@ def _adapter_numbers(rank: int) -> int:
     return rank * 4 * (4 * (128 + 128) + 3 * (128 + 384))
 
 
-def test_four_bits_need_their_package(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nf4_needs_bitsandbytes(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lora = ("model.lora.rank=8", "model.lora.base_weights=nf4")
     monkeypatch.setattr("deploy.job.preflight.find_spec", lambda _name: None)
     assert _problems(recipe_file, *lora) == [
@@ -159,7 +159,7 @@ def test_four_bits_need_their_package(recipe_file: Path, monkeypatch: pytest.Mon
     assert _problems(recipe_file, *lora) == []
 
 
-def test_direct_transport_is_refused_where_it_has_nothing_to_go_over(
+def test_direct_transport_is_refused_without_its_requirements(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.job.preflight.find_spec", lambda _name: None)
@@ -207,7 +207,7 @@ def test_a_term_that_cannot_work_is_refused_in_one_sentence(term: str, sentence:
     assert "\n" not in problem
 
 
-def test_speeds_are_filtered_by_only_where_they_are_rewarded(recipe_file: Path) -> None:
+def test_the_speed_filter_needs_a_speed_term(recipe_file: Path) -> None:
     filtered = ("learner.filters.min_speed_range=0.01", "rollout.sampling.threshold=0.9")
     (problem,) = _problems(recipe_file, *filtered)
     assert problem == (
@@ -217,7 +217,7 @@ def test_speeds_are_filtered_by_only_where_they_are_rewarded(recipe_file: Path) 
     assert _problems(recipe_file, *filtered, "reward.terms.fast={kind: speed}") == []
 
 
-def test_a_schedule_that_the_learner_cannot_learn_from_is_named(recipe_file: Path) -> None:
+def test_a_schedule_that_the_objective_does_not_support_is_named(recipe_file: Path) -> None:
     words = ("learner.algorithm=forkgrpo", "rollout.schedules=[{threshold: 0.9}, {num_denoise_steps: 8}]")
     (problem,) = _problems(recipe_file, *words)
     assert problem == (
@@ -226,7 +226,7 @@ def test_a_schedule_that_the_learner_cannot_learn_from_is_named(recipe_file: Pat
     )
 
 
-def test_d1_starts_no_judge_for_graders_that_may_be_elsewhere(recipe_file: Path) -> None:
+def test_no_judge_is_started_for_graders_on_other_machines(recipe_file: Path) -> None:
     vllm = "{kind: judge, model: m, criteria: c, base_url: 'http://127.0.0.1:1/v1', vllm: {command: [python3]}}"
     cluster = replace(PLENTY, is_ours=False)
     (problem,) = _problems(recipe_file, f"reward.terms.a={vllm}", available=cluster)
@@ -234,7 +234,7 @@ def test_d1_starts_no_judge_for_graders_that_may_be_elsewhere(recipe_file: Path)
     assert _problems(recipe_file, f"reward.terms.a={vllm}") == []
 
 
-def test_a_name_that_is_taken_is_refused_unless_the_run_is_resumed(recipe_file: Path, make_run: Callable) -> None:
+def test_an_existing_run_is_refused_unless_resumed(recipe_file: Path, make_run: Callable) -> None:
     assert "there is no run tiny in" in _problems(recipe_file, resume=True)[0]
     make_run("tiny", [])
     (problem,) = _problems(recipe_file)
@@ -246,7 +246,7 @@ def test_a_name_that_is_taken_is_refused_unless_the_run_is_resumed(recipe_file: 
 
 def test_a_runs_dir_that_cannot_be_made_is_refused(recipe_file: Path) -> None:
     (problem,) = _problems(recipe_file, f"runs_dir={recipe_file}/runs")
-    assert f"cannot be made: {recipe_file} is a file" in problem
+    assert f"cannot be written to: {recipe_file} is a file" in problem
 
 
 def test_more_problems_than_the_task_has_are_refused(recipe_file: Path) -> None:
@@ -269,7 +269,7 @@ MANY_COUNTDOWNS = "task={name: countdown, prompt: compact, max_number: 1000, max
     ],
     ids=lambda value: str(value)[-30:],
 )
-def test_so_many_problems_that_they_cannot_exist_are_refused_without_making_them(
+def test_an_impossible_number_of_problems_is_refused_without_generating_them(
     overrides: list[str], sentence: str, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def draw(draw_one: object, *, count: int, **arguments: object) -> object:
@@ -284,7 +284,7 @@ def test_so_many_problems_that_they_cannot_exist_are_refused_without_making_them
     assert problem.startswith(f"num_train_problems is 99999999: {sentence}")
 
 
-def test_of_problems_that_exist_a_few_are_made_and_the_memory_of_all_counts(
+def test_only_some_problems_are_generated_and_the_memory_of_all_counts(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deploy.job.preflight.MAX_CHECKED_PROBLEMS", 50)
@@ -316,19 +316,19 @@ def test_of_problems_that_exist_a_few_are_made_and_the_memory_of_all_counts(
     ],
     ids=lambda value: value[:20],
 )
-def test_what_making_the_run_would_refuse_a_dry_run_refuses_in_the_same_sentence(
+def test_a_dry_run_refuses_with_the_same_message_as_the_run(
     override: str, sentence: str, recipe_file: Path, d1: Callable
 ) -> None:
     dry, real = d1("train", "tiny.yaml", override, "--dry-run"), d1("train", "tiny.yaml", override)
     assert dry.status == 2
-    assert "Nothing stands in its way" not in dry.out
+    assert "No problems found" not in dry.out
     real.assert_refused(sentence)
     assert f"problem: {real.err.removeprefix('d1: ')}" in dry.out
     assert dry.err == "d1: tiny cannot run: 1 problem, listed above\n"
     assert [path.name for path in recipe_file.parent.glob("**/*") if path.is_file()] == ["tiny.yaml"]
 
 
-def test_a_dry_run_counts_the_gpus_of_engines_where_the_service_is_asked_for(recipe_file: Path, d1: Callable) -> None:
+def test_a_dry_run_with_serve_counts_the_engines_gpus(recipe_file: Path, d1: Callable) -> None:
     """The table and the sentence agree."""
     given = ("device=cuda", "rollout.num_samplers=1", "learner.num_workers=1", "gpus.engine=0.5", "--dry-run")
     for serve, num_gpus in (((), 2), (("--serve",), 3)):
@@ -342,13 +342,13 @@ def test_a_full_disk_is_noticed_before_the_run(recipe_file: Path, monkeypatch: p
         def write(self, data: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("deploy.job.preflight.TemporaryFile", lambda **_: FullFile())
+    monkeypatch.setattr("deploy.machine.TemporaryFile", lambda **_: FullFile())
     (problem,) = _problems(recipe_file)
     assert problem.startswith("runs_dir runs cannot be written to: ")
     assert problem.endswith(": no space left on device; take another runs_dir")
 
 
-def test_a_checkpoint_that_is_none_is_refused(recipe_file: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_refused(recipe_file: Path) -> None:
     (problem,) = _problems(recipe_file, "model.checkpoint=nowhere")
     assert problem == (
         "model.checkpoint: nowhere is no directory, and no hub id either: that is org/name or org/name@revision"
@@ -359,7 +359,7 @@ def test_a_checkpoint_that_is_none_is_refused(recipe_file: Path) -> None:
     assert problem == f"model.checkpoint: {empty} is not a checkpoint: it has no config.json"
 
 
-def test_of_a_checkpoint_the_config_alone_says_what_a_run_needs(
+def test_the_needs_of_a_run_follow_from_the_checkpoints_config(
     recipe_file: Path, config: TransformerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The config is all that is fetched from the hub before the run starts."""
@@ -382,7 +382,7 @@ def test_of_a_checkpoint_the_config_alone_says_what_a_run_needs(
     assert needs - scratch == pytest.approx(copies * 4 * 2 * wide.vocab_size * wide.d_model, rel=0.01)
 
 
-def test_what_a_policy_of_experts_cannot_is_refused(
+def test_unsupported_settings_of_an_moe_policy_are_refused(
     recipe_file: Path, moe_config: TransformerConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(llada2.write_config(moe_config)))
@@ -402,7 +402,7 @@ def test_what_a_policy_of_experts_cannot_is_refused(
     assert problems[-1].startswith("model.lora.base_weights nf4 holds linear layers in 4 bits, and experts")
 
 
-def test_the_services_port_must_be_free_only_when_it_is_ours_to_open(recipe_file: Path, taken_port: int) -> None:
+def test_the_services_port_must_be_free_only_on_our_own_ray(recipe_file: Path, taken_port: int) -> None:
     port = f"service.port={taken_port}"
     (problem,) = _problems(recipe_file, port, serve=True)
     assert problem == (
@@ -413,7 +413,7 @@ def test_the_services_port_must_be_free_only_when_it_is_ours_to_open(recipe_file
     assert _problems(recipe_file, port, available=cluster, serve=True) == []
 
 
-def test_without_an_address_it_is_this_machine() -> None:
+def test_without_an_address_resources_are_this_machines() -> None:
     here = cluster_resources(None)
     assert here.is_ours
     assert here.cpus >= 1
@@ -421,7 +421,7 @@ def test_without_an_address_it_is_this_machine() -> None:
 
 
 @pytest.mark.parametrize(("shared", "store"), [(None, 60), (1000, 60), (40, 38), (1, 10)])
-def test_a_ray_of_our_own_has_the_store_that_it_gives_itself(
+def test_the_object_store_of_our_own_ray_follows_rays_defaults(
     monkeypatch: pytest.MonkeyPatch, shared: int | None, store: int
 ) -> None:
     """Of 200 GB: 30 %, at most what fits into shared memory, and at least 10 GB."""
@@ -430,7 +430,7 @@ def test_a_ray_of_our_own_has_the_store_that_it_gives_itself(
     assert cluster_resources(None).object_store_bytes == store * 10**9
 
 
-def test_what_an_autoscaler_may_start_counts_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_the_autoscaler_may_start_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"CPU": 8.0, "memory": 4e9, "object_store_memory": 2e9, "accelerator_type:H100": 1.0, "GPU": 1.0}
     nodes = [("10.0.0.1", True, 0.5e9), ("10.0.0.1", True, 0.5e9), ("10.0.0.2", True, 1e9), ("10.0.0.3", False, 9e9)]
     monkeypatch.setattr(
@@ -462,7 +462,7 @@ def test_what_an_autoscaler_may_start_counts_as_there(monkeypatch: pytest.Monkey
         ("127.0.0.1:1", "connection refused; unset it"),
     ],
 )
-def test_an_address_that_cannot_work_is_refused_at_once(address: str, part: str) -> None:
+def test_an_unusable_address_is_refused_at_once(address: str, part: str) -> None:
     with pytest.raises(UserError, match=part):
         cluster_resources(address)
 
@@ -536,7 +536,7 @@ def test_sft_on_problems_without_labels_is_refused(recipe_file: Path, workdir: P
     assert _problems(recipe, "sft.num_steps=0") == []
 
 
-def test_data_that_cannot_be_used_is_refused_before_anything_starts(recipe_file: Path, workdir: Path) -> None:
+def test_unusable_data_is_refused_before_anything_starts(recipe_file: Path, workdir: Path) -> None:
     recipe = recipe_file.with_name("file.yaml")
     recipe.write_text(
         f"task: {{name: jsonl, grader: exact, train_data: {workdir / 'x.jsonl'}}}\n"
@@ -555,7 +555,7 @@ def test_data_that_cannot_be_used_is_refused_before_anything_starts(recipe_file:
     ]
 
 
-def test_what_does_not_fit_its_share_of_a_gpu_is_refused(recipe_file: Path) -> None:
+def test_a_process_that_exceeds_its_share_of_a_gpu_is_refused(recipe_file: Path) -> None:
     """Where the memory of the GPUs is known. On a CPU there is no such limit."""
     small = replace(PLENTY, gpu_memory_bytes=4 * 10**9)
     given = ("device=cuda", "rollout.num_samplers=1", "learner.num_workers=1", "model.d_model=256")
@@ -644,7 +644,7 @@ def test_versions_must_fit_one_object_store_and_checkpoints_the_disk(
     assert problem.endswith("take another runs_dir, a smaller num_checkpoints_kept or LoRA (model.lora.rank)")
 
 
-def test_main_memory_that_is_missing_says_what_takes_most_of_it(recipe_file: Path) -> None:
+def test_too_little_memory_names_the_largest_part(recipe_file: Path) -> None:
     wide = ("model.vocab_size=1000000", "learner.num_rounds=1")
     (problem,) = _problems(recipe_file, *wide, available=replace(PLENTY, memory_bytes=10**10))
     assert re.fullmatch(
@@ -654,7 +654,7 @@ def test_main_memory_that_is_missing_says_what_takes_most_of_it(recipe_file: Pat
     )
 
 
-def test_what_a_learner_on_gpus_keeps_in_main_memory_counts(recipe_file: Path) -> None:
+def test_offloaded_weights_count_as_main_memory(recipe_file: Path) -> None:
     """All that is trained, with gradient, moments and reference, if it is offloaded."""
     given = ("device=cuda", "learner.num_workers=2", "model.vocab_size=1000000")
     apart, offloaded = (

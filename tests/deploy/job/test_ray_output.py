@@ -25,7 +25,7 @@ raise ValueError("a bug")
 """
 
 
-def test_native_words_go_into_the_file_and_pythons_to_the_screen(tmp_path: Path) -> None:
+def test_native_output_goes_into_the_file_and_pythons_to_the_screen(tmp_path: Path) -> None:
     log = tmp_path / "driver.log"
     log.write_text("of the run before\n")
     words = [sys.executable, "-c", CODE, str(log)]
@@ -42,7 +42,7 @@ def test_native_words_go_into_the_file_and_pythons_to_the_screen(tmp_path: Path)
     assert lines[-1] == "ValueError: a bug"
 
 
-def test_in_a_test_that_captures_output_it_captures_still(tmp_path: Path) -> None:
+def test_captured_output_is_still_captured(tmp_path: Path) -> None:
     from io import StringIO
 
     from deploy.job.ray_output import redirect_native_output

@@ -76,7 +76,7 @@ def test_the_recipe_of_llada_says_how_one_gpu_has_all_of_it() -> None:
         ),
     ],
 )
-def test_turns_that_cannot_be_taken_are_refused(recipe_file: Path, changes: tuple[str, ...], why: str) -> None:
+def test_colocation_that_cannot_work_is_refused(recipe_file: Path, changes: tuple[str, ...], why: str) -> None:
     exact = (
         "learner.estimator={name: trajectory, steps_per_segment: 1, law: sampler}",
         "learner.objective={name: clipped_ratio, old: sampler}",
@@ -86,19 +86,19 @@ def test_turns_that_cannot_be_taken_are_refused(recipe_file: Path, changes: tupl
         load_recipe(recipe_file, given)
 
 
-def test_ranks_that_could_be_given_one_gpu_are_refused(recipe_file: Path) -> None:
+def test_shares_that_could_put_two_ranks_on_one_gpu_are_refused(recipe_file: Path) -> None:
     with pytest.raises(UserError, match=r"gpus\.learner 0\.5 is a share for one worker, and learner\.num_workers is 2"):
         load_recipe(recipe_file, ["device=cuda", "learner.num_workers=2", "gpus.learner=0.5"])
 
 
 @pytest.mark.parametrize("whole", [1.0, 0.8])
-def test_who_takes_turns_is_one_of_each_kind_on_a_gpu(whole: float) -> None:
+def test_colocation_places_one_sampler_and_one_rank_per_gpu(whole: float) -> None:
     """In Ray's placement order, which is samplers first."""
     gpus = GpuSection(colocate=True, sampler=whole, learner=whole / 2)
     sampler, learner = gpus.sampler_request, gpus.learner_request
     assert sampler + learner == pytest.approx(whole)
     left = whole - sampler
-    assert learner <= left + 1e-9 < 2 * learner, "room for one learner worker beside a sampler"
+    assert learner <= left + 1e-9 < 2 * learner, "room for one learner worker and a sampler"
     if whole == 1:
         assert 2 * sampler > 1, "and for no second sampler"
         assert num_gpus_for([sampler, learner] * 4) == 4
@@ -128,7 +128,7 @@ def test_an_engine_takes_no_gpu_that_ray_has_not_given_it(
     assert limits == ([(found, 0.2)] if found.type == "cuda" else [])
 
 
-def test_another_actor_of_a_pool_adds_what_it_asks_for(recipe_file: Path) -> None:
+def test_each_actor_of_a_pool_adds_its_request(recipe_file: Path) -> None:
     def cpus(*overrides: str) -> float:
         return needs_of(load_recipe(recipe_file, overrides)).cpus
 

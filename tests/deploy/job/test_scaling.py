@@ -91,8 +91,8 @@ def test_pools_grow_and_shrink_and_a_name_is_never_used_again(under_way: Callabl
     with under_way(serves=True):
         assert d1("scale", "tiny", "samplers=4", "graders=2", "engines=3").out.splitlines() == [
             *("samplers: 2 -> 4", "graders: 1 -> 2", "engines: 1 -> 3"),
-            "note: the rounds of this recipe have 2 work units at a time, so that 2 samplers will have nothing to do "
-            "but evaluations; a recipe with a smaller rollout.batch_size has more",
+            "note: the rounds of this recipe have 2 work units at a time, so that 2 samplers will be idle except in "
+            "evaluations; a recipe with a smaller rollout.batch_size has more",
         ]
         assert d1("scale", "tiny", "samplers=1").out == "samplers: 4 -> 1\n"
         assert d1("scale", "runs/tiny", "samplers=2", "graders=2").out.splitlines() == [
@@ -110,7 +110,7 @@ def test_pools_grow_and_shrink_and_a_name_is_never_used_again(under_way: Callabl
     assert ray.killed == ["sampler 2", "sampler 3", "grader 1", "sampler 4"]
 
 
-def test_what_cannot_be_is_refused_in_a_sentence_and_nothing_is_done(
+def test_an_impossible_request_is_refused_in_one_sentence_and_changes_nothing(
     under_way: Callable, ray: _Ray, d1: Callable
 ) -> None:
     with under_way():
@@ -135,13 +135,13 @@ def test_what_cannot_be_is_refused_in_a_sentence_and_nothing_is_done(
     assert (ray.scaled, ray.engines, ray.killed) == ([], [], [])
 
 
-def test_gpus_that_are_shared_in_turns_have_as_many_samplers_as_learners(under_way: Callable, d1: Callable) -> None:
+def test_colocated_samplers_cannot_be_scaled(under_way: Callable, d1: Callable) -> None:
     turns = "device=cuda", "gpus.colocate=true", "rollout.num_samplers=2", "learner.num_workers=2"
     with under_way(*turns):
         d1("scale", "tiny", "samplers=1").assert_refused("samplers: each shares a GPU with a learner worker")
 
 
-def test_what_ray_says_to_it_is_an_answer_and_the_next_is_carried_out(
+def test_an_error_of_ray_is_the_answer_and_the_next_request_is_carried_out(
     under_way: Callable, ray: _Ray, d1: Callable
 ) -> None:
     with under_way() as run_dir:
@@ -177,7 +177,7 @@ def test_a_request_that_fails_midway_is_undone(under_way: Callable, ray: _Ray, d
     ]
 
 
-def test_a_run_that_is_not_under_way_or_does_not_answer_is_not_asked_any_more(
+def test_a_request_is_withdrawn_if_the_run_does_not_answer(
     make_run: Callable, events: list[Event], d1: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deploy.cli.status, "_ANSWERED_WITHIN_S", 0.2)

@@ -100,7 +100,7 @@ def test_relative_paths_are_made_absolute_for_the_job(
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs", "/shared/copies", "~/copies"])
-def test_a_copy_is_where_the_user_said_and_not_in_the_jobs_working_copy(
+def test_checkpoint_url_is_absolute_and_not_in_the_jobs_working_copy(
     url: str, cluster: FakeCluster, submit_tiny: Callable, workdir: Path
 ) -> None:
     submit_tiny("checkpoint_url=../copies")
@@ -114,7 +114,7 @@ def test_a_copy_is_where_the_user_said_and_not_in_the_jobs_working_copy(
     ("status", "part"),
     [("PENDING", "already pending"), ("RUNNING", "already running"), ("SUCCEEDED", "already succeeded")],
 )
-def test_a_run_that_runs_or_is_done_is_not_submitted_again(
+def test_a_running_or_finished_run_is_not_submitted_again(
     status: str, part: str, cluster: FakeCluster, submit_tiny: Callable
 ) -> None:
     cluster.jobs["tiny"] = Job("tiny", status)
@@ -159,7 +159,7 @@ def test_a_recipe_outside_of_the_working_directory_is_refused(
     assert cluster.jobs == {}
 
 
-def test_what_the_cluster_refuses_is_said_in_one_sentence(cluster: FakeCluster, submit_tiny: Callable) -> None:
+def test_a_refusal_of_the_cluster_is_one_sentence(cluster: FakeCluster, submit_tiny: Callable) -> None:
     cluster.list_jobs = list  # type: ignore[method-assign] - another submitter was faster
     cluster.jobs["tiny"] = Job("tiny", "RUNNING")
     with pytest.raises(UserError) as refused:
@@ -185,7 +185,7 @@ def test_following_ends_with_the_jobs_exit_code(job: Job, expected: int) -> None
     assert job.message in text
 
 
-def test_a_log_that_breaks_off_is_not_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_log_stream_is_not_the_end_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.job.submit._POLL_S", 0.01)
     statuses = iter(["RUNNING", "RUNNING", "SUCCEEDED"])
     cluster = FakeCluster(jobs={"a": Job("a", "RUNNING")}, breaks=True)
@@ -212,7 +212,7 @@ class Away(FakeCluster):
         yield ""
 
 
-def test_a_dashboard_that_is_away_for_a_while_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dashboard_that_is_briefly_unreachable_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.job.submit._POLL_S", 0.01)
     cluster = Away(jobs={"a": Job("a", "FAILED", driver_exit_code=3)})
     cluster.num_away = 4
@@ -221,7 +221,7 @@ def test_a_dashboard_that_is_away_for_a_while_is_asked_again(monkeypatch: pytest
     assert "the log stream of a ended" in "".join(written)
 
 
-def test_a_dashboard_that_stays_away_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dashboard_that_stays_unreachable_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.job.submit._POLL_S", 0.01)
     monkeypatch.setattr("deploy.job.submit._HEAD_RESTART_TIMEOUT_S", 0.05)
     cluster = Away(jobs={"a": Job("a", "RUNNING")})
@@ -263,7 +263,7 @@ def test_no_cluster_at_the_address_is_refused(recipe_file: Path, d1: Callable, m
     ended.assert_refused("no Ray cluster answers at http://127.0.0.1:1; start one")
 
 
-def test_the_given_address_counts_more_than_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_given_address_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:2")
     seen: list[str] = []

@@ -40,7 +40,7 @@ def _drive(how: str, run_dir: Path) -> tuple[int, int, str]:
 
 
 @pytest.mark.parametrize(("how", "expected"), [("killed", -9), ("ended by native code", 1)])
-def test_a_driver_that_dies_without_a_word_leaves_one_and_nothing_else(how: str, expected: int, tmp_path: Path) -> None:
+def test_a_driver_that_dies_abruptly_leaves_a_message_and_no_process(how: str, expected: int, tmp_path: Path) -> None:
     append_event(tmp_path, "round", round=0)
     status, child, errors = _drive(how, tmp_path)
     assert status == expected
@@ -55,7 +55,7 @@ def test_a_driver_that_dies_without_a_word_leaves_one_and_nothing_else(how: str,
         time.sleep(0.02)
 
 
-def test_a_service_whose_run_had_ended_is_not_told_to_resume(tmp_path: Path) -> None:
+def test_a_service_of_a_finished_run_is_not_told_to_resume(tmp_path: Path) -> None:
     append_event(tmp_path, "done", seconds=1.0)
     _, _, errors = _drive("killed", tmp_path)
     assert "the run had finished" in errors
@@ -65,7 +65,7 @@ def test_a_service_whose_run_had_ended_is_not_told_to_resume(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("how", "expected"), [("failed", "a sentence of its own\n"), ("done", "")])
-def test_a_driver_that_ends_by_itself_has_the_last_word(how: str, expected: str, tmp_path: Path) -> None:
+def test_the_watchdog_is_silent_after_a_normal_end(how: str, expected: str, tmp_path: Path) -> None:
     append_event(tmp_path, "round", round=0)
     _, child, errors = _drive(how, tmp_path)
     assert errors == expected
