@@ -6,13 +6,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
-from deploy.requests.base import MAX_INT32, RequestBody, is_id, valid_text
-from deploy.requests.diffusion import Diffusion
+from deploy.requests.base import MAX_CHARACTERS, MAX_INT32, RequestBody, check_texts, is_id, valid_text
 from deploy.requests.errors import RequestError
 from deploy.requests.ignored_fields import OF_REQUESTS, OF_TOKENIZING
-from deploy.requests.parameters import SAMPLING_FIELDS, Values
+from deploy.requests.parameters import SAMPLING_FIELDS, Diffusion, Values
 from deploy.requests.structured.fields import Structured
-from deploy.requests.turns import MAX_CHARACTERS, Conversation, TemplateOptions, check_texts
+from deploy.requests.turns import Conversation, TemplateOptions
 from learner.seeds import fold
 from rollout.request import MIN_TEMPERATURE
 

@@ -12,10 +12,9 @@ from pydantic import ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from deploy.requests.body import FIELD_PATHS, ChatRequest, CompletionBody, CompletionRequest, is_prompt
-from deploy.requests.diffusion import SamplerKeys
 from deploy.requests.errors import RequestError, request_error_of
 from deploy.requests.ignored_fields import OF_REQUESTS
-from deploy.requests.parameters import SAMPLING_FIELDS, Values
+from deploy.requests.parameters import SAMPLING_FIELDS, SamplerKeys, Values
 from deploy.requests.turns import ChatMessage
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")

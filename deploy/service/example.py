@@ -44,7 +44,7 @@ class _Example(BaseModel):
 
 
 class _Card(BaseModel):
-    """The part of a model card's metadata that has example prompts."""
+    """Example prompts in the metadata of a model card."""
 
     widget: list[_Example] = []
 

@@ -21,8 +21,8 @@ from deploy.errors import UserError
 from deploy.offline.evaluation.harness_arguments import HarnessArguments
 from deploy.offline.policy import open_policy
 from deploy.offline.sample.prepare import make_planner
-from deploy.requests.defaults import Defaults
 from deploy.requests.errors import RequestError
+from deploy.requests.families import Defaults
 from deploy.requests.line import read_line
 from deploy.requests.planner import RequestPlan
 from deploy.requests.stopping import stop_text

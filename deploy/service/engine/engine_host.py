@@ -8,10 +8,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
 from actors.registry.records import BASE, BEST, DEFAULT_ADMIN_STATE
-from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, num_open_after
+from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, is_last
 from deploy.service.engine.engine import BusyError, Engine
-from deploy.service.engine.loaded_version import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError
-from deploy.service.engine.versions import Versions
+from deploy.service.engine.versions import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError, Versions
 
 
 class EngineHost:
@@ -36,24 +35,24 @@ class EngineHost:
             return
         mailbox = Mailbox(asyncio.get_running_loop())
         try:
-            ticket = self.engine.submit(job, found, mailbox.put)
+            running = self.engine.submit(job, found, mailbox.put)
         except (BusyError, ValueError) as error:
             self.versions.release(found)
             yield [_refusal(error)]
             return
         try:
-            first: list[Event] = [Began(policy=found.policy)]
+            events: list[Event] = [Began(policy=found.policy)]
             if job.tells_blocks:
-                yield first
-                first = []
-            num_left = len(job.requests)
-            while num_left:
-                events = first + await mailbox.take()
-                first = []
-                num_left = num_open_after(events, num_left)
                 yield events
+                events = []
+            is_over = False
+            while not is_over:
+                events += await mailbox.take()
+                is_over = is_last(events[-1])
+                yield events
+                events = []
         finally:
-            self.engine.cancel(ticket)
+            self.engine.cancel(running)
 
     async def states(self) -> list[EngineState]:
         """See `Backend.states`."""
@@ -83,7 +82,7 @@ class EngineHost:
     async def _acquire(self, job: Job) -> LoadedVersion | Refused:
         versions, wanted = self.versions, job.wanted
         try:
-            if job.began_with is None and (live := versions.acquire_live(wanted)) is not None:
+            if (live := versions.acquire_live(wanted, job.began_with)) is not None:
                 return live
             # It may have to be loaded, which takes seconds.
             loading = asyncio.ensure_future(asyncio.to_thread(versions.acquire, wanted, job.began_with))

@@ -38,12 +38,12 @@ from actors.registry.records import (
 from actors.registry.registry import Registry
 from actors.registry.state import RegistryState
 from deploy.service.contract import FollowerStatus
-from deploy.service.engine.loaded_version import (
+from deploy.service.engine.versions import (
     NoRoomError,
     NoSuchVersionError,
     RefusedVersionError,
+    Versions,
 )
-from deploy.service.engine.versions import Versions
 
 _BLOCK_MS = 1000
 _RETRY_S = 2.0

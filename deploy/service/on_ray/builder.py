@@ -13,9 +13,8 @@ from actors.registry.server import registry_url
 from actors.run_log import CHECKPOINTS
 from deploy.errors import UserError
 from deploy.runs.checkpoints import read_recipe
-from deploy.service.gateway.address import Address
 from deploy.service.on_ray.launch import bound_application
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 
 _LOOK_EVERY_S, _SAY_EVERY_S = 1.0, 15.0
 

@@ -1,4 +1,4 @@
-"""The Ray Serve deployment of an engine: one process with its versions and its follower."""
+"""Ray Serve deployment of an engine: a process with its versions and its follower."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EngineReplica:
         follower_status: Callable[[], FollowerStatus] | None = None
         if (registry := source.registry()) is not None:
             self._follower = follower = VersionFollower(registry, versions, source.path)
-            # Not healthy before it has the version of the other replicas: it never answers with an older one.
+            # Before it becomes healthy, so that it never answers with an older version than the other replicas.
             follower.follow_once(0)
             follower.ensure_running()
             follower_status = lambda: follower.status  # noqa: E731 - it is read each time
@@ -52,7 +52,7 @@ class EngineReplica:
         self._metrics = EngineMetrics(context.app_name, replica)
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Event], None]:
-        """As `Backend.stream`. Serve cancels it when the ingress cancels its call."""
+        """See `Backend`. Serve cancels it when the ingress cancels its call."""
         bind_contextvars(request_id=job.request_id)
         try:
             async with aclosing(self._host.stream(job)) as stream:

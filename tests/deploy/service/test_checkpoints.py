@@ -18,7 +18,7 @@ def test_the_disk_is_not_read_for_every_question_about_versions(run_dir, add_che
     assert found.versions() == (1,)
     assert found.find(2) is None
     assert read == []
-    found._listed = -math.inf, ()
+    found._read_at_s = -math.inf
     assert found.versions() == (1, 2)
     assert len(read) == 1
     assert found.find(2).version == 2

@@ -11,10 +11,9 @@ import httpx
 import pytest
 import yaml
 
-from deploy.service.api.app import Service, create_app
+from deploy.service.api.app import create_app
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
-from deploy.service.example import Examples
 from deploy.service.source import Source
 from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import ChatTokenizer
@@ -212,13 +211,9 @@ def long_url(tmp_path, tokenizer_dir, listen):
     init_weights(model, seed=1)
     save_checkpoint(checkpoint, config, model.state_dict(), tokenizer_dir)
     source = Source(directory=str(checkpoint), is_run=False, registry_url=None)
-    versions, codec = source.versions("cpu"), source.codec()
+    versions = source.versions("cpu")
     engine = Engine(versions)
-    backend, planner = EngineHost(versions, engine), source.planner(codec)
-    service = Service(
-        backend=backend, codec=codec, planner=planner, checkpoints=None, examples=Examples(tmp_path), registry=None
-    )
-    yield listen(create_app(service), TOKEN)
+    yield listen(create_app(source.service(EngineHost(versions, engine))), TOKEN)
     engine.close()
 
 

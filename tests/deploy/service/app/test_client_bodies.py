@@ -59,11 +59,11 @@ def test_what_clients_send_is_answered_and_nothing_that_they_ask_is_dropped(clie
         assert (params.top_p, params.top_k) == (asked.get("top_p", 1), max(asked.get("top_k", 0), 0)), place
         most = asked.get("max_completion_tokens") or asked.get("max_tokens") or 16
         assert plan.most_tokens == min(most, 16), place
-        assert list(plan.stops) == asked.get("stop", []), place
+        assert list(plan.body.stops) == asked.get("stop", []), place
         assert (params.stop_ids == ()) == asked.get("ignore_eos", False), place
         form = (asked.get("response_format") or {}).get("type", "text")
         assert (plan.grammar is None) == (form == "text"), place
-        assert plan.includes_usage == (asked.get("stream_options") or {}).get("include_usage", False), place
+        assert plan.body.includes_usage == (asked.get("stream_options") or {}).get("include_usage", False), place
         is_streamed = response.headers["content-type"].startswith("text/event-stream")
         assert is_streamed == asked.get("stream", False), place
         if form != "text":

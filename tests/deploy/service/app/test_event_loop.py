@@ -8,9 +8,8 @@ import httpx
 import pytest
 
 from deploy.service.api.app import guarded
-from deploy.service.api.bounded_route import MAX_CONTAINERS
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.gateway.access import MAX_CONTAINERS
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from tests.deploy.service.app.asking import BEARER, TOKEN
 
 # 25 ms on a quiet machine. Each of these took 300 ms or more before it was fixed, and a busy machine is slower.

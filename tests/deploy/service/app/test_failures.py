@@ -9,8 +9,7 @@ from starlette.testclient import TestClient
 
 from deploy.service.api.app import create_app, guarded
 from deploy.service.engine.engine import Engine
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from tests.deploy.service.app.asking import ASK, BEARER, CHAT, TOKEN, assert_error, events_of
 from tests.deploy.service.asking import wait_until
 
@@ -32,19 +31,19 @@ def test_too_much_is_refused_in_openais_words(client, engine, app, service):
     assert response.headers["retry-after"] == "1"
     streamed = client.post("/v1/completions", json=ASK | {"n": 3, "stream": True})
     assert_error(streamed, 429, "overloaded")
-    app.state.inference._num_open = service.max_open
+    app.state.inference.places.num = service.max_open
     assert_error(client.post("/v1/completions", json=ASK), 429, "overloaded")
-    app.state.inference._num_open = 0
+    app.state.inference.places.num = 0
     assert client.post("/v1/completions", json=ASK).status_code == 200
-    assert app.state.inference.num_open == 0
+    assert app.state.inference.places.num == 0
 
 
 def test_whoever_listens_beyond_the_limit_is_refused(client, app, service):
-    app.state.listeners._num = service.max_listeners
+    app.state.listeners.num = service.max_listeners
     refused = client.get("/v1/policy/events")
     assert_error(refused, 429, "overloaded")
     assert refused.headers["retry-after"] == "5"
-    app.state.listeners._num = 0
+    app.state.listeners.num = 0
 
 
 def test_a_draining_service_says_so(client, app):
@@ -80,12 +79,12 @@ def test_a_request_that_is_cancelled_before_its_stream_begins_frees_its_place(se
     async def ask():
         request = asyncio.create_task(app(scope, receive, send))
         await asyncio.wait_for(begun.wait(), 10)
-        assert app.state.inference.num_open == 1
+        assert app.state.inference.places.num == 1
         request.cancel()
         await asyncio.wait((request,), timeout=10)
 
     asyncio.run(ask())
-    assert app.state.inference.num_open == 0
+    assert app.state.inference.places.num == 0
 
 
 def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(mortal_service):
@@ -98,7 +97,7 @@ def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(mortal_service
         assert all("error" not in chunk for chunk in chunks[:-1])
         assert len(chunks) > 1
         assert_error(client.post("/v1/completions", json=ASK), 503, "engine_unavailable")
-    assert app.state.inference.num_open == 0
+    assert app.state.inference.places.num == 0
 
 
 def test_a_job_that_takes_too_long_is_given_up(client, service, monkeypatch):

@@ -10,10 +10,9 @@ from starlette.testclient import TestClient
 from actors.run_log import append_event
 from deploy.recipe.recipe import ServiceSection
 from deploy.service.api.app import create_app, guarded
-from deploy.service.api.planner import ServicePlanner
+from deploy.service.api.inference import ServicePlanner
 from deploy.service.errors import ServiceError
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from tests.deploy.service.app.asking import ASK, BEARER, TOKEN, assert_error
 
 

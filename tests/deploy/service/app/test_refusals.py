@@ -5,7 +5,7 @@ from openai.types.chat import ChatCompletionMessage
 from pydantic import ValidationError
 
 from deploy.requests.body import MAX_CHARACTERS, ChatRequest, CompletionRequest
-from deploy.requests.diffusion import Constraints, Diffusion
+from deploy.requests.parameters import Constraints, Diffusion
 from deploy.service.gateway.access import MAX_BODY_BYTES, is_open
 from tests.deploy.service.app.asking import ASK, CHAT, OTHER, TOKEN, assert_error
 

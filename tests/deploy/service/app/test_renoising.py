@@ -151,7 +151,7 @@ def test_the_engine_shows_every_step_and_what_is_renoised_goes_back(host, sample
             is_done.set()
 
     host.engine.submit(
-        Job(requests=(request(),), wanted="policy", shows_canvas=True), host.versions.acquire("policy"), tell
+        Job(requests={0: request()}, wanted="policy", shows_canvas=True), host.versions.acquire("policy"), tell
     )
     assert is_done.wait(60)
     masked = [event.progress.masked for event in told if isinstance(event, CanvasSeen)]
@@ -245,7 +245,7 @@ async def collected(stream):
 
 def test_a_job_outlives_its_engine_at_the_borders_of_canvases(host, monkeypatch):
     monkeypatch.setattr("deploy.service.failover._PAUSE_S", 0)
-    job = Job(requests=(request(1), request(2)), wanted="policy")
+    job = Job(requests={0: request(1), 1: request(2)}, wanted="policy")
 
     def done(backend):
         events = asyncio.run(collected(with_failover(backend, job, may_restart=False)))
@@ -258,7 +258,7 @@ def test_a_job_outlives_its_engine_at_the_borders_of_canvases(host, monkeypatch)
     dying = DyingOnce(host)
     assert done(dying) == done(host)
     assert len(dying.jobs) == 2
-    assert [len(one.committed) for one in dying.jobs[1].requests] == [SLOTS, SLOTS]
+    assert [len(one.committed) for one in dying.jobs[1].requests.values()] == [SLOTS, SLOTS]
 
 
 def test_a_job_ends_on_the_version_that_it_began_with_and_one_that_leaves_frees_its_rows(
@@ -281,7 +281,7 @@ def test_a_job_ends_on_the_version_that_it_began_with_and_one_that_leaves_frees_
 
     async def swapped():
         found = []
-        async with aclosing(host.stream(Job(requests=(request(1),), wanted="policy", shows_canvas=True))) as stream:
+        async with aclosing(host.stream(Job(requests={0: request(1)}, wanted="policy", shows_canvas=True))) as stream:
             async for events in stream:
                 found += events
                 if len(found) == 1:
@@ -296,17 +296,17 @@ def test_a_job_ends_on_the_version_that_it_began_with_and_one_that_leaves_frees_
     completion = found[-1].completion
     expected = sampler.complete(request(1)).token_ids[:20].tolist()
     assert (completion.policy_version, completion.token_ids[:20].tolist()) == (0, expected)
-    after = asyncio.run(collected(host.stream(Job(requests=(request(1),), wanted="policy"))))[-1][-1].completion
+    after = asyncio.run(collected(host.stream(Job(requests={0: request(1)}, wanted="policy"))))[-1][-1].completion
     assert after.policy_version == 5
     assert after.token_ids[:20].tolist() != expected
 
     async def left():
-        async with aclosing(host.stream(Job(requests=(request(1), request(2)), wanted="policy"))) as stream:
+        async with aclosing(host.stream(Job(requests={0: request(1), 1: request(2)}, wanted="policy"))) as stream:
             await anext(stream)
 
     asyncio.run(left())
-    ended = asyncio.run(collected(host.stream(Job(requests=(request(1),), wanted="policy"))))[-1][-1]
+    ended = asyncio.run(collected(host.stream(Job(requests={0: request(1)}, wanted="policy"))))[-1][-1]
     assert isinstance(ended, Done)
-    late = Job(requests=(request(1),), wanted="policy", timeout_s=-1.0)
+    late = Job(requests={0: request(1)}, wanted="policy", timeout_s=-1.0)
     assert asyncio.run(collected(host.stream(late)))[-1][-1].code == "timeout"
     assert (host.engine.num_running, host.engine.num_waiting) == (0, 0)

@@ -116,16 +116,17 @@ def test_what_cannot_be_is_refused_in_the_names_of_the_body(client, asked, param
     assert error["param"] == param
 
 
-def test_choices_of_one_job_travel_with_one_grammar(service):
+def test_the_choices_of_a_job_are_sent_with_a_single_copy_of_their_grammar(service):
     ask = CompletionRequest.model_validate(ASK | {"structured_outputs": {"regex": "[0-9]+"}, "n": 20})
     plan = service.planner.plan(ask)
-    job = pickle.loads(pickle.dumps(service.planner.job(ask, plan)))
-    assert all(request.grammar is None for request in job.requests)
-    assert all(request.grammar.digest == plan.grammar.digest for request in job.whole_requests)
+    job = pickle.loads(pickle.dumps(service.planner.job(plan)))
+    assert len(job.requests) == 20
+    (grammar,) = {id(request.grammar): request.grammar for request in job.requests.values()}.values()
+    assert grammar.digest == plan.grammar.digest
 
 
 def test_a_grammar_that_waits_too_long_for_those_of_others_is_refused(app, service, client, monkeypatch):
-    monkeypatch.setattr("deploy.service.api.app.GRAMMAR_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("deploy.service.api.inference.GRAMMAR_TIMEOUT_S", 0.3)
     free, begun, plan = threading.Event(), [], service.planner.plan
 
     def slow(ask):
@@ -145,6 +146,6 @@ def test_a_grammar_that_waits_too_long_for_those_of_others_is_refused(app, servi
         assert answer.headers["retry-after"] == "10"
     # The third request was still queued when it timed out, so it is never planned.
     free.set()
-    monkeypatch.setattr("deploy.service.api.app.GRAMMAR_TIMEOUT_S", 30.0)
+    monkeypatch.setattr("deploy.service.api.inference.GRAMMAR_TIMEOUT_S", 30.0)
     assert ask(4).status_code == 200
     assert len(begun) == 3

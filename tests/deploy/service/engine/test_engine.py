@@ -14,9 +14,8 @@ from deploy.service.checkpoints import Checkpoints
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, Refused
 from deploy.service.engine.engine import BusyError, Engine
 from deploy.service.engine.engine_host import EngineHost, Mailbox
-from deploy.service.engine.loaded_version import NoRoomError, NoSuchVersionError, RefusedVersionError
 from deploy.service.engine.loading import VersionLoader
-from deploy.service.engine.versions import Versions
+from deploy.service.engine.versions import NoRoomError, NoSuchVersionError, RefusedVersionError, Versions
 from deploy.service.failover import MAX_LOST, with_failover
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
@@ -29,7 +28,7 @@ def request(seed=1, **changes):
 
 
 def job(*seeds, **facts):
-    return Job(requests=tuple(request(seed) for seed in seeds or (1,)), **{"wanted": "policy"} | facts)
+    return Job(requests=dict(enumerate(map(request, seeds or (1,)))), **{"wanted": "policy"} | facts)
 
 
 async def collect(stream):
@@ -204,7 +203,7 @@ def test_the_log_of_a_failure_says_where_and_shows_no_prompt(engine, versions, c
 
     live.sampler.model.forward = fail
     asked = replace(request(), prompt_ids=(211, 213, 217))
-    engine.submit(replace(job(), requests=(asked,)), live, events.append)
+    engine.submit(replace(job(), requests={0: asked}), live, events.append)
     wait_until(lambda: events, "the refusal")
     log = capsys.readouterr().out
     assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[error *\] engine_step_failed", log)
@@ -215,7 +214,7 @@ def test_the_log_of_a_failure_says_where_and_shows_no_prompt(engine, versions, c
 
 
 def test_what_the_policy_cannot_serve_is_refused_and_releases_the_version(host, versions):
-    events = asyncio.run(flat(host.stream(Job(requests=(replace(request(), prompt_ids=()),), wanted="policy"))))
+    events = asyncio.run(flat(host.stream(Job(requests={0: replace(request(), prompt_ids=())}, wanted="policy"))))
     assert [(event.status, event.code) for event in events] == [(400, "invalid_request")]
     assert versions.acquire("policy").num_jobs == 1
 
@@ -261,7 +260,7 @@ def test_who_leaves_while_a_version_loads_does_not_keep_it(versions, engine, mak
             return getattr(versions, name)
 
     async def run():
-        task = asyncio.create_task(flat(EngineHost(Slow(), engine).stream(job(began_with=versions.policy))))
+        task = asyncio.create_task(flat(EngineHost(Slow(), engine).stream(job(wanted="base"))))
         await asyncio.to_thread(loading.wait, 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -281,7 +280,7 @@ def test_a_join_that_fails_ends_all_jobs_whose_rows_are_lost_with_it(held, versi
     told = {"first": [], "second": []}
     live = versions.acquire("policy")
     held.submit(job(1), live, told["first"].append)
-    wait_until(lambda: held._tasks and live.batch is not None, "the first to join")
+    wait_until(lambda: held._jobs and live.batch is not None, "the first to join")
     monkeypatch.setattr(live.batch, "submit", lambda _: (_ for _ in ()).throw(RuntimeError("out of memory")))
     held.submit(job(2), versions.acquire("policy"), told["second"].append)
     wait_until(lambda: all(told.values()), "both to be told")
@@ -298,6 +297,7 @@ def test_a_version_without_room_for_rows_fails_its_job_and_no_other(host, engine
     monkeypatch.setattr(sampler, "open", opened)
     assert ids(asyncio.run(flat(host.stream(job()))))
     assert engine.is_alive
+    assert engine.num_waiting == 0
 
 
 # Policy versions.
@@ -499,7 +499,7 @@ class DyingBackend:
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("lives", [(0,), (1,), (2,), (3, 2), (4, 0, 5)])
 def test_a_job_outlives_its_engines_token_for_token(host, lives, temperature):
-    work = Job(requests=tuple(request(seed, temperature=temperature) for seed in (1, 2)), wanted="policy")
+    work = Job(requests={seed: request(seed, temperature=temperature) for seed in (0, 1)}, wanted="policy")
     whole = asyncio.run(collect(with_failover(DyingBackend(host), work, may_restart=False)))
     backend = DyingBackend(host, *lives)
     again = asyncio.run(collect(with_failover(backend, work, may_restart=False)))
@@ -514,7 +514,7 @@ def test_a_job_outlives_its_engines_token_for_token(host, lives, temperature):
     assert not of(Refused, again)
     if lives == (4, 0, 5):
         assert backend.jobs[-1].began_with is not None
-        assert any(one.committed is not None for one in backend.jobs[-1].requests)
+        assert any(one.committed is not None for one in backend.jobs[-1].requests.values())
 
 
 def test_a_stream_whose_version_is_gone_ends_with_an_error_and_a_whole_answer_begins_again(

@@ -5,9 +5,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from deploy.recipe.web_names import Hostname, Origin
 from deploy.service.api.app import guarded
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.callers import Callers
-from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.gateway.access import Callers
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from tests.deploy.service.app.asking import BEARER, TOKEN
 
 ELSEWHERE = "https://notes.example.org"

@@ -19,8 +19,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from deploy.service.gateway.access import AccessControl
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits, SharedCounts
+from deploy.service.gateway.keys import ApiKeys, RateLimits, SharedCounts
 from tests.deploy.service.asking import TOKEN, wait_until
 
 
@@ -42,7 +41,7 @@ def statuses(rates, count, owner="me"):
 @pytest.fixture
 def make_rates(registry_server, monkeypatch):
     """Rates of ingresses of one service, which wait for the count however busy this machine is."""
-    monkeypatch.setattr("deploy.service.gateway.rate_limits._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("deploy.service.gateway.keys._TIMEOUT_S", 60.0)
     name = secrets.token_hex(4)
     return lambda limit: RateLimits(limit, SharedCounts(registry_server.url, name))
 
@@ -62,7 +61,7 @@ def test_ingresses_count_together(make_rates):
 
 
 def test_services_do_not_count_together(registry_server, monkeypatch):
-    monkeypatch.setattr("deploy.service.gateway.rate_limits._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("deploy.service.gateway.keys._TIMEOUT_S", 60.0)
     rates = [RateLimits("1/day", SharedCounts(registry_server.url, name)) for name in ("one", "other")]
     assert statuses(rates, 3) == [200, 200, 429]
 
@@ -118,8 +117,8 @@ def redis_that_says_nothing():
 
 
 def test_while_what_is_shared_cannot_be_reached_each_counts_by_itself(monkeypatch):
-    monkeypatch.setattr("deploy.service.gateway.rate_limits._RETRY_S", 600.0)
-    monkeypatch.setattr("deploy.service.gateway.rate_limits._TIMEOUT_S", 1.0)
+    monkeypatch.setattr("deploy.service.gateway.keys._RETRY_S", 600.0)
+    monkeypatch.setattr("deploy.service.gateway.keys._TIMEOUT_S", 1.0)
 
     async def ask(rates):
         began_s = time.monotonic()

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from actors.registry.server import URL_VARIABLE, ValkeyServer, free_port
 from deploy.errors import UserError
-from deploy.service.gateway.address import Address
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 
 
 @pytest.fixture

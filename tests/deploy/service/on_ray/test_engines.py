@@ -25,8 +25,8 @@ def ingress():
 
 
 def job(*seeds):
-    requests = tuple(Request(prompt_ids=(5, 6, 7), params=PARAMS, seed=seed) for seed in seeds or (1,))
-    return Job(requests=requests, wanted="policy")
+    requests = [Request(prompt_ids=(5, 6, 7), params=PARAMS, seed=seed) for seed in seeds or (1,)]
+    return Job(requests=dict(enumerate(requests)), wanted="policy")
 
 
 class Response:

@@ -22,11 +22,10 @@ from deploy.ray_session import RaySession
 from deploy.recipe.recipe import ServiceSection
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
 from deploy.service.engine.loading import VersionLoader
-from deploy.service.gateway.address import Address
-from deploy.service.gateway.api_keys import ApiKeys, own_key, read_keys
+from deploy.service.gateway.keys import ApiKeys, own_key, read_keys
 from deploy.service.on_ray import launch
 from deploy.service.on_ray.launch import banner, banner_of_key, serve_checkpoint, serve_run
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 from learner.model.adapter import Adapter, read_adapter
 from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.checkpoint_files import BaseCheckpoint, chain_digest
@@ -310,7 +309,7 @@ def test_a_terminal_is_shown_the_key_and_a_log_is_not(run_dir, bare, monkeypatch
     monkeypatch.setattr("ray.available_resources", dict)
     source = Source(directory=str(run_dir), is_run=True, registry_url=None)
     session = RaySession(is_ours=False, dashboard_url="127.0.0.1:8265", logs_dir=Path())
-    launch._serve(source, Address(host="127.0.0.1", port=8000), 1, session)
+    launch._serve(source, Address(host="127.0.0.1", port=8000), session)
     assert (key in capsys.readouterr().out) == is_terminal
 
 

@@ -9,9 +9,12 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-import deploy.service.api.metrics
+import deploy.service.gateway.access
 from deploy.service.api.metrics import BUCKETS_S, ServiceMetrics
+from deploy.service.gateway.access import AccessControl
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from deploy.service.on_ray.ray_metrics import EngineMetrics, RequestMetrics
+from tests.deploy.service.asking import TOKEN
 
 OF_TINY = {"application": "d1-tiny"}
 
@@ -83,9 +86,10 @@ def client(core, monkeypatch):
     metrics = ServiceMetrics(frozenset(("/plain", "/slow", "/broken")))
     app = Starlette(routes=routes)
     app.state.clock = Clock()
-    monkeypatch.setattr(deploy.service.api.metrics, "time", app.state.clock)
-    observed = metrics.measured(app, RequestMetrics("d1-tiny"))
-    with TestClient(observed, raise_server_exceptions=False) as client:
+    monkeypatch.setattr(deploy.service.gateway.access, "time", app.state.clock)
+    keys, observers = ApiKeys.of(TOKEN, "test"), (metrics, RequestMetrics("d1-tiny"))
+    observed = AccessControl(app, keys, RateLimits("1000/second"), observers=observers, paths=metrics.paths)
+    with TestClient(observed, headers={"authorization": f"Bearer {TOKEN}"}, raise_server_exceptions=False) as client:
         client.own = lambda: metrics.text([]).decode()
         yield client
 
