@@ -8,7 +8,7 @@ import shlex
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
@@ -25,12 +25,6 @@ _OF_ANY_POLICY = "What is 2 + 3?"
 _CARD = "README.md"
 _HEAD = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _MOST_CHARS = 4000
-
-
-def example_request(directory: Path) -> tuple[str, str]:
-    """Return the path of an example request and its shell-quoted JSON body, for a run or a checkpoint."""
-    # ASCII only: a task's text could contain terminal escape sequences.
-    return "/v1/chat/completions", shlex.quote(json.dumps(_body(directory)))
 
 
 class _Turn(BaseModel):
@@ -96,8 +90,11 @@ def _of_card(path: Path) -> list[tuple[Message, ...]]:
     return found
 
 
-def _body(directory: Path) -> dict[str, Any]:
+def example_request(directory: Path) -> tuple[str, str]:
+    """Return the path of an example request and its shell-quoted JSON body, for a run or a checkpoint."""
     _, examples = _examples(directory)
-    if not examples:
-        return {"messages": [{"role": "user", "content": _OF_ANY_POLICY}]}
-    return {"messages": chat(min(examples, key=lambda turns: sum(len(message.content) for message in turns)))}
+    messages = [{"role": "user", "content": _OF_ANY_POLICY}]
+    if examples:
+        messages = chat(min(examples, key=lambda turns: sum(len(message.content) for message in turns)))
+    # ASCII only: a task's text could contain terminal escape sequences.
+    return "/v1/chat/completions", shlex.quote(json.dumps({"messages": messages}))

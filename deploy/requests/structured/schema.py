@@ -21,19 +21,8 @@ MAX_LENGTH = 128
 
 _ANNOTATIONS = frozenset(
     {
-        *(
-            "$schema",
-            "$id",
-            "$comment",
-            "$anchor",
-            "title",
-            "description",
-            "default",
-            "examples",
-            "example",
-            "deprecated",
-        ),
-        *("readOnly", "writeOnly", "$defs", "definitions", "discriminator"),
+        *("$schema", "$id", "$comment", "$anchor", "$defs", "definitions", "discriminator"),
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
     }
 )
 _OF_TYPE = {
@@ -135,7 +124,8 @@ class _SchemaRewriter:
     def _of_type(self, given: Mapping[str, Any], refs: tuple[str, ...], place: str) -> dict[str, Any]:
         if "type" not in given:
             # Without `type`, the keywords of one type leave all other types unconstrained.
-            _expect_only(given, {"type"}, place, "; name a `type`" if given.keys() & _all_keywords() else "")
+            is_typed = any(given.keys() & known for known in _OF_TYPE.values())
+            _expect_only(given, {"type"}, place, "; name a `type`" if is_typed else "")
             return {}
         types = _types(given, place)
         _expect_only(given, {"type"}.union(*(_OF_TYPE[kind] for kind in types)), place)
@@ -263,10 +253,6 @@ def _expect_only(given: Mapping[str, Any], known: set[str] | frozenset[str], pla
             else ""
         )
         raise SchemaError(f"has {_shown(strays[0])}{known_ones}{_at(place)}, which is not served{advice}")
-
-
-def _all_keywords() -> frozenset[str]:
-    return frozenset[str]().union(*_OF_TYPE.values())
 
 
 def _at(place: str) -> str:

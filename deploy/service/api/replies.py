@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from deploy.service.contract import RefusedVersion
+
 
 class Body(BaseModel):
     """Base class of the bodies."""
@@ -257,13 +259,6 @@ class Lag(Body):
     behind: int
 
 
-class RefusedVersionReply(Body):
-    """Version that was refused, and the reason."""
-
-    version: int
-    why: str
-
-
 class _Version(Body):
     policy_version: int
     round: int
@@ -282,7 +277,7 @@ class Policy(_Version):
     paused: bool
     live: list[int]
     num_swaps: int
-    refused: list[RefusedVersionReply]
+    refused: list[RefusedVersion]
     last_error: str | None
 
 

@@ -64,21 +64,18 @@ class AnswerWriter:
     async def answer(self, events: Events) -> Answer:
         """Return the complete answer. Raises ServiceError."""
         await self._read(events)
+        usage, head = self._usage(), self._head()
         if self._is_chat:
             replies = [
-                ChatChoice(
-                    index=index,
-                    message=Reply(role="assistant", content=choice.text),
-                    **self._end_of(choice),
-                )
+                ChatChoice(index=index, message=Reply(role="assistant", content=choice.text), **self._end_of(choice))
                 for index, choice in enumerate(self._choices)
             ]
-            return ChatAnswer(object="chat.completion", choices=replies, usage=self._usage(), **self._head())
+            return ChatAnswer(object="chat.completion", choices=replies, usage=usage, **head)
         texts = [
             TextChoice(index=index, text=choice.text, **self._end_of(choice))
             for index, choice in enumerate(self._choices)
         ]
-        return TextAnswer(object="text_completion", choices=texts, usage=self._usage(), **self._head())
+        return TextAnswer(object="text_completion", choices=texts, usage=usage, **head)
 
     async def chunks(self, events: Events) -> AsyncGenerator[bytes, None]:
         """Stream server-sent events, after `begin`. The last one is `[DONE]` or an error."""
