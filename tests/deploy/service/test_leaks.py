@@ -56,7 +56,7 @@ def num_objects():
     return len(gc.get_objects())
 
 
-def test_nothing_of_a_request_stays(application, policies):
+def test_nothing_of_a_request_stays_in_memory(application, policies):
     async def grown():
         client = Client("http://service")
         await client.aclose()

@@ -64,13 +64,13 @@ def _longest(app, path, content):
         ("/detokenize", {"tokens": [7] * 300_000}, 400, "at most 65536 items"),
     ],
 )
-def test_no_body_holds_the_loop(app, path, body, status, words):
+def test_no_body_blocks_the_event_loop(app, path, body, status, words):
     found, message, longest_s = _longest(app, path, json.dumps(body))
     assert (found, words in message) == (status, True), message
     assert longest_s < MOST_S
 
 
-def test_what_is_written_in_strings_is_not_counted(app):
+def test_brackets_inside_strings_are_not_counted(app):
     text = '[{"' * (MAX_CONTAINERS + 1)
     status, message, _ = _longest(app, "/tokenize", json.dumps({"prompt": text}))
     assert (status, message) == (200, "")

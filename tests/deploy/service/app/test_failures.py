@@ -14,7 +14,7 @@ from tests.deploy.service.app.asking import ASK, BEARER, CHAT, TOKEN, assert_err
 from tests.deploy.service.asking import wait_until
 
 
-def test_a_failure_of_the_engine_tells_the_client_nothing(client, engine, monkeypatch):
+def test_an_internal_error_reveals_nothing_to_the_client(client, engine, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("secret /path")
 
@@ -24,7 +24,7 @@ def test_a_failure_of_the_engine_tells_the_client_nothing(client, engine, monkey
     assert "secret" not in response.text
 
 
-def test_too_much_is_refused_in_openais_words(client, engine, app, service):
+def test_excess_requests_get_openais_rate_limit_error(client, engine, app, service):
     engine._max_pending = 2
     response = client.post("/v1/completions", json=ASK | {"n": 3})
     assert assert_error(response, 429, "overloaded")["type"] == "rate_limit_error"
@@ -38,7 +38,7 @@ def test_too_much_is_refused_in_openais_words(client, engine, app, service):
     assert app.state.inference.places.num == 0
 
 
-def test_whoever_listens_beyond_the_limit_is_refused(client, app, service):
+def test_event_streams_beyond_the_limit_are_refused(client, app, service):
     app.state.listeners.num = service.max_listeners
     refused = client.get("/v1/policy/events")
     assert_error(refused, 429, "overloaded")
@@ -46,7 +46,7 @@ def test_whoever_listens_beyond_the_limit_is_refused(client, app, service):
     app.state.listeners.num = 0
 
 
-def test_a_draining_service_says_so(client, app):
+def test_a_draining_service_answers_503(client, app):
     assert client.get("/health/ready").json()["status"] == "ready"
     app.state.inference.is_draining = True
     for response in (client.post("/v1/completions", json=ASK), client.get("/health/ready")):
@@ -55,7 +55,7 @@ def test_a_draining_service_says_so(client, app):
     assert client.get("/health").status_code == 200
 
 
-def test_a_request_that_is_cancelled_before_its_stream_begins_frees_its_place(service):
+def test_a_request_cancelled_before_its_stream_begins_frees_its_place(service):
     """As Serve cancels it when the client disconnects."""
     begun = asyncio.Event()
 
@@ -87,7 +87,7 @@ def test_a_request_that_is_cancelled_before_its_stream_begins_frees_its_place(se
     assert app.state.inference.places.num == 0
 
 
-def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(mortal_service):
+def test_a_broken_stream_ends_with_an_error_and_without_done(mortal_service):
     app = create_app(mortal_service)
     inside = guarded(app, ApiKeys.of(TOKEN, "test"), RateLimits("1000/second"))
     with TestClient(inside, headers=BEARER) as client:
@@ -100,7 +100,7 @@ def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(mortal_service
     assert app.state.inference.places.num == 0
 
 
-def test_a_job_that_takes_too_long_is_given_up(client, service, monkeypatch):
+def test_a_request_that_takes_too_long_gets_503(client, service, monkeypatch):
     service.planner._timeout_s = 0.2
     step = Engine._step
     monkeypatch.setattr(Engine, "_step", lambda self, live: time.sleep(0.3) or step(self, live))
@@ -121,7 +121,7 @@ def test_metrics_are_in_prometheus_format(client):
     assert "d1_policy_version 1.0" in text
 
 
-def test_what_the_gate_refuses_is_counted_too(make_client):
+def test_requests_refused_by_access_control_are_counted(make_client):
     make_client(headers={}).get("/v1/models")
     busy = make_client("1/day")
     assert [busy.get("/v1/models").status_code for _ in range(2)] == [200, 429]
