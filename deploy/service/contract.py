@@ -172,6 +172,3 @@ class Backend(Protocol):
 
     async def states(self) -> list[EngineState]:
         """Return the states of all engines that answer."""
-
-    async def aclose(self) -> None:
-        """Close idle connections."""

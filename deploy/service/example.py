@@ -43,18 +43,12 @@ class _Card(BaseModel):
     widget: list[_Example] = []
 
 
-class Examples:
-    """Example prompts of a run or a checkpoint, read once. Thread-safe."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.single_turns = cache(self._read)
-        """The name of the run's task, None without a run, and the single-turn prompts."""
-
-    def _read(self) -> tuple[str | None, list[str]]:
-        task, conversations = _examples(self._directory)
-        turns = [turns[0] for turns in conversations if len(turns) == 1]
-        return task, [turn.content for turn in turns if turn.role == "user"]
+@cache
+def example_prompts(directory: Path) -> tuple[str | None, list[str]]:
+    """Return the name of the run's task, None without a run, and single-turn example prompts. They are read once."""
+    task, conversations = _examples(directory)
+    turns = [turns[0] for turns in conversations if len(turns) == 1]
+    return task, [turn.content for turn in turns if turn.role == "user"]
 
 
 def _examples(directory: Path) -> tuple[str | None, list[tuple[Message, ...]]]:

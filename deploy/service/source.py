@@ -20,7 +20,6 @@ from deploy.service.api.policy_events import RegistryReader
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint, plain_checkpoint
 from deploy.service.contract import Backend
-from deploy.service.example import Examples
 from rollout.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ class Source:
             codec=codec,
             planner=self.planner(codec),
             checkpoints=Checkpoints(self.path) if self.is_run else None,
-            examples=Examples(self.path),
+            directory=self.path,
             registry=None if registry is None else RegistryReader(registry),
         )
 

@@ -148,7 +148,9 @@ class DiffusionLM(LM):
             plan = self._planner.plan(read_line({"prompt": context} | values))
         except RequestError as error:
             raise UserError(f"{error} (a prompt that begins {context[:60]!r})") from error
-        return replace(plan, stops=tuple(stop for stop in stops if stop))
+        # Not checked: a task may have more stop strings than a request.
+        body = plan.body.model_copy(update={"stop": [stop for stop in stops if stop]})
+        return replace(plan, body=body)
 
     def _generated(
         self,

@@ -7,9 +7,11 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
-from fastapi import FastAPI, Path
+import fastapi
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
@@ -30,11 +32,11 @@ from deploy.service.api.writer import as_json
 from deploy.service.checkpoints import Checkpoints
 from deploy.service.contract import Backend, EngineState
 from deploy.service.errors import ServiceError, install_handlers
-from deploy.service.example import Examples
+from deploy.service.example import example_prompts
 from deploy.service.gateway.access import ANYBODY, AccessControl, BoundedRoute, Callers, RequestObserver
 from deploy.service.gateway.keys import ApiKeys, RateLimits
 
-_Number = Annotated[int, Path(ge=0, le=2**31 - 1)]
+_Number = Annotated[int, fastapi.Path(ge=0, le=2**31 - 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +51,8 @@ class Service:
     """Planner of requests."""
     checkpoints: Checkpoints | None
     """Checkpoints of the run; None for a single checkpoint."""
-    examples: Examples
-    """Example prompts for the policy."""
+    directory: Path
+    """Directory of the run or the checkpoint, for example prompts."""
     registry: RegistryReader | None
     """The run's registry; None for a single checkpoint."""
     max_open: int = 256
@@ -76,7 +78,6 @@ def create_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await service.backend.aclose()
         if service.registry is not None:
             service.registry.close()
 
@@ -189,7 +190,7 @@ def _add_policy(app: FastAPI, service: Service, watch: EngineWatch, inference: I
     # Also for a single checkpoint, whose model card may have examples.
     @app.get("/v1/policy/examples", **described(replies.PolicyExamples))
     async def examples() -> replies.PolicyExamples:
-        task, prompts = await asyncio.to_thread(service.examples.single_turns)
+        task, prompts = await asyncio.to_thread(example_prompts, service.directory)
         return replies.PolicyExamples(task=task, prompts=prompts)
 
     @app.get("/v1/policy/{version}", **described(replies.PolicyOfVersion, 400, 404, 503))

@@ -58,9 +58,6 @@ class EngineHost:
         """See `Backend.states`."""
         return [self.state()]
 
-    async def aclose(self) -> None:
-        """See `Backend.aclose`. There is nothing to close."""
-
     def state(self) -> EngineState:
         """Return the engine's state."""
         versions, engine = self.versions, self.engine

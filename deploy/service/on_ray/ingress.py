@@ -67,9 +67,6 @@ class ServeEngines:
             return []
         return [state for state in found if isinstance(state, EngineState)]
 
-    async def aclose(self) -> None:
-        """See `Backend`. There is nothing to close."""
-
 
 @serve.deployment(
     # Above the application's own limits, so that it refuses the excess itself (429 with Retry-After).

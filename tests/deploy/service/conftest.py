@@ -31,7 +31,6 @@ from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
 from deploy.service.engine.loading import VersionLoader
 from deploy.service.engine.versions import Versions
-from deploy.service.example import Examples
 from deploy.service.gateway.keys import ApiKeys, RateLimits
 from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
@@ -147,7 +146,7 @@ def service(run_dir, host, codec):
         codec=codec,
         planner=planner,
         checkpoints=Checkpoints(run_dir),
-        examples=Examples(run_dir),
+        directory=run_dir,
         registry=None,
     )
 
@@ -281,9 +280,6 @@ def mortal_service(service, monkeypatch):
 
         async def states(self):
             return await self.host.states()
-
-        async def aclose(self):
-            await self.host.aclose()
 
     monkeypatch.setattr("deploy.service.failover._PAUSE_S", 0)
     return replace(service, backend=Mortal(service.backend))

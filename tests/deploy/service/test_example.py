@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from deploy.runs.checkpoints import read_recipe
-from deploy.service.example import Examples, example_request
+from deploy.service.example import example_prompts, example_request
 from deploy.service.on_ray.launch import banner
 from rewards import Split, make_task
 from rewards.problem import Message
@@ -99,7 +99,7 @@ widget:
 
 def test_the_example_of_a_checkpoint_is_from_its_model_card(tmp_path):
     (tmp_path / "README.md").write_text(CARD)
-    assert Examples(tmp_path).single_turns() == (None, ["Write a story about a fox.", "Why?"])
+    assert example_prompts(tmp_path) == (None, ["Write a story about a fox.", "Why?"])
     (turn, *_) = json.loads(shlex.split(example_request(tmp_path)[1])[0])["messages"]
     assert turn["content"] == "a"
 
@@ -107,12 +107,12 @@ def test_the_example_of_a_checkpoint_is_from_its_model_card(tmp_path):
 @pytest.mark.parametrize("card", ["", "# A model", "---\nwidget: [1]\n---\n", "---\n{\n---\n", "---\n- a\n---\n"])
 def test_a_model_card_without_examples_has_none(card, tmp_path):
     (tmp_path / "README.md").write_text(card)
-    assert Examples(tmp_path).single_turns() == (None, [])
+    assert example_prompts(tmp_path) == (None, [])
     assert "2 + 3" in example_request(tmp_path)[1]
 
 
 def test_examples_are_held_out_problems_of_the_runs_task(run_dir, monkeypatch):
-    task, prompts = Examples(run_dir).single_turns()
+    task, prompts = example_prompts(run_dir)
     recipe = read_recipe(run_dir)
     heldout = make_task(recipe.task).problems(Split.HELDOUT, 8, seed=0)
     assert task == recipe.task.name
@@ -120,4 +120,4 @@ def test_examples_are_held_out_problems_of_the_runs_task(run_dir, monkeypatch):
     assert len(prompts) == 8
     # The task's data may be on another machine.
     monkeypatch.setattr("deploy.service.example.make_task", lambda _: (_ for _ in ()).throw(ValueError("no data")))
-    assert Examples(run_dir).single_turns() == (recipe.task.name, [])
+    assert example_prompts(run_dir) == (recipe.task.name, [])
