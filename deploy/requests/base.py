@@ -56,7 +56,7 @@ class RequestBody(BaseModel):
 def valid_text(text: str) -> str:
     """Return the text. Raises ValueError if it contains a lone surrogate."""
     if not is_valid_text(text):
-        raise ValueError("has half of a surrogate pair, which is no text")
+        raise ValueError("has half of a surrogate pair, which is not valid text")
     return text
 
 

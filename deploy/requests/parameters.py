@@ -124,7 +124,7 @@ SAMPLING_FIELDS = {
 SAMPLING_KEYS = tuple(_MASKED)
 """Names of the fields of policies with a mask token."""
 RENOISING_KEYS = (*_RENOISING, "stop_ids")
-"""Names of the fields of policies without one; `stop_ids` is no parameter of their sampler, but of its requests."""
+"""Names of the fields of policies without one. `stop_ids` is a field of their requests, not of `RenoisingParams`."""
 SETTINGS = ("seed", *SAMPLING_FIELDS)
 """Keys of the settings `KEY=VALUE` on the command line."""
 DIFFUSION_FIELDS = {

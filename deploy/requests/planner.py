@@ -133,20 +133,9 @@ class Planner:
     """Planner of the requests to one policy."""
 
     def __init__(
-        self,
-        codec: Codec,
-        defaults: AnyDefaults,
-        given: Values | None = None,
-        seed: int | None = None,
+        self, codec: Codec, defaults: AnyDefaults, given: Values | None = None, seed: int | None = None
     ) -> None:
-        """Create a planner.
-
-        Args:
-            codec: tokenization of the policy.
-            defaults: default sampling parameters of the policy.
-            given: values of all requests, overridden by each request's own.
-            seed: seed of requests without one; None: a random seed for each.
-        """
+        """Create a planner. `given` and `seed` apply to requests that leave them out; by default a seed is random."""
         self._codec, self._defaults, self._given, self._seed = codec, defaults, given or {}, seed
 
     def plan(self, body: CompletionBody, names: Mapping[str, str] | None = None) -> RequestPlan:
@@ -202,25 +191,22 @@ class Planner:
             message = f"`{structure.field}` is not for {MODEL_TYPE} policies: their canvases have no masked slots"
             raise RequestError(message, "unsupported_parameter", param=structure.field)
         if isinstance(body, CompletionRequest) and body.suffix is not None:
-            raise RequestError(f"`suffix` is not for `{structure.field}`, which says all of a text", param="suffix")
+            raise RequestError(f"`suffix` is not for `{structure.field}`, which covers the whole text", param="suffix")
         grammar = self._codec.grammar(structure)
         return grammar if body.most_tokens is None else replace(grammar, most_tokens=body.most_tokens)
 
     def _prompts(self, body: CompletionBody) -> list[list[int]]:
+        codec = self._codec
         if isinstance(body, ChatRequest):
-            adds_special = body.add_special_tokens
-            return [
-                self._codec.encode_chat(
-                    body.turns, "messages", template=body.template_variables, adds_special=adds_special
-                )
-            ]
+            options = body.template_variables
+            return [codec.encode_chat(body.turns, "messages", template=options, adds_special=body.add_special_tokens)]
         assert isinstance(body, CompletionRequest), "there are two kinds"
-        return [self._prompt(prompt, body) for prompt in body.prompts]
-
-    def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:
-        if not isinstance(prompt, str):
-            return self._codec.check_ids(prompt, "prompt")
-        return self._codec.encode_prompt(prompt, adds_special=body.add_special_tokens)
+        return [
+            codec.encode_prompt(prompt, adds_special=body.add_special_tokens)
+            if isinstance(prompt, str)
+            else codec.check_ids(prompt, "prompt")
+            for prompt in body.prompts
+        ]
 
     def _stop_ids(self, body: CompletionBody) -> tuple[int, ...] | None:
         """Return the ids that end the text; None: only the policy's own."""

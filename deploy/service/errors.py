@@ -14,7 +14,11 @@ from deploy.requests.errors import RequestError
 from deploy.service.contract import Refused
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_MESSAGES = {400: "The body is not JSON.", 404: "There is no such path.", 405: "This path does not know that method."}
+_MESSAGES = {
+    400: "The body is not JSON.",
+    404: "There is no such path.",
+    405: "This path does not allow that method.",
+}
 
 
 class Error(BaseModel):

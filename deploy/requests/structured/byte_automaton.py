@@ -37,7 +37,7 @@ _PREFIX = b"\x01" + 63 * b"\x00"
 # Detects an expression that closes a group it has not opened. No text contains this byte.
 _SUFFIX = 2
 _NO_EXPRESSION = (
-    "is no regular expression that can be served: it has a mistake, or an anchor, a word boundary, a lookaround or a "
+    "is not a supported regular expression: it is invalid, or has an anchor, a word boundary, a lookaround or a "
     "reference, which no finite automaton has"
 )
 _ASCII = re.compile(r"((?<!\\)(?:\\\\)*)\\([dws])")
@@ -64,7 +64,7 @@ def byte_automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.
     Raises:
         AutomatonError: there is no automaton, or it is too large.
     """
-    too_large = f"is too large: it takes more than {_MAX_CPU_S} s or {_MAX_BYTES >> 30} GiB to see what it allows"
+    too_large = f"is too large: building its automaton takes more than {_MAX_CPU_S} s or {_MAX_BYTES >> 30} GiB"
     check_length(text)
     environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(_ROOT), "OPENBLAS_NUM_THREADS": "1"}
     try:

@@ -253,6 +253,6 @@ async def _found(service: Service, states: Sequence[EngineState], version: int, 
     if policy is not None:
         return policy
     if away is not None:
-        message = "No engine has that version, and the registry cannot be reached; try again."
+        message = "No engine has that version, and the registry is unreachable; try again."
         raise ServiceError(503, message, "unavailable", retry_after_s=5) from away
     raise ServiceError(404, f"There is no policy version {version} here.", "model_not_found", param=param)

@@ -47,15 +47,7 @@ class ServicePlanner(Planner):
         timeout_s: float = 120.0,
         served_names: Sequence[str] = (),
     ) -> None:
-        """Create a planner.
-
-        Args:
-            codec: tokenization of the policy.
-            defaults: default sampling parameters of the policy.
-            name: name of the run, an alias of `policy`.
-            timeout_s: time limit of a job, in seconds.
-            served_names: more aliases of `policy`.
-        """
+        """Create a planner. The run's `name` and `served_names` are aliases of `policy`."""
         super().__init__(codec, defaults)
         self.name, self._timeout_s = name, timeout_s
         # In a run that is called `base`, that name still means the version that its rounds began with.
@@ -135,7 +127,7 @@ class Inference:
     def __init__(self, backend: Backend, codec: TextCodec, planner: ServicePlanner, max_open: int) -> None:
         """Answer with the engines of `backend`, at most `max_open` requests at a time."""
         self._backend, self._codec, self._planner = backend, codec, planner
-        self.places = Places(max_open, "{num} requests are under way; try again.", retry_after_s=1)
+        self.places = Places(max_open, "{num} requests are in progress; try again.", retry_after_s=1)
         # A grammar takes up to seconds of a core. Their own threads, so that other requests do not wait for them.
         self._grammar_makers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
         self.is_draining = False
@@ -186,7 +178,7 @@ class Inference:
             async with asyncio.timeout(GRAMMAR_TIMEOUT_S):
                 return await making
         except TimeoutError as error:
-            message = f"Its grammar was not made in {GRAMMAR_TIMEOUT_S:.0f} s, behind those of others; try again."
+            message = f"Its grammar was not ready in {GRAMMAR_TIMEOUT_S:.0f} s, behind other requests; try again."
             raise ServiceError(503, message, "overloaded", retry_after_s=10) from error
 
 

@@ -99,15 +99,9 @@ class Versions:
         locate: Locate,
         most_live: int = 4,
     ) -> None:
-        """Serve `policy` first.
+        """Serve `policy` with `sampler` first.
 
-        Args:
-            sampler: sampler of the first version.
-            policy: metadata of the first version.
-            load: creates the sampler of other versions.
-            locate: finds other versions.
-            most_live: maximum number of versions in memory, including those that only old requests still use; at least
-                2.
+        At most `most_live` versions (2 or more) are in memory, including those that only old requests still use.
         """
         self._load, self._locate, self._most_live = load, locate, most_live
         # One load at a time; never held while a request is served.

@@ -255,7 +255,7 @@ def _limited(receive: Receive, answer: _Answer) -> Receive:
                 return {"type": "http.disconnect"}
             # FastAPI reads the body, and takes any other exception for bad JSON.
             slow = {"connection": "close"}
-            raise HTTPException(408, f"The body was not there after {BODY_TIMEOUT_S:.0f} s.", slow) from error
+            raise HTTPException(408, f"The body did not arrive within {BODY_TIMEOUT_S:.0f} s.", slow) from error
         num_bytes += len(message.get("body", b""))
         is_whole = not message.get("more_body", False)
         if num_bytes > MAX_BODY_BYTES:

@@ -81,14 +81,9 @@ class Ingress:
     """Answers the HTTP requests that Serve's proxies forward."""
 
     def __init__(self, engines: Any, source: Source, keys: ApiKeys, address: Address, *, is_alone: bool) -> None:
-        """Answer with `engines`, a handle of `EngineReplica`.
+        """Answer with `engines`, a handle of `EngineReplica`; the proxies listen on `address`.
 
-        Args:
-            engines: the handle.
-            source: the run or checkpoint.
-            keys: the API keys.
-            address: where the proxies listen.
-            is_alone: whether this is the only ingress; otherwise all of them count each key's requests together.
+        Unless it `is_alone`, all ingresses count each key's requests together.
         """
         settings, url = source.settings, None if is_alone else source.registry_url
         self._rates = RateLimits(settings.rate_limit, None if url is None else SharedCounts(url, source.name))
@@ -106,7 +101,7 @@ class Ingress:
         return self._address
 
     async def drain(self) -> int:
-        """Accept no more requests. Returns the number of those under way."""
+        """Accept no more requests. Returns the number in progress."""
         inference = self._app.state.inference
         inference.is_draining = True
         return int(inference.places.num)

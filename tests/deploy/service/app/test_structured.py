@@ -91,15 +91,15 @@ LEAST = {"type": "integer", "minimum": 3}
         ({"stop": "}"}, "stop", "the text ends where it is complete"),
         ({"stop_token_ids": [5]}, "stop_token_ids", "the text ends where it is complete"),
         ({"ignore_eos": True}, "ignore_eos", "the text ends where it is complete"),
-        ({"suffix": "x"}, "suffix", "which says all of a text"),
+        ({"suffix": "x"}, "suffix", "which covers the whole text"),
         ({"max_tokens": 3}, "response_format", "needs 9 tokens at least, and the completion has room for 3"),
         ({"diffusion": GIVEN}, "response_format", "has no text that fits what is given or forbidden"),
         ({}, "structured_outputs", "has one of `json`, `json_object`, `regex` and `choice`"),
         ({"regex": "a", "choice": ["b"]}, "structured_outputs", "has one of"),
         ({"json": DEEP}, "structured_outputs.json", "is nested more than 64 levels deep"),
-        ({"regex": "(a"}, "structured_outputs", "is no regular expression that can be served"),
+        ({"regex": "(a"}, "structured_outputs", "is not a supported regular expression"),
         ({"grammar": "a"}, "structured_outputs.grammar", "is not supported"),
-        ({"json": LEAST}, "structured_outputs", "has 'minimum' beside `type`, which is not served"),
+        ({"json": LEAST}, "structured_outputs", "has 'minimum' with `type`, which is not served"),
     ],
 )
 def test_unsupported_structures_are_refused_by_the_bodys_field_name(client, asked, param, words):
@@ -142,7 +142,7 @@ def test_a_request_that_waits_too_long_for_its_grammar_is_refused(app, service, 
     with ThreadPoolExecutor(3) as asking:
         answers = list(asking.map(ask, (1, 2, 3)))
     for answer in answers:
-        assert "was not made in 0 s" in assert_error(answer, 503)["message"]
+        assert "was not ready in 0 s" in assert_error(answer, 503)["message"]
         assert answer.headers["retry-after"] == "10"
     # The third request was still queued when it timed out, so it is never planned.
     free.set()
