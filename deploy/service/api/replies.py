@@ -94,13 +94,16 @@ class ChatChoice(_Choice):
     logprobs: ChatLogprobs | None
 
 
-class _Answer(Body):
+class _Head(Body):
     id: str
     created: int
     model: str
     system_fingerprint: str
     policy_version: int
     """Policy version that generated the whole answer."""
+
+
+class _Answer(_Head):
     usage: Usage
 
 
@@ -171,12 +174,7 @@ class ChatPart(_Part):
     """In the last part of a choice: those of all its tokens."""
 
 
-class _Chunk(Body):
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-    policy_version: int
+class _Chunk(_Head):
     usage: Usage | None = None
     """Present with `stream_options.include_usage`: null, except in the last chunk."""
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 from actors.registry.records import BASE, BEST, DEFAULT_ADMIN_STATE
 from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, is_last
 from deploy.service.engine.engine import BusyError, Engine
+from deploy.service.engine.follower import VersionFollower
 from deploy.service.engine.versions import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError, Versions
+
+_NO_FOLLOWER = FollowerStatus(registry_reachable=True, num_errors=0, last_error=None, admin=DEFAULT_ADMIN_STATE)
 
 
 class EngineHost:
@@ -22,10 +25,9 @@ class EngineHost:
         engine: Engine,
         *,
         replica: str = "local",
-        follower_status: Callable[[], FollowerStatus] | None = None,
+        follower: VersionFollower | None = None,
     ) -> None:
-        self.versions, self.engine, self._replica = versions, engine, replica
-        self._follower_status = follower_status or _no_follower
+        self.versions, self.engine, self._replica, self._follower = versions, engine, replica, follower
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Event]]:
         """See `Backend.stream`. Closing the generator frees the job's slots at the next step."""
@@ -73,7 +75,7 @@ class EngineHost:
             num_waiting=engine.num_waiting,
             num_swaps=versions.num_swaps,
             refused=versions.refused,
-            follower=self._follower_status(),
+            follower=_NO_FOLLOWER if self._follower is None else self._follower.status,
         )
 
     async def _acquire(self, job: Job) -> LoadedVersion | Refused:
@@ -133,7 +135,3 @@ def _refusal(error: Exception) -> Refused:
     if isinstance(error, BusyError):
         return error.refusal
     return Refused(status=400, code="invalid_request", message=f"{error}.")
-
-
-def _no_follower() -> FollowerStatus:
-    return FollowerStatus(registry_reachable=True, num_errors=0, last_error=None, admin=DEFAULT_ADMIN_STATE)

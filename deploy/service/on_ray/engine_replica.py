@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import structlog
@@ -12,7 +12,7 @@ import torch
 from ray import serve
 from structlog.contextvars import bind_contextvars
 
-from deploy.service.contract import DRAIN_TIMEOUT_S, ENGINE_FAILED, EngineState, Event, FollowerStatus, Job
+from deploy.service.contract import DRAIN_TIMEOUT_S, ENGINE_FAILED, EngineState, Event, Job
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
 from deploy.service.engine.follower import VersionFollower
@@ -39,16 +39,14 @@ class EngineReplica:
         torch.set_num_threads(num_threads)
         versions = source.versions(given_device(), num_threads)
         self._follower: VersionFollower | None = None
-        follower_status: Callable[[], FollowerStatus] | None = None
         if (registry := source.registry()) is not None:
-            self._follower = follower = VersionFollower(registry, versions, source.path)
+            self._follower = VersionFollower(registry, versions, source.path)
             # Before it becomes healthy, so that it never answers with an older version than the other replicas.
-            follower.follow_once(0)
-            follower.ensure_running()
-            follower_status = lambda: follower.status  # noqa: E731 - it is read each time
+            self._follower.follow_once(0)
+            self._follower.ensure_running()
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
-        self._host = EngineHost(versions, Engine(versions), replica=replica, follower_status=follower_status)
+        self._host = EngineHost(versions, Engine(versions), replica=replica, follower=self._follower)
         self._metrics = EngineMetrics(context.app_name, replica)
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Event], None]:

@@ -102,7 +102,9 @@ def _usable_address(source: Source, host: str | None, port: int | None) -> Addre
 
     On an existing cluster the port may be this service's own: `deploy_source` checks it.
     """
-    address = Address(host=host or source.settings.host, port=port or source.settings.port)
+    # First, because it raises UserError if the directory is not a run: keys would be written into it.
+    settings = source.settings
+    address = Address(host=host or settings.host, port=port or settings.port)
     _check_keys(address.host)
     read_keys(source.path)
     if "RAY_ADDRESS" not in os.environ:

@@ -1,5 +1,7 @@
 """Fixtures: the HTTP application with a plain engine, behind authentication and rate limits."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from actors.registry.records import AdminState
@@ -17,7 +19,7 @@ STATUS = FollowerStatus(registry_reachable=True, num_errors=2, last_error="it wa
 
 @pytest.fixture
 def app(service, host):
-    host._follower_status = lambda: STATUS
+    host._follower = SimpleNamespace(status=STATUS)
     return create_app(service)
 
 

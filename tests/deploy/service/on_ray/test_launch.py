@@ -208,7 +208,7 @@ def test_a_checkpoint_of_an_adapter_can_be_served(adapted, monkeypatch):
     def reached(*_):
         raise UserError("the port is taken")
 
-    monkeypatch.setattr(launch, "_check_listener", reached)
+    monkeypatch.setattr(launch, "_check_port", reached)
     with pytest.raises(UserError, match="the port is taken"):
         serve_checkpoint(adapted, None, None, "float32")
 
@@ -430,11 +430,11 @@ def test_a_run_listens_on_its_recipes_address_unless_overridden(run_dir, bare, t
 def test_a_single_checkpoint_listens_on_loopback_unless_overridden(run_dir, monkeypatch):
     asked = []
 
-    def note(_source, address):
+    def note(address):
         asked.append(address)
         raise UserError("enough")
 
-    monkeypatch.setattr(launch, "_check_listener", note)
+    monkeypatch.setattr(launch, "_check_port", note)
     for host, port in ((None, None), ("::1", 9000)):
         with pytest.raises(UserError, match="enough"):
             serve_checkpoint(run_dir / "checkpoints" / "sft-1", host, port)
