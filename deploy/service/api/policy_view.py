@@ -99,16 +99,13 @@ class EngineWatch:
         async with self._asking:
             # A caller that waited for another one shares its result: without an engine, each call takes seconds.
             if time.monotonic() - self._asked_at > _FRESH_S:
-                await self._ask()
+                states = await self._backend.states()
+                self._asked_at = time.monotonic()
+                if states:
+                    self._states, self._answered_at = states, self._asked_at
         return self._states
 
     @property
     def is_stale(self) -> bool:
         """Whether no engine has answered for 15 s."""
         return time.monotonic() - self._answered_at > _STALE_S
-
-    async def _ask(self) -> None:
-        states = await self._backend.states()
-        self._asked_at = time.monotonic()
-        if states:
-            self._states, self._answered_at = states, self._asked_at

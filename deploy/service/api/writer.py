@@ -159,13 +159,16 @@ class AnswerWriter:
         return _data(TextChunk(object="text_completion", **said))
 
     def _head(self) -> dict[str, Any]:
-        """Return the fields that every object has."""
+        """Return the fields that every object has. The fingerprint identifies the weights."""
+        policy = self.policy
+        assert policy is not None, "the job has begun"
+        digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
         return {
             "id": self._id,
             "created": self._created,
             "model": self._plan.body.model or POLICY,
-            "system_fingerprint": self._fingerprint(),
-            "policy_version": self._begun().version,
+            "system_fingerprint": f"{self._run}-v{policy.version}{digest}",
+            "policy_version": policy.version,
         }
 
     async def _read(self, events: Events) -> None:
@@ -186,16 +189,6 @@ class AnswerWriter:
         self.policy = policy
         """The version that answers; None before `begin`."""
         self._choices = [ChoiceText(self._codec, self._plan, index) for index in range(len(self._plan.requests))]
-
-    def _begun(self) -> PolicyVersion:
-        assert self.policy is not None, "the job has begun"
-        return self.policy
-
-    def _fingerprint(self) -> str:
-        """Name the weights that answered."""
-        policy = self._begun()
-        digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
-        return f"{self._run}-v{policy.version}{digest}"
 
     def _usage(self) -> Usage:
         """Count tokens and forwards."""

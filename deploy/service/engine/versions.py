@@ -163,7 +163,10 @@ class Versions:
             finally:
                 self.release(live)
         except RefusedVersionError as error:
-            self._refuse(policy, str(error))
+            refused = RefusedVersion(version=policy.version, why=str(error))
+            with self._changed:
+                if refused not in self._refused:
+                    self._refused.append(refused)
             raise
         self._take_over(policy)
 
@@ -265,12 +268,6 @@ class Versions:
         with self._changed:
             self._live.append(live)
             return _used(live)
-
-    def _refuse(self, policy: PolicyVersion, why: str) -> None:
-        refused = RefusedVersion(version=policy.version, why=why)
-        with self._changed:
-            if refused not in self._refused:
-                self._refused.append(refused)
 
     def _is_idle(self, live: LoadedVersion) -> bool:
         return live is not self._current and not live.num_jobs
