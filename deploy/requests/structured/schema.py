@@ -81,7 +81,7 @@ class _SchemaRewriter:
         if not isinstance(schema, Mapping):
             raise SchemaError(f"has {_shown(schema)}{_at(place)}, where a schema is needed")
         if "$id" in schema and self._depth > 1:
-            raise SchemaError(f"has `$id`{_at(place)}: references within it would be to it, which is not served")
+            raise SchemaError(f"has `$id`{_at(place)}: references relative to it are not served")
         given = {key: value for key, value in schema.items() if key not in _ANNOTATIONS and not key.startswith("x-")}
         for keyword, read in (("$ref", self._ref), ("anyOf", self._any_of), ("allOf", self._all_of)):
             if keyword in given:
@@ -99,7 +99,7 @@ class _SchemaRewriter:
         if not isinstance(ref, str) or not ref.startswith("#/"):
             raise SchemaError(f"has the reference {_shown(ref)}{_at(place)}; references begin with `#/`")
         if ref in refs:
-            raise SchemaError(f"refers to itself by {_shown(ref)}: what has no depth has no finite automaton")
+            raise SchemaError(f"refers to itself by {_shown(ref)}: a recursive schema has no finite automaton")
         found: Any = self._root
         for name in ref.removeprefix("#/").split("/"):
             key = name.replace("~1", "/").replace("~0", "~")
