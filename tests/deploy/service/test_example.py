@@ -120,4 +120,5 @@ def test_examples_are_held_out_problems_of_the_runs_task(run_dir, monkeypatch):
     assert len(prompts) == 8
     # The task's data may be on another machine.
     monkeypatch.setattr("deploy.service.example.make_task", lambda _: (_ for _ in ()).throw(ValueError("no data")))
+    example_prompts.cache_clear()
     assert example_prompts(run_dir) == (recipe.task.name, [])
