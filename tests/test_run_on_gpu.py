@@ -109,7 +109,9 @@ class Served(LocalRun):
             assert {local_part(tensor).untyped_storage().nbytes() for tensor in held} == {0}
         scored = super()._score(work_unit, weights_id)
         if weights_id.version == self._engine.versions.policy.version:
-            answered = asyncio.run(_answers(self._engine, Job(requests=work_unit.requests, wanted="policy")))
+            answered = asyncio.run(
+                _answers(self._engine, Job(requests=dict(enumerate(work_unit.requests)), wanted="policy"))
+            )
             sampled = [completion.token_ids.tolist() for completion in scored.completions]
             self.served.append((weights_id.version, answered == sampled))
         return scored

@@ -72,7 +72,7 @@ class _Served:
                 ended.set()
 
         began = time.perf_counter()
-        job = Job(requests=(self._requests[client],), wanted=POLICY, timeout_s=_TIMEOUT_S)
+        job = Job(requests={0: self._requests[client]}, wanted=POLICY, timeout_s=_TIMEOUT_S)
         self._engine.submit(job, self._versions.acquire(POLICY), tell)
         if not ended.wait(_TIMEOUT_S) or failures:
             raise RuntimeError(f"a request was not answered: {failures or 'in time'}")

@@ -19,7 +19,7 @@ from actors.registry.registry import Registry
 from actors.registry.server import free_port
 from actors.run_log import RECIPE
 from deploy.orphans import descendants
-from deploy.service.gateway.api_keys import KEYS_FILE_VARIABLE, TOKEN_VARIABLE
+from deploy.service.gateway.keys import KEYS_FILE_VARIABLE, TOKEN_VARIABLE
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer

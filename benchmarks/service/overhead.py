@@ -83,7 +83,7 @@ async def run(service: Deployed, plan: Plan) -> tuple[dict[str, Any], bool]:
                 await client.ask(streamed)
             for _ in range(plan.num_pairs):
                 for ask, pairs in zip((whole, streamed), found.values(), strict=True):
-                    job = Job(requests=requests, wanted="policy", tells_blocks=ask.is_streamed)
+                    job = Job(requests=dict(enumerate(requests)), wanted="policy", tells_blocks=ask.is_streamed)
                     pairs.direct_s.append(await _direct_s(host, job))
                     before, answer = cpu_s(), await client.ask(ask)
                     if answer.failure or answer.truncation:

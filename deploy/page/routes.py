@@ -1,4 +1,4 @@
-"""The page at `/`: files of this folder, each named here, and nothing else."""
+"""Routes of the page at `/`: the files of this folder that are listed here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 INDEX = "index.html"
-# Looked up by their whole name: no path is ever built from what a client sent.
+# Looked up by their whole name: no path is built from client input.
 ASSETS: Mapping[str, str] = {
     "api.js": "text/javascript",
     "answer.js": "text/javascript",
@@ -44,7 +44,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        # No script may turn a string into markup or code: text of the model cannot become either.
+        # Scripts cannot turn strings, such as the model's text, into markup or code.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     )
@@ -61,16 +61,16 @@ HEADERS = {
 
 
 class _File:
-    """A file as it is sent, read once."""
+    """Static file, read once."""
 
     def __init__(self, name: str, media_type: str) -> None:
         self._body = files("deploy.page").joinpath(name).read_bytes()
-        # With this the browser asks each time and is sent a file only when it has changed.
+        # The browser revalidates each time, and downloads a file only when it has changed.
         self._etag = f'"{hashlib.sha256(self._body).hexdigest()[:32]}"'
         self._media_type = media_type
 
     def answer(self, request: Request) -> Response:
-        """The file, or that the browser has it."""
+        """Return the file, or 304 if the browser has it."""
         headers = HEADERS | {"etag": self._etag}
         if self._etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -79,7 +79,7 @@ class _File:
 
 
 def page_router() -> APIRouter:
-    """The routes `/` and `/assets/*`. They need no key: they have nothing that a stranger could not read on GitHub."""
+    """Return the routes `/` and `/assets/*`. They need no key, because the files are public."""
     index = _File(INDEX, "text/html")
     assets = {name: _File(name, media_type) for name, media_type in ASSETS.items()}
     router = APIRouter(include_in_schema=False)

@@ -1,4 +1,4 @@
-"""Base class of request bodies: null means absent, 1.0 means 1, unsupported fields are rejected."""
+"""Base class of request bodies: null means absent, 1.0 means 1. Unsupported fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from deploy.requests.errors import RequestError
-from deploy.requests.ignored_fields import IgnoredValues, is_neutral
+from deploy.requests.ignored_fields import IgnoredValues
 
 MAX_INT32 = 2**31 - 1
 MAX_FIELDS = 256
 """Maximum fields of one object, known or unknown."""
+MAX_CHARACTERS = 2**18
+"""Maximum characters of all prompts or messages of a request. Tokenizing them takes half a second of a core. A body has
+room for four times as many."""
 _EXACT = 2**53
 """Integers below it are exact in float64."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -44,7 +47,7 @@ class RequestBody(BaseModel):
             raise RequestError(f"{where} has {len(values)} fields; an object of a request has at most {MAX_FIELDS}")
         given = {name: _number(value) for name, value in values.items() if value is not None}
         for name, neutral in cls.ignored_values.items():
-            if name in given and not is_neutral(given.pop(name), neutral):
+            if name in given and not _is_neutral(given.pop(name), neutral):
                 field, why = cls.field_prefix + name, _WHY.get(name, "this service does not do that")
                 raise RequestError(f"`{field}` is not supported: {why}", "unsupported_parameter", param=field)
         return given
@@ -53,13 +56,21 @@ class RequestBody(BaseModel):
 def valid_text(text: str) -> str:
     """Return the text. Raises ValueError if it contains a lone surrogate."""
     if not is_valid_text(text):
-        raise ValueError("has half of a surrogate pair, which is no text")
+        raise ValueError("has half of a surrogate pair, which is not valid text")
     return text
 
 
 def is_valid_text(text: str) -> bool:
     """Return whether the text contains no lone surrogate."""
     return _LONE_SURROGATE.search(text) is None
+
+
+def check_texts(texts: list[str]) -> None:
+    """Raise ValueError if the texts are too long in total, or one contains a lone surrogate."""
+    if sum(map(len, texts)) > MAX_CHARACTERS:
+        raise ValueError(f"must have at most {MAX_CHARACTERS} characters in all")
+    for text in texts:
+        valid_text(text)
 
 
 def is_id(value: Any) -> bool:
@@ -70,3 +81,9 @@ def is_id(value: Any) -> bool:
 def _number(value: Any) -> Any:
     # JSON has a single number type: 16.0 is the integer 16.
     return int(value) if type(value) is float and value.is_integer() and abs(value) < _EXACT else value
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...] | None) -> bool:
+    """Return whether a non-null value is neutral, so that its field can be ignored."""
+    # In Python False == 0, but `logprobs: 0` requests log-probabilities.
+    return neutral is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

@@ -6,13 +6,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
-from deploy.requests.base import MAX_INT32, RequestBody, is_id, valid_text
-from deploy.requests.diffusion import Diffusion
+from deploy.requests.base import MAX_CHARACTERS, MAX_INT32, RequestBody, check_texts, is_id, valid_text
 from deploy.requests.errors import RequestError
 from deploy.requests.ignored_fields import OF_REQUESTS, OF_TOKENIZING
-from deploy.requests.parameters import SAMPLING_FIELDS, Values
+from deploy.requests.parameters import SAMPLING_FIELDS, Diffusion, Values
 from deploy.requests.structured.fields import Structured
-from deploy.requests.turns import MAX_CHARACTERS, Conversation, TemplateOptions, check_texts
+from deploy.requests.turns import Conversation, TemplateOptions
 from learner.seeds import fold
 from rollout.request import MIN_TEMPERATURE
 
@@ -108,7 +107,7 @@ class CompletionBody(Structured):
     @model_validator(mode="after")
     def _best(self) -> Self:
         if self.best_of not in (None, self.num_choices):
-            message = f"`best_of` {self.best_of} is not `n` {self.num_choices}: this service chooses none of its texts"
+            message = f"`best_of` {self.best_of} is not `n` {self.num_choices}: all sampled texts are returned"
             raise RequestError(message, "unsupported_parameter", param="best_of")
         return self
 
@@ -121,7 +120,7 @@ class CompletionBody(Structured):
         }
         for field, is_asked in asked.items():
             if is_asked and not self.stream:
-                message = f"`{field}` says what a stream shows; ask for one with `stream: true`, or leave it out"
+                message = f"`{field}` is an option of streams; set `stream: true`, or leave it out"
                 raise RequestError(message, param=field)
         return self
 
@@ -129,7 +128,7 @@ class CompletionBody(Structured):
     def _is_structured_once(self) -> Self:
         if len(self._structures) > 1:
             fields = " and ".join(f"`{structure.field}`" for structure in self._structures)
-            raise RequestError(f"{fields} both say what the text must be; leave one out", param="structured_outputs")
+            raise RequestError(f"{fields} both constrain the text; leave one out", param="structured_outputs")
         ends = {"stop": self.stops, "stop_token_ids": self.stop_token_ids, "ignore_eos": self.ignore_eos}
         for field, is_given in ends.items():
             if self._structures and is_given:

@@ -73,9 +73,3 @@ OF_TURNS: IgnoredValues = {
 
 OF_PARTS: IgnoredValues = _any("cache_control") | _only("annotations logprobs", [])
 """Neutral values of a part of a turn."""
-
-
-def is_neutral(value: Any, neutral: tuple[Any, ...] | None) -> bool:
-    """Return whether a non-null value is neutral, so that its field can be ignored."""
-    # In Python False == 0, but `logprobs: 0` requests log-probabilities.
-    return neutral is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

@@ -12,10 +12,9 @@ from pydantic import ValidationError, field_validator
 from pydantic_core import PydanticCustomError
 
 from deploy.requests.body import FIELD_PATHS, ChatRequest, CompletionBody, CompletionRequest, is_prompt
-from deploy.requests.diffusion import SamplerKeys
 from deploy.requests.errors import RequestError, request_error_of
 from deploy.requests.ignored_fields import OF_REQUESTS
-from deploy.requests.parameters import SAMPLING_FIELDS, Values
+from deploy.requests.parameters import SAMPLING_FIELDS, SamplerKeys, Values
 from deploy.requests.turns import ChatMessage
 
 _PROMPTS = ("prompt", "messages", "prompt_ids")
@@ -112,7 +111,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
         # Python refuses to parse integers of thousands of digits.
         raise RequestError("it is not JSON that a request needs: a number has too many digits") from error
     if not isinstance(found, dict):
-        raise RequestError("it is no JSON object; a request is {...} with a prompt and what is asked of it")
+        raise RequestError("it is not a JSON object; a request is {...} with a prompt and its settings")
     return found
 
 
@@ -143,7 +142,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> float:
-    raise RequestError(f"it is not JSON: {name} is no number there")
+    raise RequestError(f"it is not JSON: {name} is not a number in JSON")
 
 
 def _float(text: str) -> float:
@@ -155,5 +154,5 @@ def _float(text: str) -> float:
 
 def _unknown_key(key: str) -> str:
     if guess := _OTHER_NAMES.get(key) or next(iter(get_close_matches(key, _KEYS, n=1)), None):
-        return f"{key} is no key of a request; did you mean {guess}?"
-    return f"{key} is no key of a request, which has {', '.join(_KEYS)}"
+        return f"{key} is not a key of a request; did you mean {guess}?"
+    return f"{key} is not a key of a request, which has {', '.join(_KEYS)}"

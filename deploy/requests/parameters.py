@@ -1,4 +1,4 @@
-"""Sampling fields: one declaration, from which request bodies, request lines and the command line derive theirs.
+"""Sampling fields: one declaration, from which request bodies, request lines and settings of the command line derive.
 
 Type, range, default and description of a field are those of the samplers' own models: `SamplingParams`, which is also
 `rollout.sampling` of a recipe, and `RenoisingParams`. Requests use the same names, except the shorter `steps`.
@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema
+from pydantic import BaseModel, Field, TypeAdapter, WithJsonSchema, create_model, field_validator
 from pydantic.fields import FieldInfo
 
+from deploy.requests.base import MAX_INT32, RequestBody, is_id
 from rollout.renoising.request import RenoisingParams
 from rollout.request import MAX_SEED, SamplingParams
 
@@ -25,8 +26,7 @@ Values = Mapping[str, Any]
 Int64 = Annotated[int, Field(le=MAX_SEED, ge=-MAX_SEED)]
 """Integer that fits into an int64 tensor."""
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-_MAX_INT32 = 2**31 - 1
-_BODY_INT = Annotated[int, Field(le=_MAX_INT32, ge=-_MAX_INT32)]
+_BODY_INT = Annotated[int, Field(le=MAX_INT32, ge=-MAX_INT32)]
 
 # The names of the samplers' models that differ in requests.
 _STEPS = {"num_denoise_steps": "steps", "max_denoise_steps": "steps"}
@@ -95,7 +95,7 @@ class SamplingField:
         shown = next((one for one in schema.get("anyOf", ()) if one["type"] != "null"), schema)
         shown = {key: value for key, value in shown.items() if key not in ("title", "description")}
         if self.line_type is Int64:
-            return Annotated[_BODY_INT, WithJsonSchema({"maximum": _MAX_INT32} | shown)]
+            return Annotated[_BODY_INT, WithJsonSchema({"maximum": MAX_INT32} | shown)]
         return Annotated[self.line_type, WithJsonSchema(shown)]
 
 
@@ -124,7 +124,7 @@ SAMPLING_FIELDS = {
 SAMPLING_KEYS = tuple(_MASKED)
 """Names of the fields of policies with a mask token."""
 RENOISING_KEYS = (*_RENOISING, "stop_ids")
-"""Names of the fields of policies without one; `stop_ids` is no parameter of their sampler, but of its requests."""
+"""Names of the fields of policies without one. `stop_ids` is a field of their requests, not of `RenoisingParams`."""
 SETTINGS = ("seed", *SAMPLING_FIELDS)
 """Keys of the settings `KEY=VALUE` on the command line."""
 DIFFUSION_FIELDS = {
@@ -159,3 +159,59 @@ def values_of(params: SamplingParams) -> dict[str, Any]:
 def sampler_names(names: Mapping[str, str]) -> dict[str, str]:
     """Extend a map of display names to the samplers' own names of the step count."""
     return {**names, **dict.fromkeys(_STEPS, names.get("steps", "steps"))}
+
+
+MAX_CONSTRAINTS = 4096
+"""Maximum forbidden token ids, and maximum fixed slots."""
+
+
+class Constraints(RequestBody):
+    """Constraints on the completion: forbidden tokens and fixed tokens."""
+
+    forbidden_ids: Annotated[list[int], Field(max_length=MAX_CONSTRAINTS)] = Field(default=[])
+    """Token ids that are never committed."""
+    fixed: Annotated[dict[str, int], Field(max_length=MAX_CONSTRAINTS)] = Field(default={})
+    """Fixed tokens: slot of the completion, counted from 0, to token id."""
+
+    @field_validator("fixed", mode="before")
+    @classmethod
+    def _fixed(cls, fixed: Any) -> Any:
+        # pydantic would check every item, and put the client's key into the field name.
+        if not isinstance(fixed, dict) or len(fixed) > MAX_CONSTRAINTS or not all(map(is_id, fixed.values())):
+            raise ValueError(f"must be at most {MAX_CONSTRAINTS} slots with a token id each")
+        return fixed
+
+
+class _Diffusion(RequestBody):
+    """Denoising parameters. Defaults are those of the run's evaluation, else d1's."""
+
+    constraints: Constraints = Constraints()
+    stream: Literal["committed", "canvas"] = "committed"
+    """What a stream shows: finished blocks, which are final, or the whole canvas after every step."""
+    return_step_map: bool = False
+    """Whether each choice includes the step and the confidence of each of its tokens."""
+
+
+class _SamplerKeys(RequestBody):
+    """Additional keys of `d1 sample` lines: the sampler's own parameters, without the service's limits."""
+
+    id: Any = None
+    """Returned with the answer."""
+    prompt_ids: list[Int64] | None = None
+    """Token ids of the prompt; nothing is added."""
+    fixed_tokens: dict[str, Int64] | None = None
+    """Fixed tokens inside the completion: slot, counted from 0, to token id."""
+    seed: Int64 | None = None
+
+
+if TYPE_CHECKING:
+    Diffusion = _Diffusion
+    SamplerKeys = _SamplerKeys
+else:
+    _IN_BODY = {
+        name: (field.body_type | None, Field(default=None, description=field.about))
+        for name, field in DIFFUSION_FIELDS.items()
+    }
+    _IN_LINE = {name: (field.line_type | None, None) for name, field in SAMPLING_FIELDS.items()}
+    Diffusion = create_model("Diffusion", __base__=_Diffusion, __doc__=_Diffusion.__doc__, **_IN_BODY)
+    SamplerKeys = create_model("SamplerKeys", __base__=_SamplerKeys, **_IN_LINE)

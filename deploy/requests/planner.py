@@ -12,11 +12,17 @@ from pydantic import ValidationError
 
 from deploy.recipe.validation_errors import shortened
 from deploy.requests.body import MAX_CHOICES, ChatRequest, CompletionBody, CompletionRequest
-from deploy.requests.defaults import Defaults
 from deploy.requests.errors import RequestError, request_error_of
-from deploy.requests.families import AnyConfig, AnyRequest, block_length_of, check_any_request
-from deploy.requests.parameters import RENOISING_KEYS, Values, sampler_names, to_params, to_renoising_params
-from deploy.requests.renoising import RenoisingDefaults, check_keys
+from deploy.requests.families import (
+    AnyConfig,
+    AnyDefaults,
+    AnyRequest,
+    Defaults,
+    RenoisingDefaults,
+    block_length_of,
+    check_any_request,
+)
+from deploy.requests.parameters import Values, sampler_names
 from deploy.requests.structured.structure import Structure
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import MODEL_TYPE
@@ -55,8 +61,10 @@ class Codec(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestPlan:
-    """Sampler requests of one body, with the settings of its answer."""
+    """Sampler requests of one body."""
 
+    body: CompletionBody
+    """The request body, which says what the answer contains."""
     requests: tuple[AnyRequest, ...]
     """One sampler request for each choice."""
     block_length: int
@@ -67,20 +75,13 @@ class RequestPlan:
     """Tokens of all prompts, including the chat template."""
     most_tokens: int
     """Maximum tokens of each text."""
-    stops: tuple[str, ...]
-    """Stop strings; a text ends at the first of these."""
-    includes_stop: bool
-    """Whether a text includes the stop string or id that ended it."""
     num_gap_slots: int | None
     """Infill: slots before the suffix; None without a suffix."""
-    returns_step_map: bool
-    """Whether each choice includes its steps and confidences."""
-    returns_logprobs: bool
-    """Whether each choice includes the log-probabilities of its tokens."""
-    shows_canvas: bool
-    """Whether a stream shows the whole canvas after every step."""
-    includes_usage: bool
-    """Whether a stream ends with the token usage."""
+
+    @property
+    def includes_stop(self) -> bool:
+        """Whether a text includes the stop string or id that ended it."""
+        return self.body.includes_stop and self.grammar is None
 
     @property
     def grammar(self) -> Grammar | None:
@@ -132,20 +133,9 @@ class Planner:
     """Planner of the requests to one policy."""
 
     def __init__(
-        self,
-        codec: Codec,
-        defaults: Defaults | RenoisingDefaults,
-        given: Values | None = None,
-        seed: int | None = None,
+        self, codec: Codec, defaults: AnyDefaults, given: Values | None = None, seed: int | None = None
     ) -> None:
-        """Create a planner.
-
-        Args:
-            codec: tokenization of the policy.
-            defaults: default sampling parameters of the policy.
-            given: values of all requests, overridden by each request's own.
-            seed: seed of requests without one; None: a random seed for each.
-        """
+        """Create a planner. `given` and `seed` apply to requests that leave them out; by default a seed is random."""
         self._codec, self._defaults, self._given, self._seed = codec, defaults, given or {}, seed
 
     def plan(self, body: CompletionBody, names: Mapping[str, str] | None = None) -> RequestPlan:
@@ -175,25 +165,22 @@ class Planner:
         seeds = body.seeds(secrets.randbits(63) if seed is None else seed)
         choices = [ids for ids in prompts for _ in range(body.num_choices)]
         grammar = self._grammar(body)
-        requests = tuple(
-            self._request(ids, layers, fixed=fixed, seed=seed, grammar=grammar)
+        requests = tuple[AnyRequest, ...](
+            self._defaults.request(ids, layers, seed=seed, fixed=fixed, grammar=grammar)
             for ids, seed in zip(choices, seeds, strict=True)
         )
+        for request in requests:
+            self.check(request)
         first, config = requests[0], self._codec.config
         length = first.params.gen_length if gap is None else gap
         return RequestPlan(
+            body=body,
             requests=requests,
             block_length=block_length_of(first, config),
             is_block_causal=isinstance(config, TransformerConfig) and config.is_block_causal,
             num_prompt_tokens=sum(map(len, prompts)),
             most_tokens=min(body.most_tokens or length, length),
-            stops=body.stops,
-            includes_stop=body.includes_stop and grammar is None,
             num_gap_slots=gap,
-            returns_step_map=body.diffusion.return_step_map,
-            returns_logprobs=body.returns_logprobs,
-            shows_canvas=body.shows_canvas,
-            includes_usage=body.includes_usage,
         )
 
     def _grammar(self, body: CompletionBody) -> Grammar | None:
@@ -204,25 +191,22 @@ class Planner:
             message = f"`{structure.field}` is not for {MODEL_TYPE} policies: their canvases have no masked slots"
             raise RequestError(message, "unsupported_parameter", param=structure.field)
         if isinstance(body, CompletionRequest) and body.suffix is not None:
-            raise RequestError(f"`suffix` is not for `{structure.field}`, which says all of a text", param="suffix")
+            raise RequestError(f"`suffix` is not for `{structure.field}`, which covers the whole text", param="suffix")
         grammar = self._codec.grammar(structure)
         return grammar if body.most_tokens is None else replace(grammar, most_tokens=body.most_tokens)
 
     def _prompts(self, body: CompletionBody) -> list[list[int]]:
+        codec = self._codec
         if isinstance(body, ChatRequest):
-            adds_special = body.add_special_tokens
-            return [
-                self._codec.encode_chat(
-                    body.turns, "messages", template=body.template_variables, adds_special=adds_special
-                )
-            ]
+            options = body.template_variables
+            return [codec.encode_chat(body.turns, "messages", template=options, adds_special=body.add_special_tokens)]
         assert isinstance(body, CompletionRequest), "there are two kinds"
-        return [self._prompt(prompt, body) for prompt in body.prompts]
-
-    def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:
-        if not isinstance(prompt, str):
-            return self._codec.check_ids(prompt, "prompt")
-        return self._codec.encode_prompt(prompt, adds_special=body.add_special_tokens)
+        return [
+            codec.encode_prompt(prompt, adds_special=body.add_special_tokens)
+            if isinstance(prompt, str)
+            else codec.check_ids(prompt, "prompt")
+            for prompt in body.prompts
+        ]
 
     def _stop_ids(self, body: CompletionBody) -> tuple[int, ...] | None:
         """Return the ids that end the text; None: only the policy's own."""
@@ -259,29 +243,6 @@ class Planner:
         # An end-of-text token inside the gap must not end the text, which continues with the suffix.
         canvas = {"gen_length": length, "stop_ids": ()}
         return [*layers, canvas], fixed | dict(enumerate([*suffix_ids, *padding], start=gap)), gap
-
-    def _request(
-        self,
-        ids: list[int],
-        layers: Sequence[Values],
-        *,
-        fixed: dict[int, int],
-        seed: int,
-        grammar: Grammar | None,
-    ) -> AnyRequest:
-        values, prompt = self._defaults.complete(layers, len(ids)), tuple(ids)
-        request: AnyRequest
-        if isinstance(self._defaults, Defaults):
-            params = to_params(values)
-            request = Request(prompt_ids=prompt, params=params, seed=seed, fixed_tokens=fixed, grammar=grammar)
-        else:
-            check_keys(["fixed_tokens"] if fixed else [], RENOISING_KEYS)
-            ends = values.pop("stop_ids", None)
-            stop_ids = None if ends is None else tuple(ends)
-            of_canvas = to_renoising_params(values)
-            request = RenoisingRequest(prompt_ids=prompt, params=of_canvas, seed=seed, stop_ids=stop_ids)
-        self.check(request)
-        return request
 
 
 def _fixed(given: Mapping[str, int]) -> dict[int, int]:

@@ -49,7 +49,7 @@ def stop_text(
     is_ended = bool(kept) and kept[-1] in stop_ids
     # A stop id that is not a special token would be decoded as text.
     text = decode(kept[:-1] if is_ended and not plan.includes_stop else kept)
-    if found := [(place, place + len(stop)) for stop in plan.stops if (place := text.find(stop)) >= 0]:
+    if found := [(place, place + len(stop)) for stop in plan.body.stops if (place := text.find(stop)) >= 0]:
         end = min(found)[plan.includes_stop]
         return StoppedText(text=text[:end], num_tokens=_num_with(kept, end, decode), reason="stop")
     if not is_complete and length not in (plan.most_tokens, first_end):

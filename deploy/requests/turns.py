@@ -6,13 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from deploy.requests.base import MAX_INT32, RequestBody, is_valid_text, valid_text
+from deploy.requests.base import MAX_INT32, RequestBody, check_texts, is_valid_text
 from deploy.requests.errors import RequestError
 from deploy.requests.ignored_fields import OF_PARTS, OF_TURNS
 
-MAX_CHARACTERS = 2**18
-"""Maximum characters of all prompts or messages of a request. Tokenizing them takes half a second of a core. A body has
-room for four times as many."""
 MAX_MESSAGES = 256
 MAX_PARTS = 256
 """Maximum parts of one message."""
@@ -22,14 +19,6 @@ MAX_VARIABLE_LENGTH = 256
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _UNSUPPORTED_PARTS = ("file", "image_url", "input_audio", "refusal")
-
-
-def check_texts(texts: list[str]) -> None:
-    """Raise ValueError if the texts are too long in total, or one contains a lone surrogate."""
-    if sum(map(len, texts)) > MAX_CHARACTERS:
-        raise ValueError(f"must have at most {MAX_CHARACTERS} characters in all")
-    for text in texts:
-        valid_text(text)
 
 
 class TextContentPart(RequestBody):

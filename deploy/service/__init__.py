@@ -2,10 +2,10 @@
 
 import structlog
 
-# Here, since each of its processes passes here. By default tracebacks show what variables hold: prompts, and secrets.
+# Here, because every process imports it. By default tracebacks show the values of variables: prompts and secrets.
 structlog.configure(
     processors=[
-        # What is logged while a request is answered has its id.
+        # Log lines of a request have its id.
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.dev.set_exc_info,

@@ -1,9 +1,10 @@
-"""Checkpoints as policy versions: a run's newest, the one that a request wants (behind a TTL cache), one by itself."""
+"""Checkpoints as policy versions: a run's newest, one by version or alias, and a single checkpoint."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from actors.checkpoints.best import validated_best
@@ -36,58 +37,52 @@ def _version_of(position: Position, directory: Path, events: list[Event]) -> Pol
 
 
 class Checkpoints:
-    """Checkpoints of a run by version or alias. Thread-safe."""
+    """Checkpoints of a run by version or alias, read from disk every few seconds. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._found: dict[str | int, tuple[float, PolicyVersion | None]] = {}
-        self._listed: tuple[float, tuple[int, ...]] = -math.inf, ()
+        self._read_at_s = -math.inf
+        self._found: tuple[list[Event], Sequence[tuple[Position, Path]]] = [], ()
 
     def locate(self, wanted: str | int) -> PolicyVersion | None:
-        """The checkpoint of `base`, of `best` or of a version, as it was seconds ago; None where there is none.
+        """Return the checkpoint of `base`, of `best` or of a version; None if there is none.
 
         `base` is what the rounds began with: the newest checkpoint before them. `best` solves most validation problems.
+        A version that is unknown is looked for on disk at once.
         """
-        looked_at, found = self._found.get(wanted, (-math.inf, None))
-        if time.monotonic() - looked_at > _TTL_S:
-            found = self._look_for(wanted)
-            # Versions that were asked for and are nowhere do not add up.
-            self._found = {alias: self._found[alias] for alias in (BASE, BEST) if alias in self._found}
-            self._found[wanted] = time.monotonic(), found
-        return found
+        found = self._look_up(wanted, _TTL_S)
+        return self._look_up(wanted, 0.0) if found is None and isinstance(wanted, int) else found
 
     def versions(self) -> tuple[int, ...]:
-        """Return the policy versions that have checkpoints; cached for seconds, as each has a file to read."""
-        looked_at, versions = self._listed
-        if time.monotonic() - looked_at > _TTL_S:
-            found = servable_checkpoints(self._run_dir / CHECKPOINTS)
-            versions = tuple(position.policy_version for position, _ in found)
-            self._listed = time.monotonic(), versions
-        return versions
+        """Return the policy versions that have checkpoints."""
+        return tuple(position.policy_version for position, _ in self._read(_TTL_S)[1])
 
     def find(self, version: int) -> PolicyVersion | None:
-        """Return the checkpoint of a version; None if there is none. An unknown version costs no look at the disk."""
-        return self.locate(version) if version in self.versions() else None
+        """Return the checkpoint of a version; None if there was none seconds ago, so that any client may ask."""
+        return self._look_up(version, _TTL_S)
 
-    def _look_for(self, wanted: str | int) -> PolicyVersion | None:
-        events = read_events(self._run_dir)
-        version = validated_best(events) if wanted == BEST else wanted
-
-        def is_wanted(position: Position) -> bool:
-            if wanted == BASE:
-                return position.phase in (Phase.UNTRAINED, Phase.SFT)
-            return position.policy_version == version
-
-        found = [one for one in servable_checkpoints(self._run_dir / CHECKPOINTS) if is_wanted(one[0])]
+    def _look_up(self, wanted: str | int, max_age_s: float) -> PolicyVersion | None:
+        events, checkpoints = self._read(max_age_s)
+        if wanted == BASE:
+            found = [one for one in checkpoints if one[0].phase in (Phase.UNTRAINED, Phase.SFT)]
+        else:
+            version = validated_best(events) if wanted == BEST else wanted
+            found = [one for one in checkpoints if one[0].policy_version == version]
         return _version_of(*found[-1], events) if found else None
+
+    def _read(self, max_age_s: float) -> tuple[list[Event], Sequence[tuple[Position, Path]]]:
+        if time.monotonic() - self._read_at_s >= max_age_s:
+            self._found = read_events(self._run_dir), servable_checkpoints(self._run_dir / CHECKPOINTS)
+            self._read_at_s = time.monotonic()
+        return self._found
 
 
 def latest_checkpoint(run_dir: Path) -> PolicyVersion:
-    """What `newest_servable` finds, with its held-out score if it has one. Raises UserError as that does."""
+    """Return a run's newest intact checkpoint, with its held-out score. Raises UserError if there is none."""
     found = newest_servable(run_dir)
     return _version_of(found.position, found.directory, read_events(run_dir))
 
 
 def plain_checkpoint(directory: Path) -> PolicyVersion:
-    """A checkpoint that is served by itself: the version that its run gave it, or 0."""
+    """Return a single checkpoint, with the version that its run gave it, or 0."""
     return _version_of(find_position(directory) or _OF_ANOTHER_TOOL, directory, [])

@@ -1,69 +1,71 @@
-"""What travels between an ingress and an engine: token ids and arrays, never text."""
+"""Messages between an ingress and an engine: jobs, their events, and the states of engines. They contain no text."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from actors.registry.records import AdminState, PolicyVersion
-from rollout.grammar.grammar import Grammar
-from rollout.renoising.request import RenoisingRequest
-from rollout.request import Committed, Completion, Progress, Request
+from deploy.requests.families import AnyRequest
+from rollout.request import Committed, Completion, Progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Choices that one policy version makes."""
+    """The choices of one request, all from the same policy version."""
 
-    requests: tuple[Request | RenoisingRequest, ...]
-    """One for each choice. One that comes with blocks that were finished before goes on from there."""
+    requests: Mapping[int, AnyRequest]
+    """The sampler's request for each unfinished choice. It includes the blocks that another engine has finished."""
     wanted: str | int
-    """An alias, or a policy version."""
-    grammar: Grammar | None = None
-    """Of all of them, which come without: it may have megabytes."""
+    """Alias or policy version."""
     began_with: PolicyVersion | None = None
-    """What another engine began it with: then nothing else will do. None where it has not begun."""
+    """Version of the finished blocks, which must continue with the same weights; None before the first event."""
     shows_canvas: bool = False
-    """Whether every denoise step is shown, and not only finished blocks."""
+    """Whether the canvas is sent after every denoise step, besides finished blocks."""
     tells_blocks: bool = True
-    """Whether finished blocks are told as they come. Each message takes milliseconds; without them, a job whose engine
-    dies begins again."""
+    """Whether finished blocks are sent as they come. Each message takes milliseconds. Without them, a job whose engine
+    dies starts again."""
     timeout_s: float = 120.0
-    """Time that it may take, waiting included, in seconds."""
+    """Time limit in seconds, including the time in the queue."""
     request_id: str = ""
-    """What the logs call the request that it answers."""
+    """Id of the HTTP request, for the logs."""
 
-    @property
-    def whole_requests(self) -> tuple[Request | RenoisingRequest, ...]:
-        """The requests, with their grammar."""
-        return tuple(
-            replace(request, grammar=self.grammar) if isinstance(request, Request) else request
-            for request in self.requests
-        )
+    def after(self, event: Event) -> Job:
+        """Return what is left of the job after an event, for another engine to continue."""
+        if isinstance(event, Began):
+            return replace(self, began_with=self.began_with or event.policy)
+        if isinstance(event, BlocksDone):
+            request = self.requests[event.choice]
+            parts = [event.slots] if request.committed is None else [request.committed, event.slots]
+            continued = replace(request, committed=Committed.joined(parts))
+            return replace(self, requests={**self.requests, event.choice: continued})
+        if isinstance(event, Done):
+            rest = {choice: request for choice, request in self.requests.items() if choice != event.choice}
+            return replace(self, requests=rest)
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Began:
-    """The first event: the version that makes every token of the job."""
+    """First event: the version that generates every token of the job."""
 
     policy: PolicyVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlocksDone:
-    """One or more blocks of a choice are finished."""
+    """Newly finished blocks of a choice."""
 
     choice: int
     start: int
-    """The first slot of them, counted from 0."""
+    """Their first slot, counted from 0."""
     slots: Committed
-    """Their record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanvasSeen:
-    """A choice as it stands after a denoise step."""
+    """Canvas of a choice after a denoise step."""
 
     choice: int
     progress: Progress
@@ -71,48 +73,48 @@ class CanvasSeen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """A choice is complete."""
+    """Completion of a choice."""
 
     choice: int
     completion: Completion
+    is_last: bool
+    """Whether all choices of the job are done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """The last event of a job that is not completed."""
+    """Last event of a job that failed or was refused."""
 
     status: int
-    """The HTTP status that says so, if nothing was sent yet."""
+    """HTTP status, if the answer has not begun."""
     code: str
     message: str
-    """For the client: a sentence."""
+    """One sentence for the client."""
     retry_after_s: int | None = None
-    """When to try again; None where that would not help."""
+    """Seconds after which to try again; None if that would not help."""
 
 
 Event = Began | BlocksDone | CanvasSeen | Done | Refused
 
 
+def is_last(event: Event) -> bool:
+    """Return whether no event of the job follows."""
+    return isinstance(event, Refused) or (isinstance(event, Done) and event.is_last)
+
+
 ENGINE_FAILED = Refused(status=500, code="engine_failed", message="The policy failed; see the service's log.")
-"""The end of a job that failed by a mistake of ours, which another engine would make again."""
+"""Last event after an internal error, which another engine would repeat."""
 DRAIN_TIMEOUT_S = 50.0
-"""Seconds that requests under way have when a replica of the engine or the ingress is stopped."""
-
-
-def num_open_after(events: Sequence[Event], num_open: int) -> int:
-    """Choices of a job that are open after `events`, of the `num_open` before: none after a refusal."""
-    if isinstance(events[-1], Refused):
-        return 0
-    return num_open - sum(isinstance(event, Done) for event in events)
+"""Time for requests in progress when a replica of the engine or the ingress is stopped, in seconds."""
 
 
 class EngineLostError(Exception):
-    """The engine of a job died or is out of reach, or there was none in time. Another can continue the job."""
+    """The engine of a job is dead or unreachable, or none became available in time. Another can continue the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedVersion:
-    """A version that was announced and is not served."""
+    """Announced version that failed a check and does not serve."""
 
     version: int
     why: str
@@ -120,57 +122,53 @@ class RefusedVersion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowerStatus:
-    """How an engine hears of new versions."""
+    """Status of an engine's registry follower."""
 
     registry_reachable: bool
-    """Whether the registry answered the last time it was asked."""
+    """Whether the last call to the registry succeeded."""
     num_errors: int
-    """Failures so far."""
+    """Number of failures so far."""
     last_error: str | None
-    """What the last of them was."""
+    """Message of the last failure."""
     admin: AdminState
-    """What an operator wants, as last heard."""
+    """The operator's settings, as last read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineState:
-    """One engine, as it says of itself."""
+    """State of one engine."""
 
     replica: str
-    """Its id."""
+    """Id of its replica."""
     policy: PolicyVersion
-    """What a request for `policy` gets now."""
+    """Serving version."""
     scored: PolicyVersion | None
-    """The version that was last evaluated, of those heard of."""
+    """Version that was evaluated last."""
     announced: PolicyVersion | None
-    """The version that was announced last; None before the first."""
+    """Version that was announced last; None before the first."""
     live: tuple[PolicyVersion, ...]
-    """The versions in memory."""
+    """Versions in memory."""
     base: int | None
-    """The version behind `base`; None where there is none."""
+    """Version of the alias `base`; None if there is none."""
     best: int | None
-    """The version behind `best`; None where there is none."""
+    """Version of the alias `best`; None if there is none."""
     num_running: int
     """Choices that are being denoised."""
     num_waiting: int
     """Choices that wait for a slot."""
     num_swaps: int
-    """Times that it took a new version."""
+    """Number of version swaps so far."""
     refused: tuple[RefusedVersion, ...]
-    """The newest of the versions that it does not serve, and why."""
+    """Versions refused most recently."""
     follower: FollowerStatus
-    """How it hears of new ones."""
 
 
 class Backend(Protocol):
-    """Whoever answers jobs: an engine in this process, or replicas elsewhere."""
+    """Engines that answer jobs: one in this process, or the replicas of a deployment."""
 
     def stream(self, job: Job) -> AsyncGenerator[list[Event]]:
-        """The events of a job, those that came together in one list. The first is `Began` or `Refused`; the last is
-        `Refused`, or the `Done` of the last choice. Raises EngineLostError."""
+        """Stream the events of a job; events that arrive together are one list. `Began` is the first, unless the job is
+        refused. Raises EngineLostError."""
 
     async def states(self) -> list[EngineState]:
-        """Every engine that answers, as it says of itself."""
-
-    async def aclose(self) -> None:
-        """Close what is open and nobody uses."""
+        """Return the states of all engines that answer."""

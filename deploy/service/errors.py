@@ -1,4 +1,4 @@
-"""Every failure of the service as one of OpenAI's error objects."""
+"""Errors of the service as OpenAI's error objects."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ from deploy.requests.errors import RequestError
 from deploy.service.contract import Refused
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_MESSAGES = {400: "The body is not JSON.", 404: "There is no such path.", 405: "This path does not know that method."}
+_MESSAGES = {
+    400: "The body is not JSON.",
+    404: "There is no such path.",
+    405: "This path does not allow that method.",
+}
 
 
 class Error(BaseModel):
-    """What went wrong, in a sentence."""
+    """Error of a request."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     message: str
+    """One sentence."""
     type: str
     param: str | None
-    """The field of the request."""
+    """Field of the request."""
     code: str | None
-    """For programs."""
+    """Identifier for programs."""
 
 
 class ErrorBody(BaseModel):
@@ -39,7 +44,7 @@ class ErrorBody(BaseModel):
 
 
 class ServiceError(Exception):
-    """A failure that the client is told about, in one sentence."""
+    """Error that is sent to the client, in one sentence."""
 
     def __init__(
         self,
@@ -56,7 +61,7 @@ class ServiceError(Exception):
 
     @classmethod
     def of(cls, refused: Refused) -> ServiceError:
-        """What an engine said."""
+        """Create the error of an engine's refusal."""
         return cls(refused.status, refused.message, refused.code, retry_after_s=refused.retry_after_s)
 
     @property
@@ -66,7 +71,7 @@ class ServiceError(Exception):
         return ErrorBody(error=Error(message=self.message, type=kind, param=self.param, code=self.code))
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """Return the HTTP response."""
         headers = {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
@@ -74,7 +79,7 @@ class ServiceError(Exception):
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Make every failure inside `app` one of these answers."""
+    """Convert every exception in `app` to an error object."""
 
     @app.exception_handler(ServiceError)
     async def of_service(_: Request, error: ServiceError) -> JSONResponse:
@@ -88,7 +93,7 @@ def install_handlers(app: FastAPI) -> None:
     async def of_validation(request: Request, error: RequestValidationError) -> JSONResponse:
         detail = error.errors()[0]
         if isinstance(detail.get("input"), bytes):
-            # FastAPI takes a body for JSON only where it is said to be.
+            # FastAPI parses a body only if its Content-Type is JSON.
             sent = "has another Content-Type" if "content-type" in request.headers else "has no Content-Type"
             message = f"The request {sent}; send JSON with the header `Content-Type: application/json`."
             return ServiceError(400, message, "invalid_content_type").response()
@@ -97,22 +102,22 @@ def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def of_http(_: Request, error: HTTPException) -> JSONResponse:
         response = ServiceError(error.status_code, _MESSAGES.get(error.status_code, str(error.detail))).response()
-        # Such as which methods a path knows.
+        # For example the methods that a path allows.
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def of_bug(_: Request, __: Exception) -> JSONResponse:
-        # Starlette raises the exception again after this answer, so that the server logs it.
+        # Starlette raises the exception again after this response, so that the server logs it.
         return ServiceError(500, "The service failed; the failure is in its log.").response()
 
 
 def refusal_of(detail: Any) -> ServiceError:
-    """What pydantic found wrong with a body, or with a query or a path."""
+    """Create the error of a validation error of pydantic, about a body or a path."""
     if detail["type"] == "json_invalid":
         return ServiceError(400, "The body is not JSON.")
     parts = [part for part in detail["loc"][1:] if isinstance(part, str) and not part.startswith("function-")]
-    # What the client wrote is quoted only if it is a plain name.
+    # The client's own text is quoted only if it is a plain name.
     is_plain = all(part.isascii() and part.isidentifier() and len(part) < 65 for part in parts)
     field = ".".join(parts[:3]) if parts and is_plain else None
     if detail["type"] == "extra_forbidden":

@@ -8,7 +8,7 @@ import shlex
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
@@ -27,12 +27,6 @@ _HEAD = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _MOST_CHARS = 4000
 
 
-def example_request(directory: Path) -> tuple[str, str]:
-    """Return the path of an example request and its shell-quoted JSON body, for a run or a checkpoint."""
-    # ASCII only: a task's text could contain terminal escape sequences.
-    return "/v1/chat/completions", shlex.quote(json.dumps(_body(directory)))
-
-
 class _Turn(BaseModel):
     role: str
     content: Annotated[str, Field(max_length=_MOST_CHARS)]
@@ -44,23 +38,17 @@ class _Example(BaseModel):
 
 
 class _Card(BaseModel):
-    """The part of a model card's metadata that has example prompts."""
+    """Example prompts in the metadata of a model card."""
 
     widget: list[_Example] = []
 
 
-class Examples:
-    """Example prompts of a run or a checkpoint, read once. Thread-safe."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.single_turns = cache(self._read)
-        """The name of the run's task, None without a run, and the single-turn prompts."""
-
-    def _read(self) -> tuple[str | None, list[str]]:
-        task, conversations = _examples(self._directory)
-        turns = [turns[0] for turns in conversations if len(turns) == 1]
-        return task, [turn.content for turn in turns if turn.role == "user"]
+@cache
+def example_prompts(directory: Path) -> tuple[str | None, list[str]]:
+    """Return the name of the run's task, None without a run, and single-turn example prompts. They are read once."""
+    task, conversations = _examples(directory)
+    turns = [turns[0] for turns in conversations if len(turns) == 1]
+    return task, [turn.content for turn in turns if turn.role == "user"]
 
 
 def _examples(directory: Path) -> tuple[str | None, list[tuple[Message, ...]]]:
@@ -96,8 +84,11 @@ def _of_card(path: Path) -> list[tuple[Message, ...]]:
     return found
 
 
-def _body(directory: Path) -> dict[str, Any]:
+def example_request(directory: Path) -> tuple[str, str]:
+    """Return the path of an example request and its shell-quoted JSON body, for a run or a checkpoint."""
     _, examples = _examples(directory)
-    if not examples:
-        return {"messages": [{"role": "user", "content": _OF_ANY_POLICY}]}
-    return {"messages": chat(min(examples, key=lambda turns: sum(len(message.content) for message in turns)))}
+    messages = [{"role": "user", "content": _OF_ANY_POLICY}]
+    if examples:
+        messages = chat(min(examples, key=lambda turns: sum(len(message.content) for message in turns)))
+    # ASCII only: a task's text could contain terminal escape sequences.
+    return "/v1/chat/completions", shlex.quote(json.dumps({"messages": messages}))

@@ -222,6 +222,15 @@ def test_the_service_survives_a_head_restart_and_training_is_retried(clusters: d
     assert "--resume-or-start" in job["spec"]["entrypoint"]
 
 
+def test_serve_uses_grpc_on_every_node(compose: dict[str, Any], clusters: dict[str, dict[str, Any]]) -> None:
+    nodes = [compose["services"][name]["environment"] for name in ("head", "worker", "gpu-worker")]
+    cluster = clusters["RayService"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        nodes.append({one["name"]: one.get("value") for one in container["env"]})
+    assert [str(node["RAY_SERVE_USE_GRPC_BY_DEFAULT"]) for node in nodes] == ["1"] * 5
+
+
 def test_gpu_pods_are_started_only_on_request(clusters: dict[str, dict[str, Any]]) -> None:
     cpu, gpu = clusters["RayJob"]["workerGroupSpecs"]
     assert (cpu["groupName"], gpu["groupName"], gpu["replicas"]) == ("cpu", "gpu", 0)

@@ -21,8 +21,8 @@ from deploy.errors import UserError
 from deploy.offline.evaluation.harness_arguments import HarnessArguments
 from deploy.offline.policy import open_policy
 from deploy.offline.sample.prepare import make_planner
-from deploy.requests.defaults import Defaults
 from deploy.requests.errors import RequestError
+from deploy.requests.families import Defaults
 from deploy.requests.line import read_line
 from deploy.requests.planner import RequestPlan
 from deploy.requests.stopping import stop_text
@@ -143,7 +143,9 @@ class DiffusionLM(LM):
             plan = self._planner.plan(read_line({"prompt": context} | values))
         except RequestError as error:
             raise UserError(f"{error} (a prompt that begins {context[:60]!r})") from error
-        return replace(plan, stops=tuple(stop for stop in stops if stop))
+        # Not checked: a task may have more stop strings than a request.
+        body = plan.body.model_copy(update={"stop": [stop for stop in stops if stop]})
+        return replace(plan, body=body)
 
     def _generated(
         self,

@@ -11,10 +11,9 @@ from pydantic import ValidationError
 
 from deploy.errors import UserError
 from deploy.recipe.recipe import Recipe
-from deploy.requests.defaults import Defaults
 from deploy.requests.errors import request_error_of
+from deploy.requests.families import Defaults, RenoisingDefaults
 from deploy.requests.parameters import Values, sampler_names, to_params, to_renoising_params, values_of
-from deploy.requests.renoising import RenoisingDefaults
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import MODEL_TYPE, RenoisingConfig
 from rewards.first_d1 import evaluation as first_d1

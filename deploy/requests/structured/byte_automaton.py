@@ -37,7 +37,7 @@ _PREFIX = b"\x01" + 63 * b"\x00"
 # Detects an expression that closes a group it has not opened. No text contains this byte.
 _SUFFIX = 2
 _NO_EXPRESSION = (
-    "is no regular expression that can be served: it has a mistake, or an anchor, a word boundary, a lookaround or a "
+    "is not a supported regular expression: it is invalid, or has an anchor, a word boundary, a lookaround or a "
     "reference, which no finite automaton has"
 )
 _ASCII = re.compile(r"((?<!\\)(?:\\\\)*)\\([dws])")
@@ -64,7 +64,7 @@ def byte_automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.
     Raises:
         AutomatonError: there is no automaton, or it is too large.
     """
-    too_large = f"is too large: it takes more than {_MAX_CPU_S} s or {_MAX_BYTES >> 30} GiB to see what it allows"
+    too_large = f"is too large: building its automaton takes more than {_MAX_CPU_S} s or {_MAX_BYTES >> 30} GiB"
     check_length(text)
     environment = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(_ROOT), "OPENBLAS_NUM_THREADS": "1"}
     try:
@@ -188,7 +188,8 @@ def _numbered(index: Any) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
     accepting = {state for state, reached in transitions.items() if reached.get(_SUFFIX) in finals}
     useful = _useful(transitions, accepting)
     numbers = {first: 0}
-    for state in sorted((useful & _reached(transitions, first)) - {first}):
+    reached_from = {state: set(reached.values()) for state, reached in transitions.items()}
+    for state in sorted((useful & _closure({first}, reached_from)) - {first}):
         numbers[state] = len(numbers)
     if len(numbers) > MAX_STATES:
         raise AutomatonError(f"has an automaton of {len(numbers)} states; {MAX_STATES} are the most")
@@ -198,11 +199,6 @@ def _numbered(index: Any) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
             if byte not in (_SUFFIX, _EOS) and target in useful:
                 next_state[number, byte] = numbers[target]
     return next_state, np.array([state in accepting for state in numbers])
-
-
-def _reached(transitions: dict[int, dict[int, int]], first: int) -> set[int]:
-    """Return the states that are reachable from `first`."""
-    return _closure({first}, {state: set(reached.values()) for state, reached in transitions.items()})
 
 
 def _useful(transitions: dict[int, dict[int, int]], accepting: set[int]) -> set[int]:
@@ -215,6 +211,7 @@ def _useful(transitions: dict[int, dict[int, int]], accepting: set[int]) -> set[
 
 
 def _closure(begun: set[int], neighbours: dict[int, set[int]]) -> set[int]:
+    """Return the states that are reachable from `begun`."""
     found, waiting = set(begun), list(begun)
     while waiting:
         new = neighbours.get(waiting.pop(), set()) - found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -81,11 +82,9 @@ class ResponseFormat(RequestBody):
         return self
 
     @property
-    def structure(self) -> Structure | None:
-        """Structure of the text; None: unconstrained."""
-        if self.type == "text":
-            return None
-        return Structure.of_schema(_ANY_OBJECT if self._schema is None else self._schema, "response_format")
+    def text_schema(self) -> dict[str, Any] | None:
+        """JSON schema of the text; None: unconstrained."""
+        return _ANY_OBJECT if self.type == "json_object" else self._schema
 
     @property
     def _schema(self) -> dict[str, Any] | None:
@@ -121,16 +120,6 @@ class StructuredOutputs(RequestBody):
             raise RequestError(message, param="structured_outputs")
         return self
 
-    @property
-    def structure(self) -> Structure:
-        """Structure of the text."""
-        field = "structured_outputs"
-        if self.regex is not None:
-            return Structure.of_regex(self.regex, field)
-        if self.choice is not None:
-            return Structure.of_choices(self.choice, field)
-        return Structure.of_schema(_ANY_OBJECT if self.json_schema is None else self.json_schema, field)
-
 
 class Structured(RequestBody):
     """Structured output fields of a request; at most one is set."""
@@ -150,15 +139,21 @@ class Structured(RequestBody):
 
     @cached_property
     def _structures(self) -> list[Structure]:
-        said = [one.structure for one in (self.response_format, self.structured_outputs) if one is not None]
-        any_object = _ANY_OBJECT if self.guided_json_object else None
-        schemas = {"guided_json": self.guided_json, "guided_json_object": any_object, "json_schema": self.schema_text}
-        said += [Structure.of_schema(schema, field) for field, schema in schemas.items() if schema is not None]
-        regexes = {"guided_regex": self.guided_regex, "regex": self.regex}
-        said += [Structure.of_regex(regex, field) for field, regex in regexes.items() if regex is not None]
-        if self.guided_choice is not None:
-            said.append(Structure.of_choices(self.guided_choice, "guided_choice"))
-        return [one for one in said if one is not None]
+        outputs = self.structured_outputs or StructuredOutputs.model_construct()
+        given: list[tuple[str, Callable[[Any, str], Structure], Any]] = [
+            ("response_format", Structure.of_schema, self.response_format and self.response_format.text_schema),
+            ("structured_outputs", Structure.of_schema, outputs.json_schema),
+            ("structured_outputs", Structure.of_schema, _ANY_OBJECT if outputs.json_object else None),
+            ("structured_outputs", Structure.of_regex, outputs.regex),
+            ("structured_outputs", Structure.of_choices, outputs.choice),
+            ("guided_json", Structure.of_schema, self.guided_json),
+            ("guided_json_object", Structure.of_schema, _ANY_OBJECT if self.guided_json_object else None),
+            ("json_schema", Structure.of_schema, self.schema_text),
+            ("guided_regex", Structure.of_regex, self.guided_regex),
+            ("regex", Structure.of_regex, self.regex),
+            ("guided_choice", Structure.of_choices, self.guided_choice),
+        ]
+        return [make(value, field) for field, make, value in given if value is not None]
 
     @property
     def structure(self) -> Structure | None:

@@ -21,19 +21,8 @@ MAX_LENGTH = 128
 
 _ANNOTATIONS = frozenset(
     {
-        *(
-            "$schema",
-            "$id",
-            "$comment",
-            "$anchor",
-            "title",
-            "description",
-            "default",
-            "examples",
-            "example",
-            "deprecated",
-        ),
-        *("readOnly", "writeOnly", "$defs", "definitions", "discriminator"),
+        *("$schema", "$id", "$comment", "$anchor", "$defs", "definitions", "discriminator"),
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
     }
 )
 _OF_TYPE = {
@@ -92,7 +81,7 @@ class _SchemaRewriter:
         if not isinstance(schema, Mapping):
             raise SchemaError(f"has {_shown(schema)}{_at(place)}, where a schema is needed")
         if "$id" in schema and self._depth > 1:
-            raise SchemaError(f"has `$id`{_at(place)}: references within it would be to it, which is not served")
+            raise SchemaError(f"has `$id`{_at(place)}: references relative to it are not served")
         given = {key: value for key, value in schema.items() if key not in _ANNOTATIONS and not key.startswith("x-")}
         for keyword, read in (("$ref", self._ref), ("anyOf", self._any_of), ("allOf", self._all_of)):
             if keyword in given:
@@ -110,7 +99,7 @@ class _SchemaRewriter:
         if not isinstance(ref, str) or not ref.startswith("#/"):
             raise SchemaError(f"has the reference {_shown(ref)}{_at(place)}; references begin with `#/`")
         if ref in refs:
-            raise SchemaError(f"refers to itself by {_shown(ref)}: what has no depth has no finite automaton")
+            raise SchemaError(f"refers to itself by {_shown(ref)}: a recursive schema has no finite automaton")
         found: Any = self._root
         for name in ref.removeprefix("#/").split("/"):
             key = name.replace("~1", "/").replace("~0", "~")
@@ -135,7 +124,8 @@ class _SchemaRewriter:
     def _of_type(self, given: Mapping[str, Any], refs: tuple[str, ...], place: str) -> dict[str, Any]:
         if "type" not in given:
             # Without `type`, the keywords of one type leave all other types unconstrained.
-            _expect_only(given, {"type"}, place, "; name a `type`" if given.keys() & _all_keywords() else "")
+            is_typed = any(given.keys() & known for known in _OF_TYPE.values())
+            _expect_only(given, {"type"}, place, "; name a `type`" if is_typed else "")
             return {}
         types = _types(given, place)
         _expect_only(given, {"type"}.union(*(_OF_TYPE[kind] for kind in types)), place)
@@ -153,9 +143,9 @@ class _SchemaRewriter:
         properties, others = given.get("properties"), given.get("additionalProperties", True)
         required = given.get("required", [])
         if not isinstance(properties, Mapping | None) or not isinstance(required, list):
-            raise SchemaError(f"has `properties` that are no object, or `required` that is no list{_at(place)}")
+            raise SchemaError(f"has `properties` that are not an object, or `required` that is not a list{_at(place)}")
         if missing := [name for name in required if not isinstance(name, str) or name not in (properties or {})]:
-            raise SchemaError(f"requires {_shown(missing[0])}{_at(place)}, which is none of its `properties`")
+            raise SchemaError(f"requires {_shown(missing[0])}{_at(place)}, which is not among its `properties`")
         if properties is None and others is True:
             return {"type": "object"}
         if properties is None and others is not False:
@@ -186,7 +176,7 @@ def _string(given: Mapping[str, Any], place: str) -> dict[str, Any]:
     if shape:
         others = given.keys() & _OF_TYPE["string"] - {shape[0]}
         if others:
-            raise SchemaError(f"has `{shape[0]}` beside `{min(others)}`{_at(place)}; one of them is served")
+            raise SchemaError(f"has `{shape[0]}` with `{min(others)}`{_at(place)}; one of them is served")
         return {"type": "string", "pattern": _pattern(given, place)}
     least, most = _bounds(given, "minLength", "maxLength", place)
     return {"type": "string", "minLength": least} | ({} if most is None else {"maxLength": most})
@@ -200,7 +190,7 @@ def _pattern(given: Mapping[str, Any], place: str) -> str:
         return f"({_FORMATS[given['format']]})"
     pattern = given["pattern"]
     if not isinstance(pattern, str):
-        raise SchemaError(f"has the pattern {_shown(pattern)}{_at(place)}, which is no text")
+        raise SchemaError(f"has the pattern {_shown(pattern)}{_at(place)}, which is not a string")
     # A pattern may match anywhere in a text. The texts that it matches as a whole are a subset of those.
     whole = _LAST_ANCHOR.sub(r"\1", pattern.removeprefix("^"))
     return f"({whole})"
@@ -211,7 +201,7 @@ def _values(given: Mapping[str, Any], place: str) -> dict[str, Any]:
     _expect_only(given, {keyword, "type"}, place)
     values = [given["const"]] if keyword == "const" else given["enum"]
     if not isinstance(values, list) or not values:
-        raise SchemaError(f"has an `enum`{_at(place)} that is no list, or empty")
+        raise SchemaError(f"has an `enum`{_at(place)} that is not a list, or is empty")
     types = _types(given, place) if "type" in given else list(_OF_TYPE)
     if inexact := [value for value in values if not _is_exact(value)]:
         why = "in which a number is none of JSON's, or too large to be exact"
@@ -247,7 +237,7 @@ def _bounds(given: Mapping[str, Any], least: str, most: str, place: str) -> tupl
     for keyword in (least, most):
         value = given.get(keyword, 0)
         if type(value) is not int or value < 0:
-            raise SchemaError(f"has the `{keyword}` {_shown(value)}{_at(place)}, which is no count")
+            raise SchemaError(f"has the `{keyword}` {_shown(value)}{_at(place)}, which is not a count")
     if given.get(least, 0) > given.get(most, given.get(least, 0)):
         raise SchemaError(f"has a `{least}` above its `{most}`{_at(place)}")
     if given.get(least, 0) > MAX_LENGTH:
@@ -258,15 +248,9 @@ def _bounds(given: Mapping[str, Any], least: str, most: str, place: str) -> tupl
 def _expect_only(given: Mapping[str, Any], known: set[str] | frozenset[str], place: str, advice: str = "") -> None:
     if strays := sorted(given.keys() - known):
         known_ones = (
-            " beside " + " and ".join(f"`{key}`" for key in sorted(given.keys() & known))
-            if given.keys() & known
-            else ""
+            " with " + " and ".join(f"`{key}`" for key in sorted(given.keys() & known)) if given.keys() & known else ""
         )
         raise SchemaError(f"has {_shown(strays[0])}{known_ones}{_at(place)}, which is not served{advice}")
-
-
-def _all_keywords() -> frozenset[str]:
-    return frozenset[str]().union(*_OF_TYPE.values())
 
 
 def _at(place: str) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+# A character with a special meaning in a regular expression.
+_SIGN = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,12 +35,4 @@ class Structure:
     @classmethod
     def of_choices(cls, choices: Sequence[str], field: str) -> Structure:
         """Create a structure that allows exactly the given texts."""
-        return cls.of_regex("|".join(map(_literally, choices)), field)
-
-
-# Characters with a special meaning in a regular expression.
-_SIGNS = frozenset(r"\.+*?()|[]{}^$#&-~")
-
-
-def _literally(text: str) -> str:
-    return "".join(f"\\{character}" if character in _SIGNS else character for character in text)
+        return cls.of_regex("|".join(_SIGN.sub(r"\\\g<0>", choice) for choice in choices), field)

@@ -1,4 +1,4 @@
-"""Incremental detokenization: from finished blocks to the text of a choice, which only grows."""
+"""Incremental detokenization: the text of a choice from its finished blocks, and its canvas."""
 
 from __future__ import annotations
 
@@ -18,54 +18,50 @@ from rollout.request import Committed, Progress, Request
 
 
 class ChoiceText:
-    """The text of one choice."""
+    """Text of one choice, which only grows."""
 
     def __init__(self, codec: TextCodec, plan: RequestPlan, index: int) -> None:
         self._codec, self._plan, self._index = codec, plan, index
         self._record: dict[str, Any] = {}
         self._is_whole = False
-        self._num_forwards = 0
         self.text = ""
-        """What is sure of the text: it only grows."""
+        """Text so far, without what the next block may still change."""
         self.num_tokens = 0
-        """Tokens of the text so far, an end of text included."""
+        """Tokens of the text so far, including an end-of-text token."""
         self.finish_reason: Literal["stop", "length"] | None = None
-        """Why the text ended; None while it goes on."""
+        """Finish reason; None while the text continues."""
+        self.num_forwards = 0
+        """Forwards so far."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether the text is complete, whatever the engine goes on to do."""
+        """Whether the text is complete, even if the engine continues."""
         return self.finish_reason is not None
 
     @property
-    def num_forwards(self) -> int:
-        """Forwards that it took so far."""
-        return self._num_forwards
-
-    @property
     def num_blocks(self) -> int:
-        """Blocks that were denoised."""
+        """Blocks that were denoised so far."""
         return self._plan.num_blocks(self._index, len(self._record.get("token_ids", ())))
 
     def take(self, event: BlocksDone | Done) -> str:
-        """Let it grow. Returns what is new of the text."""
+        """Add finished blocks, or the completion. Returns the new text."""
         if isinstance(event, Done):
             completion = event.completion
             self._record = {name: getattr(completion, name) for name in _COLUMNS}
-            self._is_whole, self._num_forwards = True, completion.num_forwards
+            self._is_whole, self.num_forwards = True, completion.num_forwards
         else:
             new = {name: getattr(event.slots, name) for name in _COLUMNS}
             old = {name: self._record.get(name, values[:0])[: event.start] for name, values in new.items()}
             self._record = {name: np.concatenate((old[name], values)) for name, values in new.items()}
             num_steps = int(self._record["step_map"].max(initial=-1)) + 1
-            self._num_forwards = num_steps * self._plan.num_forwards_of_step
+            self.num_forwards = num_steps * self._plan.num_forwards_of_step
         before = len(self.text)
         if not self.is_finished:
             self._read()
         return self.text[before:]
 
     def step_map(self) -> StepMap:
-        """Step and confidence of each token of the text."""
+        """Return the step and the confidence of each token of the text."""
         kept = {name: values[: self.num_tokens] for name, values in self._record.items()}
         ids = kept["token_ids"].tolist()
         return StepMap(
@@ -76,36 +72,31 @@ class ChoiceText:
         )
 
     def text_logprobs(self) -> TextLogprobs:
-        """Of each token of the text, its log-probability when it was committed."""
-        texts, logprobs = self._texts(), self._logprobs()
-        # Special tokens are spelled here, and left out of the text.
-        shown = self._codec.slot_texts(self._ids(), spells_special=False)
+        """Return the log-probability of each token of a completion, at the step that committed it."""
+        ids, texts, logprobs = self._tokens()
+        # The tokens include special ones, the text does not.
+        shown = self._codec.slot_texts(ids, spells_special=False)
         ends = accumulate((len(text) for text in shown), initial=0)
         offsets = [min(end, len(self.text)) for end, _ in zip(ends, texts, strict=False)]
         return TextLogprobs(tokens=texts, token_logprobs=logprobs, top_logprobs=None, text_offset=offsets)
 
     def chat_logprobs(self) -> ChatLogprobs:
-        """The same of a reply."""
-        return ChatLogprobs(
-            content=[
-                TokenLogprob(token=text, logprob=logprob, bytes=list(text.encode()), top_logprobs=[])
-                for text, logprob in zip(self._texts(), self._logprobs(), strict=True)
-            ],
-            refusal=None,
-        )
+        """Return the log-probability of each token of a reply, at the step that committed it."""
+        _, texts, logprobs = self._tokens()
+        content = [
+            TokenLogprob(token=text, logprob=logprob, bytes=list(text.encode()), top_logprobs=[])
+            for text, logprob in zip(texts, logprobs, strict=True)
+        ]
+        return ChatLogprobs(content=content, refusal=None)
 
-    def _ids(self) -> list[int]:
-        ids: list[int] = self._record["token_ids"][: self.num_tokens].tolist()
-        return ids
-
-    def _texts(self) -> list[str]:
-        return self._codec.slot_texts(self._ids())
-
-    def _logprobs(self) -> list[float]:
-        return [round(float(logp), 6) for logp in self._record["commit_logp_raw"][: self.num_tokens]]
+    def _tokens(self) -> tuple[list[int], list[str], list[float]]:
+        """Return ids, texts and log-probabilities of the text's tokens."""
+        ids = self._record["token_ids"][: self.num_tokens].tolist()
+        logprobs = [round(float(logp), 6) for logp in self._record["commit_logp_raw"][: self.num_tokens]]
+        return ids, self._codec.slot_texts(ids), logprobs
 
     def canvas(self) -> list[Slot]:
-        """All slots that were denoised, as the last frame of a stream of canvases shows them."""
+        """Return all denoised slots, for the last frame of a canvas stream."""
         record = {name: values[: self._plan.num_slots] for name, values in self._record.items()}
         return slots_of(self._codec, record, np.zeros(len(record["token_ids"]), dtype=bool))
 
@@ -117,15 +108,15 @@ class ChoiceText:
         if ending.reason is not None:
             self.text, self.finish_reason = ending.text, "length" if ending.reason == "length" else "stop"
             return
-        sure = self._held_back(ending.text)
-        # A decoder may still change what it wrote; what was sent is never taken back.
-        self.text = sure if sure.startswith(self.text) else self.text
+        certain = self._without_tail(ending.text)
+        # A decoder may change its earlier output, but text that was sent stays.
+        self.text = certain if certain.startswith(self.text) else self.text
 
-    def _held_back(self, text: str) -> str:
-        """Without what the next block may still change: half of a character, or of a stop string."""
+    def _without_tail(self, text: str) -> str:
+        """Remove what the next block may still change: an incomplete character, or the start of a stop string."""
         text = text.rstrip(BROKEN)
         longest = 0
-        for stop in self._plan.stops:
+        for stop in self._plan.body.stops:
             for length in range(min(len(stop) - 1, len(text)), 0, -1):
                 if text.endswith(stop[:length]):
                     longest = max(longest, length)
@@ -134,14 +125,13 @@ class ChoiceText:
 
 
 def canvas_of(codec: TextCodec, progress: Progress, num_slots: int) -> list[Slot]:
-    """The slots of a choice that is being denoised, without what a last block has beyond the completion."""
+    """Return the slots of a choice that is being denoised, without the surplus of its last block."""
     record = {name: getattr(progress.slots, name)[:num_slots] for name in _COLUMNS}
     return slots_of(codec, record, progress.masked[:num_slots])
 
 
 def canvas_before(codec: TextCodec, request: AnyRequest) -> list[Slot]:
-    """The slots of a choice that is yet to be denoised: masked, but for the tokens that are given. The random ids that
-    a renoised canvas begins as are no tokens of the policy's."""
+    """Return the slots of a choice before the first step: all masked, except fixed tokens."""
     num_slots = request.params.gen_length
     record = {"token_ids": np.zeros(num_slots, dtype=np.int64), "commit_logp_raw": np.zeros(num_slots)}
     masked = np.ones(num_slots, dtype=bool)
@@ -152,7 +142,7 @@ def canvas_before(codec: TextCodec, request: AnyRequest) -> list[Slot]:
 
 
 def slots_of(codec: TextCodec, record: dict[str, Any], masked: np.ndarray) -> list[Slot]:
-    """Slots as a page shows them."""
+    """Create slots from the record of a choice."""
     slots = zip(record["token_ids"].tolist(), masked.tolist(), strict=True)
     rows = zip(
         codec.slot_texts(None if is_masked else token for token, is_masked in slots),
@@ -170,7 +160,7 @@ def slots_of(codec: TextCodec, record: dict[str, Any], masked: np.ndarray) -> li
 
 
 def text_of_canvas(slots: list[Slot]) -> str:
-    """A canvas as text, with a sign for each masked slot."""
+    """Return a canvas as text, with a placeholder for each masked slot."""
     return "".join(MASKED if slot.masked else slot.text for slot in slots)
 
 

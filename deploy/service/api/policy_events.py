@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -13,8 +14,9 @@ import structlog
 
 from actors.registry.records import MalformedEntryError, PolicyVersion, RegistryEvent
 from actors.registry.registry import Registry
-from deploy.service.api.server_sent_events import PING_S, comment, frame
 
+PING_S = 15.0
+"""Interval of comments on a silent stream, in seconds: proxies close silent connections."""
 _ENTRY_ID = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 _MAX_ID_PART = 2**64 - 1
 # Past events for a client without Last-Event-ID.
@@ -40,32 +42,20 @@ class RegistryReader:
         """Return the metadata of a version. Raises ConnectionError if the registry is unreachable."""
         return await self._call(lambda: self._registry.version(number))
 
-    async def events(
-        self, last_id: str | None, is_over: Callable[[], bool] = lambda: False
-    ) -> AsyncGenerator[bytes, None]:
+    def events(self, last_id: str | None, is_over: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
         """Stream the events after entry `last_id` as server-sent events; without such an entry, begin with the newest.
 
         The stream ends when `is_over`; the client then reconnects to another ingress.
         """
-        yield comment("d1")
-        seen, has_begun, told_at = _parsed(last_id), False, time.monotonic()
-        while not is_over():
-            is_away = False
-            try:
-                events = await (self._after(seen or (0, 0)) if has_begun else self._begin(seen))
-                has_begun = True
-            except ConnectionError:
-                events, is_away = [], True
-            for event in events:
-                yield frame(event.id, event.kind, event_body(event))
-                seen = _id_of(event)
-            if events:
-                told_at = time.monotonic()
-                continue
-            if time.monotonic() - told_at > PING_S:
-                told_at = time.monotonic()
-                yield comment("the registry cannot be reached" if is_away else "ping")
-            await asyncio.sleep(_POLL_S)
+        seen, has_begun = _parsed(last_id), False
+
+        async def read() -> list[bytes]:
+            nonlocal seen, has_begun
+            events = await (self._after(seen or (0, 0)) if has_begun else self._begin(seen))
+            has_begun, seen = True, _id_of(events[-1]) if events else seen
+            return [_frame(e.id, e.kind, version=e.version, round=e.round, why=e.why, time_s=e.time_s) for e in events]
+
+        return _stream(read, is_over)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -103,26 +93,50 @@ class RegistryReader:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
-def event_body(event: RegistryEvent) -> dict[str, Any]:
-    """Return the body of an event."""
-    return {"version": event.version, "round": event.round, "why": event.why, "time_s": round(event.time_s, 3)}
-
-
-async def one_event(
-    policy: PolicyVersion, last_id: str | None, is_over: Callable[[], bool]
-) -> AsyncGenerator[bytes, None]:
-    """Stream the only event of a single checkpoint, `serving`, and then pings until `is_over`."""
+def one_event(policy: PolicyVersion, last_id: str | None, is_over: Callable[[], bool]) -> AsyncGenerator[bytes, None]:
+    """Stream the only event of a single checkpoint, `serving`, unless it has the id `last_id`."""
     event_id = f"checkpoint-{policy.version}"
-    yield comment("d1")
-    if last_id != event_id:
-        body = {"version": policy.version, "round": policy.round, "why": None, "time_s": round(time.time(), 3)}
-        yield frame(event_id, "serving", body)
-    told_at = time.monotonic()
+    event = _frame(event_id, "serving", version=policy.version, round=policy.round, why=None, time_s=time.time())
+    unsent = [] if last_id == event_id else [event]
+
+    async def read() -> list[bytes]:
+        sent = unsent.copy()
+        unsent.clear()
+        return sent
+
+    return _stream(read, is_over)
+
+
+async def _stream(
+    read: Callable[[], Awaitable[list[bytes]]], is_over: Callable[[], bool]
+) -> AsyncGenerator[bytes, None]:
+    """Stream what `read` returns, again and again, and comments while there is nothing."""
+    yield _comment("d1")
+    sent_at = time.monotonic()
     while not is_over():
+        idle = "ping"
+        try:
+            frames = await read()
+        except ConnectionError:
+            frames, idle = [], "the registry cannot be reached"
+        for one in frames:
+            yield one
+        if frames:
+            sent_at = time.monotonic()
+            continue
+        if time.monotonic() - sent_at > PING_S:
+            sent_at = time.monotonic()
+            yield _comment(idle)
         await asyncio.sleep(_POLL_S)
-        if time.monotonic() - told_at > PING_S:
-            told_at = time.monotonic()
-            yield comment("ping")
+
+
+def _frame(event_id: str, kind: str, *, time_s: float, **body: int | str | None) -> bytes:
+    data = json.dumps({**body, "time_s": round(time_s, 3)})
+    return f"id: {event_id}\nevent: {kind}\ndata: {data}\n\n".encode()
+
+
+def _comment(text: str) -> bytes:
+    return f": {text}\n\n".encode()
 
 
 def _parsed(entry_id: str | None) -> _Id | None:

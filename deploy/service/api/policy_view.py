@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from actors.registry.records import BASE, BEST, POLICY, PolicyVersion
 from deploy.service.api import replies
@@ -15,7 +16,16 @@ _FRESH_S = 0.2
 _STALE_S = 15.0
 
 
-def score_of(policy: PolicyVersion | None) -> replies.ScoreReply | None:
+def _facts(policy: PolicyVersion) -> dict[str, Any]:
+    return {
+        "policy_version": policy.version,
+        "round": policy.round,
+        "phase": policy.phase,
+        "checksum": policy.manifest_digest,
+    }
+
+
+def _score_of(policy: PolicyVersion | None) -> replies.ScoreReply | None:
     """Return the held-out accuracy at temperature 0; None if the version was not evaluated."""
     if policy is None or policy.num_correct is None or not policy.num_problems:
         return None
@@ -42,18 +52,15 @@ def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
     aliases = {POLICY: policy.version, BASE: state.base, BEST: state.best}
     return replies.Policy(
         run=run,
-        policy_version=policy.version,
-        round=policy.round,
-        phase=policy.phase,
-        checksum=policy.manifest_digest,
-        score=score_of(state.scored),
+        score=_score_of(state.scored),
+        **_facts(policy),
         lag=replies.Lag(published=published, behind=max(0, published - policy.version)),
         aliases={name: version for name, version in aliases.items() if version is not None},
         pinned=state.follower.admin.pinned,
         paused=state.follower.admin.is_paused,
         live=sorted({version.version for one in states for version in one.live}),
         num_swaps=state.num_swaps,
-        refused=[replies.RefusedVersionReply(version=refused.version, why=refused.why) for refused in state.refused],
+        refused=list(state.refused),
         last_error=state.follower.last_error,
     )
 
@@ -70,11 +77,8 @@ def known(version: int, states: Sequence[EngineState]) -> PolicyVersion | None:
 def version_body(policy: PolicyVersion, states: Sequence[EngineState]) -> replies.PolicyOfVersion:
     """Return the body of `GET /v1/policy/{version}`."""
     return replies.PolicyOfVersion(
-        policy_version=policy.version,
-        round=policy.round,
-        phase=policy.phase,
-        checksum=policy.manifest_digest,
-        score=score_of(policy),
+        score=_score_of(policy),
+        **_facts(policy),
         is_live=any(policy.version == live.version for state in states for live in state.live),
         is_serving=policy.version == newest(states).policy.version,
     )
@@ -95,16 +99,13 @@ class EngineWatch:
         async with self._asking:
             # A caller that waited for another one shares its result: without an engine, each call takes seconds.
             if time.monotonic() - self._asked_at > _FRESH_S:
-                await self._ask()
+                states = await self._backend.states()
+                self._asked_at = time.monotonic()
+                if states:
+                    self._states, self._answered_at = states, self._asked_at
         return self._states
 
     @property
     def is_stale(self) -> bool:
         """Whether no engine has answered for 15 s."""
         return time.monotonic() - self._answered_at > _STALE_S
-
-    async def _ask(self) -> None:
-        states = await self._backend.states()
-        self._asked_at = time.monotonic()
-        if states:
-            self._states, self._answered_at = states, self._asked_at

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from deploy.service.contract import RefusedVersion
+
 
 class Body(BaseModel):
     """Base class of the bodies."""
@@ -92,13 +94,16 @@ class ChatChoice(_Choice):
     logprobs: ChatLogprobs | None
 
 
-class _Answer(Body):
+class _Head(Body):
     id: str
     created: int
     model: str
     system_fingerprint: str
     policy_version: int
     """Policy version that generated the whole answer."""
+
+
+class _Answer(_Head):
     usage: Usage
 
 
@@ -169,12 +174,7 @@ class ChatPart(_Part):
     """In the last part of a choice: those of all its tokens."""
 
 
-class _Chunk(Body):
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-    policy_version: int
+class _Chunk(_Head):
     usage: Usage | None = None
     """Present with `stream_options.include_usage`: null, except in the last chunk."""
 
@@ -257,13 +257,6 @@ class Lag(Body):
     behind: int
 
 
-class RefusedVersionReply(Body):
-    """Version that was refused, and the reason."""
-
-    version: int
-    why: str
-
-
 class _Version(Body):
     policy_version: int
     round: int
@@ -282,7 +275,7 @@ class Policy(_Version):
     paused: bool
     live: list[int]
     num_swaps: int
-    refused: list[RefusedVersionReply]
+    refused: list[RefusedVersion]
     last_error: str | None
 
 

@@ -1,4 +1,4 @@
-"""Tokenization: from text to token ids and back, as one policy reads and writes."""
+"""Tokenization of a policy: texts and conversations to token ids, and back."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from learner.model.config import TransformerConfig
 from rollout.grammar.grammar import Grammar
 
 MASKED = "\u2591"
-"""A slot without a token, in the text of a canvas."""
+"""Placeholder of a masked slot, in the text of a canvas."""
 _MOST_BYTES = 4
-"""Of a character."""
+"""Maximum bytes of a character."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """Tokens whose text ends in the midst of a character."""
+    """Tokens whose text ends inside a character."""
 
     tokens: Sequence[int] = ()
     text: str = ""
@@ -36,10 +36,10 @@ class _Begun:
 
 
 class TextCodec:
-    """The tokenizer of a run, whose versions share it."""
+    """Tokenizer of a policy, which all versions of a run share. Invalid input raises ServiceError."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Read the tokenizer and the shape of a checkpoint's policy; its weights are not looked at."""
+        """Read the tokenizer and the model config of a checkpoint, but no weights."""
         self.config: AnyConfig = read_config(checkpoint)
         self._tokenizer = open_tokenizer(checkpoint)
         self._special_ids = self._tokenizer.special_ids
@@ -47,7 +47,7 @@ class TextCodec:
         self._grammars = Grammars(self._tokenizer, self.config.vocab_size)
 
     def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
-        """The prompt that a text is. Its author writes its turns, if it has any. Raises ServiceError."""
+        """Tokenize a text prompt. Special tokens in it are parsed as tokens."""
         return self.check_ids(self._tokenizer.encode_text(text, add_special_tokens=adds_special), "prompt")
 
     def encode_chat(
@@ -58,9 +58,9 @@ class TextCodec:
         template: Mapping[str, Any] | None = None,
         adds_special: bool = False,
     ) -> list[int]:
-        """The prompt of a conversation, which is the field `param`; `template` are variables of the chat template.
+        """Tokenize the conversation in the field `param`; `template` are variables of the chat template.
 
-        Raises ServiceError.
+        Special tokens in the text of a turn are rejected.
         """
         for value in (template or {}).values():
             if isinstance(value, str):
@@ -80,21 +80,21 @@ class TextCodec:
         return ids
 
     def encode_text(self, text: str, param: str) -> list[int]:
-        """The ids of a text by itself. Raises ServiceError."""
+        """Tokenize a text without special tokens, which are rejected."""
         ids = self._tokenizer.encode_plain(text)
         self._refuse_special(self._count_special(ids), param)
         return ids
 
     def encode_any(self, text: str, *, adds_special: bool = False) -> list[int]:
-        """The ids of a text by itself, special tokens as tokens."""
+        """Tokenize a text, special tokens parsed."""
         return self._tokenizer.encode_text(text, add_special_tokens=adds_special)
 
     def decode_any(self, ids: Sequence[int]) -> str:
-        """Text, special tokens spelled."""
+        """Decode ids, including special tokens."""
         return self._tokenizer.decode_all(ids)
 
     def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
-        """Ids that may be a prompt. Raises ServiceError."""
+        """Return the ids of a prompt, if they are valid."""
         config = self.config
         if any(not 0 <= token < config.vocab_size for token in ids):
             message = f"Token ids of this policy lie between 0 and {config.vocab_size - 1}."
@@ -105,28 +105,28 @@ class TextCodec:
         return list(ids)
 
     def has_grammar(self, structure: Structure) -> bool:
-        """Whether `grammar` takes no time."""
+        """Return whether the grammar is cached."""
         return self._grammars.has(structure)
 
     def grammar(self, structure: Structure) -> Grammar:
-        """What a structure allows, in the policy's tokens. Raises FieldError."""
+        """Compile a structure to a grammar over the policy's tokens. Raises FieldError."""
         return self._grammars.of(structure)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text, special tokens left out."""
+        """Decode ids, without special tokens."""
         return self._tokenizer.decode(ids)
 
     def token_text(self, token: int) -> str:
-        """One token by itself."""
+        """Return the text of a single token."""
         if token not in self._text_of:
             self._text_of[token] = self._tokenizer.tokens([token])[0]
         return self._text_of[token]
 
     def slot_texts(self, slots: Iterable[int | None], *, spells_special: bool = True) -> list[str]:
-        """What each slot adds to the text; a masked one (None) adds nothing.
+        """Return the part of the text that each slot adds; a masked slot (None) adds nothing.
 
-        A character of several tokens is in the first of them, and the others add nothing to it. Special tokens are
-        spelled; without them, the texts of slots that are all committed make the text of `decode`.
+        A character of several tokens belongs to the first of them. Special tokens are included with `spells_special`;
+        without them, the texts of a complete canvas join to that of `decode`.
         """
         texts: list[str] = []
         begun = _Begun()
@@ -135,21 +135,23 @@ class TextCodec:
             if token is None:
                 begun = _Begun()
             elif token in self._special_ids:
-                # `decode` passes over it, even inside a character.
+                # `decode` skips it, even inside a character.
                 texts[index] = self.token_text(token) if spells_special else ""
             else:
                 begun = self._spelled(texts, begun, token)
         return texts
 
     def _spelled(self, texts: list[str], begun: _Begun, token: int) -> _Begun:
-        """Put what a token adds into the texts of its slot, the last one, and of the slot whose character it goes on
-        with. Returns what is begun then."""
+        """Add a token's text to its slot, the last one, and to the slot whose character it continues.
+
+        Returns the tokens of a character that is then incomplete.
+        """
         tokens = [*begun.tokens, token]
         text = self.decode(tokens) if begun.tokens else self.token_text(token)
         num_kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(begun.text, text, strict=False)))
         for slot in begun.slots[num_kept:]:
             texts[slot] = texts[slot][:-1]
-        # Of byte tokens (Gemma's, Llama's) an unfinished character is as many broken ones as it has tokens so far.
+        # With byte tokens (Gemma, Llama) an incomplete character decodes to one replacement character per token.
         slots = [*begun.slots[: num_kept + 1], *[len(texts) - 1] * len(text)][: len(text)]
         for slot, character in zip(slots[num_kept:], text[num_kept:], strict=True):
             texts[slot] += character

@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from actors.registry.records import PolicyVersion
+from actors.registry.records import POLICY, PolicyVersion
+from deploy.requests.body import ChatRequest
 from deploy.requests.planner import RequestPlan
 from deploy.service.api.choice_text import ChoiceText, canvas_before, canvas_of, text_of_canvas
 from deploy.service.api.replies import (
@@ -43,24 +44,16 @@ Part = TextPart | ChatPart
 class AnswerWriter:
     """Convert the events of one request to its answer, whole or streamed."""
 
-    def __init__(self, codec: TextCodec, plan: RequestPlan, model: str, run: str, *, is_chat: bool) -> None:
-        """Create a writer.
-
-        Args:
-            codec: tokenization of the policy.
-            plan: the planned request.
-            model: the model's name in the answer.
-            run: name of the run, the first part of the fingerprint.
-            is_chat: whether the answer is one of `/v1/chat/completions`.
-        """
-        self._codec, self._plan = codec, plan
-        self._model, self._run, self._is_chat = model, run, is_chat
+    def __init__(self, codec: TextCodec, plan: RequestPlan, run: str) -> None:
+        """Create the writer of a planned request; `run` is the first part of the fingerprint."""
+        self._codec, self._plan, self._run = codec, plan, run
+        self._is_chat = isinstance(plan.body, ChatRequest)
         self._created = int(time.time())
-        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._begin(None)
 
     async def begin(self, events: Events) -> None:
-        """Wait for the version of a stream, so that an error still gets an HTTP status. Raises ServiceError."""
+        """Wait for the first event of a stream, so that an error still gets an HTTP status. Raises ServiceError."""
         first = await anext(events)
         if isinstance(first, Refused):
             await events.aclose()
@@ -71,21 +64,18 @@ class AnswerWriter:
     async def answer(self, events: Events) -> Answer:
         """Return the complete answer. Raises ServiceError."""
         await self._read(events)
+        usage, head = self._usage(), self._head()
         if self._is_chat:
             replies = [
-                ChatChoice(
-                    index=index,
-                    message=Reply(role="assistant", content=choice.text),
-                    **self._end_of(choice),
-                )
+                ChatChoice(index=index, message=Reply(role="assistant", content=choice.text), **self._end_of(choice))
                 for index, choice in enumerate(self._choices)
             ]
-            return ChatAnswer(object="chat.completion", choices=replies, usage=self._usage(), **self._head())
+            return ChatAnswer(object="chat.completion", choices=replies, usage=usage, **head)
         texts = [
             TextChoice(index=index, text=choice.text, **self._end_of(choice))
             for index, choice in enumerate(self._choices)
         ]
-        return TextAnswer(object="text_completion", choices=texts, usage=self._usage(), **self._head())
+        return TextAnswer(object="text_completion", choices=texts, usage=usage, **head)
 
     async def chunks(self, events: Events) -> AsyncGenerator[bytes, None]:
         """Stream server-sent events, after `begin`. The last one is `[DONE]` or an error."""
@@ -94,9 +84,9 @@ class AnswerWriter:
                 if self._is_chat:
                     role = Delta(role="assistant", content="")
                     yield b"".join(self._chunk([self._part(index, role)]) for index in range(len(self._choices)))
-                if self._plan.shows_canvas:
+                if self._plan.body.shows_canvas:
                     yield b"".join(self._chunk([part]) for part in self._empty())
-                # The chunks of one event are sent together: each write wakes up both sides.
+                # The chunks of one event are sent in one write.
                 last = b""
                 async for event in events:
                     if isinstance(event, Refused):
@@ -107,7 +97,7 @@ class AnswerWriter:
                         break
                     if said:
                         yield said
-            if self._plan.includes_usage:
+            if self._plan.body.includes_usage:
                 last += self._chunk([], usage=self._usage())
             yield last + b"data: [DONE]\n\n"
         except ServiceError as error:
@@ -134,7 +124,7 @@ class AnswerWriter:
         if choice.is_finished:
             return []
         new = choice.take(event)
-        if self._plan.shows_canvas:
+        if self._plan.body.shows_canvas:
             return [self._last_canvas(event.choice, choice)] if choice.is_finished else []
         parts = [self._part(event.choice, Delta(content=new))] if new else []
         return [*parts, self._part(event.choice, Delta(), **self._end_of(choice))] if choice.is_finished else parts
@@ -156,26 +146,29 @@ class AnswerWriter:
     def _end_of(self, choice: ChoiceText) -> dict[str, Any]:
         """Return the fields of a finished choice."""
         logprobs: TextLogprobs | ChatLogprobs | None = None
-        if self._plan.returns_logprobs:
+        if self._plan.body.returns_logprobs:
             logprobs = choice.chat_logprobs() if self._is_chat else choice.text_logprobs()
         said = {"finish_reason": choice.finish_reason, "logprobs": logprobs}
-        return said | ({"diffusion": choice.step_map()} if self._plan.returns_step_map else {})
+        return said | ({"diffusion": choice.step_map()} if self._plan.body.diffusion.return_step_map else {})
 
     def _chunk(self, choices: list[Part], usage: Usage | None = None) -> bytes:
         # In OpenAI's chunks it is null, except in the last one.
-        said = self._head() | {"choices": choices} | ({"usage": usage} if self._plan.includes_usage else {})
+        said = self._head() | {"choices": choices} | ({"usage": usage} if self._plan.body.includes_usage else {})
         if self._is_chat:
             return _data(ChatChunk(object="chat.completion.chunk", **said))
         return _data(TextChunk(object="text_completion", **said))
 
     def _head(self) -> dict[str, Any]:
-        """Return the fields that every object has."""
+        """Return the fields that every object has. The fingerprint identifies the weights."""
+        policy = self.policy
+        assert policy is not None, "the job has begun"
+        digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
         return {
             "id": self._id,
             "created": self._created,
-            "model": self._model,
-            "system_fingerprint": self._fingerprint(),
-            "policy_version": self._begun().version,
+            "model": self._plan.body.model or POLICY,
+            "system_fingerprint": f"{self._run}-v{policy.version}{digest}",
+            "policy_version": policy.version,
         }
 
     async def _read(self, events: Events) -> None:
@@ -185,7 +178,7 @@ class AnswerWriter:
                 if isinstance(event, Refused):
                     raise ServiceError.of(event)
                 if isinstance(event, Began):
-                    # A job that began again starts from nothing.
+                    # A restarted job discards the events before.
                     self._begin(event.policy)
                 elif not isinstance(event, CanvasSeen):
                     self._choices[event.choice].take(event)
@@ -196,16 +189,6 @@ class AnswerWriter:
         self.policy = policy
         """The version that answers; None before `begin`."""
         self._choices = [ChoiceText(self._codec, self._plan, index) for index in range(len(self._plan.requests))]
-
-    def _begun(self) -> PolicyVersion:
-        assert self.policy is not None, "the job has begun"
-        return self.policy
-
-    def _fingerprint(self) -> str:
-        """Name the weights that answered."""
-        policy = self._begun()
-        digest = f"-{policy.manifest_digest[:12]}" if policy.manifest_digest else ""
-        return f"{self._run}-v{policy.version}{digest}"
 
     def _usage(self) -> Usage:
         """Count tokens and forwards."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 from actors.registry.records import BASE, BEST, DEFAULT_ADMIN_STATE
-from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, num_open_after
+from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, is_last
 from deploy.service.engine.engine import BusyError, Engine
-from deploy.service.engine.loaded_version import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError
-from deploy.service.engine.versions import Versions
+from deploy.service.engine.follower import VersionFollower
+from deploy.service.engine.versions import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError, Versions
+
+_NO_FOLLOWER = FollowerStatus(registry_reachable=True, num_errors=0, last_error=None, admin=DEFAULT_ADMIN_STATE)
 
 
 class EngineHost:
@@ -23,10 +25,9 @@ class EngineHost:
         engine: Engine,
         *,
         replica: str = "local",
-        follower_status: Callable[[], FollowerStatus] | None = None,
+        follower: VersionFollower | None = None,
     ) -> None:
-        self.versions, self.engine, self._replica = versions, engine, replica
-        self._follower_status = follower_status or _no_follower
+        self.versions, self.engine, self._replica, self._follower = versions, engine, replica, follower
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Event]]:
         """See `Backend.stream`. Closing the generator frees the job's slots at the next step."""
@@ -36,31 +37,28 @@ class EngineHost:
             return
         mailbox = Mailbox(asyncio.get_running_loop())
         try:
-            ticket = self.engine.submit(job, found, mailbox.put)
+            running = self.engine.submit(job, found, mailbox.put)
         except (BusyError, ValueError) as error:
             self.versions.release(found)
             yield [_refusal(error)]
             return
         try:
-            first: list[Event] = [Began(policy=found.policy)]
+            events: list[Event] = [Began(policy=found.policy)]
             if job.tells_blocks:
-                yield first
-                first = []
-            num_left = len(job.requests)
-            while num_left:
-                events = first + await mailbox.take()
-                first = []
-                num_left = num_open_after(events, num_left)
                 yield events
+                events = []
+            is_over = False
+            while not is_over:
+                events += await mailbox.take()
+                is_over = is_last(events[-1])
+                yield events
+                events = []
         finally:
-            self.engine.cancel(ticket)
+            self.engine.cancel(running)
 
     async def states(self) -> list[EngineState]:
         """See `Backend.states`."""
         return [self.state()]
-
-    async def aclose(self) -> None:
-        """See `Backend.aclose`. There is nothing to close."""
 
     def state(self) -> EngineState:
         """Return the engine's state."""
@@ -77,13 +75,13 @@ class EngineHost:
             num_waiting=engine.num_waiting,
             num_swaps=versions.num_swaps,
             refused=versions.refused,
-            follower=self._follower_status(),
+            follower=_NO_FOLLOWER if self._follower is None else self._follower.status,
         )
 
     async def _acquire(self, job: Job) -> LoadedVersion | Refused:
         versions, wanted = self.versions, job.wanted
         try:
-            if job.began_with is None and (live := versions.acquire_live(wanted)) is not None:
+            if (live := versions.acquire_live(wanted, job.began_with)) is not None:
                 return live
             # It may have to be loaded, which takes seconds.
             loading = asyncio.ensure_future(asyncio.to_thread(versions.acquire, wanted, job.began_with))
@@ -137,7 +135,3 @@ def _refusal(error: Exception) -> Refused:
     if isinstance(error, BusyError):
         return error.refusal
     return Refused(status=400, code="invalid_request", message=f"{error}.")
-
-
-def _no_follower() -> FollowerStatus:
-    return FollowerStatus(registry_reachable=True, num_errors=0, last_error=None, admin=DEFAULT_ADMIN_STATE)

@@ -29,21 +29,11 @@ from pathlib import Path
 import structlog
 
 from actors.registry.files import read_admin, rebuild
-from actors.registry.records import (
-    DEFAULT_ADMIN_STATE,
-    NEWEST,
-    POLICY,
-    PolicyVersion,
-)
+from actors.registry.records import DEFAULT_ADMIN_STATE, NEWEST, POLICY, PolicyVersion
 from actors.registry.registry import Registry
 from actors.registry.state import RegistryState
 from deploy.service.contract import FollowerStatus
-from deploy.service.engine.loaded_version import (
-    NoRoomError,
-    NoSuchVersionError,
-    RefusedVersionError,
-)
-from deploy.service.engine.versions import Versions
+from deploy.service.engine.versions import NoRoomError, NoSuchVersionError, RefusedVersionError, Versions
 
 _BLOCK_MS = 1000
 _RETRY_S = 2.0
@@ -61,10 +51,7 @@ class VersionFollower:
     def __init__(self, registry: Registry, versions: Versions, run_dir: Path) -> None:
         """Create a follower, which does nothing until it is started.
 
-        Args:
-            registry: registry of the run.
-            versions: versions of this engine.
-            run_dir: run directory, with the operator's settings; an empty registry is filled from it.
+        The operator's settings are in `run_dir`, from which an empty registry is filled too.
         """
         self._registry, self._versions, self._run_dir = registry, versions, run_dir
         self._last_id = "0"
@@ -169,7 +156,7 @@ class VersionFollower:
 
     def _obey(self) -> bool:
         """Swap to the first candidate that can be served. Returns whether another version serves now."""
-        while (choice := self._choice()) is not None and not self._serves(*choice):
+        while (choice := self._choice()) is not None and not choice[0].has_same_weights(self._versions.policy):
             policy, is_chosen = choice
             try:
                 self._versions.adopt(policy)
@@ -215,14 +202,11 @@ class VersionFollower:
     def _is_served_elsewhere(self, policy: PolicyVersion) -> bool:
         return self._standing.aliases.get(POLICY) == policy.version
 
-    def _serves(self, policy: PolicyVersion, _is_chosen: bool) -> bool:
-        return policy.has_same_weights(self._versions.policy)
-
     def _tell_serving(self) -> None:
         """Point the alias `policy` to the serving version, unless this engine lags behind."""
         policy, before = self._versions.policy, self._standing.aliases.get(POLICY)
         choice = self._choice()
-        is_wanted = before is None if choice is None else self._serves(*choice)
+        is_wanted = before is None if choice is None else choice[0].has_same_weights(policy)
         if is_wanted and before != policy.version:
             # This does nothing if another engine has moved it meanwhile.
             self._registry.serve(policy.version, expected=before)

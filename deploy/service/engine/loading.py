@@ -1,4 +1,4 @@
-"""Loading a policy version: from its weight store, or else from its checkpoint, verified."""
+"""Version loader: creates the sampler of a policy version from its weight store, or else from its checkpoint."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ from rollout.sampler import Sampler
 
 _FETCH_TIMEOUT_S = 120.0
 Weights = tuple[str, BaseWeights]
-"""Names frozen weights: the digest of the checkpoint that has them, and whether they are rounded to 4 bits."""
+"""Identity of frozen weights: the digest of their checkpoint, and their precision (full or 4 bits)."""
 
 
 class VersionLoader:
-    """Creates samplers for announced versions. Under LoRA all versions share the frozen weights."""
+    """Loader of announced versions. Under LoRA all versions share the frozen weights."""
 
     def __init__(self, config_dir: Path, engine: EngineConfig, device: str | torch.device = "cpu") -> None:
-        """Load nothing yet.
+        """Create a loader.
 
         Args:
-            config_dir: a checkpoint directory of the run, for the policy's shape: a store holds tensors only.
-            engine: how the run's samplers compute.
-            device: where they compute.
+            config_dir: any checkpoint of the run, for the model config: a weight store holds tensors only.
+            engine: settings of the sampling engine.
+            device: device of the samplers.
         """
         self._config_dir, self._engine, self._device = config_dir, engine, indexed_device(device)
         self._loaded: list[_Loaded] = []
 
     def load(self, policy: PolicyVersion) -> AnySampler:
-        """The sampler of a version: from its weight store, or else from its checkpoint.
+        """Load the sampler of a version.
 
         Raises:
-            LookupError: neither the store nor a checkpoint has it. The store may have moved on to newer versions.
+            LookupError: neither its store nor a checkpoint has the weights; a store drops old versions.
             TimeoutError: the store did not answer.
-            ValueError: what came is damaged, of another shape, or not the weights that were announced.
+            ValueError: the weights are damaged, of another shape, or not those that were announced.
         """
         if policy.weight_store is not None:
             try:
-                return self._sampler(self._from_store(policy.weight_store, policy), policy)
+                return Sampler(self._from_store(policy.weight_store, policy), policy.version, self._engine)
             except LookupError:
                 if policy.checkpoint is None:
                     raise
@@ -79,11 +79,8 @@ class VersionLoader:
             )
         return self._from_checkpoint(directory, policy)
 
-    def _sampler(self, model: Transformer, policy: PolicyVersion) -> Sampler:
-        return Sampler(model, policy.version, self._engine)
-
     def _from_store(self, store: str, policy: PolicyVersion) -> Transformer:
-        # Ray is not imported where only checkpoints are served.
+        # Imported here because a single checkpoint is served without Ray's object store.
         from actors.weights.fetching import open_store
 
         manifest, weights = open_store(store, _FETCH_TIMEOUT_S).version(policy.version, policy.manifest_digest)
@@ -101,7 +98,7 @@ class VersionLoader:
         if is_renoising(directory):
             return RenoisingSampler(load_renoising_policy(directory, dtype).to(self._device), policy.version)
         if not (directory / ADAPTER).is_file():
-            return self._sampler(self._whole(directory), policy)
+            return Sampler(self._whole(directory), policy.version, self._engine)
         adapter, below = read_adapter(directory), adapter_base(directory)
         base = BaseCheckpoint(
             checkpoint=below.name,
@@ -109,10 +106,10 @@ class VersionLoader:
             scaling=adapter.scaling,
             base_weights=adapter.base_weights,
         )
-        return self._sampler(self._beside(base, below.parent, adapter.matrices), policy)
+        return Sampler(self._beside(base, below.parent, adapter.matrices), policy.version, self._engine)
 
     def _whole(self, directory: Path) -> Transformer:
-        """The policy of a checkpoint without an adapter of d1's: the base of later versions in a LoRA run."""
+        """Load a checkpoint without an adapter of d1's: in a LoRA run, the base of later versions."""
         if not (directory / MANIFEST).is_file():
             return load_policy(directory, self._engine.torch_dtype, self._device, _say)
         weights: Weights = chain_digest(directory), "full"
@@ -126,7 +123,7 @@ class VersionLoader:
         return model
 
     def _beside(self, base: BaseCheckpoint, checkpoints_dir: Path, matrices: Mapping[str, Tensor]) -> Transformer:
-        """A policy with an adapter beside its base checkpoint."""
+        """Load a policy with an adapter on top of its base checkpoint."""
         if not (checkpoints_dir / base.checkpoint).is_dir():
             raise LookupError(f"the base checkpoint {base.checkpoint} is not in {checkpoints_dir} on this machine")
         directory = base.directory(checkpoints_dir)
@@ -148,7 +145,10 @@ class VersionLoader:
         return model
 
     def _sharing(self, weights: Weights, base: BaseCheckpoint | None) -> tuple[Transformer | None, bool]:
-        """A policy that shares its frozen weights with one in memory, and whether it has the `start` of `base` too."""
+        """Return a policy that shares its frozen weights with one in memory, if there is one with the same.
+
+        Also returns whether it shares the adapter `start` of `base`.
+        """
         self._loaded = [one for one in self._loaded if one.model() is not None]
         alike = [one for one in self._loaded if one.weights == weights]
         for one in sorted(alike, key=lambda one: one.base != base):
@@ -159,18 +159,18 @@ class VersionLoader:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Loaded:
-    """A policy that was loaded, of which others may share the weights as long as a version uses it."""
+    """Loaded policy. Others can share its weights as long as it is in use."""
 
     weights: Weights
     """Its frozen weights."""
     base: BaseCheckpoint | None
-    """The base of its adapter; None without one."""
+    """Base of its adapter; None without an adapter."""
     model: ref[Transformer]
-    """The network."""
+    """Its network."""
 
 
 def _check_reachable(directory: Path) -> None:
-    """Raise LookupError where this machine does not see the weight files that a checkpoint refers to."""
+    """Raise LookupError if weight files that a checkpoint refers to are not on this machine."""
     for reference in read_references(directory).values():
         if not reference.path.is_file():
             raise LookupError(missing_message(directory, reference))
@@ -181,7 +181,7 @@ def _say(what: str) -> None:
 
 
 def _verify(policy: PolicyVersion, directory: Path) -> None:
-    """Raise ValueError where a checkpoint's own files are damaged, or it holds other weights than were announced."""
+    """Raise ValueError if a checkpoint's own files are damaged, or are other weights than those announced."""
     has_manifest = (directory / MANIFEST).is_file()
     if policy.manifest_digest is None and not has_manifest and find_position(directory) is None:
         structlog.get_logger().warning("checkpoint_unverified", path=str(directory), why=f"it has no {MANIFEST}")
@@ -198,7 +198,7 @@ def _verify(policy: PolicyVersion, directory: Path) -> None:
 
 
 def _digest_of(directory: Path) -> str:
-    """Of a checkpoint that an earlier d1 wrote, the checksum that one of today says itself."""
+    """Compute the digest of a checkpoint of an earlier d1, which newer ones state."""
     from actors.weights.tensors import make_manifest
 
     return make_manifest(0, dict(load_policy(directory).named_parameters())).digest

@@ -9,18 +9,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
 
 from actors.registry.records import POLICY, PolicyVersion
+from deploy.requests.families import AnyConfig, AnyRequest
 from deploy.service.contract import RefusedVersion
-from deploy.service.engine.loaded_version import (
-    LoadedVersion,
-    NoRoomError,
-    NoSuchVersionError,
-    RefusedVersionError,
-    finite_probe,
-)
+from learner.model.renoising.config import RenoisingConfig
+from rollout.renoising.request import RenoisingParams, RenoisingRequest
 from rollout.renoising.sampler import AnySampler
+from rollout.request import Completion, Progress, Request, SamplingParams
 
 Load = Callable[[PolicyVersion], AnySampler]
 """Creates the sampler of a version. Raises LookupError if its weights are missing, ValueError if they are damaged."""
@@ -36,6 +36,57 @@ _SWAP_TIMEOUT_S = 2.0
 _BRING_TIMEOUT_S = 30.0
 
 
+class Batch(Protocol):
+    """Batch of a version, stepped explicitly: a `SlotBatch` or a `RenoisingBatch`."""
+
+    @property
+    def num_running(self) -> int:
+        """Number of rows that are being denoised."""
+
+    def submit(self, request: Any, /) -> int:
+        """Queue a request of the sampler's kind for a row. Returns its index."""
+
+    def cancel(self, index: int, /) -> None:
+        """Cancel a request."""
+
+    def num_committed(self) -> dict[int, int]:
+        """Return the number of slots in finished blocks, for each request with a row."""
+
+    def progress(self, indices: Sequence[int], /) -> dict[int, Progress]:
+        """Return the progress of some requests, except those without a row."""
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Denoise all rows for one step. Returns the finished completions with their indices."""
+
+
+class NoSuchVersionError(LookupError):
+    """There is no such version, or its weights are missing."""
+
+
+class RefusedVersionError(ValueError):
+    """The version failed a check, so it must not serve."""
+
+
+class NoRoomError(Exception):
+    """Every version in memory is in use. Trying again later may succeed."""
+
+
+class LoadedVersion:
+    """Policy version in memory."""
+
+    def __init__(self, sampler: AnySampler, policy: PolicyVersion) -> None:
+        self.sampler, self.policy = sampler, policy
+        self.batch: Batch | None = None
+        """Its rows; only the engine's thread uses it."""
+        self.num_jobs = 0
+        self.used_at_s = time.monotonic()
+
+    @property
+    def config(self) -> AnyConfig:
+        """Model config of the policy."""
+        return self.sampler.model.config
+
+
 class Versions:
     """Up to `most_live` versions. Thread-safe."""
 
@@ -48,15 +99,9 @@ class Versions:
         locate: Locate,
         most_live: int = 4,
     ) -> None:
-        """Serve `policy` first.
+        """Serve `policy` with `sampler` first.
 
-        Args:
-            sampler: sampler of the first version.
-            policy: metadata of the first version.
-            load: creates the sampler of other versions.
-            locate: finds other versions.
-            most_live: maximum number of versions in memory, including those that only old requests still use; at least
-                2.
+        At most `most_live` versions (2 or more) are in memory, including those that only old requests still use.
         """
         self._load, self._locate, self._most_live = load, locate, most_live
         # One load at a time; never held while a request is served.
@@ -118,16 +163,22 @@ class Versions:
             finally:
                 self.release(live)
         except RefusedVersionError as error:
-            self._refuse(policy, str(error))
+            refused = RefusedVersion(version=policy.version, why=str(error))
+            with self._changed:
+                if refused not in self._refused:
+                    self._refused.append(refused)
             raise
         self._take_over(policy)
 
-    def acquire_live(self, wanted: str | int) -> LoadedVersion | None:
+    def acquire_live(self, wanted: str | int, began_with: PolicyVersion | None = None) -> LoadedVersion | None:
         """Acquire as `acquire`, without waiting; None if the version may have to be loaded or located."""
         with self._changed:
-            if wanted == POLICY:
-                return _used(self._current)
-            found = [live for live in self._live if live.policy.version == wanted]
+            if began_with is not None:
+                found = [live for live in self._live if began_with.has_same_weights(live.policy)]
+            elif wanted == POLICY:
+                found = [self._current]
+            else:
+                found = [live for live in self._live if live.policy.version == wanted]
             return _used(found[-1]) if found else None
 
     def acquire(self, wanted: str | int, began_with: PolicyVersion | None = None) -> LoadedVersion:
@@ -144,7 +195,7 @@ class Versions:
         if isinstance(wanted, str) and wanted != POLICY and began_with is None:
             found = self.located(wanted)
             version = wanted if found is None else found
-        live = self._acquire_live(version, began_with)
+        live = self.acquire_live(version, began_with)
         return live or self._bring(self._lookup(version, began_with), _BRING_TIMEOUT_S)
 
     def release(self, live: LoadedVersion) -> None:
@@ -170,12 +221,8 @@ class Versions:
     def _bring(self, policy: PolicyVersion, timeout_s: float) -> LoadedVersion:
         """Acquire a version, loading it if necessary."""
         with self._loading:
-            live = self._acquire_live(policy.version, policy)
-            if live is None:
-                made = self._make(policy, timeout_s)
-                with self._changed:
-                    live = _used(made)
-            return live
+            live = self.acquire_live(policy.version, policy)
+            return live or self._make(policy, timeout_s)
 
     def _serve(self, live: LoadedVersion) -> None:
         with self._changed:
@@ -187,18 +234,6 @@ class Versions:
             allowed = [one for one in self._refused if one.version != live.policy.version]
             self._refused = deque(allowed, maxlen=_MAX_REFUSED)
             self._changed.notify_all()
-
-    def _find(self, policy: PolicyVersion) -> LoadedVersion | None:
-        with self._changed:
-            found = [live for live in self._live if policy.has_same_weights(live.policy)]
-        return found[-1] if found else None
-
-    def _acquire_live(self, wanted: str | int, began_with: PolicyVersion | None) -> LoadedVersion | None:
-        if began_with is None:
-            return self.acquire_live(wanted)
-        with self._changed:
-            live = self._find(began_with)
-            return None if live is None else _used(live)
 
     def _lookup(self, wanted: str | int, began_with: PolicyVersion | None) -> PolicyVersion:
         """Find the metadata of a version that is not in memory."""
@@ -217,12 +252,12 @@ class Versions:
         return policy
 
     def _make(self, policy: PolicyVersion, timeout_s: float) -> LoadedVersion:
-        """Load and check a version; `_loading` is held."""
+        """Load, check and acquire a version; `_loading` is held."""
         self._make_room(timeout_s)
         try:
             sampler = self._load(policy)
             assert sampler.policy_version == policy.version, "a policy is announced under the version of its sampler"
-            if why := finite_probe(sampler, policy):
+            if why := _finite_probe(sampler, policy):
                 raise RefusedVersionError(why)
         except LookupError as error:
             raise NoSuchVersionError(str(error)) from error
@@ -232,13 +267,7 @@ class Versions:
         live = LoadedVersion(sampler, policy)
         with self._changed:
             self._live.append(live)
-        return live
-
-    def _refuse(self, policy: PolicyVersion, why: str) -> None:
-        refused = RefusedVersion(version=policy.version, why=why)
-        with self._changed:
-            if refused not in self._refused:
-                self._refused.append(refused)
+            return _used(live)
 
     def _is_idle(self, live: LoadedVersion) -> bool:
         return live is not self._current and not live.num_jobs
@@ -262,3 +291,32 @@ def _used(live: LoadedVersion) -> LoadedVersion:
     """Count one more job; the lock of the versions is held."""
     live.num_jobs += 1
     return live
+
+
+@torch.inference_mode()
+def _finite_probe(sampler: AnySampler, policy: PolicyVersion) -> str | None:
+    """Check that weights and predictions are finite, by two denoise steps, which also warm up the network.
+
+    Returns the reason if they are not.
+    """
+    network = sampler.model
+    if not all(bool(weight.isfinite().all()) for weight in network.parameters()):
+        return f"policy version {policy.version} has weights that are not finite"
+    batch: Batch = sampler.open(max_rows=1)
+    batch.submit(_probe(network.config))
+    try:
+        for _ in range(2):
+            batch.step()
+    except FloatingPointError:
+        return f"policy version {policy.version} has predictions that are not finite"
+    return None
+
+
+def _probe(config: AnyConfig) -> AnyRequest:
+    if isinstance(config, RenoisingConfig):
+        # One canvas.
+        brief = RenoisingParams(gen_length=1, max_denoise_steps=2)
+        return RenoisingRequest(prompt_ids=(config.pad_token_id,), params=brief, seed=0)
+    length = min(16, config.max_sequence_length // 2)
+    params = SamplingParams(gen_length=length, block_length=length, num_denoise_steps=min(2, length), temperature=0.0)
+    return Request(prompt_ids=(config.eos_token_id,), params=params, seed=0)

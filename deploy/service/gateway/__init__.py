@@ -1,1 +1,1 @@
-"""What stands before the application: the HTTP server, access control, API keys, rate limits."""
+"""Access control in front of the application, and API keys with their rate limits."""

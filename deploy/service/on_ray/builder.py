@@ -13,9 +13,8 @@ from actors.registry.server import registry_url
 from actors.run_log import CHECKPOINTS
 from deploy.errors import UserError
 from deploy.runs.checkpoints import read_recipe
-from deploy.service.gateway.address import Address
 from deploy.service.on_ray.launch import bound_application
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 
 _LOOK_EVERY_S, _SAY_EVERY_S = 1.0, 15.0
 
@@ -28,9 +27,9 @@ class Arguments(BaseModel):
     run_dir: Path
     """The run directory, absolute; every node of the cluster sees it."""
     host: str = "127.0.0.1"
-    """Where Serve's proxies listen, as in `http_options`; another address than loopback needs keys of your own."""
+    """Address of Serve's proxies, as in `http_options`; one that is not loopback needs keys of your own."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    """Likewise."""
+    """Their port."""
     num_ingresses: Annotated[int, Field(ge=1, le=1000)] = 1
     """Replicas of the HTTP application."""
     num_engines: Annotated[int, Field(ge=1, le=1000)] | None = None
@@ -42,7 +41,7 @@ class Arguments(BaseModel):
 def application(arguments: Arguments) -> Any:
     """Return the application of a run's service. Ray calls this on the cluster.
 
-    Raises UserError if there is no such run within `wait_s` or the address needs keys that nobody has chosen, and what
+    Raises UserError if there is no such run within `wait_s` or the address needs keys of the user's own, and what
     `registry_url` raises if its registry cannot be reached.
     """
     if not arguments.run_dir.is_absolute():
@@ -61,7 +60,7 @@ def application(arguments: Arguments) -> Any:
 
 
 def _wait_for_checkpoint(run_dir: Path, wait_s: float) -> None:
-    """Wait for at most that long; reading the run then reports what is missing."""
+    """Wait for at most `wait_s` seconds; reading the run then reports what is missing."""
     began, said = time.monotonic(), 0.0
     while (waited := time.monotonic() - began) < wait_s and not servable_checkpoints(run_dir / CHECKPOINTS):
         if waited >= said:

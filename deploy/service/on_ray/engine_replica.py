@@ -1,10 +1,10 @@
-"""The Ray Serve deployment of an engine: one process with its versions and its follower."""
+"""Ray Serve deployment of an engine: a process with its versions and its follower."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import structlog
@@ -12,7 +12,7 @@ import torch
 from ray import serve
 from structlog.contextvars import bind_contextvars
 
-from deploy.service.contract import DRAIN_TIMEOUT_S, ENGINE_FAILED, EngineState, Event, FollowerStatus, Job
+from deploy.service.contract import DRAIN_TIMEOUT_S, ENGINE_FAILED, EngineState, Event, Job
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
 from deploy.service.engine.follower import VersionFollower
@@ -39,20 +39,18 @@ class EngineReplica:
         torch.set_num_threads(num_threads)
         versions = source.versions(given_device(), num_threads)
         self._follower: VersionFollower | None = None
-        follower_status: Callable[[], FollowerStatus] | None = None
         if (registry := source.registry()) is not None:
-            self._follower = follower = VersionFollower(registry, versions, source.path)
-            # Not healthy before it has the version of the other replicas: it never answers with an older one.
-            follower.follow_once(0)
-            follower.ensure_running()
-            follower_status = lambda: follower.status  # noqa: E731 - it is read each time
+            self._follower = VersionFollower(registry, versions, source.path)
+            # Before it becomes healthy, so that it never answers with an older version than the other replicas.
+            self._follower.follow_once(0)
+            self._follower.ensure_running()
         context = serve.get_replica_context()
         replica = context.replica_id.unique_id
-        self._host = EngineHost(versions, Engine(versions), replica=replica, follower_status=follower_status)
+        self._host = EngineHost(versions, Engine(versions), replica=replica, follower=self._follower)
         self._metrics = EngineMetrics(context.app_name, replica)
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Event], None]:
-        """As `Backend.stream`. Serve cancels it when the ingress cancels its call."""
+        """See `Backend`. Serve cancels it when the ingress cancels its call."""
         bind_contextvars(request_id=job.request_id)
         try:
             async with aclosing(self._host.stream(job)) as stream:

@@ -1,4 +1,4 @@
-"""Where an engine computes: on the GPU that Ray has given it, or on the CPU."""
+"""Device of an engine: the GPU that Ray has assigned to it, or the CPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from learner.hardware import indexed_device, limit_memory
 
 
 def given_device() -> torch.device:
-    """The device, its memory limited to the share of it. A GPU that is seen without having been given is somebody
-    else's, a sampler's say: Ray does not hide it."""
+    """Return the device, with its memory limited to the assigned share.
+
+    Ray does not hide a GPU that it has not assigned; it belongs to another actor, such as a sampler.
+    """
     context = ray.get_runtime_context()
     if not context.get_accelerator_ids().get("GPU"):
         return indexed_device("cpu")

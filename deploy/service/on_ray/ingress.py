@@ -1,4 +1,4 @@
-"""The Ray Serve deployment of the HTTP application, and its calls to the engines."""
+"""Ray Serve deployment of the HTTP application, and its calls to the engines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from starlette.types import ASGIApp
 
-from deploy.service.api.app import Service, create_app, guarded
-from deploy.service.contract import DRAIN_TIMEOUT_S, EngineLostError, EngineState, Event, Job, num_open_after
-from deploy.service.gateway.address import Address
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits, SharedCounts
+from deploy.service.api.app import create_app, guarded
+from deploy.service.contract import DRAIN_TIMEOUT_S, EngineLostError, EngineState, Event, Job, is_last
+from deploy.service.gateway.access import Callers
+from deploy.service.gateway.keys import ApiKeys, RateLimits, SharedCounts
 from deploy.service.on_ray.ray_metrics import RequestMetrics
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 
 _LOST = (RayError, RayServeException)
 _CALL_TIMEOUT_S = 3.0
@@ -34,17 +33,17 @@ class ServeEngines:
         self._jobs = handle.options(method_name="stream", stream=True)
 
     async def stream(self, job: Job) -> AsyncGenerator[list[Event], None]:
-        """As `Backend.stream`: Serve's router chooses the replica, and waits for one if there is none."""
+        """See `Backend.stream`: Serve's router chooses the replica, and waits for one if there is none."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + job.timeout_s + _GRACE_S
-        response, num_open = self._jobs.remote(job), len(job.requests)
+        response, is_ended = self._jobs.remote(job), False
         try:
             while True:
                 async with asyncio.timeout_at(deadline):
                     events = await anext(response, None)
                 if events is None:
                     return
-                num_open = num_open_after(events, num_open)
+                is_ended = is_last(events[-1])
                 paused_s = clock()
                 yield events
                 # A slow client is not a silent engine.
@@ -52,12 +51,12 @@ class ServeEngines:
         except (*_LOST, TimeoutError) as error:
             raise EngineLostError(f"{type(error).__name__}: {error}") from error
         finally:
-            if num_open:
-                # That frees the slots.
+            if not is_ended:
+                # Frees the slots.
                 response.cancel()
 
     async def states(self) -> list[EngineState]:
-        """As `Backend.states`."""
+        """See `Backend.states`."""
         try:
             response = self._handle.broadcast("state")
             # In a thread: `results_async` fails for all engines if one does not answer.
@@ -67,9 +66,6 @@ class ServeEngines:
             structlog.get_logger().warning("engines_not_heard", error=str(error))
             return []
         return [state for state in found if isinstance(state, EngineState)]
-
-    async def aclose(self) -> None:
-        """As `Backend.aclose`: there is nothing to close."""
 
 
 @serve.deployment(
@@ -85,28 +81,15 @@ class Ingress:
     """Answers the HTTP requests that Serve's proxies forward."""
 
     def __init__(self, engines: Any, source: Source, keys: ApiKeys, address: Address, *, is_alone: bool) -> None:
-        """Answer with `engines`, a handle of `EngineReplica`.
+        """Answer with `engines`, a handle of `EngineReplica`; the proxies listen on `address`.
 
-        Args:
-            engines: the handle.
-            source: the run or checkpoint.
-            keys: the API keys.
-            address: where the proxies listen.
-            is_alone: whether this is the only ingress; otherwise all of them count each key's requests together.
+        Unless it `is_alone`, all ingresses count each key's requests together.
         """
-        codec = source.codec()
-        service = Service(
-            backend=ServeEngines(engines),
-            codec=codec,
-            planner=source.planner(codec),
-            checkpoints=source.checkpoints(),
-            examples=source.examples(),
-            registry=source.registry_reader(),
-        )
-        url = None if is_alone else source.registry_url
-        self._rates = RateLimits(source.rate_limit, None if url is None else SharedCounts(url, source.name))
-        self._app, self._keys, self._address = create_app(service), keys, address
-        self._callers = source.callers(address.host)
+        settings, url = source.settings, None if is_alone else source.registry_url
+        self._rates = RateLimits(settings.rate_limit, None if url is None else SharedCounts(url, source.name))
+        self._callers = Callers.of(address.host, settings.allowed_hosts, settings.allowed_origins)
+        self._app = create_app(source.service(ServeEngines(engines)))
+        self._keys, self._address = keys, address
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application for Serve, behind access control and metrics."""
@@ -118,7 +101,7 @@ class Ingress:
         return self._address
 
     async def drain(self) -> int:
-        """Accept no more requests. Returns the number of those under way."""
+        """Accept no more requests. Returns the number in progress."""
         inference = self._app.state.inference
         inference.is_draining = True
-        return int(inference.num_open)
+        return int(inference.places.num)

@@ -23,8 +23,8 @@ from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
 from deploy.machine import num_cpus, why_not_bindable
 from deploy.ray_session import RaySession, ray_session, ray_token, registry_of_cluster
 from deploy.service.example import example_request
-from deploy.service.gateway.address import Address
-from deploy.service.gateway.api_keys import (
+from deploy.service.gateway.access import is_loopback
+from deploy.service.gateway.keys import (
     KEYS_FILE_VARIABLE,
     TOKEN_FILE,
     TOKEN_VARIABLE,
@@ -32,8 +32,7 @@ from deploy.service.gateway.api_keys import (
     own_key,
     read_keys,
 )
-from deploy.service.gateway.callers import is_loopback
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 from deploy.wait_display import wait_display
 from learner.model.checkpoint_files import checkpoint_chain, generation_defaults, max_float32_bytes, weight_files
 from learner.parallel.timeouts import transfer_timeout_s
@@ -58,35 +57,29 @@ def serve_run(run_dir: Path, host: str | None, port: int | None) -> None:
     """Serve a run's newest policy; `host` and `port` default to the recipe's.
 
     With RAY_ADDRESS set, on that cluster: returns when the service is up, and it stays. Otherwise on a Ray of its own,
-    until Ctrl-C or SIGTERM; then it finishes the requests under way. Raises UserError if there is nothing to serve, the
-    address cannot be used or there is no registry; RunFailedError if it does not start.
+    until Ctrl-C or SIGTERM; then it finishes the requests in progress. Raises UserError if there is nothing to serve,
+    the address cannot be used or there is no registry; RunFailedError if it does not start.
     """
-    from deploy.runs.checkpoints import newest_servable, read_recipe
+    from deploy.runs.checkpoints import newest_servable
 
     run_dir = run_dir.resolve()
-    service = read_recipe(run_dir).service
-    address = Address(host=host or service.host, port=port or service.port)
     source = Source(directory=str(run_dir), is_run=True, registry_url=None)
-    _check_listener(source, address)
+    address = _usable_address(source, host, port)
     with wait_display(f"checking the newest checkpoint of {run_dir.name}", at_once=True) as waiting:
         newest_servable(run_dir, waiting.change)
     with _ray() as ray:
-        source = replace(source, registry_url=registry_of_cluster())
-        _serve(source, address, service.num_replicas, ray)
+        _serve(replace(source, registry_url=registry_of_cluster()), address, ray)
 
 
 def serve_checkpoint(
     directory: Path, host: str | None, port: int | None, dtype: Literal["float32", "bfloat16"] = "float32"
 ) -> None:
-    """Serve a checkpoint without a run, its weights held in `dtype`; without `host` or `port` at a recipe's defaults.
-    Otherwise as `serve_run`."""
-    from deploy.recipe.recipe import ServiceSection
+    """Serve a checkpoint without a run, with weights in `dtype`. See `serve_run`."""
     from deploy.service.api.text_codec import TextCodec
     from learner.model.adapter import check_peft_copies, read_chain
     from learner.model.storage.weights import StoredWeights
 
-    directory, service = directory.resolve(), ServiceSection()
-    address = Address(host=host or service.host, port=port or service.port)
+    directory = directory.resolve()
     source = Source(directory=str(directory), is_run=False, registry_url=None, dtype=dtype)
     with wait_display(f"looking at the checkpoint {directory.name}", at_once=True):
         try:
@@ -98,21 +91,25 @@ def serve_checkpoint(
             generation_defaults(directory)
         except ValueError as error:
             raise UserError(f"cannot serve {directory}: {error}") from error
-    # After the checks: this writes a key into the directory, which might have been anybody's.
-    _check_listener(source, address)
+    # After the checks: this writes a key into the directory, which might not be a checkpoint.
+    address = _usable_address(source, host, port)
     with _ray() as ray:
-        _serve(source, address, 1, ray)
+        _serve(source, address, ray)
 
 
-def _check_listener(source: Source, address: Address) -> None:
-    """Raise UserError for unusable keys or ports, before Ray starts, which takes longest.
+def _usable_address(source: Source, host: str | None, port: int | None) -> Address:
+    """Return the address to listen on. Raises UserError for unusable keys or ports, before Ray starts.
 
     On an existing cluster the port may be this service's own: `deploy_source` checks it.
     """
+    # First, because it raises UserError if the directory is not a run: keys would be written into it.
+    settings = source.settings
+    address = Address(host=host or settings.host, port=port or settings.port)
     _check_keys(address.host)
     read_keys(source.path)
     if "RAY_ADDRESS" not in os.environ:
         _check_port(address)
+    return address
 
 
 @contextmanager
@@ -149,14 +146,15 @@ def _whose_key(run_dir: Path) -> tuple[str, str]:
     return f"token is in {path}", f"$(cat {shlex.quote(str(path))})"
 
 
-def _serve(source: Source, address: Address, num_replicas: int, session: RaySession) -> None:
+def _serve(source: Source, address: Address, session: RaySession) -> None:
     import ray
     from rich.console import Console
 
-    is_ours = session.is_ours
-
+    is_ours, num_replicas = session.is_ours, source.settings.num_replicas
     # On a cluster the GPUs are a run's; a Ray of our own has no other user.
     num_gpus = 1 if is_ours and ray.available_resources().get("GPU", 0) >= num_replicas else 0
+    # One core is left to the proxy, the ingress and the clients: threads that wait for a core block others.
+    num_threads = max(1, (num_cpus() - 1) // num_replicas) if is_ours else 1
     with suppress(KeyboardInterrupt), terminated_by_sigterm():
         with wait_display("starting the service", at_once=True) as waiting:
             url = deploy_source(
@@ -165,8 +163,7 @@ def _serve(source: Source, address: Address, num_replicas: int, session: RaySess
                 address.port,
                 num_replicas,
                 num_gpus=num_gpus,
-                # One core is left to the proxy, the ingress and the clients: threads that wait for a core block others.
-                num_threads=max(1, (num_cpus() - 1) // num_replicas) if is_ours else 1,
+                num_threads=num_threads,
                 say=waiting.change,
             )
         console = Console(highlight=False)
@@ -196,16 +193,8 @@ def deploy_source(
 ) -> str:
     """Deploy the service on the connected cluster and wait until it answers; it outlives this process. Returns its URL.
 
-    Deployed again for the same source, its replicas are replaced one after another without a gap.
-
-    Args:
-        source: what is served; a run must have a checkpoint.
-        host: where Serve's proxy on the head node listens.
-        port: likewise.
-        num_replicas: the number of engines; of a run with `service.max_replicas` the least number.
-        num_gpus: GPUs of each engine; 0: it computes on the CPU.
-        num_threads: CPU threads of each engine; 1 for processes that share the machine with a run.
-        say: receives progress.
+    If the source is served already, its replicas are replaced one after another without a gap. The arguments are those
+    of `bound_application`; `say` receives progress.
 
     Raises:
         UserError: the port is taken, the cluster serves something else, the service listens elsewhere, or others can
@@ -217,7 +206,7 @@ def deploy_source(
     name, address = f"d1-{source.name}", Address(host=host, port=port)
     application = bound_application(source, address, num_replicas, num_gpus=num_gpus, num_threads=num_threads)
     say("starting Ray Serve")
-    # Its progress notes would mix with the caller's output.
+    # Serve's progress messages would mix with the caller's output.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     before = serve.status()
     if others := sorted(set(before.applications) - {name}):
@@ -232,7 +221,7 @@ def deploy_source(
     _start_serve(address)
     # `serve.run` would wait without a limit.
     target = serve.RunTarget(
-        application, name=name, route_prefix="/", external_scaler_enabled=source.max_replicas is None
+        application, name=name, route_prefix="/", external_scaler_enabled=source.settings.max_replicas is None
     )
     serve.run_many([target], wait_for_applications_running=False)
     awaited = {_ENGINE: f"the engines to load {source.name}", _INGRESS: "the HTTP ingress"}
@@ -291,14 +280,14 @@ def bound_application(
     """Return the engines and their ingress as a Serve application that is not deployed yet.
 
     Args:
-        source: what is served.
-        address: where Serve's proxies listen.
-        num_replicas: the number of engines; of a run with `service.max_replicas` the least number.
-        num_gpus: GPUs of each engine.
-        num_threads: as in `deploy_source`.
+        source: run or checkpoint; a run must have a checkpoint.
+        address: address of Serve's proxies.
+        num_replicas: number of engines; with `service.max_replicas` their minimum.
+        num_gpus: GPUs of each engine; 0: it computes on the CPU.
+        num_threads: CPU threads of each engine; 1 if it shares the machine with a run.
         num_ingresses: replicas of the HTTP application.
 
-    Raises UserError if the keys cannot be read, or the address needs keys that nobody has chosen.
+    Raises UserError if the keys cannot be read, or the address needs keys of the user's own.
     """
     from deploy.service.on_ray.engine_replica import EngineReplica
     from deploy.service.on_ray.ingress import Ingress
@@ -308,15 +297,15 @@ def bound_application(
     _check_keys(address.host)
     keys = read_keys(source.path)
     scale: dict[str, Any] = {"num_replicas": num_replicas}
-    if source.max_replicas is not None:
-        scale = {"autoscaling_config": {"min_replicas": num_replicas, "max_replicas": source.max_replicas}}
+    if (most := source.settings.max_replicas) is not None:
+        scale = {"autoscaling_config": {"min_replicas": num_replicas, "max_replicas": most}}
     engines = engine_class.options(ray_actor_options={"num_cpus": 0.01, "num_gpus": num_gpus}, **scale)
     ingresses = ingress_class.options(num_replicas=num_ingresses)
     return ingresses.bind(engines.bind(source, num_threads), source, keys, address, is_alone=num_ingresses == 1)
 
 
 def _check_keys(host: str) -> None:
-    """Raise UserError if others can reach the address and nobody has chosen the keys that it needs."""
+    """Raise UserError if other machines can reach the address and the user has not set the keys."""
     if not is_loopback(host) and not are_explicit():
         raise UserError(
             f"{host} can be reached from other machines; choose the keys yourself, in {TOKEN_VARIABLE} or in a file "
@@ -329,7 +318,7 @@ def _check_address(name: str, address: Address) -> None:
     from ray import serve
 
     listens_on = address
-    # An ingress that does not answer is replaced.
+    # Deploying replaces an ingress that does not answer.
     with suppress(Exception):
         handle = serve.get_deployment_handle(_INGRESS, app_name=name)
         listens_on = handle.address.remote().result(timeout_s=_ADDRESS_TIMEOUT_S)
@@ -341,12 +330,12 @@ def _check_address(name: str, address: Address) -> None:
 
 
 def _drain(source: Source) -> None:
-    """Refuse new requests with 503, and let those under way finish."""
+    """Refuse new requests with 503, and wait until those in progress end."""
     from ray import serve
 
     handle = serve.get_deployment_handle(_INGRESS, app_name=f"d1-{source.name}")
     deadline = time.monotonic() + _DRAIN_TIMEOUT_S
-    # A service that does not answer is not waited for.
+    # If the service does not answer, there is nothing to wait for.
     with suppress(Exception):
         while sum(handle.broadcast("drain").results(timeout_s=_CALL_TIMEOUT_S)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -366,15 +355,9 @@ def _ready_within_s(source: Source) -> float:
 
 
 def _wait_until_running(name: str, awaited: Mapping[str, str], within_s: float, say: Callable[[str], object]) -> None:
-    """Wait for an application.
+    """Wait until an application runs; `awaited` describes its deployments in the progress messages.
 
-    Args:
-        name: the application.
-        awaited: the description of each deployment, for progress.
-        within_s: time limit in seconds.
-        say: receives progress.
-
-    Raises RunFailedError if it is not running by then, or fails to start.
+    Raises RunFailedError if it fails to start, or does not run after `within_s` seconds.
     """
     from ray import serve
 
@@ -394,7 +377,7 @@ def _wait_until_running(name: str, awaited: Mapping[str, str], within_s: float, 
         if application.status == "RUNNING" and not pending:
             return
         if application.status == "DEPLOY_FAILED":
-            # Serve gives the traceback of the replica that failed. Its last line is the reason.
+            # The last line of the failed replica's traceback.
             lines = application.message.strip().splitlines() or ["Ray Serve does not say why"]
             raise RunFailedError(f"the service did not come up: {lines[-1].strip()}")
         if time.monotonic() > deadline:

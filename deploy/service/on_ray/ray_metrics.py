@@ -1,4 +1,4 @@
-"""The service's numbers as Ray metrics: on each node's Prometheus endpoint as `ray_d1_*`."""
+"""Ray metrics of the service: `ray_d1_*` on each node's Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 from deploy.service.api.metrics import BUCKETS_S
 
-# As Ray Serve labels its own: one selection on a dashboard holds for all.
+# Ray Serve's own labels, so that one selection on a dashboard applies to all metrics.
 _APPLICATION, _REPLICA = "application", "replica"
 _COUNTERS = {"requests": "Answers"}
 _HISTOGRAMS = {
     "request_seconds": "Seconds to the end of an answer",
     "first_byte_seconds": "Seconds to the first byte of an answer's body",
 }
-_GAUGES = {"open_requests": "Requests under way"}
+_GAUGES = {"open_requests": "Requests in progress"}
 _ENGINE_GAUGES = {
-    "choices_running": "Choices that are being denoised",
-    "choices_waiting": "Choices without a slot",
-    "policy_swaps": "Times that the engine took a new version",
-    # A run has its own, of the version that it published: `ray_d1_policy_version`.
+    "choices_running": "Choices being denoised",
+    "choices_waiting": "Choices waiting for a slot",
+    "policy_swaps": "Version swaps of the engine",
+    # The version that a run published is `ray_d1_policy_version`.
     "serving_policy_version": "Policy version that the engine serves",
 }
 
 
 class RequestMetrics:
-    """What becomes of an ingress's requests: a `RequestObserver`."""
+    """Request metrics of an ingress, a `RequestObserver`."""
 
     def __init__(self, application: str) -> None:
-        """Of the Ray Serve application of that name."""
+        """Create the metrics of a Ray Serve application."""
         self._requests = Counter("d1_requests", _COUNTERS["requests"], (_APPLICATION, "path", "status"))
         self._seconds, self._first_byte = _histogram("request_seconds"), _histogram("first_byte_seconds")
         self._open = Gauge("d1_open_requests", _GAUGES["open_requests"], (_APPLICATION,))
@@ -35,24 +35,24 @@ class RequestMetrics:
             metric.set_default_tags({_APPLICATION: application})
 
     def num_open_is(self, num_open: int) -> None:
-        """As `RequestObserver.num_open_is`."""
+        """See `RequestObserver`."""
         self._open.set(num_open)
 
     def first_byte(self, path: str, seconds: float) -> None:
-        """As `RequestObserver.first_byte`."""
+        """See `RequestObserver`."""
         self._first_byte.observe(seconds, {"path": path})
 
     def answered(self, path: str, status: int, seconds: float) -> None:
-        """As `RequestObserver.answered`."""
+        """See `RequestObserver`."""
         self._requests.inc(tags={"path": path, "status": str(status)})
         self._seconds.observe(seconds, {"path": path})
 
 
 class EngineMetrics:
-    """How an engine stands."""
+    """Metrics of an engine."""
 
     def __init__(self, application: str, replica: str) -> None:
-        """Of a replica of the Ray Serve application of that name."""
+        """Create the metrics of a replica of a Ray Serve application."""
         self._gauges = {
             name: Gauge(f"d1_{name}", text, (_APPLICATION, _REPLICA)) for name, text in _ENGINE_GAUGES.items()
         }

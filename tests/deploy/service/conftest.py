@@ -20,10 +20,10 @@ from actors.registry.server import ValkeyServer
 from actors.registry.server import free_port as find_free_port
 from benchmarks.service.deployment import forget_serve
 from deploy.ray_session import MAX_STARTS, connect_with_retries
-from deploy.requests.defaults import Defaults
+from deploy.requests.families import Defaults
 from deploy.runs.checkpoints import read_recipe
 from deploy.service.api.app import Service, create_app, guarded
-from deploy.service.api.planner import ServicePlanner
+from deploy.service.api.inference import ServicePlanner
 from deploy.service.api.text_codec import TextCodec
 from deploy.service.checkpoints import Checkpoints, latest_checkpoint
 from deploy.service.contract import BlocksDone, EngineLostError
@@ -31,9 +31,7 @@ from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
 from deploy.service.engine.loading import VersionLoader
 from deploy.service.engine.versions import Versions
-from deploy.service.example import Examples
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
@@ -148,7 +146,7 @@ def service(run_dir, host, codec):
         codec=codec,
         planner=planner,
         checkpoints=Checkpoints(run_dir),
-        examples=Examples(run_dir),
+        directory=run_dir,
         registry=None,
     )
 
@@ -282,9 +280,6 @@ def mortal_service(service, monkeypatch):
 
         async def states(self):
             return await self.host.states()
-
-        async def aclose(self):
-            await self.host.aclose()
 
     monkeypatch.setattr("deploy.service.failover._PAUSE_S", 0)
     return replace(service, backend=Mortal(service.backend))

@@ -7,7 +7,7 @@ from deploy.service import checkpoints
 from deploy.service.checkpoints import Checkpoints
 
 
-def test_the_disk_is_not_read_for_every_question_about_versions(run_dir, add_checkpoint, monkeypatch):
+def test_the_checkpoint_list_is_cached(run_dir, add_checkpoint, monkeypatch):
     found = Checkpoints(run_dir)
     assert found.versions() == (1,)
     assert found.find(1).phase == "sft"
@@ -18,7 +18,7 @@ def test_the_disk_is_not_read_for_every_question_about_versions(run_dir, add_che
     assert found.versions() == (1,)
     assert found.find(2) is None
     assert read == []
-    found._listed = -math.inf, ()
+    found._read_at_s = -math.inf
     assert found.versions() == (1, 2)
     assert len(read) == 1
     assert found.find(2).version == 2

@@ -31,7 +31,7 @@ def client(url):
         yield client
 
 
-def test_openai_python_asks_and_is_answered(client):
+def test_openai_python_completes_and_chats(client):
     answer = client.chat.completions.create(model="policy", messages=MESSAGES, seed=1, n=2, temperature=1)
     assert [choice.message.role for choice in answer.choices] == ["assistant", "assistant"]
     assert answer.choices[0].message.content != answer.choices[1].message.content
@@ -76,7 +76,7 @@ def test_openai_python_parses_answers_into_pydantic_models(client):
     assert isinstance(chat.choices[0].message.parsed, Sum)
 
 
-def test_openai_python_asks_asynchronously_all_at_once(url):
+def test_openai_python_sends_concurrent_async_requests(url):
     async def ask():
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, timeout=60) as client:
             asks = [
@@ -108,7 +108,7 @@ def test_openai_python_raises_its_own_errors(client, url):
         openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
 
 
-def test_openai_python_tries_again_when_it_is_told_to(client, engine, full_until):
+def test_openai_python_retries_after_retry_after(client, engine, full_until):
     tries = full_until(3)
     began = time.monotonic()
     assert client.completions.create(model="policy", prompt="x").choices
@@ -121,7 +121,7 @@ def test_openai_python_tries_again_when_it_is_told_to(client, engine, full_until
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_openai_python_waits_asynchronously_as_long_as_a_draining_service_says(url, app, monkeypatch, is_streamed):
+def test_async_openai_python_retries_while_a_service_drains(url, app, monkeypatch, is_streamed):
     waited = []
 
     async def wait(seconds):
@@ -148,7 +148,7 @@ def test_openai_python_gives_up_on_a_draining_service_with_its_own_error(client,
     assert unavailable.value.response.headers["retry-after"] == "5"
 
 
-def test_openai_python_raises_where_a_stream_breaks(listen, mortal_service):
+def test_openai_python_raises_when_a_stream_breaks(listen, mortal_service):
     url = listen(create_app(mortal_service), TOKEN)
     chunks = []
     with openai.OpenAI(base_url=f"{url}/v1", api_key=TOKEN, timeout=30) as client:
@@ -186,7 +186,7 @@ def test_a_client_that_hangs_up_frees_its_slots(url, engine, monkeypatch):
     assert 0 < len(taken) < 8, "8 are all"
 
 
-def test_curl_as_the_banner_says_it(url):
+def test_the_curl_line_of_the_banner_works(url):
     head = ["curl", "-sS", "-i", "--max-time", "30", "-H", f"Authorization: Bearer {TOKEN}"]
     json_type = ["-H", "Content-Type: application/json"]
     done = subprocess.run(

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from deploy.runs.checkpoints import read_recipe
-from deploy.service.example import Examples, example_request
+from deploy.service.example import example_prompts, example_request
 from deploy.service.on_ray.launch import banner
 from rewards import Split, make_task
 from rewards.problem import Message
@@ -18,7 +18,7 @@ def _recipe(run_dir, **changes):
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
 
-def test_a_run_is_asked_a_held_out_problem_of_its_task(run_dir):
+def test_the_example_of_a_run_is_a_held_out_problem(run_dir):
     sudoku = {"name": "sudoku", "prompt": "compact", "min_empty": 4, "max_empty": 9}
     _recipe(run_dir, task=sudoku)
     path, body = example_request(run_dir)
@@ -34,7 +34,7 @@ def test_a_run_is_asked_a_held_out_problem_of_its_task(run_dir):
 
 
 @pytest.mark.parametrize("task", [{"name": "sums"}, {"name": "countdown"}, {"name": "sudoku"}])
-def test_it_is_the_shortest_of_some(run_dir, task):
+def test_the_example_is_the_shortest_of_several_problems(run_dir, task):
     _recipe(run_dir, task=task)
     (turn,) = json.loads(shlex.split(example_request(run_dir)[1])[0])["messages"]
     prompt = turn["content"]
@@ -46,7 +46,7 @@ def test_it_is_the_shortest_of_some(run_dir, task):
     assert len(prompt) == min(map(len, texts))
 
 
-def test_a_task_without_its_data_and_a_checkpoint_without_a_run_have_a_neutral_one(run_dir, tmp_path):
+def test_without_data_or_run_the_example_is_neutral(run_dir, tmp_path):
     _recipe(run_dir, task={"name": "jsonl", "grader": "exact", "train_data": str(tmp_path / "gone.jsonl")})
     turn = {"role": "user", "content": "What is 2 + 3?"}
     neutral = "/v1/chat/completions", shlex.quote(json.dumps({"messages": [turn]}))
@@ -54,7 +54,7 @@ def test_a_task_without_its_data_and_a_checkpoint_without_a_run_have_a_neutral_o
     assert example_request(tmp_path) == neutral
 
 
-def test_what_a_task_says_cannot_leave_its_quotes_or_steer_a_terminal(run_dir, monkeypatch):
+def test_the_example_is_quoted_for_shell_and_terminal(run_dir, monkeypatch):
     hostile = 'it\'s $(id) `id` \x1b[2J\n"done" \u202e'
 
     class _Task:
@@ -68,7 +68,7 @@ def test_what_a_task_says_cannot_leave_its_quotes_or_steer_a_terminal(run_dir, m
     assert body.isprintable()
 
 
-def test_a_conversation_is_asked_as_one(run_dir, monkeypatch):
+def test_a_conversation_becomes_a_multi_turn_example(run_dir, monkeypatch):
     turns = [
         Message(role="user", content="a"),
         Message(role="assistant", content="b"),
@@ -97,9 +97,9 @@ widget:
 """
 
 
-def test_a_checkpoint_is_asked_what_its_model_card_shows(tmp_path):
+def test_the_example_of_a_checkpoint_is_from_its_model_card(tmp_path):
     (tmp_path / "README.md").write_text(CARD)
-    assert Examples(tmp_path).single_turns() == (None, ["Write a story about a fox.", "Why?"])
+    assert example_prompts(tmp_path) == (None, ["Write a story about a fox.", "Why?"])
     (turn, *_) = json.loads(shlex.split(example_request(tmp_path)[1])[0])["messages"]
     assert turn["content"] == "a"
 
@@ -107,12 +107,12 @@ def test_a_checkpoint_is_asked_what_its_model_card_shows(tmp_path):
 @pytest.mark.parametrize("card", ["", "# A model", "---\nwidget: [1]\n---\n", "---\n{\n---\n", "---\n- a\n---\n"])
 def test_a_model_card_without_examples_has_none(card, tmp_path):
     (tmp_path / "README.md").write_text(card)
-    assert Examples(tmp_path).single_turns() == (None, [])
+    assert example_prompts(tmp_path) == (None, [])
     assert "2 + 3" in example_request(tmp_path)[1]
 
 
-def test_problems_are_held_out_ones_of_the_runs_task(run_dir, monkeypatch):
-    task, prompts = Examples(run_dir).single_turns()
+def test_examples_are_held_out_problems_of_the_runs_task(run_dir, monkeypatch):
+    task, prompts = example_prompts(run_dir)
     recipe = read_recipe(run_dir)
     heldout = make_task(recipe.task).problems(Split.HELDOUT, 8, seed=0)
     assert task == recipe.task.name
@@ -120,4 +120,5 @@ def test_problems_are_held_out_ones_of_the_runs_task(run_dir, monkeypatch):
     assert len(prompts) == 8
     # The task's data may be on another machine.
     monkeypatch.setattr("deploy.service.example.make_task", lambda _: (_ for _ in ()).throw(ValueError("no data")))
-    assert Examples(run_dir).single_turns() == (recipe.task.name, [])
+    example_prompts.cache_clear()
+    assert example_prompts(run_dir) == (recipe.task.name, [])

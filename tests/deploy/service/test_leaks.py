@@ -10,11 +10,10 @@ import pytest
 
 from benchmarks.service.deployment import KEY, Policies, Shape
 from benchmarks.service.load import Client, mixed_asks
-from deploy.service.api.app import Service, create_app, guarded
+from deploy.service.api.app import create_app, guarded
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from deploy.service.source import Source
 
 NUM_REQUESTS = 96
@@ -31,16 +30,9 @@ def policies(tmp_path):
 @pytest.fixture
 def application(policies):
     source = Source(directory=str(policies.directory), is_run=True, registry_url=None)
-    codec, versions = source.codec(), source.versions("cpu")
+    versions = source.versions("cpu")
     engine = Engine(versions)
-    service = Service(
-        backend=EngineHost(versions, engine),
-        codec=codec,
-        planner=source.planner(codec),
-        checkpoints=source.checkpoints(),
-        examples=source.examples(),
-        registry=None,
-    )
+    service = source.service(EngineHost(versions, engine))
     yield guarded(create_app(service), ApiKeys.of(KEY, "test"), RateLimits("1000000/second"))
     engine.close()
 
@@ -64,7 +56,7 @@ def num_objects():
     return len(gc.get_objects())
 
 
-def test_nothing_of_a_request_stays(application, policies):
+def test_nothing_of_a_request_stays_in_memory(application, policies):
     async def grown():
         client = Client("http://service")
         await client.aclose()

@@ -11,10 +11,9 @@ import httpx
 import pytest
 import yaml
 
-from deploy.service.api.app import Service, create_app
+from deploy.service.api.app import create_app
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
-from deploy.service.example import Examples
 from deploy.service.source import Source
 from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import ChatTokenizer
@@ -95,7 +94,7 @@ def text(ask):
     return ask("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
 
 
-def test_litellm_asks_streams_and_raises_its_own_errors(url, run, ask, text):
+def test_litellm_completes_streams_and_raises_its_own_errors(url, run, ask, text):
     said, _ = run("with_litellm.py", url)
     assert said["chat"]["texts"][0] == text[: len(said["chat"]["texts"][0])]
     assert said["chat"]["texts"][0] != said["chat"]["texts"][1]
@@ -116,13 +115,13 @@ def test_litellm_asks_streams_and_raises_its_own_errors(url, run, ask, text):
     assert (said["no_key"]["error"], said["no_key"]["status"]) == ("AuthenticationError", 401)
 
 
-def test_litellm_tries_again_when_it_is_told_to(url, run, full_until, text):
+def test_litellm_retries_after_retry_after(url, run, full_until, text):
     tries = full_until(2)
     said, _ = run("with_litellm.py", url, "tries_again")
     assert (said["text"], len(tries)) == (text, 2)
 
 
-def test_langchain_asks_streams_and_raises_its_own_errors(url, run, ask, text):
+def test_langchain_completes_streams_and_raises_its_own_errors(url, run, ask, text):
     said, _ = run("with_langchain.py", url)
     usage = said["chat"]["usage"]
     assert (usage["output_tokens"], usage["total_tokens"]) == (12, usage["input_tokens"] + 12)
@@ -139,7 +138,7 @@ def test_langchain_asks_streams_and_raises_its_own_errors(url, run, ask, text):
     assert said["no_key"]["status"] == 401
 
 
-def test_lm_eval_generates_and_its_loglikelihood_is_refused_in_a_sentence(url, run, ask, tmp_path, tokenizer_dir):
+def test_lm_eval_generates_and_loglikelihood_is_refused(url, run, ask, tmp_path, tokenizer_dir):
     questions = [f"What is {n} + 1?" for n in range(6)]
     tokens = [ask("/tokenize", prompt=question)["tokens"] for question in questions]
     greedy = {"max_tokens": 12, "temperature": 0, "stop": ["\n\n"]}
@@ -212,13 +211,9 @@ def long_url(tmp_path, tokenizer_dir, listen):
     init_weights(model, seed=1)
     save_checkpoint(checkpoint, config, model.state_dict(), tokenizer_dir)
     source = Source(directory=str(checkpoint), is_run=False, registry_url=None)
-    versions, codec = source.versions("cpu"), source.codec()
+    versions = source.versions("cpu")
     engine = Engine(versions)
-    backend, planner = EngineHost(versions, engine), source.planner(codec)
-    service = Service(
-        backend=backend, codec=codec, planner=planner, checkpoints=None, examples=Examples(tmp_path), registry=None
-    )
-    yield listen(create_app(service), TOKEN)
+    yield listen(create_app(source.service(EngineHost(versions, engine))), TOKEN)
     engine.close()
 
 
@@ -229,7 +224,7 @@ def long_url(tmp_path, tokenizer_dir, listen):
         ("local-chat-completions", "/v1/chat/completions", ["--apply_chat_template"]),
     ],
 )
-def test_lm_evals_own_gsm8k_and_humaneval_run_as_they_are(long_url, run, data_sets, tmp_path, model, path, options):
+def test_lm_evals_gsm8k_and_humaneval_run_unchanged(long_url, run, data_sets, tmp_path, model, path, options):
     """A policy of random weights solves nothing, but its prompts and answers arrive."""
     arguments = f"model=policy,base_url={long_url}{path},tokenizer_backend=None,num_concurrent=2,max_retries=1"
     run.command(

@@ -71,7 +71,7 @@ def test_choices_are_literal() -> None:
 
 @pytest.mark.parametrize("expression", ["(", "a)|(b", "[a", "^a$", "a$", r"\bword", "(?!a)b", r"(a)\1", "a{3"])
 def test_invalid_expressions_are_refused(expression: str) -> None:
-    with pytest.raises(AutomatonError, match="it has a mistake, or an anchor, a word boundary, a lookaround"):
+    with pytest.raises(AutomatonError, match="it is invalid, or has an anchor, a word boundary, a lookaround"):
         byte_automaton("regex", expression)
 
 
@@ -90,7 +90,7 @@ def test_class_operators_outside_classes_are_literal() -> None:
 
 def test_a_pattern_that_closes_its_group_is_refused() -> None:
     for pattern in ("(a)|(b)", "(a))"):
-        with pytest.raises(AutomatonError, match="it has a mistake"):
+        with pytest.raises(AutomatonError, match="it is invalid"):
             byte_automaton("schema", json.dumps({"type": "string", "pattern": pattern}))
 
 
@@ -106,10 +106,10 @@ def test_too_large_automata_are_refused_quickly(monkeypatch: pytest.MonkeyPatch)
         byte_automaton("regex", "a" * 65537)
     # Twenty characters, a million states: the compiling process has resource limits.
     began = time.monotonic()
-    with pytest.raises(AutomatonError, match="it takes more than 5 s or 1 GiB to see what it allows"):
+    with pytest.raises(AutomatonError, match="building its automaton takes more than 5 s or 1 GiB"):
         byte_automaton("regex", "(a{1000}){1000}{9}")
     monkeypatch.setattr(module, "_TIMEOUT_S", 0.01)
-    with pytest.raises(AutomatonError, match="it takes more than"):
+    with pytest.raises(AutomatonError, match="its automaton takes more than"):
         byte_automaton("regex", "a")
     assert time.monotonic() - began < 120
 

@@ -13,9 +13,8 @@ import torch
 
 from deploy.errors import UserError
 from deploy.offline.policy import open_policy
-from deploy.requests.defaults import Defaults, overlay
-from deploy.requests.diffusion import Diffusion
-from deploy.requests.parameters import SAMPLING_FIELDS, SETTINGS, to_params
+from deploy.requests.families import Defaults, overlay
+from deploy.requests.parameters import SAMPLING_FIELDS, SETTINGS, Diffusion, to_params
 from learner.model.tokenizer import ChatTokenizer
 from rollout.config import EngineConfig
 from rollout.request import SamplingParams, Schedule

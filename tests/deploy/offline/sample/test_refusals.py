@@ -24,7 +24,7 @@ def test_bad_requests_are_answered_in_their_place_and_the_others_are_served(ask:
     assert [line["index"] for line in answers.lines] == [0, 1, 2, 3]
     assert answers.lines[0]["id"] == "a"
     assert answers.lines[0]["token_ids"] == answers.lines[3]["token_ids"]
-    unknown = "stepss is no key of a request; did you mean steps?"
+    unknown = "stepss is not a key of a request; did you mean steps?"
     assert answers.lines[1] == {"index": 1, "id": {"b": 1}, "error": unknown}
     broken = "it is not JSON: Expecting value at character 1"
     assert answers.lines[2] == {"index": 2, "error": broken}
@@ -59,8 +59,8 @@ REFUSALS = [
     ({"prompt_ids": [5], "gen_length": 8.5}, "gen_length is 8.5; it should be a whole number"),
     ({"prompt_ids": [5], "gen_length": -8}, "gen_length is -8; it should be greater than 0"),
     ({"prompt_ids": [5], "block_length": 0}, "block_length is 0; it should be greater than 0"),
-    ({"prompt_ids": [5], "num_denoise_steps": 8}, "num_denoise_steps is no key of a request; did you mean steps?"),
-    ({"prompt_ids": [5], "colour": "red"}, "colour is no key of a request, which has id, prompt, messages"),
+    ({"prompt_ids": [5], "num_denoise_steps": 8}, "num_denoise_steps is not a key of a request; did you mean steps?"),
+    ({"prompt_ids": [5], "colour": "red"}, "colour is not a key of a request, which has id, prompt, messages"),
     ({"prompt_ids": [5], "schedule": "fast"}, "schedule is 'fast'; it should be 'quota', 'threshold'"),
     ({"prompt_ids": [5], "schedule": "threshold"}, "schedule threshold needs threshold"),
     ({"prompt_ids": [5], "schedule": "quota", "factor": 1}, "schedule quota does not take factor"),
@@ -70,9 +70,9 @@ REFUSALS = [
     ({"prompt_ids": [5], "fixed_tokens": {"01": 5}}, "fixed_tokens has slot '01'"),
     ({"prompt_ids": [5], "fixed_tokens": [5]}, "fixed_tokens is [5]; it should be an object"),
     ({"prompt_ids": [5], "stop_ids": [-1]}, "stop_ids[0] is -1; it should be at least 0"),
-    ([5], "it is no JSON object"),
+    ([5], "it is not a JSON object"),
     ('{"prompt_ids": [5], "seed": 1, "seed": 2}', "seed is given twice"),
-    ('{"prompt_ids": [5], "temperature": NaN}', "it is not JSON: NaN is no number there"),
+    ('{"prompt_ids": [5], "temperature": NaN}', "it is not JSON: NaN is not a number in JSON"),
     ('{"prompt_ids": [5], "temperature": 1e999}', "the number 1e999 is too large"),
     ('{"prompt_ids": ' + "[" * 5000, "it is not JSON"),
     ('{"prompt_ids": [5], "seed": ' + "1" * 5000 + "}", "a number has too many digits"),

@@ -111,7 +111,7 @@ def test_nothing_that_the_policy_or_a_file_says_steers_the_terminal(
     (workdir / "r").write_text("\n".join(['{"prompt": "!", "gen_length": 8, "steps": 1}', '{"\x9b2J": 1}']))
     ended = d1("sample", str(checkpoint), "--requests", "r")
     assert "a\\u001b]0;mine\\u0007b\n" in ended.out
-    assert "\\u009b2J is no key of a request" in ended.err
+    assert "\\u009b2J is not a key of a request" in ended.err
     assert not {"\x1b", "\x07", "\x9b"} & {*ended.out, *ended.err}
 
 

@@ -55,7 +55,7 @@ def hear(stream, count, timeout_s=10.0):
     return asyncio.run(listen())
 
 
-def test_what_happened_is_told_and_goes_on_where_another_ingress_stopped(registry, make_reader, make_policy):
+def test_past_events_are_sent_and_continue_after_last_event_id(registry, make_reader, make_policy):
     registry.announce(make_policy(2))
     registry.serve(2, expected=None)
     registry.set_admin(AdminState(pinned=2, is_paused=True, why="it adds well", changed_at=1.0))
@@ -72,7 +72,7 @@ def test_what_happened_is_told_and_goes_on_where_another_ingress_stopped(registr
     assert again == heard[2:]
 
 
-def test_what_happens_while_somebody_listens_is_told(registry, make_reader, make_policy, monkeypatch):
+def test_new_events_are_sent_to_open_streams(registry, make_reader, make_policy, monkeypatch):
     monkeypatch.setattr("deploy.service.api.policy_events._POLL_S", 0.01)
 
     async def listen():
@@ -87,12 +87,12 @@ def test_what_happens_while_somebody_listens_is_told(registry, make_reader, make
 
 
 @pytest.mark.parametrize("last_id", ["", "x", "3f2a-1", "99999999999999999999-0", "9999999999999-0", "1-2-3"])
-def test_an_id_that_is_not_of_this_registry_gets_the_newest_there_are(registry, make_reader, make_policy, last_id):
+def test_an_unknown_last_event_id_gets_the_latest_events(registry, make_reader, make_policy, last_id):
     registry.announce(make_policy(2))
     assert [kind for _, kind, _ in events_in(hear(make_reader(registry).events(last_id, never), 2))] == ["published"]
 
 
-def test_an_entry_that_cannot_be_read_is_passed(registry, registry_server, make_reader, make_policy):
+def test_an_unreadable_entry_is_skipped(registry, registry_server, make_reader, make_policy):
     registry.announce(make_policy(2))
     (first,) = registry.events("0")
     with redis.Redis.from_url(registry_server.url) as client:
@@ -103,7 +103,7 @@ def test_an_entry_that_cannot_be_read_is_passed(registry, registry_server, make_
         assert [body["version"] for _, _, body in heard] == [3]
 
 
-def test_a_registry_that_is_away_is_waited_for_and_said_to_be(registry, make_reader, make_policy, monkeypatch):
+def test_an_unreachable_registry_is_reported_and_retried(registry, make_reader, make_policy, monkeypatch):
     monkeypatch.setattr("deploy.service.api.policy_events._POLL_S", 0.01)
     monkeypatch.setattr("deploy.service.api.policy_events._RETRY_S", 0.05)
     monkeypatch.setattr("deploy.service.api.policy_events.PING_S", 0.1)
@@ -125,7 +125,7 @@ def test_a_registry_that_is_away_is_waited_for_and_said_to_be(registry, make_rea
     away.close()
 
 
-def test_the_one_event_of_a_checkpoint_by_itself_is_told_once(make_policy):
+def test_the_only_event_of_a_single_checkpoint_is_sent_once(make_policy):
     heard = events_in(hear(one_event(make_policy(3), None, never), 2))
     assert [(kind, body["version"]) for _, kind, body in heard] == [("serving", 3)]
     assert hear(one_event(make_policy(3), heard[0][0], never), 2, timeout_s=0.2) == [b": d1\n\n"]
@@ -150,7 +150,7 @@ def test_a_version_that_only_the_registry_knows_is_shown(service, registry, make
     away.close()
 
 
-def test_a_checkpoint_is_shown_while_the_registry_is_away(service, make_reader, run_dir, add_checkpoint):
+def test_a_checkpoint_is_shown_while_the_registry_is_unreachable(service, make_reader, run_dir, add_checkpoint):
     add_checkpoint(run_dir, 2)
     away = Registry("redis://:none@127.0.0.1:1/0", "tiny")
     with TestClient(create_app(replace(service, registry=make_reader(away)))) as client:
@@ -159,7 +159,7 @@ def test_a_checkpoint_is_shown_while_the_registry_is_away(service, make_reader, 
     away.close()
 
 
-def test_streams_of_events_end_when_their_ingress_does(registry, make_reader, make_policy):
+def test_event_streams_end_when_their_ingress_drains(registry, make_reader, make_policy):
     async def listen(events):
         async with asyncio.timeout(10):
             return [event async for event in events]

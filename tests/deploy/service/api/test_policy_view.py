@@ -20,7 +20,7 @@ class NoEngines:
         return []
 
 
-def test_who_waits_while_another_asks_does_not_ask_engines_that_do_not_answer_again(
+def test_concurrent_requests_share_one_poll_of_unresponsive_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # So that the result stays fresh on a slow machine.

@@ -9,14 +9,14 @@ from tokenizers import Tokenizer, decoders, models
 TEXT = "5 😀é\n한 <answer>👩‍🚀</answer>"
 
 
-def test_a_character_of_several_tokens_is_in_the_first_of_them(codec):
+def test_a_character_of_several_tokens_belongs_to_the_first(codec):
     ids = codec.encode_any("5 😀é!")
     assert codec.slot_texts(ids) == ["5", " ", "😀", "", "", "", "é", "", "!"]
     assert codec.slot_texts([*ids[:3], None, *ids[4:]]) == ["5", " ", "�", "", "�", "�", "é", "", "!"]
     assert codec.slot_texts([*ids[:5], codec.config.eos_token_id, *ids[5:]])[2:7] == ["😀", "", "", "<|endoftext|>", ""]
 
 
-def test_the_texts_of_all_slots_are_the_text(codec):
+def test_slot_texts_join_to_the_decoded_text(codec):
     draw = random.Random(0)
     pieces = codec.encode_any(TEXT)
     specials = codec._special_ids
@@ -63,7 +63,7 @@ class ByteTokens:
     ],
     ids=["whole", "begun", "broken off"],
 )
-def test_bytes_join_to_the_character_that_they_are(codec, monkeypatch, written, texts):
+def test_byte_tokens_join_to_their_character(codec, monkeypatch, written, texts):
     monkeypatch.setattr(codec, "_tokenizer", ByteTokens())
     monkeypatch.setattr(codec, "_text_of", {})
     monkeypatch.setattr(codec, "_special_ids", frozenset())

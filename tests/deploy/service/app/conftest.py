@@ -1,14 +1,15 @@
 """Fixtures: the HTTP application with a plain engine, behind authentication and rate limits."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from actors.registry.records import AdminState
-from deploy.service.api.app import Service, create_app, guarded
+from deploy.service.api.app import create_app, guarded
 from deploy.service.contract import FollowerStatus
 from deploy.service.engine.engine import Engine
 from deploy.service.engine.engine_host import EngineHost
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from deploy.service.source import Source
 from tests.deploy.service.app.asking import BEARER, OTHER, TOKEN
 
@@ -18,7 +19,7 @@ STATUS = FollowerStatus(registry_reachable=True, num_errors=2, last_error="it wa
 
 @pytest.fixture
 def app(service, host):
-    host._follower_status = lambda: STATUS
+    host._follower = SimpleNamespace(status=STATUS)
     return create_app(service)
 
 
@@ -44,17 +45,9 @@ def serve(open_client):
 
     def serve_one(directory):
         source = Source(directory=str(directory), is_run=False, registry_url=None)
-        versions, codec = source.versions("cpu"), source.codec()
+        versions = source.versions("cpu")
         engines.append(Engine(versions))
-        host = EngineHost(versions, engines[-1])
-        service = Service(
-            backend=host,
-            codec=codec,
-            planner=source.planner(codec),
-            checkpoints=None,
-            examples=source.examples(),
-            registry=None,
-        )
+        service = source.service(EngineHost(versions, engines[-1]))
         inside = guarded(create_app(service), ApiKeys.of(TOKEN, "test"), RateLimits("1000000/second"))
         return service, open_client(inside, BEARER)
 

@@ -29,7 +29,7 @@ def test_a_completion_has_openais_format(client):
     }
 
 
-def test_several_prompts_give_a_choice_each(client):
+def test_each_prompt_gets_a_choice(client):
     assert len(client.post("/v1/completions", json={"prompt": ["1", "2", "3"]}).json()["choices"]) == 3
     assert len(client.post("/v1/completions", json={"prompt": [5, 6, 7]}).json()["choices"]) == 1
 
@@ -45,7 +45,7 @@ def expected_ids(service, make_sampler, ids=None, choice=0, version=1, **params)
     return make_sampler(version).generate([request])[0]
 
 
-def test_an_answer_is_what_the_sampler_says(client, service, make_sampler):
+def test_an_answer_equals_the_samplers_completion(client, service, make_sampler):
     completion = expected_ids(service, make_sampler, temperature=1.0)
     text = service.codec.decode(completion.token_ids[: completion.num_tokens].tolist())
     body = client.post("/v1/completions", json=ASK | {"temperature": 1.0}).json()
@@ -58,7 +58,7 @@ def test_an_answer_is_what_the_sampler_says(client, service, make_sampler):
     assert chat["choices"][0]["message"] == {"role": "assistant", "content": text}
 
 
-def test_the_same_seed_gives_the_same_text_and_none_gives_another(client):
+def test_the_same_seed_gives_the_same_text_and_no_seed_a_new_one(client):
     def texts(**changes):
         body = client.post("/v1/completions", json=ASK | {"temperature": 1.0} | changes).json()
         return [choice["text"] for choice in body["choices"]]
@@ -83,7 +83,7 @@ def test_a_string_and_its_ids_are_the_same_prompt(client, service):
     assert body["usage"]["prompt_tokens"] == 2 * len(ids) - 1
 
 
-def test_text_is_cut_after_max_tokens_and_costs_no_more_blocks(client):
+def test_max_tokens_cuts_the_text_and_saves_blocks(client):
     whole = client.post("/v1/completions", json=ASK).json()
     cut = client.post("/v1/completions", json=ASK | {"max_tokens": 3}).json()
     assert cut["usage"]["completion_tokens"] == 3
@@ -108,7 +108,7 @@ def test_a_text_ends_before_a_stop_string_whole_or_streamed(client):
     assert_error(client.post("/v1/completions", json=ASK | {"stop": [""]}), 400)
 
 
-def test_a_stream_of_blocks_adds_up_to_the_whole_answer(client):
+def test_the_chunks_of_a_stream_join_to_the_whole_answer(client):
     ask = {"temperature": 1.0, "n": 2}
     whole = client.post("/v1/chat/completions", json=CHAT | ask).json()
     options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -130,7 +130,7 @@ def test_a_stream_of_blocks_adds_up_to_the_whole_answer(client):
     assert not any("usage" in chunk for chunk in plain)
 
 
-def test_a_stream_of_canvases_fills_in_and_ends_as_the_answer(client):
+def test_a_canvas_stream_ends_with_the_answer(client):
     whole = client.post("/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]["content"]
     for ask in ({"diffusing": True}, {"diffusion": {"stream": "canvas"}}):
         chunks, is_done = events_of(client.post("/v1/chat/completions", json=CHAT | {"stream": True} | ask))
@@ -151,7 +151,7 @@ def test_a_stream_of_canvases_fills_in_and_ends_as_the_answer(client):
         assert not any(slot["masked"] for slot in frames[-1]["diffusion"]["slots"])
 
 
-def test_a_canvas_shows_given_tokens_as_it_goes_on_to_show_them(client):
+def test_a_canvas_shows_fixed_tokens_from_the_first_frame_on(client):
     ask = {"constraints": {"fixed": {"3": 7}}, "stream": "canvas"}
     chunks, is_done = events_of(client.post("/v1/completions", json=ASK | {"stream": True, "diffusion": ask}))
     assert is_done
@@ -172,7 +172,7 @@ def test_the_slots_of_the_last_canvas_begin_with_the_text_of_the_answer(client, 
     assert last["text"] == "".join(texts[: len(ids)])
 
 
-def test_a_text_is_raw_and_a_conversation_has_the_template(client):
+def test_a_prompt_is_raw_and_a_conversation_has_the_chat_template(client):
     """The page sends the token ids of a plain text."""
     tokens = client.post("/tokenize", json={"prompt": "2 + 3"}).json()["tokens"]
     turn = client.post("/tokenize", json={"messages": [{"role": "user", "content": "2 + 3"}]}).json()["tokens"]
@@ -194,7 +194,7 @@ def test_a_text_is_raw_and_a_conversation_has_the_template(client):
     assert own["usage"]["prompt_tokens"] == len(turn)
 
 
-def test_ends_of_text_may_end_nothing_and_other_ids_may_end_one(client, service, make_sampler):
+def test_ignore_eos_and_stop_token_ids_change_where_a_text_ends(client, service, make_sampler):
     """`ignore_eos` and `stop_token_ids`, for sampled and for fixed tokens."""
     ids = service.codec.encode_text("2 + 3", "prompt")
     whole = expected_ids(service, make_sampler, ids, stop_ids=(), temperature=1.0)
@@ -218,7 +218,7 @@ def test_ends_of_text_may_end_nothing_and_other_ids_may_end_one(client, service,
     assert answered(**fixed, ignore_eos=True)[1] == len(tokens)
 
 
-def test_a_template_has_variables_of_its_own(serve, run_dir):
+def test_chat_template_kwargs_reach_the_chat_template(serve, run_dir):
     checkpoint = run_dir / "checkpoints" / "sft-1"
     template = "{% for message in messages %}<|user|>{{ message.content }}{% endfor %}{{ '?' if loud else '' }}"
     (checkpoint / "chat_template.jinja").write_text(template + "{{ tone }}{{ 7 // divisor if divisor is defined }}")
@@ -249,7 +249,7 @@ def test_a_template_has_variables_of_its_own(serve, run_dir):
         assert part in assert_error(asked(**variables), 400)["message"]
 
 
-def test_log_probabilities_are_those_of_the_record(client, service, make_sampler):
+def test_logprobs_are_those_of_the_committed_tokens(client, service, make_sampler):
     ids = service.codec.encode_chat(CHAT["messages"])
     drawn = {"temperature": 1.0, "ignore_eos": True}
     body = client.post("/v1/completions", json=ASK | drawn | {"prompt": ids, "logprobs": 0}).json()
@@ -279,7 +279,7 @@ def test_log_probabilities_are_those_of_the_record(client, service, make_sampler
         assert (said[-1]["logprobs"], said[-1]["finish_reason"]) == (expected, "length")
 
 
-def test_a_step_map_comes_with_the_tokens_that_it_is_of(client, service, make_sampler):
+def test_a_step_map_lists_its_tokens(client, service, make_sampler):
     completion = expected_ids(service, make_sampler)
     ask = ASK | {"diffusion": {"return_step_map": True}}
     choice = client.post("/v1/completions", json=ask).json()["choices"][0]
@@ -339,7 +339,7 @@ def test_messages_are_a_conversation(client):
     assert limited["usage"]["completion_tokens"] == 2
 
 
-def test_tokens_and_text_go_both_ways(client, service):
+def test_tokenize_and_detokenize_are_inverse(client, service):
     body = client.post("/tokenize", json={"prompt": "What is 1 + 2?"}).json()
     assert body == {"tokens": body["tokens"], "count": len(body["tokens"]), "max_model_len": 64}
     assert client.post("/detokenize", json={"tokens": body["tokens"]}).json() == {"prompt": "What is 1 + 2?"}

@@ -75,7 +75,7 @@ def test_a_checkpoint_of_another_family_is_served_as_it_is_published(serve, tmp_
     assert "".join(one["text"] for chunk in chunks for one in chunk["choices"]) == choice["text"]
 
 
-def test_what_generation_config_says_ends_a_text_ends_it(serve, shared, tmp_path):
+def test_stop_ids_of_generation_config_end_a_text(serve, shared, tmp_path):
     original = shared / "fixtures" / "sdar-tiny"
     directory = shutil.copytree(original, tmp_path / "sdar", copy_function=shutil.copyfile)
     service, client = serve(original)
@@ -88,7 +88,7 @@ def test_what_generation_config_says_ends_a_text_ends_it(serve, shared, tmp_path
     assert ended["diffusion"]["token_ids"] == free[: free.index(free[5]) + 1]
 
 
-def test_the_steps_of_a_canvas_are_known_where_no_block_begins_in_the_prompt(serve, shared):
+def test_num_steps_is_known_unless_a_block_begins_in_the_prompt(serve, shared):
     service, _ = serve(shared / "fixtures" / "sdar-tiny")
     shares = {"gen_length": 8, "steps": 4, "remasking": "quota"}
     plans = [
@@ -105,7 +105,7 @@ def test_the_steps_of_a_canvas_are_known_where_no_block_begins_in_the_prompt(ser
         assert sampler.generate([forever])[0].num_forwards == num_steps
 
 
-def test_what_is_of_policies_without_a_mask_token_is_refused(client):
+def test_fields_of_policies_without_a_mask_token_are_refused(client):
     ask = {"prompt": [5], "diffusion": {"t_max": 0.5}}
     error = assert_error(client.post("/v1/completions", json=ask), 400)
     assert error["param"] == "diffusion.t_max"

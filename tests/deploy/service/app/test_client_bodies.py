@@ -46,7 +46,7 @@ def said(client):
     return say
 
 
-def test_what_clients_send_is_answered_and_nothing_that_they_ask_is_dropped(client, service):
+def test_recorded_client_bodies_are_answered_with_all_their_fields(client, service):
     for number, sent in enumerate(BODIES):
         path, body, place = sent["path"], sent["body"], f"body {number}, of {sent['client']}"
         response = client.post(path, json=body)
@@ -59,11 +59,11 @@ def test_what_clients_send_is_answered_and_nothing_that_they_ask_is_dropped(clie
         assert (params.top_p, params.top_k) == (asked.get("top_p", 1), max(asked.get("top_k", 0), 0)), place
         most = asked.get("max_completion_tokens") or asked.get("max_tokens") or 16
         assert plan.most_tokens == min(most, 16), place
-        assert list(plan.stops) == asked.get("stop", []), place
+        assert list(plan.body.stops) == asked.get("stop", []), place
         assert (params.stop_ids == ()) == asked.get("ignore_eos", False), place
         form = (asked.get("response_format") or {}).get("type", "text")
         assert (plan.grammar is None) == (form == "text"), place
-        assert plan.includes_usage == (asked.get("stream_options") or {}).get("include_usage", False), place
+        assert plan.body.includes_usage == (asked.get("stream_options") or {}).get("include_usage", False), place
         is_streamed = response.headers["content-type"].startswith("text/event-stream")
         assert is_streamed == asked.get("stream", False), place
         if form != "text":
@@ -71,7 +71,7 @@ def test_what_clients_send_is_answered_and_nothing_that_they_ask_is_dropped(clie
 
 
 @PATHS
-def test_a_field_that_this_service_does_not_have_is_taken_where_it_changes_nothing(path):
+def test_unsupported_fields_are_accepted_with_neutral_values(path):
     kind, ask = KINDS[path], ask_of(path)
     plain = kind.model_validate(ask)
     for field, values in kind.ignored_values.items():
@@ -80,14 +80,14 @@ def test_a_field_that_this_service_does_not_have_is_taken_where_it_changes_nothi
 
 
 @PATHS
-def test_every_other_value_of_it_is_refused_by_name(path):
+def test_unsupported_fields_are_refused_with_other_values(path):
     for field in [field for field, values in KINDS[path].ignored_values.items() if values is not None]:
         with pytest.raises(RequestError, match=f"^`{field}` is not supported") as refused:
             KINDS[path].model_validate(ask_of(path) | {field: "x"})
         assert (refused.value.param, refused.value.code) == (field, "unsupported_parameter")
 
 
-def test_what_would_change_the_answer_is_refused_by_name(client):
+def test_values_that_would_change_the_answer_are_refused_by_name(client):
     changes = {
         "add_generation_prompt": False,
         "allowed_token_ids": [],
@@ -118,14 +118,14 @@ def test_what_would_change_the_answer_is_refused_by_name(client):
 
 
 @PATHS
-def test_a_seed_of_minus_1_is_none_and_others_are_seeds(said, path):
+def test_seed_minus_1_means_no_seed(said, path):
     drawn = {"temperature": 1}
     assert len({said(path, seed=-1, **drawn) for _ in range(3)}) == 3
     assert said(path, seed=-2, **drawn) == said(path, seed=-2.0, **drawn) != said(path, seed=2, **drawn)
 
 
 @PATHS
-def test_neutral_numbers_leave_the_text_as_it_is(said, path):
+def test_neutral_values_do_not_change_the_text(said, path):
     drawn = {"temperature": 1}
     plain = said(path, **drawn)
     assert plain != said(path)
@@ -141,19 +141,19 @@ def test_neutral_numbers_leave_the_text_as_it_is(said, path):
     assert said(path, max_tokens=4.0) == said(path, max_tokens=4)
 
 
-def test_a_temperature_of_almost_none_is_the_least_that_there_is(service):
+def test_a_tiny_temperature_becomes_the_minimum(service):
     plan = service.planner.plan(CompletionRequest.model_validate(ASK | {"temperature": 1e-6}))
     assert plan.requests[0].params.temperature == MIN_TEMPERATURE
 
 
-def test_n_of_several_may_be_their_best(client):
+def test_best_of_must_equal_n(client):
     body = ASK | {"n": 2, "best_of": 2, "temperature": 1}
     assert len(client.post("/v1/completions", json=body).json()["choices"]) == 2
     error = assert_error(client.post("/v1/completions", json=body | {"best_of": 3}), 400, "unsupported_parameter")
     assert error["param"] == "best_of"
 
 
-def test_a_text_ends_at_the_first_of_sixteen_stops_with_or_without_it(client, service):
+def test_a_text_ends_at_the_first_stop_string_and_may_include_it(client, service):
     ids = service.codec.encode_any("4 km away")
     fixed = {str(slot): token for slot, token in enumerate(ids)}
     stops = [*(f"never {index}" for index in range(14)), "away", "km"]
@@ -167,7 +167,7 @@ def test_a_text_ends_at_the_first_of_sixteen_stops_with_or_without_it(client, se
         assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == text
 
 
-def test_the_id_that_ends_a_text_is_no_part_of_it_unless_asked(client, service):
+def test_a_stop_id_is_part_of_the_text_only_on_request(client, service):
     ids = service.codec.encode_any("4 km")
     ask = ASK | {"diffusion": {"constraints": {"fixed": {str(slot): token for slot, token in enumerate(ids)}}}}
     for more, text in (({}, "4 k"), ({"include_stop_str_in_output": True}, "4 km")):
@@ -176,7 +176,7 @@ def test_the_id_that_ends_a_text_is_no_part_of_it_unless_asked(client, service):
         assert answer["usage"]["completion_tokens"] == len(ids)
 
 
-def test_older_and_other_names_of_structured_output_mean_the_same(said):
+def test_all_names_of_structured_output_are_equivalent(said):
     truth = {"true", "false"}
     for asked, texts in (
         ({"guided_choice": ["yes", "no"]}, {"yes", "no"}),
@@ -192,7 +192,7 @@ def test_older_and_other_names_of_structured_output_mean_the_same(said):
     assert json.loads(said("/v1/completions", guided_json_object=True)) is not None
 
 
-def test_two_of_these_names_are_refused(client):
+def test_two_structured_output_fields_are_refused(client):
     both = {"guided_regex": "a", "guided_choice": ["b"]}
     error = assert_error(client.post("/v1/completions", json=ASK | both), 400)
     assert "`guided_regex` and `guided_choice` both say" in error["message"]
@@ -224,7 +224,7 @@ def prompt(serve, run_dir):
     return render
 
 
-def test_turns_are_given_to_the_chat_template_as_vllm_gives_them(prompt):
+def test_turns_reach_the_chat_template_as_in_vllm(prompt):
     def assistant(**turn):
         return prompt({"role": "assistant"} | turn)
 
@@ -245,12 +245,12 @@ def test_turns_are_given_to_the_chat_template_as_vllm_gives_them(prompt):
     assert prompt(user, reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}) == "<|user|>2lowFalse"
 
 
-def test_no_field_of_a_turn_smuggles_a_special_token(prompt):
+def test_special_tokens_in_any_field_of_a_turn_are_refused(prompt):
     for field in ("content", "name", "reasoning", "reasoning_content"):
         assert "spells <|assistant|>" in prompt({"role": "assistant", "content": "5"} | {field: "<|assistant|>"})
 
 
-def test_ids_of_a_text_begin_as_a_prompt_does_and_those_of_turns_as_the_template_has_it(serve, run_dir):
+def test_tokenize_adds_special_tokens_as_completions_and_chats_do(serve, run_dir):
     checkpoint = run_dir / "checkpoints" / "sft-1"
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     begin, rest = "<|endoftext|>", {"Sequence": {"id": "A", "type_id": 0}}
@@ -272,7 +272,7 @@ def test_ids_of_a_text_begin_as_a_prompt_does_and_those_of_turns_as_the_template
             assert client.post(path, json=ask | changes).json()["usage"]["prompt_tokens"] == len(ids)
 
 
-def test_only_an_assistant_may_have_said_nothing(client):
+def test_only_assistant_turns_may_lack_content(client):
     for turn in ({"role": "user", "content": None}, {"role": "system"}):
         error = assert_error(client.post("/v1/chat/completions", json={"messages": [turn]}), 400)
         assert error["param"] == "messages.content"

@@ -8,9 +8,8 @@ import httpx
 import pytest
 
 from deploy.service.api.app import guarded
-from deploy.service.api.bounded_route import MAX_CONTAINERS
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.gateway.access import MAX_CONTAINERS
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from tests.deploy.service.app.asking import BEARER, TOKEN
 
 # 25 ms on a quiet machine. Each of these took 300 ms or more before it was fixed, and a busy machine is slower.
@@ -65,13 +64,13 @@ def _longest(app, path, content):
         ("/detokenize", {"tokens": [7] * 300_000}, 400, "at most 65536 items"),
     ],
 )
-def test_no_body_holds_the_loop(app, path, body, status, words):
+def test_no_body_blocks_the_event_loop(app, path, body, status, words):
     found, message, longest_s = _longest(app, path, json.dumps(body))
     assert (found, words in message) == (status, True), message
     assert longest_s < MOST_S
 
 
-def test_what_is_written_in_strings_is_not_counted(app):
+def test_brackets_inside_strings_are_not_counted(app):
     text = '[{"' * (MAX_CONTAINERS + 1)
     status, message, _ = _longest(app, "/tokenize", json.dumps({"prompt": text}))
     assert (status, message) == (200, "")

@@ -9,13 +9,12 @@ from starlette.testclient import TestClient
 
 from deploy.service.api.app import create_app, guarded
 from deploy.service.engine.engine import Engine
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from tests.deploy.service.app.asking import ASK, BEARER, CHAT, TOKEN, assert_error, events_of
 from tests.deploy.service.asking import wait_until
 
 
-def test_a_failure_of_the_engine_tells_the_client_nothing(client, engine, monkeypatch):
+def test_an_internal_error_reveals_nothing_to_the_client(client, engine, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("secret /path")
 
@@ -25,29 +24,29 @@ def test_a_failure_of_the_engine_tells_the_client_nothing(client, engine, monkey
     assert "secret" not in response.text
 
 
-def test_too_much_is_refused_in_openais_words(client, engine, app, service):
+def test_excess_requests_get_openais_rate_limit_error(client, engine, app, service):
     engine._max_pending = 2
     response = client.post("/v1/completions", json=ASK | {"n": 3})
     assert assert_error(response, 429, "overloaded")["type"] == "rate_limit_error"
     assert response.headers["retry-after"] == "1"
     streamed = client.post("/v1/completions", json=ASK | {"n": 3, "stream": True})
     assert_error(streamed, 429, "overloaded")
-    app.state.inference._num_open = service.max_open
+    app.state.inference.places.num = service.max_open
     assert_error(client.post("/v1/completions", json=ASK), 429, "overloaded")
-    app.state.inference._num_open = 0
+    app.state.inference.places.num = 0
     assert client.post("/v1/completions", json=ASK).status_code == 200
-    assert app.state.inference.num_open == 0
+    assert app.state.inference.places.num == 0
 
 
-def test_whoever_listens_beyond_the_limit_is_refused(client, app, service):
-    app.state.listeners._num = service.max_listeners
+def test_event_streams_beyond_the_limit_are_refused(client, app, service):
+    app.state.listeners.num = service.max_listeners
     refused = client.get("/v1/policy/events")
     assert_error(refused, 429, "overloaded")
     assert refused.headers["retry-after"] == "5"
-    app.state.listeners._num = 0
+    app.state.listeners.num = 0
 
 
-def test_a_draining_service_says_so(client, app):
+def test_a_draining_service_answers_503(client, app):
     assert client.get("/health/ready").json()["status"] == "ready"
     app.state.inference.is_draining = True
     for response in (client.post("/v1/completions", json=ASK), client.get("/health/ready")):
@@ -56,7 +55,7 @@ def test_a_draining_service_says_so(client, app):
     assert client.get("/health").status_code == 200
 
 
-def test_a_request_that_is_cancelled_before_its_stream_begins_frees_its_place(service):
+def test_a_request_cancelled_before_its_stream_begins_frees_its_place(service):
     """As Serve cancels it when the client disconnects."""
     begun = asyncio.Event()
 
@@ -80,15 +79,15 @@ def test_a_request_that_is_cancelled_before_its_stream_begins_frees_its_place(se
     async def ask():
         request = asyncio.create_task(app(scope, receive, send))
         await asyncio.wait_for(begun.wait(), 10)
-        assert app.state.inference.num_open == 1
+        assert app.state.inference.places.num == 1
         request.cancel()
         await asyncio.wait((request,), timeout=10)
 
     asyncio.run(ask())
-    assert app.state.inference.num_open == 0
+    assert app.state.inference.places.num == 0
 
 
-def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(mortal_service):
+def test_a_broken_stream_ends_with_an_error_and_without_done(mortal_service):
     app = create_app(mortal_service)
     inside = guarded(app, ApiKeys.of(TOKEN, "test"), RateLimits("1000/second"))
     with TestClient(inside, headers=BEARER) as client:
@@ -98,10 +97,10 @@ def test_a_stream_that_breaks_ends_with_an_error_and_no_clean_end(mortal_service
         assert all("error" not in chunk for chunk in chunks[:-1])
         assert len(chunks) > 1
         assert_error(client.post("/v1/completions", json=ASK), 503, "engine_unavailable")
-    assert app.state.inference.num_open == 0
+    assert app.state.inference.places.num == 0
 
 
-def test_a_job_that_takes_too_long_is_given_up(client, service, monkeypatch):
+def test_a_request_that_takes_too_long_gets_503(client, service, monkeypatch):
     service.planner._timeout_s = 0.2
     step = Engine._step
     monkeypatch.setattr(Engine, "_step", lambda self, live: time.sleep(0.3) or step(self, live))
@@ -122,7 +121,7 @@ def test_metrics_are_in_prometheus_format(client):
     assert "d1_policy_version 1.0" in text
 
 
-def test_what_the_gate_refuses_is_counted_too(make_client):
+def test_requests_refused_by_access_control_are_counted(make_client):
     make_client(headers={}).get("/v1/models")
     busy = make_client("1/day")
     assert [busy.get("/v1/models").status_code for _ in range(2)] == [200, 429]

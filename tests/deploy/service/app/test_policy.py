@@ -10,14 +10,13 @@ from starlette.testclient import TestClient
 from actors.run_log import append_event
 from deploy.recipe.recipe import ServiceSection
 from deploy.service.api.app import create_app, guarded
-from deploy.service.api.planner import ServicePlanner
+from deploy.service.api.inference import ServicePlanner
 from deploy.service.errors import ServiceError
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from tests.deploy.service.app.asking import ASK, BEARER, TOKEN, assert_error
 
 
-def test_models_are_aliases_versions_and_the_run(client, versions, make_policy, service, make_sampler):
+def test_models_are_aliases_versions_and_the_runs_name(client, versions, make_policy, service, make_sampler):
     versions.adopt(make_policy(3))
     time.sleep(0.3)
     models = {model["id"]: model["policy_version"] for model in client.get("/v1/models").json()["data"]}
@@ -36,7 +35,7 @@ def test_models_are_aliases_versions_and_the_run(client, versions, make_policy, 
     assert texts[1] != texts[3]
 
 
-def test_a_model_has_more_names_and_says_when_it_began_and_how_much_it_reads(service, open_client, codec):
+def test_models_include_served_names_with_start_time_and_context_length(service, open_client, codec):
     named = ServicePlanner(codec, service.planner._defaults, "tiny", served_names=("gpt-4o", "org/tiny"))
     client = open_client(
         guarded(create_app(replace(service, planner=named)), ApiKeys.of(TOKEN, "test"), RateLimits("1000/second")),
@@ -57,7 +56,7 @@ def test_a_model_has_more_names_and_says_when_it_began_and_how_much_it_reads(ser
 
 
 @pytest.mark.parametrize("name", ["base", "best"])
-def test_a_run_that_is_called_as_a_version_is_does_not_hide_it(service, codec, name):
+def test_a_run_named_like_a_version_does_not_hide_the_version(service, codec, name):
     planner = ServicePlanner(codec, service.planner._defaults, name)
     assert planner.wanted(name) == name
     assert planner.aliases == ("last",)
@@ -65,18 +64,18 @@ def test_a_run_that_is_called_as_a_version_is_does_not_hide_it(service, codec, n
         planner.wanted("other")
 
 
-def test_a_ping_takes_no_key(make_client):
+def test_ping_needs_no_key(make_client):
     assert make_client(headers={}).get("/ping").json()["status"] == "ready"
 
 
 @pytest.mark.parametrize("name", ["policy", "base", "best", "last", "policy@v000001", "", "a b", "-a"])
-def test_a_served_name_that_means_something_else_is_refused(name):
+def test_a_served_name_that_is_already_a_model_is_refused(name):
     with pytest.raises(ValidationError):
         ServiceSection(served_names=(name,))
     assert ServiceSection(served_names=("gpt-4o", "org/model:8b")).served_names[1] == "org/model:8b"
 
 
-def test_the_best_is_a_model_where_the_run_has_validation_problems(client, run_dir, add_checkpoint, monkeypatch):
+def test_best_is_a_model_if_the_run_has_validation_problems(client, run_dir, add_checkpoint, monkeypatch):
     monkeypatch.setattr("deploy.service.checkpoints._TTL_S", 0.0)
     add_checkpoint(run_dir, 2)
     add_checkpoint(run_dir, 3)
@@ -106,7 +105,7 @@ def test_versions_that_have_checkpoints_are_models(client, run_dir, add_checkpoi
     assert_error(client.post("/v1/completions", json=ASK | {"model": "policy@v000003"}), 404, "model_not_found")
 
 
-def test_the_policy_is_shown_with_its_score_and_what_stays_out(client, versions, make_policy):
+def test_policy_shows_the_score_and_the_refused_versions(client, versions, make_policy):
     versions.adopt(make_policy(2, num_correct=3, num_problems=4, round=1, manifest_digest="abc"))
 
     def damaged(policy):
@@ -143,7 +142,7 @@ def test_the_policy_is_shown_with_its_score_and_what_stays_out(client, versions,
     assert_error(client.get("/v1/policy/..%2f"), 404)
 
 
-def test_a_checkpoint_by_itself_has_the_versions_of_its_engine(service):
+def test_a_single_checkpoint_lists_the_versions_of_its_engine(service):
     inside = guarded(create_app(replace(service, checkpoints=None)), ApiKeys.of(TOKEN, "test"), RateLimits("9/second"))
     with TestClient(inside, headers=BEARER) as client:
         names = [model["id"] for model in client.get("/v1/models").json()["data"]]

@@ -5,12 +5,12 @@ from openai.types.chat import ChatCompletionMessage
 from pydantic import ValidationError
 
 from deploy.requests.body import MAX_CHARACTERS, ChatRequest, CompletionRequest
-from deploy.requests.diffusion import Constraints, Diffusion
+from deploy.requests.parameters import Constraints, Diffusion
 from deploy.service.gateway.access import MAX_BODY_BYTES, is_open
 from tests.deploy.service.app.asking import ASK, CHAT, OTHER, TOKEN, assert_error
 
 
-def test_health_is_open_and_says_little(client):
+def test_health_needs_no_key_and_reveals_little(client):
     expected = {"status": "ok", "policy_version": 1, "registry_reachable": True, "follower_errors": 2}
     assert client.get("/health", headers={"Authorization": ""}).json() == expected
 
@@ -19,7 +19,7 @@ def test_health_is_open_and_says_little(client):
 @pytest.mark.parametrize(
     "value", ["", "Bearer", "Bearer ", "Bearer wrong", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", "Bearer \xff"]
 )
-def test_without_the_token_there_is_nothing(client, path, value):
+def test_every_request_without_a_valid_key_is_refused(client, path, value):
     headers = {"Authorization": value.encode("latin-1")}
     error = assert_error(client.get(path, headers=headers), 401, "invalid_api_key")
     assert error["type"] == "authentication_error"
@@ -65,7 +65,7 @@ def test_a_request_without_any_authorization_header_is_refused(make_client):
         ({"prompt": "x" * 500}, "this policy reads at most 48"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_in_a_sentence(client, change, words):
+def test_invalid_values_are_refused_in_a_sentence(client, change, words):
     assert words in assert_error(client.post("/v1/completions", json=ASK | change), 400)["message"]
 
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_answered_is_refused_in_a_sentence(client, change, words)
         ("/v1/chat/completions", "messages", [{"role": "user", "content": "2" * 500}]),
     ],
 )
-def test_a_prompt_that_is_too_long_is_refused_by_the_name_of_its_field(client, path, field, value):
+def test_a_prompt_that_is_too_long_is_refused_by_its_field_name(client, path, field, value):
     error = assert_error(client.post(path, json={field: value}), 400)
     assert (error["param"], error["code"]) == (field, "context_length_exceeded")
 
@@ -99,7 +99,7 @@ def test_a_prompt_that_is_too_long_is_refused_by_the_name_of_its_field(client, p
         b'{"prompt": [' + b"1," * 60_000 + b"1]}",
     ],
 )
-def test_bodies_that_are_no_request_are_refused(client, content):
+def test_bodies_that_are_not_requests_are_refused(client, content):
     assert_error(client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"}), 400)
     assert client.get("/health").status_code == 200
 
@@ -120,7 +120,7 @@ def test_bodies_that_are_no_request_are_refused(client, content):
         ("/tokenize", {"prompt": "a" * (MAX_CHARACTERS + 1)}, "prompt"),
     ],
 )
-def test_what_would_take_long_to_tokenize_is_refused_before(client, service, monkeypatch, path, body, param):
+def test_long_texts_are_refused_before_tokenization(client, service, monkeypatch, path, body, param):
     def tokenize(*_):
         raise AssertionError("this takes time")
 
@@ -138,13 +138,13 @@ def test_what_would_take_long_to_tokenize_is_refused_before(client, service, mon
         (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 1000}]}, ("messages", 0, "content")),
     ],
 )
-def test_what_is_wrong_a_thousand_times_is_said_once(kind, body, field):
+def test_a_repeated_error_is_reported_once(kind, body, field):
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(body)
     assert [error["loc"] for error in refused.value.errors()] == [field]
 
 
-def test_the_schema_says_how_many_prompts_there_may_be(client):
+def test_the_schema_states_the_maximum_number_of_prompts(client):
     prompt = client.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]
     assert [kind.get("maxItems") for kind in prompt["anyOf"]] == [None, 32, None, 32]
 
@@ -153,14 +153,14 @@ def test_bodies_of_another_type_are_refused(client):
     assert_error(client.post("/v1/completions", content=b"prompt=1", headers={"Content-Type": "text/plain"}), 400)
 
 
-def test_large_bodies_are_refused_whether_or_not_they_say_their_length(client):
+def test_large_bodies_are_refused_with_or_without_content_length(client):
     large = b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}'
     headers = {"Content-Type": "application/json"}
     assert_error(client.post("/v1/completions", content=large, headers=headers), 413)
     assert_error(client.post("/v1/completions", content=iter([large[:9], large[9:]]), headers=headers), 413)
 
 
-def test_other_models_paths_and_methods_are_not_there(client):
+def test_unknown_models_paths_and_methods_are_refused(client):
     error = assert_error(client.post("/v1/completions", json=ASK | {"model": "gpt-5"}), 404, "model_not_found")
     assert error["param"] == "model"
     assert_error(client.post("/v1/completions", json=ASK | {"model": "policy@v000077"}), 404, "model_not_found")
@@ -178,7 +178,7 @@ def routes_of(app):
         yield from route.original_router.routes if hasattr(route, "original_router") else [route]
 
 
-def test_every_route_is_closed_but_those_that_are_meant_to_be_open(app, make_client):
+def test_every_route_needs_a_key_except_the_open_ones(app, make_client):
     """Deny by default: a new route is closed until it is opened explicitly."""
     client = make_client(headers={})
     walked = set()
@@ -199,7 +199,7 @@ def test_every_route_is_closed_but_those_that_are_meant_to_be_open(app, make_cli
     assert not is_open("GET", "//health")
 
 
-def test_each_key_opens_and_has_a_rate_of_its_own(make_client):
+def test_each_key_is_accepted_and_has_its_own_rate_limit(make_client):
     client = make_client(rate="3/day")
     assert [client.get("/version").status_code for _ in range(4)] == [200, 200, 200, 429]
     refused = client.get("/version")
@@ -222,7 +222,7 @@ def test_each_key_opens_and_has_a_rate_of_its_own(make_client):
         ("min_tokens", 3),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(client, field, value):
+def test_unsupported_fields_are_refused_by_name(client, field, value):
     error = assert_error(client.post("/v1/completions", json=ASK | {field: value}), 400, "unsupported_parameter")
     assert error["param"] == field
 
@@ -231,7 +231,7 @@ def test_what_is_not_supported_is_refused_by_name(client, field, value):
     ("field", "value"),
     [("refusal", "No."), ("tool_calls", [{}]), ("function_call", {}), ("audio", {"id": "a"}), ("annotations", [{}])],
 )
-def test_what_a_turn_has_beside_its_text_is_refused_by_name(client, field, value):
+def test_unsupported_fields_of_a_turn_are_refused_by_name(client, field, value):
     turn = {"role": "assistant", "content": "5", field: value}
     for path in ("/v1/chat/completions", "/tokenize"):
         error = assert_error(client.post(path, json={"messages": [turn]}), 400, "unsupported_parameter")
@@ -251,7 +251,7 @@ def test_what_a_turn_has_beside_its_text_is_refused_by_name(client, field, value
         (5, "a valid dictionary", "messages.content"),
     ],
 )
-def test_a_part_that_is_no_text_is_refused_by_what_it_is(client, part, words, param):
+def test_content_parts_other_than_text_are_refused_by_type(client, part, words, param):
     parts = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
     error = assert_error(client.post("/v1/chat/completions", json=parts), 400)
     assert words in error["message"]
@@ -273,7 +273,7 @@ def test_a_part_that_is_no_text_is_refused_by_what_it_is(client, part, words, pa
         ("/tokenize", b'{"prompt": "\\ud800"}', "prompt"),
     ],
 )
-def test_half_of_a_surrogate_pair_is_refused_where_it_is(client, path, body, field):
+def test_lone_surrogates_are_refused_by_field(client, path, body, field):
     answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
     assert assert_error(answer, 400, "invalid_value")["param"] == field
 
@@ -287,7 +287,7 @@ def test_half_of_a_surrogate_pair_is_refused_where_it_is(client, path, body, fie
         ({"diffusion": {"stream": "canvas"}}, "diffusion.stream"),
     ],
 )
-def test_what_is_asked_of_a_stream_is_refused_without_one(client, asked, field):
+def test_stream_options_are_refused_without_a_stream(client, asked, field):
     error = assert_error(client.post("/v1/completions", json=ASK | asked), 400, "invalid_value")
     assert error["param"] == field
     assert f"`{field}`" in error["message"]
@@ -302,7 +302,7 @@ def test_obfuscation_is_refused_by_name(client):
     assert client.post("/v1/completions", json=asked).status_code == 200
 
 
-def test_tokens_are_not_given_in_place_of_the_suffix(client):
+def test_fixed_tokens_inside_the_suffix_are_refused(client):
     ask = {"prompt": "2", "suffix": " is", "max_tokens": 4}
     for slot, status in (("3", 200), ("4", 400), ("99", 400)):
         answer = client.post("/v1/completions", json=ask | {"diffusion": {"constraints": {"fixed": {slot: 7}}}})
@@ -318,7 +318,7 @@ def test_lm_evals_loglikelihood_is_refused_with_the_reason(client):
     assert "log-probabilities" in error["message"]
 
 
-def test_unsupported_fields_that_ask_for_nothing_are_fine(client):
+def test_unsupported_fields_with_neutral_values_are_accepted(client):
     nothing = {"logprobs": None, "echo": False, "best_of": 1, "presence_penalty": 0, "tools": [], "user": "me"}
     assert client.post("/v1/completions", json=ASK | nothing).status_code == 200
     assert client.post("/v1/chat/completions", json=CHAT | {"logprobs": False}).status_code == 200
@@ -334,17 +334,17 @@ def test_unsupported_fields_that_ask_for_nothing_are_fine(client):
     ],
     ids=str,
 )
-def test_what_is_null_is_as_left_out(client, nulls):
+def test_null_fields_count_as_absent(client, nulls):
     plain = client.post("/v1/completions", json=ASK).json()["choices"]
     assert client.post("/v1/completions", json=ASK | nulls).json()["choices"] == plain
 
 
-def test_options_of_a_stream_that_are_null_are_as_left_out(client):
+def test_null_stream_options_count_as_absent(client):
     options = {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}
     assert client.post("/v1/completions", json=ASK | options).status_code == 200
 
 
-def test_a_turn_is_taken_back_as_openai_python_dumps_it(client):
+def test_a_turn_dumped_by_openai_python_is_accepted(client):
     said = ChatCompletionMessage(role="assistant", content="5").model_dump()
     assert said["tool_calls"] is None
     replayed = {"messages": [*CHAT["messages"], said | {"annotations": []}, *CHAT["messages"]], "seed": 1}
@@ -373,7 +373,7 @@ def test_a_turn_is_taken_back_as_openai_python_dumps_it(client):
         ({"speed": 9}, "diffusion.speed"),
     ],
 )
-def test_what_the_sampler_cannot_do_is_refused_by_the_name_that_was_written(client, diffusion, param):
+def test_sampler_errors_use_the_field_names_of_the_body(client, diffusion, param):
     error = assert_error(client.post("/v1/completions", json=ASK | {"diffusion": diffusion}), 400)
     assert error["param"] == param
 
@@ -388,5 +388,5 @@ def test_what_the_sampler_cannot_do_is_refused_by_the_name_that_was_written(clie
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     ],
 )
-def test_a_refusal_has_one_full_stop(client, path, body):
+def test_an_error_message_has_one_full_stop(client, path, body):
     assert not assert_error(client.post(path, json=body), 400)["message"].endswith("..")

@@ -65,7 +65,7 @@ def spoken(service, completion):
     return service.codec.decode(completion.token_ids[: completion.num_tokens].tolist())
 
 
-def test_an_answer_is_what_the_sampler_says_alone_and_beside_others(served, sampler):
+def test_an_answer_equals_the_samplers_alone_and_with_other_requests(served, sampler):
     service, client = served
     asked = [ASK | {"seed": seed, "n": 2, "diffusion": DIFFUSION | {"return_step_map": True}} for seed in (1, 2, 3)]
 
@@ -92,7 +92,7 @@ def test_an_answer_is_what_the_sampler_says_alone_and_beside_others(served, samp
             assert all(0 < confidence <= 1 for confidence in choice["diffusion"]["confidence"])
 
 
-def test_chat_and_text_prompts_are_tokenized_as_of_others(served, sampler):
+def test_chat_and_text_prompts_are_tokenized_as_in_the_other_family(served, sampler):
     service, client = served
     expected = spoken(service, sampler.complete(request(ids=service.codec.encode_chat(CHAT["messages"]))))
     chat = client.post("/v1/chat/completions", json=CHAT).json()
@@ -107,7 +107,7 @@ def test_chat_and_text_prompts_are_tokenized_as_of_others(served, sampler):
     assert short["usage"]["completion_tokens"] == 56
 
 
-def test_a_stream_of_canvases_is_what_the_sampler_records(served, sampler):
+def test_a_canvas_stream_equals_the_samplers_record(served, sampler):
     service, client = served
     ask = CHAT | {"stream": True, "diffusion": DIFFUSION | {"stream": "canvas"}}
     chunks, is_done = events_of(client.post("/v1/chat/completions", json=ask))
@@ -142,7 +142,7 @@ def test_a_stream_of_canvases_is_what_the_sampler_records(served, sampler):
         assert frame["delta"]["content"].count(MASKED) == sum(slot["masked"] for slot in slots)
 
 
-def test_the_engine_shows_every_step_and_what_is_renoised_goes_back(host, sampler):
+def test_the_engine_sends_every_step_and_renoised_slots_are_masked(host, sampler):
     told, is_done = [], threading.Event()
 
     def tell(event):
@@ -151,7 +151,7 @@ def test_the_engine_shows_every_step_and_what_is_renoised_goes_back(host, sample
             is_done.set()
 
     host.engine.submit(
-        Job(requests=(request(),), wanted="policy", shows_canvas=True), host.versions.acquire("policy"), tell
+        Job(requests={0: request()}, wanted="policy", shows_canvas=True), host.versions.acquire("policy"), tell
     )
     assert is_done.wait(60)
     masked = [event.progress.masked for event in told if isinstance(event, CanvasSeen)]
@@ -160,7 +160,7 @@ def test_the_engine_shows_every_step_and_what_is_renoised_goes_back(host, sample
     assert sum((~was & now).sum() for was, now in pairwise(masked)) > 3
 
 
-def test_a_stream_of_blocks_adds_up_and_ends_where_it_is_told(served):
+def test_a_streamed_text_equals_the_whole_answer_and_ends_at_stops(served):
     _, client = served
     whole = client.post("/v1/completions", json=ASK).json()
     options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -200,7 +200,7 @@ REFUSED_OF_DIFFUSION = [
 ]
 
 
-def test_what_this_family_has_not_is_refused_in_a_sentence(client):
+def test_unsupported_fields_of_the_other_family_are_refused(client):
     for change, param, words in REFUSED:
         error = assert_error(client.post("/v1/completions", json=ASK | change), 400)
         assert words in error["message"]
@@ -211,7 +211,7 @@ def test_what_this_family_has_not_is_refused_in_a_sentence(client):
         assert error["param"].startswith("diffusion.")
 
 
-def test_what_asks_for_nothing_of_other_families_is_taken(client):
+def test_neutral_fields_of_the_other_family_are_accepted(client):
     plain = client.post("/v1/completions", json=ASK).json()["choices"]
     nothing = {"top_p": 1, "top_k": 0, "diffusion": DIFFUSION | {"cfg_scale": 0, "block_length": SLOTS}}
     assert client.post("/v1/completions", json=ASK | nothing).json()["choices"] == plain
@@ -243,9 +243,9 @@ async def collected(stream):
         return [event async for event in stream]
 
 
-def test_a_job_outlives_its_engine_at_the_borders_of_canvases(host, monkeypatch):
+def test_failover_continues_at_canvas_boundaries(host, monkeypatch):
     monkeypatch.setattr("deploy.service.failover._PAUSE_S", 0)
-    job = Job(requests=(request(1), request(2)), wanted="policy")
+    job = Job(requests={0: request(1), 1: request(2)}, wanted="policy")
 
     def done(backend):
         events = asyncio.run(collected(with_failover(backend, job, may_restart=False)))
@@ -258,10 +258,10 @@ def test_a_job_outlives_its_engine_at_the_borders_of_canvases(host, monkeypatch)
     dying = DyingOnce(host)
     assert done(dying) == done(host)
     assert len(dying.jobs) == 2
-    assert [len(one.committed) for one in dying.jobs[1].requests] == [SLOTS, SLOTS]
+    assert [len(one.committed) for one in dying.jobs[1].requests.values()] == [SLOTS, SLOTS]
 
 
-def test_a_job_ends_on_the_version_that_it_began_with_and_one_that_leaves_frees_its_rows(
+def test_renoising_jobs_keep_their_version_and_free_rows_when_cancelled(
     served, sampler, make_policy, checkpoint, monkeypatch
 ):
     host, steps, step = served[0].backend, threading.Semaphore(0), Engine._step
@@ -281,7 +281,7 @@ def test_a_job_ends_on_the_version_that_it_began_with_and_one_that_leaves_frees_
 
     async def swapped():
         found = []
-        async with aclosing(host.stream(Job(requests=(request(1),), wanted="policy", shows_canvas=True))) as stream:
+        async with aclosing(host.stream(Job(requests={0: request(1)}, wanted="policy", shows_canvas=True))) as stream:
             async for events in stream:
                 found += events
                 if len(found) == 1:
@@ -296,17 +296,17 @@ def test_a_job_ends_on_the_version_that_it_began_with_and_one_that_leaves_frees_
     completion = found[-1].completion
     expected = sampler.complete(request(1)).token_ids[:20].tolist()
     assert (completion.policy_version, completion.token_ids[:20].tolist()) == (0, expected)
-    after = asyncio.run(collected(host.stream(Job(requests=(request(1),), wanted="policy"))))[-1][-1].completion
+    after = asyncio.run(collected(host.stream(Job(requests={0: request(1)}, wanted="policy"))))[-1][-1].completion
     assert after.policy_version == 5
     assert after.token_ids[:20].tolist() != expected
 
     async def left():
-        async with aclosing(host.stream(Job(requests=(request(1), request(2)), wanted="policy"))) as stream:
+        async with aclosing(host.stream(Job(requests={0: request(1), 1: request(2)}, wanted="policy"))) as stream:
             await anext(stream)
 
     asyncio.run(left())
-    ended = asyncio.run(collected(host.stream(Job(requests=(request(1),), wanted="policy"))))[-1][-1]
+    ended = asyncio.run(collected(host.stream(Job(requests={0: request(1)}, wanted="policy"))))[-1][-1]
     assert isinstance(ended, Done)
-    late = Job(requests=(request(1),), wanted="policy", timeout_s=-1.0)
+    late = Job(requests={0: request(1)}, wanted="policy", timeout_s=-1.0)
     assert asyncio.run(collected(host.stream(late)))[-1][-1].code == "timeout"
     assert (host.engine.num_running, host.engine.num_waiting) == (0, 0)

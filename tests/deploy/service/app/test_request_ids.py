@@ -38,7 +38,7 @@ def test_refusals_and_streams_are_logged_and_health_is_not(client, logged):
     assert lines == [("/v1/completions", 401), ("/v1/nowhere\\u001b[2J", 404), ("/v1/chat/completions", 200)]
 
 
-def test_an_engine_that_fails_says_for_whom(client, logged, monkeypatch):
+def test_an_engine_failure_is_logged_with_the_request_ids(client, logged, monkeypatch):
     def broken(batch):
         raise RuntimeError("out of memory")
 

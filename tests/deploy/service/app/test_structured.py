@@ -29,13 +29,13 @@ def expect_pair(text):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_chat_answers_with_json_of_its_schema(client, seed):
+def test_a_chat_answers_with_json_that_matches_the_schema(client, seed):
     body = client.post("/v1/chat/completions", json=CHAT | LONG | {"response_format": FORMAT, "seed": seed}).json()
     expect_pair(body["choices"][0]["message"]["content"])
     assert body["choices"][0]["finish_reason"] == "stop"
 
 
-def test_all_choices_are_texts_of_it(client):
+def test_all_choices_match_the_structure(client):
     outputs = {"structured_outputs": {"json": SCHEMA}}
     body = client.post("/v1/completions", json=ASK | LONG | outputs | {"n": 6, "logprobs": 0}).json()
     texts = [choice["text"] for choice in body["choices"]]
@@ -53,7 +53,7 @@ def test_a_text_that_fills_its_canvas_is_complete(client):
     assert choice["finish_reason"] == "stop"
 
 
-def test_choices_and_any_object(client):
+def test_choices_and_json_objects_are_supported(client):
     choices = ["yes (", "no|"]
     body = client.post("/v1/completions", json=ASK | {"structured_outputs": {"choice": choices}}).json()
     assert body["choices"][0]["text"] in choices
@@ -63,7 +63,7 @@ def test_choices_and_any_object(client):
 
 
 @pytest.mark.parametrize("shows", ["committed", "canvas"])
-def test_a_stream_ends_with_it(client, shows):
+def test_a_streamed_text_matches_the_structure(client, shows):
     asked = CHAT | LONG | {"response_format": FORMAT, "stream": True}
     whole = client.post("/v1/chat/completions", json=asked | {"stream": False}).json()["choices"][0]["message"][
         "content"
@@ -91,18 +91,18 @@ LEAST = {"type": "integer", "minimum": 3}
         ({"stop": "}"}, "stop", "the text ends where it is complete"),
         ({"stop_token_ids": [5]}, "stop_token_ids", "the text ends where it is complete"),
         ({"ignore_eos": True}, "ignore_eos", "the text ends where it is complete"),
-        ({"suffix": "x"}, "suffix", "which says all of a text"),
+        ({"suffix": "x"}, "suffix", "which covers the whole text"),
         ({"max_tokens": 3}, "response_format", "needs 9 tokens at least, and the completion has room for 3"),
         ({"diffusion": GIVEN}, "response_format", "has no text that fits what is given or forbidden"),
         ({}, "structured_outputs", "has one of `json`, `json_object`, `regex` and `choice`"),
         ({"regex": "a", "choice": ["b"]}, "structured_outputs", "has one of"),
         ({"json": DEEP}, "structured_outputs.json", "is nested more than 64 levels deep"),
-        ({"regex": "(a"}, "structured_outputs", "is no regular expression that can be served"),
+        ({"regex": "(a"}, "structured_outputs", "is not a supported regular expression"),
         ({"grammar": "a"}, "structured_outputs.grammar", "is not supported"),
-        ({"json": LEAST}, "structured_outputs", "has 'minimum' beside `type`, which is not served"),
+        ({"json": LEAST}, "structured_outputs", "has 'minimum' with `type`, which is not served"),
     ],
 )
-def test_what_cannot_be_is_refused_in_the_names_of_the_body(client, asked, param, words):
+def test_unsupported_structures_are_refused_by_the_bodys_field_name(client, asked, param, words):
     is_nested = param.startswith("structured_outputs")
     fields = CompletionRequest.model_fields.keys() - ({"regex"} if is_nested else set())
     body = {name: value for name, value in asked.items() if name in fields}
@@ -116,16 +116,17 @@ def test_what_cannot_be_is_refused_in_the_names_of_the_body(client, asked, param
     assert error["param"] == param
 
 
-def test_choices_of_one_job_travel_with_one_grammar(service):
+def test_the_choices_of_a_job_are_sent_with_a_single_copy_of_their_grammar(service):
     ask = CompletionRequest.model_validate(ASK | {"structured_outputs": {"regex": "[0-9]+"}, "n": 20})
     plan = service.planner.plan(ask)
-    job = pickle.loads(pickle.dumps(service.planner.job(ask, plan)))
-    assert all(request.grammar is None for request in job.requests)
-    assert all(request.grammar.digest == plan.grammar.digest for request in job.whole_requests)
+    job = pickle.loads(pickle.dumps(service.planner.job(plan)))
+    assert len(job.requests) == 20
+    (grammar,) = {id(request.grammar): request.grammar for request in job.requests.values()}.values()
+    assert grammar.digest == plan.grammar.digest
 
 
-def test_a_grammar_that_waits_too_long_for_those_of_others_is_refused(app, service, client, monkeypatch):
-    monkeypatch.setattr("deploy.service.api.app.GRAMMAR_TIMEOUT_S", 0.3)
+def test_a_request_that_waits_too_long_for_its_grammar_is_refused(app, service, client, monkeypatch):
+    monkeypatch.setattr("deploy.service.api.inference.GRAMMAR_TIMEOUT_S", 0.3)
     free, begun, plan = threading.Event(), [], service.planner.plan
 
     def slow(ask):
@@ -141,10 +142,10 @@ def test_a_grammar_that_waits_too_long_for_those_of_others_is_refused(app, servi
     with ThreadPoolExecutor(3) as asking:
         answers = list(asking.map(ask, (1, 2, 3)))
     for answer in answers:
-        assert "was not made in 0 s" in assert_error(answer, 503)["message"]
+        assert "was not ready in 0 s" in assert_error(answer, 503)["message"]
         assert answer.headers["retry-after"] == "10"
     # The third request was still queued when it timed out, so it is never planned.
     free.set()
-    monkeypatch.setattr("deploy.service.api.app.GRAMMAR_TIMEOUT_S", 30.0)
+    monkeypatch.setattr("deploy.service.api.inference.GRAMMAR_TIMEOUT_S", 30.0)
     assert ask(4).status_code == 200
     assert len(begun) == 3

@@ -14,9 +14,8 @@ from deploy.service.checkpoints import Checkpoints
 from deploy.service.contract import Began, BlocksDone, CanvasSeen, Done, EngineLostError, Job, Refused
 from deploy.service.engine.engine import BusyError, Engine
 from deploy.service.engine.engine_host import EngineHost, Mailbox
-from deploy.service.engine.loaded_version import NoRoomError, NoSuchVersionError, RefusedVersionError
 from deploy.service.engine.loading import VersionLoader
-from deploy.service.engine.versions import Versions
+from deploy.service.engine.versions import NoRoomError, NoSuchVersionError, RefusedVersionError, Versions
 from deploy.service.failover import MAX_LOST, with_failover
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
@@ -29,7 +28,7 @@ def request(seed=1, **changes):
 
 
 def job(*seeds, **facts):
-    return Job(requests=tuple(request(seed) for seed in seeds or (1,)), **{"wanted": "policy"} | facts)
+    return Job(requests=dict(enumerate(map(request, seeds or (1,)))), **{"wanted": "policy"} | facts)
 
 
 async def collect(stream):
@@ -75,7 +74,7 @@ def held(versions, monkeypatch):
     engine.close()
 
 
-def test_a_job_is_what_the_sampler_says_and_tells_each_block_once(host, make_sampler):
+def test_a_job_equals_the_samplers_completion_and_sends_each_block_once(host, make_sampler):
     events = asyncio.run(flat(host.stream(job(1, 2))))
     expected = make_sampler(1).generate([request(1), request(2)])
     assert isinstance(events[0], Began)
@@ -89,7 +88,7 @@ def test_a_job_is_what_the_sampler_says_and_tells_each_block_once(host, make_sam
     assert not of(CanvasSeen, events)
 
 
-def test_a_job_without_blocks_is_one_message(host, make_sampler):
+def test_a_job_that_sends_no_blocks_is_one_message(host, make_sampler):
     async def lists():
         async with aclosing(host.stream(job(1, tells_blocks=False))) as stream:
             return [events async for events in stream]
@@ -102,7 +101,7 @@ def test_a_job_without_blocks_is_one_message(host, make_sampler):
     assert ids(again) == ids(events)
 
 
-def test_a_watched_job_shows_every_step(versions, engine):
+def test_a_job_that_shows_its_canvas_sends_every_step(versions, engine):
     seen = []
     done = threading.Event()
 
@@ -116,7 +115,7 @@ def test_a_watched_job_shows_every_step(versions, engine):
     assert [event.progress.num_steps for event in of(CanvasSeen, seen)] == list(range(1, 16))
 
 
-def test_jobs_join_those_under_way_and_leave_them_as_they_are(held, versions, make_sampler):
+def test_a_job_that_joins_does_not_change_running_jobs(held, versions, make_sampler):
     events = []
     held.submit(job(1), versions.acquire("policy"), events.append)
     held.let(3)
@@ -128,7 +127,7 @@ def test_jobs_join_those_under_way_and_leave_them_as_they_are(held, versions, ma
     assert done == [c.token_ids.tolist() for c in make_sampler(1).generate([request(1), request(2)])]
 
 
-def test_a_client_that_goes_away_frees_its_slots_at_the_next_step(held, versions):
+def test_a_client_that_disconnects_frees_its_slots_at_the_next_step(held, versions):
     async def leave():
         async with aclosing(EngineHost(versions, held).stream(job(1, 2))) as stream:
             assert isinstance((await anext(stream))[0], Began)
@@ -140,7 +139,7 @@ def test_a_client_that_goes_away_frees_its_slots_at_the_next_step(held, versions
     assert versions.acquire("policy").num_jobs == 1, "the version is still in use"
 
 
-def test_a_request_that_began_under_a_version_finishes_under_it(held, versions, make_policy, make_sampler):
+def test_a_job_ends_on_the_version_that_it_began_with(held, versions, make_policy, make_sampler):
     events, later = [], []
     old = versions.acquire("policy")
     held.submit(job(1), old, events.append)
@@ -157,7 +156,7 @@ def test_a_request_that_began_under_a_version_finishes_under_it(held, versions, 
     assert ids(later)[0] == make_sampler(2).generate([request(1)])[0].token_ids.tolist() != ids(events)[0]
 
 
-def test_more_than_fits_is_refused_with_a_time_to_try_again(held, versions):
+def test_a_job_that_does_not_fit_is_refused_with_retry_after(held, versions):
     held.submit(job(1, 2), versions.acquire("policy"), lambda event: None)
     live = versions.acquire("policy")
     with pytest.raises(BusyError) as raised:
@@ -166,7 +165,7 @@ def test_more_than_fits_is_refused_with_a_time_to_try_again(held, versions):
     held.submit(job(3), live, lambda event: None)
 
 
-def test_a_job_out_of_time_is_given_up_and_its_slots_are_free(held, versions):
+def test_a_job_that_times_out_frees_its_slots(held, versions):
     events = []
     held.submit(job(1, timeout_s=0.1), versions.acquire("policy"), events.append)
     wait_until(lambda: events, "the refusal")
@@ -174,7 +173,7 @@ def test_a_job_out_of_time_is_given_up_and_its_slots_are_free(held, versions):
     wait_until(lambda: held.num_running == 0 and held.num_waiting == 0, "the slot to be free")
 
 
-def test_a_policy_that_fails_fails_its_jobs_and_no_others(held, versions, make_policy):
+def test_an_error_in_one_version_fails_only_its_own_jobs(held, versions, make_policy):
     events, others = [], []
     broken = versions.acquire("policy")
     held.submit(job(1), broken, events.append)
@@ -196,7 +195,7 @@ def test_a_policy_that_fails_fails_its_jobs_and_no_others(held, versions, make_p
     wait_until(lambda: of(Done, again), "the next job of that version")
 
 
-def test_the_log_of_a_failure_says_where_and_shows_no_prompt(engine, versions, capsys):
+def test_a_failure_is_logged_with_its_traceback_and_without_the_prompt(engine, versions, capsys):
     events, live = [], versions.acquire("policy")
 
     def fail(*_, **__):
@@ -204,7 +203,7 @@ def test_the_log_of_a_failure_says_where_and_shows_no_prompt(engine, versions, c
 
     live.sampler.model.forward = fail
     asked = replace(request(), prompt_ids=(211, 213, 217))
-    engine.submit(replace(job(), requests=(asked,)), live, events.append)
+    engine.submit(replace(job(), requests={0: asked}), live, events.append)
     wait_until(lambda: events, "the refusal")
     log = capsys.readouterr().out
     assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[error *\] engine_step_failed", log)
@@ -214,13 +213,13 @@ def test_the_log_of_a_failure_says_where_and_shows_no_prompt(engine, versions, c
     assert not re.search(r"(?<!line )\b21[137]\b,", log)
 
 
-def test_what_the_policy_cannot_serve_is_refused_and_releases_the_version(host, versions):
-    events = asyncio.run(flat(host.stream(Job(requests=(replace(request(), prompt_ids=()),), wanted="policy"))))
+def test_an_invalid_request_is_refused_and_releases_the_version(host, versions):
+    events = asyncio.run(flat(host.stream(Job(requests={0: replace(request(), prompt_ids=())}, wanted="policy"))))
     assert [(event.status, event.code) for event in events] == [(400, "invalid_request")]
     assert versions.acquire("policy").num_jobs == 1
 
 
-def test_an_engine_that_stops_says_so_to_what_is_under_way_and_takes_nothing(held, versions):
+def test_a_closed_engine_refuses_running_and_new_jobs(held, versions):
     events = []
     held.submit(job(1), versions.acquire("policy"), events.append)
     held.let(1)
@@ -233,7 +232,7 @@ def test_an_engine_that_stops_says_so_to_what_is_under_way_and_takes_nothing(hel
     assert raised.value.refusal.status == 503
 
 
-def test_a_slow_reader_gets_the_newest_canvas_and_every_block():
+def test_a_slow_reader_gets_the_latest_canvas_and_every_block():
     async def read():
         mailbox = Mailbox(asyncio.get_running_loop())
         for progress in (1, 2):
@@ -248,7 +247,7 @@ def test_a_slow_reader_gets_the_newest_canvas_and_every_block():
     assert [(event.choice, getattr(event, "progress", None)) for event in got] == [(0, 2), (1, 2), (0, None), (0, 3)]
 
 
-def test_who_leaves_while_a_version_loads_does_not_keep_it(versions, engine, make_policy):
+def test_a_job_cancelled_while_its_version_loads_releases_the_version(versions, engine, make_policy):
     may_load, loading = threading.Event(), threading.Event()
 
     class Slow:
@@ -261,7 +260,7 @@ def test_who_leaves_while_a_version_loads_does_not_keep_it(versions, engine, mak
             return getattr(versions, name)
 
     async def run():
-        task = asyncio.create_task(flat(EngineHost(Slow(), engine).stream(job(began_with=versions.policy))))
+        task = asyncio.create_task(flat(EngineHost(Slow(), engine).stream(job(wanted="base"))))
         await asyncio.to_thread(loading.wait, 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -277,11 +276,11 @@ def test_who_leaves_while_a_version_loads_does_not_keep_it(versions, engine, mak
     asyncio.run(run())
 
 
-def test_a_join_that_fails_ends_all_jobs_whose_rows_are_lost_with_it(held, versions, monkeypatch):
+def test_a_failed_submission_ends_all_jobs_of_the_batch(held, versions, monkeypatch):
     told = {"first": [], "second": []}
     live = versions.acquire("policy")
     held.submit(job(1), live, told["first"].append)
-    wait_until(lambda: held._tasks and live.batch is not None, "the first to join")
+    wait_until(lambda: held._jobs and live.batch is not None, "the first to join")
     monkeypatch.setattr(live.batch, "submit", lambda _: (_ for _ in ()).throw(RuntimeError("out of memory")))
     held.submit(job(2), versions.acquire("policy"), told["second"].append)
     wait_until(lambda: all(told.values()), "both to be told")
@@ -289,7 +288,7 @@ def test_a_join_that_fails_ends_all_jobs_whose_rows_are_lost_with_it(held, versi
     assert held.is_alive
 
 
-def test_a_version_without_room_for_rows_fails_its_job_and_no_other(host, engine, versions, monkeypatch):
+def test_a_batch_that_does_not_fit_in_memory_fails_only_its_job(host, engine, versions, monkeypatch):
     sampler = versions._live[0].sampler
     opened = sampler.open
     monkeypatch.setattr(sampler, "open", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
@@ -298,12 +297,13 @@ def test_a_version_without_room_for_rows_fails_its_job_and_no_other(host, engine
     monkeypatch.setattr(sampler, "open", opened)
     assert ids(asyncio.run(flat(host.stream(job()))))
     assert engine.is_alive
+    assert engine.num_waiting == 0
 
 
 # Policy versions.
 
 
-def test_a_bad_version_stays_out_and_says_so(versions, make_policy, make_sampler):
+def test_a_version_with_weights_that_are_not_finite_is_refused(versions, make_policy, make_sampler):
     sampler = make_sampler(2)
     with torch.no_grad():
         sampler.model.embed.weight[3, 3] = torch.nan
@@ -316,7 +316,7 @@ def test_a_bad_version_stays_out_and_says_so(versions, make_policy, make_sampler
     ]
 
 
-def test_a_version_that_predicts_no_number_stays_out(versions, make_policy, make_sampler):
+def test_a_version_with_predictions_that_are_not_finite_is_refused(versions, make_policy, make_sampler):
     sampler = make_sampler(2)
     with torch.no_grad():
         sampler.model.head.weight.fill_(3e38)
@@ -325,7 +325,7 @@ def test_a_version_that_predicts_no_number_stays_out(versions, make_policy, make
         versions.adopt(make_policy(2))
 
 
-def test_damaged_weights_stay_out(make_policy, versions):
+def test_a_version_with_damaged_weights_is_refused(make_policy, versions):
     def damaged(policy):
         raise ValueError("the checksum of head.weight differs")
 
@@ -334,7 +334,7 @@ def test_damaged_weights_stay_out(make_policy, versions):
         versions.adopt(make_policy(2))
 
 
-def test_a_version_is_loaded_once_and_stays_while_it_is_used(run_dir, make_policy, make_sampler):
+def test_a_version_is_loaded_once_and_stays_in_memory_while_in_use(run_dir, make_policy, make_sampler):
     loaded = []
 
     def load(policy):
@@ -356,7 +356,7 @@ def test_a_version_is_loaded_once_and_stays_while_it_is_used(run_dir, make_polic
         versions.acquire(77)
 
 
-def test_a_version_that_nobody_used_for_a_while_leaves_memory(versions, make_policy, monkeypatch):
+def test_an_unused_version_is_unloaded(versions, make_policy, monkeypatch):
     versions.adopt(make_policy(2))
     live = versions.acquire(1)
     monkeypatch.setattr("deploy.service.engine.versions._LINGER_S", 0.0)
@@ -368,7 +368,7 @@ def test_a_version_that_nobody_used_for_a_while_leaves_memory(versions, make_pol
     assert [policy.version for policy in versions.live] == [2]
 
 
-def test_a_version_in_memory_is_found_without_a_look_at_the_disk(versions, make_policy):
+def test_a_version_in_memory_is_found_without_reading_the_disk(versions, make_policy):
     def locate(wanted):
         raise AssertionError(f"looked for {wanted}")
 
@@ -381,7 +381,7 @@ def test_a_version_in_memory_is_found_without_a_look_at_the_disk(versions, make_
     assert versions.acquire_live("base") is versions.acquire_live(3) is None
 
 
-def test_a_version_that_is_asked_for_and_gone_is_no_refused_one(versions, make_policy):
+def test_a_version_without_weights_is_not_listed_as_refused(versions, make_policy):
     def gone(policy):
         raise LookupError("the store moved on")
 
@@ -393,7 +393,7 @@ def test_a_version_that_is_asked_for_and_gone_is_no_refused_one(versions, make_p
     assert versions._loading.acquire(timeout=1)
 
 
-def test_no_room_is_said_and_not_waited_for_without_end(make_policy, make_sampler, monkeypatch):
+def test_loading_without_room_in_memory_times_out(make_policy, make_sampler, monkeypatch):
     monkeypatch.setattr("deploy.service.engine.versions._BRING_TIMEOUT_S", 0.1)
     versions = Versions(
         make_sampler(1),
@@ -407,7 +407,7 @@ def test_no_room_is_said_and_not_waited_for_without_end(make_policy, make_sample
         versions.acquire(3)
 
 
-def test_base_is_what_the_rounds_began_with(run_dir, add_checkpoint, versions):
+def test_base_is_the_version_before_the_rounds(run_dir, add_checkpoint, versions):
     assert versions.located("base") == 1
     add_checkpoint(run_dir, 5, "rl", round_index=4)
     assert versions.acquire("base").policy.version == 1
@@ -415,7 +415,7 @@ def test_base_is_what_the_rounds_began_with(run_dir, add_checkpoint, versions):
     assert [policy.version for policy in versions.live] == [1, 5]
 
 
-def test_a_version_that_its_store_has_lost_since_is_answered_from_its_checkpoint(
+def test_a_version_that_its_store_dropped_is_loaded_from_its_checkpoint(
     run_dir, add_checkpoint, versions, make_policy, make_sampler
 ):
     def load(policy):
@@ -433,7 +433,7 @@ def test_a_version_that_its_store_has_lost_since_is_answered_from_its_checkpoint
     assert versions.acquire(5).policy == replace(announced, checkpoint=str(directory))
 
 
-def test_a_checkpoint_of_other_weights_is_not_taken_for_those_that_were_announced(versions, make_policy):
+def test_a_checkpoint_with_other_weights_than_announced_is_not_loaded(versions, make_policy):
     def gone(_):
         raise LookupError("the store moved on")
 
@@ -444,9 +444,7 @@ def test_a_checkpoint_of_other_weights_is_not_taken_for_those_that_were_announce
         versions.acquire(5)
 
 
-def test_a_damaged_checkpoint_is_found_out_when_it_is_loaded_and_not_each_time_it_is_named(
-    run_dir, add_checkpoint, make_policy, make_sampler
-):
+def test_a_checkpoint_is_verified_when_it_is_loaded_only(run_dir, add_checkpoint, make_policy, make_sampler):
     add_checkpoint(run_dir, 5, "rl", round_index=4)
     versions = Versions(
         make_sampler(5),
@@ -463,7 +461,7 @@ def test_a_damaged_checkpoint_is_found_out_when_it_is_loaded_and_not_each_time_i
         versions.acquire("base")
 
 
-def test_a_score_changes_what_is_known_and_not_the_weights(versions, make_policy):
+def test_a_score_updates_the_metadata_without_a_swap(versions, make_policy):
     versions.learn(replace(versions.policy, num_correct=3, num_problems=4))
     assert (versions.policy.num_correct, versions.scored.version, versions.num_swaps) == (3, 1, 0)
     versions.learn(make_policy(7, num_correct=1, num_problems=4))
@@ -498,8 +496,8 @@ class DyingBackend:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("lives", [(0,), (1,), (2,), (3, 2), (4, 0, 5)])
-def test_a_job_outlives_its_engines_token_for_token(host, lives, temperature):
-    work = Job(requests=tuple(request(seed, temperature=temperature) for seed in (1, 2)), wanted="policy")
+def test_failover_continues_a_job_with_identical_tokens(host, lives, temperature):
+    work = Job(requests={seed: request(seed, temperature=temperature) for seed in (0, 1)}, wanted="policy")
     whole = asyncio.run(collect(with_failover(DyingBackend(host), work, may_restart=False)))
     backend = DyingBackend(host, *lives)
     again = asyncio.run(collect(with_failover(backend, work, may_restart=False)))
@@ -514,12 +512,10 @@ def test_a_job_outlives_its_engines_token_for_token(host, lives, temperature):
     assert not of(Refused, again)
     if lives == (4, 0, 5):
         assert backend.jobs[-1].began_with is not None
-        assert any(one.committed is not None for one in backend.jobs[-1].requests)
+        assert any(one.committed is not None for one in backend.jobs[-1].requests.values())
 
 
-def test_a_stream_whose_version_is_gone_ends_with_an_error_and_a_whole_answer_begins_again(
-    host, versions, make_policy, make_sampler
-):
+def test_without_its_version_a_stream_fails_and_a_whole_answer_restarts(host, versions, make_policy, make_sampler):
     class Forgetful(DyingBackend):
         """The second engine has other weights under the same version number."""
 
@@ -544,7 +540,7 @@ def test_a_stream_whose_version_is_gone_ends_with_an_error_and_a_whole_answer_be
     assert len(of(Done, again)) == 1
 
 
-def test_engines_that_die_without_end_end_in_a_refusal(host, monkeypatch):
+def test_a_job_that_loses_too_many_engines_is_refused(host, monkeypatch):
     monkeypatch.setattr("deploy.service.failover._PAUSE_S", 0)
     backend = DyingBackend(host, *[0] * MAX_LOST)
     events = asyncio.run(collect(with_failover(backend, job(), may_restart=True)))

@@ -88,12 +88,12 @@ def kinds(registry):
     return [(event.kind, event.version) for event in registry.events("0")]
 
 
-def test_only_the_last_announcement_is_loaded(versions, follow, loaded, make_policy):
+def test_only_the_latest_announcement_is_loaded(versions, follow, loaded, make_policy):
     assert follow(make_policy(2), make_policy(3), make_policy(4)).follow_once(0)
     assert (versions.policy.version, loaded) == (4, [4])
 
 
-def test_a_score_is_taken_over_without_loading(versions, follow, registry, loaded, make_policy):
+def test_a_score_is_recorded_without_loading(versions, follow, registry, loaded, make_policy):
     follower = follow(make_policy(2))
     follower.follow_once(0)
     registry.score(2, 1, 2)
@@ -101,7 +101,7 @@ def test_a_score_is_taken_over_without_loading(versions, follow, registry, loade
     assert (versions.policy.num_correct, loaded, versions.num_swaps) == (1, [2], 1)
 
 
-def test_what_is_served_already_is_not_loaded_again(versions, follow, loaded, make_policy):
+def test_the_serving_version_is_not_loaded_again(versions, follow, loaded, make_policy):
     follow(make_policy(1, weight_store="gone")).follow_once(0)
     assert (versions.policy.version, loaded) == (1, [])
 
@@ -114,7 +114,7 @@ def test_a_resumed_run_may_go_back_to_an_earlier_version(versions, follow, regis
     assert versions.policy.version == 3
 
 
-def test_weights_that_are_gone_are_counted_and_not_asked_for_again(versions, follow, make_policy):
+def test_missing_weights_count_as_an_error_and_are_not_requested_again(versions, follow, make_policy):
     follower = follow(make_policy(2))
     attempts = []
 
@@ -142,7 +142,7 @@ def loads_checkpoints_alone(versions, otherwise):
     versions._load = from_checkpoint
 
 
-def test_weights_that_are_gone_are_asked_for_again_when_they_lie_elsewhere(versions, follow, registry, make_policy):
+def test_missing_weights_are_requested_again_from_a_new_location(versions, follow, registry, make_policy):
     follower = follow(make_policy(2))
     loads_checkpoints_alone(versions, LookupError("the store moved on"))
     assert not follower.follow_once(0)
@@ -151,7 +151,7 @@ def test_weights_that_are_gone_are_asked_for_again_when_they_lie_elsewhere(versi
     assert versions.policy.version == 2
 
 
-def test_versions_out_of_reach_are_not_refused_and_engines_serve_them_once_they_have_a_checkpoint(
+def test_unreachable_versions_are_not_refused_and_serve_once_they_have_a_checkpoint(
     engine_of, registry, run_dir, make_policy
 ):
     def engine():
@@ -174,9 +174,7 @@ def test_versions_out_of_reach_are_not_refused_and_engines_serve_them_once_they_
     assert new.policy.version == old.policy.version == registry.snapshot().aliases["policy"] == 4
 
 
-def test_a_version_with_another_checksum_than_was_announced_stays_out_and_says_so(
-    versions, follow, registry, run_dir, add_checkpoint, make_policy
-):
+def test_a_version_with_a_wrong_checksum_is_refused(versions, follow, registry, run_dir, add_checkpoint, make_policy):
     directory = add_checkpoint(run_dir, 2)
     versions._load = lambda policy: VersionLoader(directory, EngineConfig()).load(policy)
     follower = follow(make_policy(2, checkpoint=str(directory), manifest_digest="dead" * 16))
@@ -186,7 +184,7 @@ def test_a_version_with_another_checksum_than_was_announced_stays_out_and_says_s
     assert "holds other weights than were announced" in versions.refused[0].why
 
 
-def test_a_version_that_arrived_damaged_is_served_from_its_checkpoint(versions, follow, registry, make_policy):
+def test_a_version_damaged_in_transfer_is_served_from_its_checkpoint(versions, follow, registry, make_policy):
     follower = follow(make_policy(2, weight_store="d1-weights-tiny"))
     loads_checkpoints_alone(versions, ValueError("the checksum differs"))
     assert not follower.follow_once(0)
@@ -196,7 +194,7 @@ def test_a_version_that_arrived_damaged_is_served_from_its_checkpoint(versions, 
     assert (versions.policy.version, versions.refused, registry.snapshot().refused) == (2, (), frozenset())
 
 
-def test_a_version_that_is_refused_is_counted_and_not_asked_for_again(versions, follow, registry, make_policy):
+def test_a_refused_version_counts_as_an_error_and_is_not_requested_again(versions, follow, registry, make_policy):
     follower = follow(make_policy(2))
 
     def damaged(policy):
@@ -249,7 +247,7 @@ def test_other_failures_to_load_are_tried_again(versions, follow, make_policy, m
     assert (versions.policy.version, follower.status.num_errors) == (2, 1)
 
 
-def test_a_registry_out_of_reach_is_seen_and_so_is_its_return(versions, follow, registry, make_policy):
+def test_the_status_shows_whether_the_registry_is_reachable(versions, follow, registry, make_policy):
     follower = follow(make_policy(2))
     registry.is_away = True
     assert not follower.follow_once(0)
@@ -261,7 +259,7 @@ def test_a_registry_out_of_reach_is_seen_and_so_is_its_return(versions, follow, 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_thread_follows_and_a_dead_one_is_replaced(versions, follow, make_policy):
+def test_the_follower_thread_is_restarted_if_it_dies(versions, follow, make_policy):
     follower = follow(make_policy(2))
     read = follower._read
 
@@ -286,13 +284,13 @@ def test_the_thread_follows_and_a_dead_one_is_replaced(versions, follow, make_po
 # Reports to the registry.
 
 
-def test_an_empty_registry_is_filled_and_told_what_serves(versions, follow, registry):
+def test_an_empty_registry_is_filled_with_the_checkpoints_and_the_serving_version(versions, follow, registry):
     assert follow().follow_once(0)
     assert registry.snapshot().aliases == {"newest": 1, "base": 1, "policy": 1}
     assert kinds(registry) == [("rebuilt", 1), ("serving", 1)]
 
 
-def test_a_registry_that_lost_its_data_is_filled_with_what_was_heard(
+def test_a_registry_that_lost_its_data_is_filled_with_the_latest_announcement(
     versions, follow, registry, registry_server, make_policy
 ):
     newest = make_policy(7, weight_store="d1-weights-tiny", manifest_digest="abc")
@@ -322,7 +320,7 @@ def test_a_pin_returns_to_a_registry_that_lost_its_data(versions, follow, regist
     )
 
 
-def test_a_pin_of_an_unknown_version_is_shown_and_stops_nothing(versions, follow, want, make_policy):
+def test_a_pin_of_an_unknown_version_is_reported_and_the_service_continues(versions, follow, want, make_policy):
     want(pinned=99)
     follower = follow(make_policy(2))
     assert not follower.follow_once(0)
@@ -331,7 +329,7 @@ def test_a_pin_of_an_unknown_version_is_shown_and_stops_nothing(versions, follow
     assert "policy version 99 is not known, so it cannot be pinned" in follower.status.last_error
 
 
-def test_a_damaged_file_of_what_an_operator_wants_is_shown_and_stops_nothing(follow, registry, run_dir, versions):
+def test_a_damaged_admin_file_is_reported_and_the_service_continues(follow, registry, run_dir, versions):
     (run_dir / "admin.json").write_text("{")
     follower = follow()
     assert not follower.follow_once(0)
@@ -340,7 +338,7 @@ def test_a_damaged_file_of_what_an_operator_wants_is_shown_and_stops_nothing(fol
     assert registry.snapshot().aliases["policy"] == 1
 
 
-def test_many_engines_tell_of_a_swap_and_of_a_refusal_once(engine_of, registry, run_dir, make_policy):
+def test_several_engines_record_a_swap_and_a_refusal_once(engine_of, registry, run_dir, make_policy):
     followers = [VersionFollower(registry, engine_of(), run_dir) for _ in range(3)]
     registry.announce(make_policy(2))
     for follower in followers:
@@ -363,7 +361,7 @@ def test_many_engines_tell_of_a_swap_and_of_a_refusal_once(engine_of, registry, 
     assert refused.why == "Policy version 3 is not served: the checksum differs"
 
 
-def test_an_engine_that_lags_does_not_move_the_alias_back(engine_of, registry, run_dir, make_policy):
+def test_an_engine_behind_the_others_does_not_move_the_alias_back(engine_of, registry, run_dir, make_policy):
     ahead = VersionFollower(registry, engine_of(), run_dir)
     registry.announce(make_policy(2))
     slow_versions = engine_of()
@@ -387,7 +385,7 @@ def test_an_engine_that_lags_does_not_move_the_alias_back(engine_of, registry, r
 # Pins by an operator.
 
 
-def test_a_pinned_version_serves_whatever_is_announced(versions, follow, registry, want, make_policy):
+def test_a_pinned_version_serves_despite_newer_announcements(versions, follow, registry, want, make_policy):
     follower = follow(make_policy(2), make_policy(3))
     follower.follow_once(0)
     want(pinned=2)
@@ -402,7 +400,7 @@ def test_a_pinned_version_serves_whatever_is_announced(versions, follow, registr
     assert (versions.policy.version, registry.snapshot().aliases["policy"]) == (4, 4)
 
 
-def test_a_paused_service_keeps_what_it_has_and_new_engines_take_the_same(
+def test_a_paused_service_keeps_its_version_and_new_engines_load_it(
     versions, follow, registry, engine_of, run_dir, want, make_policy
 ):
     follower = follow(make_policy(2))
@@ -419,7 +417,7 @@ def test_a_paused_service_keeps_what_it_has_and_new_engines_take_the_same(
     assert versions.policy.version == 3
 
 
-def test_weights_that_a_resumed_run_makes_anew_do_not_replace_what_is_held(
+def test_new_weights_under_a_pinned_number_do_not_replace_the_serving_ones(
     versions, follow, registry, want, make_policy
 ):
     follower = follow(make_policy(2, manifest_digest="a"))
@@ -433,7 +431,7 @@ def test_weights_that_a_resumed_run_makes_anew_do_not_replace_what_is_held(
     assert versions.policy.manifest_digest == "b"
 
 
-def test_a_service_goes_on_with_a_new_run_of_the_name_and_without_the_pin_of_the_old(
+def test_a_new_run_of_the_same_name_is_followed_without_the_old_pin(
     versions, follow, registry, run_dir, want, make_policy
 ):
     follower = follow()
@@ -450,7 +448,7 @@ def test_a_service_goes_on_with_a_new_run_of_the_name_and_without_the_pin_of_the
     assert follower.status.admin == DEFAULT_ADMIN_STATE
 
 
-def test_a_pin_outlives_the_registrys_data(versions, follow, registry, run_dir, add_checkpoint, want):
+def test_a_pin_survives_the_loss_of_the_registrys_data(versions, follow, registry, run_dir, add_checkpoint, want):
     add_checkpoint(run_dir, 2)
     want(pinned=1)
     follower = follow()
@@ -459,7 +457,7 @@ def test_a_pin_outlives_the_registrys_data(versions, follow, registry, run_dir, 
     assert registry.snapshot().admin.pinned == 1
 
 
-def test_a_pinned_version_that_is_gone_leaves_what_the_others_serve_until_it_is_pinned_again(
+def test_a_pinned_version_without_weights_is_tried_again_when_pinned_again(
     versions, follow, registry, engine_of, run_dir, want, make_policy
 ):
     follow(make_policy(2), make_policy(3)).follow_once(0)
@@ -503,7 +501,7 @@ def test_a_refused_version_is_tried_again_once_it_is_pinned(versions, follow, re
     assert (versions.policy.version, versions.refused) == (2, ())
 
 
-def test_many_engines_tell_of_an_operators_change_once(engine_of, registry, run_dir, want):
+def test_several_engines_record_an_operators_change_once(engine_of, registry, run_dir, want):
     followers = [VersionFollower(registry, engine_of(), run_dir) for _ in range(3)]
     for pinned, is_paused in ((1, False), (1, True), (None, False)):
         want(pinned, is_paused)
@@ -514,9 +512,7 @@ def test_many_engines_tell_of_an_operators_change_once(engine_of, registry, run_
     assert told == [("pinned", 1), ("paused", None), ("unpinned", 1), ("resumed", None)]
 
 
-def test_a_new_engine_does_not_serve_what_the_others_have_refused(
-    versions, follow, registry, engine_of, run_dir, make_policy
-):
+def test_a_new_engine_does_not_serve_a_refused_version(versions, follow, registry, engine_of, run_dir, make_policy):
     follower = follow(make_policy(2))
     follower.follow_once(0)
 

@@ -5,9 +5,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from deploy.recipe.web_names import Hostname, Origin
 from deploy.service.api.app import guarded
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.callers import Callers
-from deploy.service.gateway.rate_limits import RateLimits
+from deploy.service.gateway.access import Callers
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from tests.deploy.service.app.asking import BEARER, TOKEN
 
 ELSEWHERE = "https://notes.example.org"
@@ -43,7 +42,7 @@ def make_client(service, open_client):
         ("0.0.0.0", ("d1.example.org",), "10.1.2.3:8000", True),
     ],
 )
-def test_a_name_that_is_none_of_the_services_is_refused(make_client, listens_on, allowed, asked, is_known):
+def test_an_unknown_host_is_refused(make_client, listens_on, allowed, asked, is_known):
     """Also for what takes no key: the page of an origin that resolves to this machine would be the service's own."""
     client = make_client(Callers.of(listens_on, allowed, ()))
     for path in ("/health", "/", "/v1/models"):
@@ -54,7 +53,7 @@ def test_a_name_that_is_none_of_the_services_is_refused(make_client, listens_on,
         assert "service.allowed_hosts" in answer.json()["error"]["message"]
 
 
-def test_pages_of_other_origins_read_nothing_unless_they_are_allowed(make_client):
+def test_other_origins_need_permission_to_read_answers(make_client):
     asks = {"origin": ELSEWHERE, "access-control-request-method": "POST"}
     asks["access-control-request-headers"] = "authorization,content-type"
     closed, opened = make_client(Callers()), make_client(Callers.of("127.0.0.1", (), (ELSEWHERE,)))
@@ -74,20 +73,20 @@ def test_pages_of_other_origins_read_nothing_unless_they_are_allowed(make_client
 
 
 @pytest.mark.parametrize("text", ["https://a.example", "http://127.0.0.1:3000", "*"])
-def test_an_origin_is_taken(text):
+def test_valid_origins_are_accepted(text):
     assert TypeAdapter(Origin).validate_python(text) == text
 
 
 @pytest.mark.parametrize(
     "text", ["a.example", "https://a.example/", "https://a.example/x", "ftp://a", "https://", "", "http://["]
 )
-def test_what_is_no_origin_is_refused(text):
+def test_invalid_origins_are_refused(text):
     with pytest.raises(ValidationError, match="must be an origin"):
         TypeAdapter(Origin).validate_python(text)
 
 
 @pytest.mark.parametrize("text", ["https://a.example", "a.example:8000", "A.example", "-a", ""])
-def test_what_is_no_name_of_a_host_is_refused(text):
+def test_invalid_host_names_are_refused(text):
     with pytest.raises(ValidationError):
         TypeAdapter(Hostname).validate_python(text)
 
@@ -96,7 +95,7 @@ def test_what_is_no_name_of_a_host_is_refused(text):
     ("headers", "said"),
     [({}, "has no Content-Type"), ({"content-type": "text/plain"}, "has another Content-Type")],
 )
-def test_a_body_that_is_not_said_to_be_json_is_refused_by_its_header(make_client, headers, said):
+def test_a_body_without_json_content_type_is_refused(make_client, headers, said):
     client = make_client(Callers())
     answer = client.post("/v1/chat/completions", content=b'{"messages": []}', headers=headers)
     assert answer.status_code == 400

@@ -19,8 +19,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from deploy.service.gateway.access import AccessControl
-from deploy.service.gateway.api_keys import ApiKeys
-from deploy.service.gateway.rate_limits import RateLimits, SharedCounts
+from deploy.service.gateway.keys import ApiKeys, RateLimits, SharedCounts
 from tests.deploy.service.asking import TOKEN, wait_until
 
 
@@ -42,7 +41,7 @@ def statuses(rates, count, owner="me"):
 @pytest.fixture
 def make_rates(registry_server, monkeypatch):
     """Rates of ingresses of one service, which wait for the count however busy this machine is."""
-    monkeypatch.setattr("deploy.service.gateway.rate_limits._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("deploy.service.gateway.keys._TIMEOUT_S", 60.0)
     name = secrets.token_hex(4)
     return lambda limit: RateLimits(limit, SharedCounts(registry_server.url, name))
 
@@ -53,7 +52,7 @@ def test_each_key_has_its_own_limit():
     assert statuses(rates, 1, "you") == [200]
 
 
-def test_by_itself_each_ingress_has_the_whole_limit():
+def test_ingresses_without_shared_counts_count_separately():
     assert statuses([RateLimits("2/day"), RateLimits("2/day")], 6) == [200, 200, 200, 200, 429, 429]
 
 
@@ -62,12 +61,12 @@ def test_ingresses_count_together(make_rates):
 
 
 def test_services_do_not_count_together(registry_server, monkeypatch):
-    monkeypatch.setattr("deploy.service.gateway.rate_limits._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("deploy.service.gateway.keys._TIMEOUT_S", 60.0)
     rates = [RateLimits("1/day", SharedCounts(registry_server.url, name)) for name in ("one", "other")]
     assert statuses(rates, 3) == [200, 200, 429]
 
 
-def test_a_refusal_says_when_to_ask_again(make_rates):
+def test_a_rate_limit_error_has_retry_after(make_rates):
     async def refused():
         rates = make_rates("1/day")
         await rates.refusal("me")
@@ -78,7 +77,7 @@ def test_a_refusal_says_when_to_ask_again(make_rates):
     assert 1 <= asyncio.run(refused()).retry_after_s <= 60
 
 
-def test_a_burst_is_counted_together(make_rates):
+def test_concurrent_requests_are_all_counted(make_rates):
     async def ask():
         rates = make_rates("5/day")
         found = await asyncio.gather(*(rates.refusal("me") for _ in range(200)))
@@ -88,7 +87,7 @@ def test_a_burst_is_counted_together(make_rates):
     assert sum(refusal is None for refusal in asyncio.run(ask())) == 5
 
 
-def test_the_connections_of_the_counts_end_with_the_gate(registry_server, make_rates):
+def test_connections_to_redis_close_with_access_control(registry_server, make_rates):
     app = Starlette(routes=[Route("/", lambda _: PlainTextResponse("hello"), methods=["POST"])])
     with Redis.from_url(registry_server.url) as redis:
         num_before = len(redis.client_list())
@@ -117,9 +116,9 @@ def redis_that_says_nothing():
         connection.close()
 
 
-def test_while_what_is_shared_cannot_be_reached_each_counts_by_itself(monkeypatch):
-    monkeypatch.setattr("deploy.service.gateway.rate_limits._RETRY_S", 600.0)
-    monkeypatch.setattr("deploy.service.gateway.rate_limits._TIMEOUT_S", 1.0)
+def test_without_redis_each_ingress_counts_separately(monkeypatch):
+    monkeypatch.setattr("deploy.service.gateway.keys._RETRY_S", 600.0)
+    monkeypatch.setattr("deploy.service.gateway.keys._TIMEOUT_S", 1.0)
 
     async def ask(rates):
         began_s = time.monotonic()

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from actors.registry.server import URL_VARIABLE, ValkeyServer, free_port
 from deploy.errors import UserError
-from deploy.service.gateway.address import Address
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def _build(arguments: dict[str, Any]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
-def test_the_arguments_of_the_file_make_the_runs_service(run_dir: Path, registry_url: str) -> None:
+def test_yaml_arguments_build_the_runs_service(run_dir: Path, registry_url: str) -> None:
     application = _build({"run_dir": str(run_dir)})
     ingress = application._bound_deployment
     assert ingress.name == "Ingress"
@@ -50,7 +49,7 @@ def test_the_arguments_of_the_file_make_the_runs_service(run_dir: Path, registry
 
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
-def test_the_file_says_where_how_many_ingresses_listen(
+def test_yaml_arguments_set_address_and_number_of_ingresses(
     run_dir: Path, registry_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = {"run_dir": str(run_dir), "host": "0.0.0.0", "port": 8100, "num_ingresses": 2, "num_engines": 3}
@@ -67,7 +66,7 @@ def test_the_file_says_where_how_many_ingresses_listen(
 
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
-def test_arguments_that_cannot_work_are_refused(tmp_path: Path, registry_url: str) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path, registry_url: str) -> None:
     with pytest.raises(ValidationError, match="run_dirs"):
         _build({"run_dirs": str(tmp_path)})
     with pytest.raises(UserError, match="has to be absolute"):
@@ -77,7 +76,7 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path, registry_url: st
 
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
-def test_a_run_that_begins_after_its_service_is_waited_for(run_dir: Path, registry_url: str, tmp_path: Path) -> None:
+def test_the_service_waits_for_a_run_that_starts_later(run_dir: Path, registry_url: str, tmp_path: Path) -> None:
     """Ray Serve would not build it again."""
     late, made = tmp_path / "late", shutil.copytree(run_dir, tmp_path / "made")
     begins = threading.Timer(1.5, made.rename, (late,))

@@ -25,8 +25,8 @@ def ingress():
 
 
 def job(*seeds):
-    requests = tuple(Request(prompt_ids=(5, 6, 7), params=PARAMS, seed=seed) for seed in seeds or (1,))
-    return Job(requests=requests, wanted="policy")
+    requests = [Request(prompt_ids=(5, 6, 7), params=PARAMS, seed=seed) for seed in seeds or (1,)]
+    return Job(requests=dict(enumerate(requests)), wanted="policy")
 
 
 class Response:
@@ -77,7 +77,7 @@ def texts(events):
     return {event.choice: event.completion.token_ids.tolist() for event in events if isinstance(event, Done)}
 
 
-def test_a_job_through_a_handle_is_the_job_in_the_engine(ingress, host):
+def test_a_job_through_a_handle_equals_the_job_in_the_engine(ingress, host):
     handle = Handle(host)
     there = asyncio.run(all_of(ingress.ServeEngines(handle).stream(job(1, 2))))
     here = asyncio.run(all_of(host.stream(job(1, 2))))
@@ -106,7 +106,7 @@ def test_an_engine_that_dies_or_refuses_is_lost_and_another_continues(ingress, h
     assert len(handle.responses) == 4
 
 
-def test_a_client_that_leaves_cancels_the_call(ingress, host):
+def test_a_client_that_disconnects_cancels_the_call(ingress, host):
     handle = Handle(host)
 
     async def leave():
@@ -125,7 +125,7 @@ class Silent:
         yield []
 
 
-def test_a_job_that_no_engine_takes_is_refused_when_its_time_is_over(ingress, monkeypatch):
+def test_a_job_that_no_engine_accepts_is_refused_after_its_timeout(ingress, monkeypatch):
     monkeypatch.setattr(ingress, "_GRACE_S", 0.05)
     handle = Handle(Silent())
     work = replace(job(), timeout_s=0.1)

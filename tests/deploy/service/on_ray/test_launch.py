@@ -22,18 +22,17 @@ from deploy.ray_session import RaySession
 from deploy.recipe.recipe import ServiceSection
 from deploy.service.checkpoints import latest_checkpoint, plain_checkpoint
 from deploy.service.engine.loading import VersionLoader
-from deploy.service.gateway.address import Address
-from deploy.service.gateway.api_keys import ApiKeys, own_key, read_keys
+from deploy.service.gateway.keys import ApiKeys, own_key, read_keys
 from deploy.service.on_ray import launch
 from deploy.service.on_ray.launch import banner, banner_of_key, serve_checkpoint, serve_run
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 from learner.model.adapter import Adapter, read_adapter
 from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.checkpoint_files import BaseCheckpoint, chain_digest
 from rollout.config import EngineConfig
 
 
-def test_the_highest_version_is_served_but_never_the_controls(run_dir, add_checkpoint):
+def test_the_highest_version_is_served_except_the_controls(run_dir, add_checkpoint):
     directory = add_checkpoint(run_dir, 4, "rl", round_index=3)
     add_checkpoint(run_dir, 5, "control")
     (run_dir / "checkpoints" / ".rl-9.partial").mkdir()
@@ -44,7 +43,7 @@ def test_the_highest_version_is_served_but_never_the_controls(run_dir, add_check
     assert (policy.checkpoint, policy.num_problems) == (str(directory), None)
 
 
-def test_a_checkpoint_comes_with_its_newest_score(run_dir):
+def test_a_checkpoint_has_its_latest_score(run_dir):
     events = [(0, 1, 10), (1, 3, 10), (1, 4, 10), (2, 9, 10)]
     lines = [
         {"event": "evaluation", "time_s": 1.0, "policy_version": version, "num_correct": right, "num_problems": asked}
@@ -54,7 +53,7 @@ def test_a_checkpoint_comes_with_its_newest_score(run_dir):
     assert latest_checkpoint(run_dir).num_correct == 4
 
 
-def test_a_policy_that_is_large_enough_computes_with_the_threads_that_it_is_given(run_dir, monkeypatch):
+def test_a_large_policy_uses_the_given_threads(run_dir, monkeypatch):
     source = Source(directory=str(run_dir / "checkpoints" / "sft-1"), is_run=False, registry_url=None)
     source.versions("cpu", num_threads=2)
     assert torch.get_num_threads() == 1
@@ -63,7 +62,7 @@ def test_a_policy_that_is_large_enough_computes_with_the_threads_that_it_is_give
     assert torch.get_num_threads() == 2
 
 
-def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, run_dir, free_port):
+def test_a_directory_that_is_not_a_run_is_refused(tmp_path, run_dir, free_port):
     with pytest.raises(UserError, match=r"is not a run: it has no recipe\.yaml"):
         serve_run(tmp_path / "nothing", "127.0.0.1", free_port)
     for checkpoint in (run_dir / "checkpoints").iterdir():
@@ -75,7 +74,7 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, run_dir, free_port):
         serve_run(run_dir, "127.0.0.1", free_port)
 
 
-def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_policy, monkeypatch):
+def test_weights_that_the_store_dropped_come_from_the_checkpoint(run_dir, make_policy, monkeypatch):
     class Gone:
         def version(self, version, digest):
             raise LookupError(f"the store has no {version}")
@@ -90,13 +89,13 @@ def test_weights_that_the_store_lost_come_from_the_checkpoint(run_dir, make_poli
         VersionLoader(checkpoint, EngineConfig()).load(make_policy(2))
 
 
-def test_a_checkpoint_that_this_machine_does_not_see_is_out_of_reach_and_not_refused(run_dir, make_policy):
+def test_a_checkpoint_on_another_machine_is_unreachable_and_not_refused(run_dir, make_policy):
     gone = make_policy(2, checkpoint=str(run_dir / "checkpoints" / "rl-2"))
     with pytest.raises(LookupError, match="this machine has no such folder"):
         VersionLoader(run_dir / "checkpoints" / "sft-1", EngineConfig()).load(gone)
 
 
-def test_weights_of_a_store_become_the_policy(run_dir, make_model, make_policy, monkeypatch):
+def test_weights_from_a_store_make_the_policy(run_dir, make_model, make_policy, monkeypatch):
     weights = make_model(2).state_dict()
     checkpoint = run_dir / "checkpoints" / "sft-1"
 
@@ -124,7 +123,7 @@ def _adapter(model, seed):
     return Adapter(rank=2, alpha=4, base="sft-1", matrices=matrices)
 
 
-def test_versions_of_a_lora_run_share_the_weights_that_their_adapters_stand_on(
+def test_versions_of_a_lora_run_share_base_weights(
     run_dir, make_model, make_policy, tiny_config, tokenizer_dir, monkeypatch
 ):
     """Of all stages, from checkpoints and from the store; each computes what its checkpoint alone would."""
@@ -173,7 +172,7 @@ def adapted(run_dir, make_model, tiny_config, tokenizer_dir):
     return directory
 
 
-def test_weights_that_no_version_uses_are_let_go(run_dir, make_model, make_policy, adapted, monkeypatch):
+def test_unused_base_weights_are_freed(run_dir, make_model, make_policy, adapted, monkeypatch):
     """Of full fine-tuning the first checkpoint's, when the store has the next version; under LoRA all, at the end."""
 
     class Store:
@@ -190,7 +189,7 @@ def test_weights_that_no_version_uses_are_let_go(run_dir, make_model, make_polic
         assert weights() is None
 
 
-def test_a_base_that_this_machine_does_not_see_is_out_of_reach_and_not_refused(run_dir, adapted, monkeypatch):
+def test_a_base_on_another_machine_is_unreachable_and_not_refused(run_dir, adapted, monkeypatch):
     """An engine refuses what is damaged, for all engines; another may see it."""
 
     class Store:
@@ -209,7 +208,7 @@ def test_a_checkpoint_of_an_adapter_can_be_served(adapted, monkeypatch):
     def reached(*_):
         raise UserError("the port is taken")
 
-    monkeypatch.setattr(launch, "_check_listener", reached)
+    monkeypatch.setattr(launch, "_check_port", reached)
     with pytest.raises(UserError, match="the port is taken"):
         serve_checkpoint(adapted, None, None, "float32")
 
@@ -225,13 +224,13 @@ def digested(tiny_config, tokenizer_dir, make_model, run_dir):
     return directory, digest
 
 
-def test_a_checkpoint_says_the_checksum_of_its_weights(run_dir, digested):
+def test_a_checkpoint_states_the_checksum_of_its_weights(run_dir, digested):
     directory, digest = digested
     assert latest_checkpoint(run_dir).manifest_digest == plain_checkpoint(directory).manifest_digest == digest
 
 
 @pytest.mark.parametrize("name", ["rl-2", "sft-1"])
-def test_a_checkpoint_of_other_weights_than_were_announced_is_refused(run_dir, make_model, make_policy, digested, name):
+def test_a_checkpoint_with_another_checksum_than_announced_is_refused(run_dir, make_model, make_policy, digested, name):
     """One that says its checksum, and one of an earlier d1, which does not."""
     directory, version = run_dir / "checkpoints" / name, int(name[-1])
     digest = make_manifest(version, make_model(version).state_dict()).digest
@@ -244,7 +243,7 @@ def test_a_checkpoint_of_other_weights_than_were_announced_is_refused(run_dir, m
         VersionLoader(directory, EngineConfig()).load(replace(policy, manifest_digest="dead" * 16))
 
 
-def test_a_checkpoint_without_checksums_is_none_that_was_announced(make_policy, digested, capsys):
+def test_a_checkpoint_without_checksums_is_refused_for_an_announced_version(make_policy, digested, capsys):
     directory, digest = digested
     (directory / "manifest.json").unlink()
     announced = make_policy(2, checkpoint=str(directory), manifest_digest=digest)
@@ -275,7 +274,7 @@ def opens(keys, key):
     return keys.owner([b"Bearer " + key.encode()])
 
 
-def test_a_token_is_made_once_and_is_its_owners_alone(run_dir, bare):
+def test_the_token_file_is_created_once_for_its_owner_only(run_dir, bare):
     keys = read_keys(run_dir)
     token = (run_dir / "service.token").read_text().strip()
     assert len(token) > 40
@@ -286,7 +285,7 @@ def test_a_token_is_made_once_and_is_its_owners_alone(run_dir, bare):
     assert token not in banner(run_dir, "http://127.0.0.1:8000")
 
 
-def test_the_key_itself_is_shown_where_it_was_made_here_and_only_there(run_dir, bare, monkeypatch, tmp_path):
+def test_only_a_key_that_d1_created_is_shown(run_dir, bare, monkeypatch, tmp_path):
     read_keys(run_dir)
     made = (run_dir / "service.token").read_text().strip()
     assert own_key(run_dir) == made
@@ -303,18 +302,18 @@ def test_the_key_itself_is_shown_where_it_was_made_here_and_only_there(run_dir, 
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_terminal_is_shown_the_key_and_a_log_is_not(run_dir, bare, monkeypatch, capsys, is_terminal):
+def test_the_key_is_printed_on_a_terminal_only(run_dir, bare, monkeypatch, capsys, is_terminal):
     key = (read_keys(run_dir), (run_dir / "service.token").read_text().strip())[1]
     monkeypatch.setattr("deploy.service.on_ray.launch.deploy_source", lambda *_, **__: "http://127.0.0.1:8000")
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     monkeypatch.setattr("ray.available_resources", dict)
     source = Source(directory=str(run_dir), is_run=True, registry_url=None)
     session = RaySession(is_ours=False, dashboard_url="127.0.0.1:8265", logs_dir=Path())
-    launch._serve(source, Address(host="127.0.0.1", port=8000), 1, session)
+    launch._serve(source, Address(host="127.0.0.1", port=8000), session)
     assert (key in capsys.readouterr().out) == is_terminal
 
 
-def test_a_token_from_the_environment_is_not_written_down(run_dir, bare, monkeypatch):
+def test_a_token_from_the_environment_is_not_stored(run_dir, bare, monkeypatch):
     monkeypatch.setenv("D1_API_TOKEN", "0123456789abcdef")
     assert opens(read_keys(run_dir), "0123456789abcdef") == "key1"
     assert not (run_dir / "service.token").exists()
@@ -322,14 +321,14 @@ def test_a_token_from_the_environment_is_not_written_down(run_dir, bare, monkeyp
 
 
 @pytest.mark.parametrize("token", ["", "  ", "short"])
-def test_a_token_that_protects_nothing_is_refused(run_dir, monkeypatch, token):
+def test_a_short_token_is_refused(run_dir, monkeypatch, token):
     monkeypatch.delenv("D1_API_KEYS_FILE", raising=False)
     monkeypatch.setenv("D1_API_TOKEN", token)
     with pytest.raises(UserError, match="16 or more"):
         read_keys(run_dir)
 
 
-def test_keys_of_a_file_have_names_and_all_of_them_open(run_dir, tmp_path, bare, monkeypatch):
+def test_all_keys_of_a_key_file_are_accepted_under_their_names(run_dir, tmp_path, bare, monkeypatch):
     path = tmp_path / "keys"
     path.write_text("# ours\nann: aaaaaaaaaaaaaaaaaaaa\n\nbbbbbbbbbbbbbbbbbbbb\n")
     monkeypatch.setenv("D1_API_KEYS_FILE", str(path))
@@ -347,7 +346,7 @@ def test_keys_of_a_file_have_names_and_all_of_them_open(run_dir, tmp_path, bare,
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.org"])
-def test_an_address_that_others_reach_needs_keys_that_somebody_chose(run_dir, bare, host):
+def test_a_public_address_needs_keys_set_by_the_user(run_dir, bare, host):
     with pytest.raises(UserError, match="choose the keys yourself"):
         serve_run(run_dir, host, 8000)
     with pytest.raises(UserError, match="choose the keys yourself"):
@@ -355,7 +354,7 @@ def test_an_address_that_others_reach_needs_keys_that_somebody_chose(run_dir, ba
     assert not (run_dir / "service.token").exists()
 
 
-def test_a_file_of_keys_without_a_name_is_none_that_somebody_chose(run_dir, bare, monkeypatch):
+def test_an_empty_key_file_variable_counts_as_unset(run_dir, bare, monkeypatch):
     monkeypatch.setenv("D1_API_KEYS_FILE", "")
     with pytest.raises(UserError, match="choose the keys yourself"):
         launch._check_keys("0.0.0.0")
@@ -364,20 +363,20 @@ def test_a_file_of_keys_without_a_name_is_none_that_somebody_chose(run_dir, bare
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_byte_order_mark_is_no_part_of_a_key(run_dir, bare, monkeypatch, tmp_path, encoding):
+def test_a_byte_order_mark_is_not_part_of_a_key(run_dir, bare, monkeypatch, tmp_path, encoding):
     (tmp_path / "keys").write_bytes("0123456789abcdef\r\n".encode(encoding))
     monkeypatch.setenv("D1_API_KEYS_FILE", str(tmp_path / "keys"))
     assert opens(read_keys(run_dir), "0123456789abcdef")
 
 
-def test_what_is_no_checkpoint_is_refused_in_a_sentence_and_left_as_it_was(tmp_path, bare, free_port):
+def test_a_directory_that_is_not_a_checkpoint_is_refused_and_not_changed(tmp_path, bare, free_port):
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(UserError, match="cannot serve"):
         serve_checkpoint(tmp_path, "127.0.0.1", free_port)
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
-def test_a_key_that_this_user_may_not_read_is_one_sentence(run_dir, bare, monkeypatch):
+def test_an_unreadable_token_file_is_reported_in_one_sentence(run_dir, bare, monkeypatch):
     token = run_dir / "service.token"
     # For root nothing is forbidden, and a directory is read by nobody.
     token.mkdir()
@@ -407,7 +406,7 @@ def taken_port():
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_port_that_is_taken_is_refused_before_ray_starts(run_dir, taken_port):
+def test_a_port_in_use_is_refused_before_ray_starts(run_dir, taken_port):
     said = rf"^cannot listen on 127\.0\.0\.1:{taken_port}: address already in use; choose another port$"
     with pytest.raises(UserError, match=said):
         serve_run(run_dir, "127.0.0.1", taken_port)
@@ -416,7 +415,7 @@ def test_a_port_that_is_taken_is_refused_before_ray_starts(run_dir, taken_port):
 
 
 @pytest.mark.usefixtures("no_ray")
-def test_a_run_listens_where_its_recipe_says_unless_it_is_told(run_dir, bare, taken_port, free_port):
+def test_a_run_listens_on_its_recipes_address_unless_overridden(run_dir, bare, taken_port, free_port):
     with (run_dir / "recipe.yaml").open("a") as recipe:
         recipe.write(f"\nservice: {{host: 127.0.0.2, port: {taken_port}}}\n")
     with pytest.raises(UserError, match=rf"^cannot listen on 127\.0\.0\.1:{taken_port}: "):
@@ -428,14 +427,14 @@ def test_a_run_listens_where_its_recipe_says_unless_it_is_told(run_dir, bare, ta
             serve_run(run_dir, None, free_port)
 
 
-def test_a_checkpoint_by_itself_listens_on_loopback_unless_it_is_told(run_dir, monkeypatch):
+def test_a_single_checkpoint_listens_on_loopback_unless_overridden(run_dir, monkeypatch):
     asked = []
 
-    def note(_source, address):
+    def note(address):
         asked.append(address)
         raise UserError("enough")
 
-    monkeypatch.setattr(launch, "_check_listener", note)
+    monkeypatch.setattr(launch, "_check_port", note)
     for host, port in ((None, None), ("::1", 9000)):
         with pytest.raises(UserError, match="enough"):
             serve_checkpoint(run_dir / "checkpoints" / "sft-1", host, port)
@@ -469,7 +468,7 @@ def connected_ray(monkeypatch):
 
 
 @pytest.mark.usefixtures("connected_ray")
-def test_a_registry_that_cannot_be_had_is_one_sentence(run_dir, free_port, monkeypatch):
+def test_an_unreachable_registry_is_reported_in_one_sentence(run_dir, free_port, monkeypatch):
     monkeypatch.delenv("D1_REDIS_URL", raising=False)
     with pytest.raises(UserError, match=r"^the cluster has 2 machines .* serves one: set D1_REDIS_URL"):
         serve_run(run_dir, "127.0.0.1", free_port)
@@ -479,7 +478,7 @@ def test_a_registry_that_cannot_be_had_is_one_sentence(run_dir, free_port, monke
 
 
 @pytest.mark.usefixtures("connected_ray")
-def test_an_embedded_registry_that_does_not_start_is_one_sentence(run_dir, free_port, monkeypatch):
+def test_an_embedded_registry_that_fails_to_start_is_reported_in_one_sentence(run_dir, free_port, monkeypatch):
     def fail():
         raise RuntimeError("the embedded registry gave no address within 60 s")
 
@@ -496,14 +495,14 @@ def test_an_embedded_registry_that_does_not_start_is_one_sentence(run_dir, free_
         ("DEPLOYING", r"^the service was not up after 0 s \(DEPLOYING\); does the cluster have room"),
     ],
 )
-def test_a_service_that_does_not_come_up_is_one_sentence(monkeypatch, status, said):
+def test_a_service_that_fails_to_start_is_reported_in_one_sentence(monkeypatch, status, said):
     application = SimpleNamespace(status=status, deployments={}, message="it failed:\nTraceback ...\nno such luck\n")
     monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications={"d1-tiny": application}, proxies={}))
     with pytest.raises(RunFailedError, match=said):
         launch._wait_until_running("d1-tiny", {}, 0.0, lambda _: None)
 
 
-def test_a_service_is_waited_for_as_long_as_its_weights_take(run_dir):
+def test_the_start_timeout_scales_with_the_weights(run_dir):
     checkpoint = run_dir / "checkpoints" / "initial"
     checkpoint.mkdir()
     with (checkpoint / "model.safetensors").open("wb") as file:
@@ -513,13 +512,13 @@ def test_a_service_is_waited_for_as_long_as_its_weights_take(run_dir):
     assert launch._ready_within_s(of_run) == launch._ready_within_s(alone) == 380.0
 
 
-def test_a_recipe_that_is_none_is_one_sentence(run_dir):
+def test_an_invalid_recipe_is_reported_in_one_sentence(run_dir):
     (run_dir / "recipe.yaml").write_text("name: tiny\ntask: {name: sums}\nlearner: {}\nsft: {}\nepochs: 3\n")
     with pytest.raises(UserError, match=r"recipe\.yaml: epochs is no key of a recipe"):
         serve_run(run_dir, "127.0.0.1", 8000)
 
 
-def test_a_checkpoint_is_held_in_the_precision_that_was_asked_for(run_dir):
+def test_a_checkpoint_is_loaded_in_the_requested_precision(run_dir):
     directory = str(run_dir / "checkpoints" / "sft-1")
     for dtype in ("float32", "bfloat16"):
         source = Source(directory=directory, is_run=False, registry_url=None, dtype=dtype)
@@ -568,7 +567,7 @@ def test_engines_are_scaled_through_serves_rest_api(run_dir, dashboard, free_por
 
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
-def test_serves_autoscaler_chooses_the_number_of_engines_where_the_recipe_gives_a_range(run_dir):
+def test_max_replicas_turns_on_serves_autoscaler(run_dir):
     source, here = (
         Source(directory=str(run_dir), is_run=True, registry_url=None),
         Address(host="127.0.0.1", port=8000),

@@ -202,7 +202,7 @@ def deployed(serve_cluster, tmp_path, free_port):
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
-def test_nothing_grows_under_clients_that_hang_up_bad_requests_and_new_versions(deployed):
+def test_memory_does_not_grow_under_hang_ups_bad_requests_and_new_versions(deployed):
     soaked = asyncio.run(soak.soak(deployed, SOAK))
     assert soaked.lost == []
     assert min(soaked.counts[kind] for kind in ("answers", "hang-ups", "bad requests", "views")) > 8
@@ -276,7 +276,7 @@ def running(url):
 
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-def test_a_checkpoint_is_served_by_itself_and_ends_gently(run_dir, free_port, tmp_path):
+def test_a_single_checkpoint_is_served_and_drains_on_sigterm(run_dir, free_port, tmp_path):
     checkpoint = run_dir / "checkpoints" / "sft-1"
     environment = os.environ | {"D1_API_TOKEN": TOKEN, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     environment.pop("RAY_ADDRESS", None)

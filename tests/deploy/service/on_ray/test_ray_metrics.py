@@ -9,9 +9,12 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-import deploy.service.api.metrics
+import deploy.service.gateway.access
 from deploy.service.api.metrics import BUCKETS_S, ServiceMetrics
+from deploy.service.gateway.access import AccessControl
+from deploy.service.gateway.keys import ApiKeys, RateLimits
 from deploy.service.on_ray.ray_metrics import EngineMetrics, RequestMetrics
+from tests.deploy.service.asking import TOKEN
 
 OF_TINY = {"application": "d1-tiny"}
 
@@ -83,14 +86,15 @@ def client(core, monkeypatch):
     metrics = ServiceMetrics(frozenset(("/plain", "/slow", "/broken")))
     app = Starlette(routes=routes)
     app.state.clock = Clock()
-    monkeypatch.setattr(deploy.service.api.metrics, "time", app.state.clock)
-    observed = metrics.measured(app, RequestMetrics("d1-tiny"))
-    with TestClient(observed, raise_server_exceptions=False) as client:
+    monkeypatch.setattr(deploy.service.gateway.access, "time", app.state.clock)
+    keys, observers = ApiKeys.of(TOKEN, "test"), (metrics, RequestMetrics("d1-tiny"))
+    observed = AccessControl(app, keys, RateLimits("1000/second"), observers=observers, paths=metrics.paths)
+    with TestClient(observed, headers={"authorization": f"Bearer {TOKEN}"}, raise_server_exceptions=False) as client:
         client.own = lambda: metrics.text([]).decode()
         yield client
 
 
-def test_each_answer_is_counted_once_here_and_once_for_prometheus(client, core):
+def test_each_answer_is_counted_once_by_ray_and_once_by_prometheus(client, core):
     for path in ("/plain", "/plain", "/broken", "/nobody/knows", "/nor/this"):
         client.get(path)
     assert core.of("d1_requests") == [
@@ -104,24 +108,24 @@ def test_each_answer_is_counted_once_here_and_once_for_prometheus(client, core):
         assert f'd1_requests_total{{path="{path}",status="{status}"}} {count}.0' in client.own()
 
 
-def test_the_first_byte_comes_before_the_end(client, core):
+def test_first_byte_and_total_time_are_measured_separately(client, core):
     client.get("/slow")
     labels = OF_TINY | {"path": "/slow"}
     assert core.of("d1_first_byte_seconds") == [(2.0, labels)]
     assert core.of("d1_request_seconds") == [(7.0, labels)]
 
 
-def test_seconds_fall_into_the_buckets_that_prometheus_has(client, core):
+def test_histograms_use_the_same_buckets_as_prometheus(client, core):
     assert core.bounds == {"d1_request_seconds": BUCKETS_S, "d1_first_byte_seconds": BUCKETS_S}
 
 
-def test_requests_under_way_go_up_and_down_again(client, core):
+def test_open_requests_are_counted_up_and_down(client, core):
     client.get("/plain")
     client.get("/broken")
     assert core.of("d1_open_requests") == [(num_open, OF_TINY) for num_open in (1, 0, 1, 0)]
 
 
-def test_an_engine_shows_how_it_stands(core):
+def test_engine_metrics_are_recorded_with_application_and_replica(core):
     EngineMetrics("d1-tiny", "first").show(num_running=3, num_waiting=2, num_swaps=5, version=7)
     labels = OF_TINY | {"replica": "first"}
     assert core.records == [
