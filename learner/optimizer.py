@@ -81,7 +81,8 @@ class PolicyOptimizer:
         """
         has_stepped = bool(self._adamw.state)
         held = [local_part(tensor.detach()) for tensor in chain(self._parameters.values(), self.tensors())]
-        copies = [host_copy(local) for local in held]
+        # The steps follow the copies on the same stream, and an error follows a synchronization.
+        copies = [host_copy(local, non_blocking=True) for local in held]
         try:
             yield
         except FloatingPointError:

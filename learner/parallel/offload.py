@@ -40,8 +40,10 @@ def offloaded(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]
             local.copy_(copy)
 
 
-def host_copy(local: Tensor) -> Tensor:
-    """Copy a tensor to host memory."""
+def host_copy(local: Tensor, *, non_blocking: bool = False) -> Tensor:
+    """Copy a tensor to host memory, pinned if it is on a GPU: the bus then has its full speed.
+
+    With `non_blocking` a copy from a GPU is complete after the current stream's next synchronization.
+    """
     copy = torch.empty_like(local, device="cpu")
-    # A GPU reads and writes pinned memory at the full speed of its bus.
-    return (copy if local.device.type == "cpu" else copy.pin_memory()).copy_(local)
+    return (copy if local.device.type == "cpu" else copy.pin_memory()).copy_(local, non_blocking=non_blocking)

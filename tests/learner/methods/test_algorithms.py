@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -60,6 +60,9 @@ class Recorder:
         self._model, self._move = model, move
         self.gradients: list[dict[str, Tensor]] = []
         self.loss = 0.0
+
+    def rollback(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
         self.gradients.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -231,6 +232,9 @@ class Recorder:
     def __init__(self, policy: Table, distances: tuple[float, ...]) -> None:
         self._policy, self._distances = policy, iter((*distances, 0.0))
         self.gradients: list[Tensor] = []
+
+    def rollback(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
         assert self._policy.weight.grad is not None

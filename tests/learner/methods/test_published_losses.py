@@ -10,6 +10,7 @@ sizes).
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -78,6 +79,9 @@ class _Steps:
     def __init__(self, model: Transformer, formula: _Formula, by: float) -> None:
         self._model, self._formula, self._by = model, formula, by
         self.gradients: list[float] = []
+
+    def rollback(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
         gradient = self._model.head.weight.grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -371,6 +372,9 @@ class _Recorder:
     def __init__(self, policy: ShardedPolicy) -> None:
         self._policy = policy
         self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def rollback(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def step(self, lr: float, max_grad_norm: float, loss: torch.Tensor) -> StepResult:
         named = dict(self._policy.module.named_parameters())

@@ -195,7 +195,7 @@ def test_all_names_of_structured_output_are_equivalent(said):
 def test_two_structured_output_fields_are_refused(client):
     both = {"guided_regex": "a", "guided_choice": ["b"]}
     error = assert_error(client.post("/v1/completions", json=ASK | both), 400)
-    assert "`guided_regex` and `guided_choice` both say" in error["message"]
+    assert "`guided_regex` and `guided_choice` both constrain the text" in error["message"]
     error = assert_error(client.post("/v1/completions", json=ASK | {"guided_json": "{"}), 400)
     assert error["message"] == "`guided_json`: must be a JSON schema, as an object or as its text."
 
