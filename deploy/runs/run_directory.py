@@ -121,10 +121,8 @@ def create_run_dir(
     process creates or has created the run.
     """
     partial = spec.run_dir.with_name(f".{spec.run_dir.name}.partial")
-    try:
+    with user_errors(OSError):
         partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(str(error)) from error
     # The lock moves with the directory, so that the run is never there unlocked.
     lock = RunLock.take(partial)
     try:

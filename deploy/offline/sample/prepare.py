@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from deploy.errors import UserError, os_errors
+from deploy.errors import UserError, os_errors, user_errors
 from deploy.offline.item import Item
 from deploy.offline.policy import ReadyPolicy
 from deploy.requests.errors import RequestError
@@ -73,8 +73,6 @@ def prepare_prompt(request: Mapping[str, Any], policy: ReadyPolicy, settings: Va
     """Plan the prompt of the command line. Raises UserError if it is invalid."""
     if policy.tokenizer is None:
         raise UserError(f"{policy.name} has no tokenizer; give token ids: --requests FILE with prompt_ids")
-    try:
+    with user_errors(RequestError):
         plan = make_planner(policy, settings).plan(read_line(request), {"prompt_ids": "the prompt"})
-    except RequestError as error:
-        raise UserError(str(error)) from error
     return Item(index=0, place="the prompt", request=plan.requests[0], plan=plan)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from actors.run_log import CHECKPOINTS
-from deploy.errors import RunFailedError, UserError, reason
+from deploy.errors import RunFailedError, UserError, reason, user_errors
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt
 from deploy.machine import num_cpus, why_not_bindable
 from deploy.ray_session import RaySession, ray_session, ray_token, registry_of_cluster
@@ -81,16 +81,16 @@ def serve_checkpoint(
 
     directory = directory.resolve()
     source = Source(directory=str(directory), is_run=False, registry_url=None, dtype=dtype)
-    with wait_display(f"looking at the checkpoint {directory.name}", at_once=True):
-        try:
-            TextCodec(directory)
-            chain = read_chain(directory)
-            weight_files(chain.weights)
-            if chain.adapter is not None:
-                check_peft_copies(directory, StoredWeights(chain.weights))
-            generation_defaults(directory)
-        except ValueError as error:
-            raise UserError(f"cannot serve {directory}: {error}") from error
+    with (
+        wait_display(f"looking at the checkpoint {directory.name}", at_once=True),
+        user_errors(ValueError, prefix=f"cannot serve {directory}: "),
+    ):
+        TextCodec(directory)
+        chain = read_chain(directory)
+        weight_files(chain.weights)
+        if chain.adapter is not None:
+            check_peft_copies(directory, StoredWeights(chain.weights))
+        generation_defaults(directory)
     # After the checks: this writes a key into the directory, which might not be a checkpoint.
     address = _usable_address(source, host, port)
     with _ray() as ray:
