@@ -16,7 +16,7 @@ import structlog
 
 from deploy.requests.families import check_any_request
 from deploy.service.contract import ENGINE_FAILED, BlocksDone, CanvasSeen, Done, Event, Job, Refused
-from deploy.service.engine.versions import Batch, LoadedVersion, Versions
+from deploy.service.engine.versions import AnyBatch, LoadedVersion, Versions
 from rollout.request import Completion
 
 _JOIN_TIMEOUT_S = 30.0
@@ -244,7 +244,7 @@ class Engine:
             self._num_pending -= num_choices
 
 
-def _batch(live: LoadedVersion) -> Batch:
+def _batch(live: LoadedVersion) -> AnyBatch:
     if live.batch is None:
         live.batch = live.sampler.open()
     return live.batch
