@@ -128,13 +128,8 @@ class Structured(RequestBody):
     """JSON that matches a schema, or any JSON object. Guaranteed under every schedule."""
     structured_outputs: StructuredOutputs | None = None
     """vLLM's equivalent, with regular expressions and choices too."""
-    guided_json: _Schema | None = None
-    """Same as `structured_outputs.json`. This and the next three are older vLLM names."""
-    guided_json_object: bool = False
-    guided_regex: _Regex | None = None
-    guided_choice: _Choices | None = None
     schema_text: Annotated[_Schema | None, Field(alias="json_schema")] = None
-    """Same as `guided_json`. This and the next are SGLang's names."""
+    """Same as `structured_outputs.json`. This and the next are SGLang's names."""
     regex: _Regex | None = None
 
     @cached_property
@@ -146,12 +141,8 @@ class Structured(RequestBody):
             ("structured_outputs", Structure.of_schema, _ANY_OBJECT if outputs.json_object else None),
             ("structured_outputs", Structure.of_regex, outputs.regex),
             ("structured_outputs", Structure.of_choices, outputs.choice),
-            ("guided_json", Structure.of_schema, self.guided_json),
-            ("guided_json_object", Structure.of_schema, _ANY_OBJECT if self.guided_json_object else None),
             ("json_schema", Structure.of_schema, self.schema_text),
-            ("guided_regex", Structure.of_regex, self.guided_regex),
             ("regex", Structure.of_regex, self.regex),
-            ("guided_choice", Structure.of_choices, self.guided_choice),
         ]
         return [make(value, field) for field, make, value in given if value is not None]
 
