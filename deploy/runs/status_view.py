@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,9 +97,12 @@ def _rows(run: Run) -> Rows:
         if run.is_running:
             yield from _under_way(status)
         yield "staleness", f"{status.staleness:.2g} versions in the newest round, {status.max_staleness} at most"
-        yield "restarts", _counts(status.num_restarts) or "none"
+        restarts = (f"{name} {count}" for name, count in status.num_restarts.items() if count)
+        yield "restarts", ", ".join(restarts) or "none"
         if status.seconds:
-            yield "newest round", _seconds(status.seconds)
+            total = sum(status.seconds.values()) or 1.0
+            shares = [f"{name} {duration(took)} ({100 * took / total:.0f} %)" for name, took in status.seconds.items()]
+            yield "newest round", ", ".join(shares)
     if idle := idle_shares(spans := _spans(run)):
         number = num_rounds(spans)
         yield "idle", f"share of the time of the newest {'round' if number == 1 else f'{number} rounds'}:"
@@ -141,15 +144,6 @@ def _pool(name: str, actors: list[ActorStatus]) -> Rows:
             yield name, f"{actor.name}  {actor.work_unit or 'unreachable'} for {duration(actor.seconds)}"
         if len(longest) > _MOST_ACTORS:
             yield name, f"and {len(longest) - _MOST_ACTORS} more {state}"
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-
-
-def _seconds(seconds: Mapping[str, float]) -> str:
-    total = sum(seconds.values()) or 1.0
-    return ", ".join(f"{name} {duration(value)} ({100 * value / total:.0f} %)" for name, value in seconds.items())
 
 
 def _failures(run: Run) -> Rows:
