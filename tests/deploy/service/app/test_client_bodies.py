@@ -197,7 +197,7 @@ def test_names_that_vllm_has_removed_are_refused_by_name(client):
 def test_two_structured_output_fields_are_refused(client):
     both = {"regex": "a", "structured_outputs": {"choice": ["b"]}}
     error = assert_error(client.post("/v1/completions", json=ASK | both), 400)
-    assert "`structured_outputs` and `regex` both constrain the text" in error["message"]
+    assert "`regex` and `structured_outputs` both constrain the text" in error["message"]
     error = assert_error(client.post("/v1/completions", json=ASK | {"json_schema": "{"}), 400)
     assert error["message"] == "`json_schema`: must be a JSON schema, as an object or as its text."
 
