@@ -16,7 +16,7 @@ from deploy.offline.record import fingerprint
 from deploy.offline.worker import Worker
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
-from deploy.runs.references import find, find_run
+from deploy.runs.references import find, find_run, is_run
 from deploy.runs.run_directory import check_creatable, create_run_dir, make_spec
 from deploy.service.checkpoints import plain_checkpoint
 from deploy.service.engine.loading import VersionLoader
@@ -114,7 +114,7 @@ def test_it_is_found_among_the_runs_and_is_none(adapter: Path, workdir: Path) ->
     (workdir / "runs").mkdir()
     shutil.move(adapter, workdir / "runs" / "mine")
     (workdir / "runs" / "mine" / "recipe.yaml").write_text("of another tool")
-    assert not find("mine", Path("runs")).is_run
+    assert not is_run(find("mine", Path("runs")))
     with pytest.raises(UserError, match="mine is a checkpoint by itself, not one of a run"):
         find_run("mine", Path("runs"))
 
