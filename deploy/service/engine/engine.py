@@ -25,14 +25,6 @@ _RETRY_AFTER_S = 1
 _STOPPED_RETRY_AFTER_S = 5
 
 
-class BusyError(Exception):
-    """The engine accepts no more jobs for now; `refusal` tells the client."""
-
-    def __init__(self, refusal: Refused) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class RunningJob:
     """Job in the engine. Only the engine's thread changes it."""
@@ -83,21 +75,19 @@ class Engine:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, job: Job, live: LoadedVersion, tell: Callable[[Event], None]) -> RunningJob:
-        """Start a job, whose events go to `tell`. The engine releases `live` when it has ended.
-
-        Raises:
-            ValueError: the policy cannot serve a request.
-            BusyError: there is no room, or the engine was stopped.
-        """
-        for request in job.requests.values():
-            check_any_request(request, live.config)
+    def submit(self, job: Job, live: LoadedVersion, tell: Callable[[Event], None]) -> RunningJob | Refused:
+        """Start a job, whose events go to `tell`, or refuse it. The engine releases `live` when the job has ended."""
+        try:
+            for request in job.requests.values():
+                check_any_request(request, live.config)
+        except ValueError as error:
+            return Refused(status=400, code="invalid_request", message=f"{error}.")
         with self._wake:
             if self._is_stopping:
-                raise BusyError(_unavailable("The engine was stopped; try again.", _STOPPED_RETRY_AFTER_S))
+                return _unavailable("The engine was stopped; try again.", _STOPPED_RETRY_AFTER_S)
             if self._num_pending + len(job.requests) > self._max_pending:
                 message = f"{self._num_pending} choices are waiting; try again."
-                raise BusyError(_unavailable(message, _RETRY_AFTER_S, status=429, code="overloaded"))
+                return _unavailable(message, _RETRY_AFTER_S, status=429, code="overloaded")
             self._num_pending += len(job.requests)
             deadline = time.monotonic() + job.timeout_s
             running = RunningJob(job=job, live=live, tell=tell, deadline=deadline, num_open=len(job.requests))
