@@ -20,6 +20,7 @@ from deploy.requests.families import (
     RenoisingDefaults,
     block_length_of,
     check_any_request,
+    make_request,
 )
 from deploy.requests.parameters import Values, sampler_names
 from learner.model.config import TransformerConfig
@@ -139,7 +140,7 @@ class Planner:
         choices = [ids for ids in prompts for _ in range(body.num_choices)]
         grammar = self._grammar(body)
         requests = tuple[AnyRequest, ...](
-            self._defaults.request(ids, layers, seed=seed, fixed=fixed, grammar=grammar)
+            make_request(self._defaults, ids, layers, seed=seed, fixed=fixed, grammar=grammar)
             for ids, seed in zip(choices, seeds, strict=True)
         )
         for request in requests:
