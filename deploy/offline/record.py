@@ -33,7 +33,7 @@ class CellRecord:
 
     facts: Mapping[str, Any]
     """Settings of the cell, and its checkpoint."""
-    batches: Mapping[int, AnsweredBatch]
+    batches: dict[int, AnsweredBatch]
     """Completed batches by index."""
 
     @property
@@ -71,31 +71,27 @@ class RecordWriter:
         """
         self.path = path
         """The file."""
-        self._facts = facts = {**facts, "num_answers": sum(sizes)}
+        facts = {**facts, "num_answers": sum(sizes)}
         with os_errors(f"cannot write {path}"):
             found = read_record(path) if path.is_file() else CellRecord(facts=facts, batches={})
         if (changed := _changed(found.facts, facts)) is not None:
             raise UserError(f"{path} has answers to something else: {changed}; take another --out, or remove the file")
-        self.done = {
+        done = {
             index: batch
             for index, batch in found.batches.items()
             if index < len(sizes) and len(batch.answers) == sizes[index]
         }
-        """Completed batches by index."""
-        lines = [json.dumps({"asked": facts}), *(line for batch in self.done.values() for line in _lines(batch))]
+        self.recorded = CellRecord(facts=facts, batches=done)
+        """Current content of the file."""
+        lines = [json.dumps({"asked": facts}), *(line for batch in done.values() for line in _lines(batch))]
         with os_errors(f"cannot write {path}"):
             replace_file(path, "".join(f"{line}\n" for line in lines))
-
-    @property
-    def recorded(self) -> CellRecord:
-        """Current content of the file."""
-        return CellRecord(facts=self._facts, batches=self.done)
 
     def add(self, batch: AnsweredBatch) -> None:
         """Append a batch to the file. Raises UserError if it cannot be written."""
         with os_errors(f"cannot write {self.path}"), self.path.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in _lines(batch)))
-        self.done[batch.index] = batch
+        self.recorded.batches[batch.index] = batch
 
 
 def read_record(path: Path) -> CellRecord:

@@ -78,7 +78,7 @@ class PreparedCell:
     @property
     def missing(self) -> list[Batch]:
         """Batches that are not answered yet."""
-        return [batch for batch in self.batches if batch.index not in self.record.done]
+        return [batch for batch in self.batches if batch.index not in self.record.recorded.batches]
 
 
 def find_subject(reference: str, runs_dir: Path, say: ReportProgress | None = None) -> Subject:

@@ -46,7 +46,7 @@ class AnswerBar:
     @property
     def num_done(self) -> int:
         """Number of answers so far."""
-        return sum(len(batch.answers) for record in self._records for batch in record.done.values())
+        return sum(len(record.recorded.answers) for record in self._records)
 
     def advance(self, one: PreparedCell) -> None:
         """Show the progress after a completed batch of a cell."""

@@ -190,7 +190,7 @@ def test_a_repeated_answer_counts_once(tmp_path: Path) -> None:
     record.add(batch)
     record.add(batch)
     assert list(read_record(tmp_path / "sums.8.jsonl").batches.values()) == [batch]
-    assert RecordWriter(tmp_path / "sums.8.jsonl", FACTS, [2]).done == {0: batch}
+    assert RecordWriter(tmp_path / "sums.8.jsonl", FACTS, [2]).recorded.batches == {0: batch}
 
 
 def test_a_foreign_file_and_a_changed_checkpoint_are_refused(tmp_path: Path) -> None:
