@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deploy.errors import UserError
-from deploy.offline.record import fingerprint
 from deploy.offline.worker import Worker
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
@@ -23,6 +22,7 @@ from deploy.service.engine.loading import VersionLoader
 from deploy.service.on_ray import launch
 from learner.model.checkpoint import load_merged, load_policy, save_checkpoint
 from learner.model.checkpoint_files import verify_checkpoint
+from learner.model.fingerprint import fingerprint
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig

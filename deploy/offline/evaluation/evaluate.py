@@ -17,12 +17,13 @@ from deploy.offline.evaluation.problems import batches_of, problems_of
 from deploy.offline.item import Batch
 from deploy.offline.policy import read_tokenizer
 from deploy.offline.pool import PoolSettings, answer_batches
-from deploy.offline.record import RecordWriter, fingerprint
+from deploy.offline.record import RecordWriter
 from deploy.offline.worker import WorkerConfig
 from deploy.recipe.recipe import Recipe
 from deploy.requests.families import AnyConfig, read_config
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.references import find_checkpoint_of, run_of
+from learner.model.fingerprint import fingerprint
 from learner.model.storage.throughput import ReportProgress
 from rollout.config import EngineConfig
 
