@@ -134,7 +134,7 @@ def test_vllm_is_used_if_it_can_run_with_seeds_and_token_ids(
     monkeypatch.setattr(generation, "find_spec", lambda _: object())
     tokenizer = source.tokenizer()
     assert isinstance(open_generator(source, tokenizer, SAMPLING), TransformersGenerator)
-    monkeypatch.setattr(generation, "_has_cpu_vllm", lambda: True)
+    monkeypatch.setattr(generation, "version_of", lambda _: "0.32.0")
     write_gguf(tmp_path / "tiny.gguf", source.directory, "F32")
     packed = open_source(str(tmp_path / "tiny.gguf"))
     assert isinstance(open_generator(packed, tokenizer, SAMPLING), TransformersGenerator)
