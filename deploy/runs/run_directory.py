@@ -218,17 +218,18 @@ def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None
     from learner.model.checkpoint import load_merged, load_weights, save_checkpoint
     from learner.model.networks import make_model
     from learner.model.storage.weights import StoredWeights
-    from learner.model.transformer import init_weights
+    from learner.model.transformer import Transformer, init_weights
+
+    def save(model: Transformer, tokenizer_source: Path) -> None:
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        state = asdict(_at_the_start(float32_digest(weights, say)))
+        save_checkpoint(directory, model.config, weights, tokenizer_source, trainer_state=state)
 
     if reference is not None:
         source = find_checkpoint(reference)
-        _check_canvas(recipe, source)
         open_tokenizer(source)
         if has_adapter(source):
-            merged = load_merged(source, say)
-            weights = {name: parameter.detach() for name, parameter in merged.named_parameters()}
-            state = asdict(_at_the_start(float32_digest(weights, say)))
-            save_checkpoint(directory, merged.config, weights, tokenizer_directory(source), trainer_state=state)
+            save(load_merged(source, say), tokenizer_directory(source))
             return
         stored = StoredWeights(source)
         state = asdict(_at_the_start(float32_digest(stored, say)))
@@ -247,9 +248,7 @@ def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None
     tokenizer = ChatTokenizer(tokenizer_dir)
     model = make_model(_shape_of(recipe, tokenizer))
     init_weights(model, recipe.seed, recipe.model.init_scale)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    state = asdict(_at_the_start(float32_digest(weights, say)))
-    save_checkpoint(directory, model.config, weights, tokenizer_dir, trainer_state=state)
+    save(model, tokenizer_dir)
     shutil.rmtree(tokenizer_dir)
 
 
