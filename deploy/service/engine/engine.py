@@ -22,7 +22,7 @@ from rollout.request import Completion
 _JOIN_TIMEOUT_S = 30.0
 _IDLE_WAIT_S = 1.0
 _RETRY_AFTER_S = 1
-_STOPPED_RETRY_AFTER_S = 5
+_STOPPED = Refused(status=503, code="unavailable", message="The engine was stopped; try again.", retry_after_s=5)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -84,10 +84,10 @@ class Engine:
             return Refused(status=400, code="invalid_request", message=f"{error}.")
         with self._wake:
             if self._is_stopping:
-                return _unavailable("The engine was stopped; try again.", _STOPPED_RETRY_AFTER_S)
+                return _STOPPED
             if self._num_pending + len(job.requests) > self._max_pending:
                 message = f"{self._num_pending} choices are waiting; try again."
-                return _unavailable(message, _RETRY_AFTER_S, status=429, code="overloaded")
+                return Refused(status=429, code="overloaded", message=message, retry_after_s=_RETRY_AFTER_S)
             self._num_pending += len(job.requests)
             deadline = time.monotonic() + job.timeout_s
             running = RunningJob(job=job, live=live, tell=tell, deadline=deadline, num_open=len(job.requests))
@@ -122,7 +122,7 @@ class Engine:
                 with suppress(Exception):
                     command()
             for running in list(self._jobs):
-                self._end(running, _unavailable("The engine was stopped; try again.", _STOPPED_RETRY_AFTER_S))
+                self._end(running, _STOPPED)
 
     def _denoise(self) -> None:
         while True:
@@ -164,7 +164,8 @@ class Engine:
         for running in list(self._jobs):
             if now > running.deadline:
                 message = f"No answer within {running.job.timeout_s:.0f} s; try again."
-                self._leave(running, _unavailable(message, _RETRY_AFTER_S, code="timeout"))
+                late = Refused(status=503, code="timeout", message=message, retry_after_s=_RETRY_AFTER_S)
+                self._leave(running, late)
 
     def _step(self, live: LoadedVersion) -> None:
         jobs = self._jobs_of(live)
@@ -238,7 +239,3 @@ def _batch(live: LoadedVersion) -> AnyBatch:
     if live.batch is None:
         live.batch = live.sampler.open()
     return live.batch
-
-
-def _unavailable(message: str, retry_after_s: int, *, status: int = 503, code: str = "unavailable") -> Refused:
-    return Refused(status=status, code=code, message=message, retry_after_s=retry_after_s)
