@@ -76,11 +76,6 @@ class PreparedCell:
     batches: Sequence[Batch]
     record: RecordWriter
 
-    @property
-    def missing(self) -> list[Batch]:
-        """Batches that are not answered yet."""
-        return [batch for batch in self.batches if batch.index not in self.record.recorded.batches]
-
 
 def find_subject(reference: str, runs_dir: Path, say: ReportProgress | None = None) -> Subject:
     """Find the named checkpoint, or the newest one of the named run; `say` receives progress messages.
@@ -158,7 +153,9 @@ def run_missing(
 ) -> None:
     """Answer the missing batches. Raises as `pool.answer_batches`, and UserError if the record cannot be written."""
     # Batches are renumbered across cells, so that the index in a worker's answer is unique.
-    waiting = [(one, batch) for one in prepared for batch in one.missing]
+    waiting = [
+        (one, batch) for one in prepared for batch in one.batches if batch.index not in one.record.recorded.batches
+    ]
     if not waiting:
         return
     config = WorkerConfig(checkpoint=subject.directory, engine=compute.engine(subject.run))
