@@ -41,7 +41,6 @@ _SCHEDULE_OF = {name: str(schedule) for schedule, name in SCHEDULE_PARAMETER.ite
 _TAKES: dict[str, tuple[str, ...]] = {schedule: (name,) for schedule, name in SCHEDULE_PARAMETER.items()}
 _TAKES[Schedule.LEFT_TO_RIGHT] = ("threshold",)
 _THRESHOLD = 0.9
-_NOTHING_STATED: Mapping[str, int] = MappingProxyType({})
 # Values of other policies' parameters that disable them.
 _NOTHING = {"top_p": 1, "top_k": 0, "cfg_scale": 0}
 
@@ -62,7 +61,7 @@ class Defaults:
 
     @classmethod
     def of_policy(
-        cls, max_sequence_length: int, block_length: int | None = None, stated: Mapping[str, int] = _NOTHING_STATED
+        cls, max_sequence_length: int, block_length: int | None = None, stated: Mapping[str, int] = MappingProxyType({})
     ) -> Defaults:
         """Return d1's defaults for a policy, with the length limited by its context.
 
