@@ -23,7 +23,7 @@ from rewards.data.demonstrations import read_demonstrations
 from rewards.data.sampling import TooFewProblemsError
 from rewards.terms.shaping import SpeedConfig
 from rollout.field_error import FieldError
-from rollout.request import check_params
+from rollout.request_checks import check_params
 
 MAX_CHECKED_PROBLEMS = 20_000
 """Maximum number of problems of a split that are generated before a run, to check that they can be."""

@@ -31,8 +31,8 @@ from rollout.request import (
     SamplingParams,
     Schedule,
     canvas_of,
-    check_request,
 )
+from rollout.request_checks import check_request
 
 AnyRequest = Request | RenoisingRequest
 AnyConfig = TransformerConfig | RenoisingConfig
