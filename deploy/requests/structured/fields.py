@@ -135,7 +135,7 @@ class Structured(RequestBody):
     def _structures(self) -> list[Structure]:
         outputs = self.structured_outputs or StructuredOutputs.model_construct()
         asked = "structured_outputs"
-        schemas = (
+        schemas: tuple[tuple[str, Any], ...] = (
             ("response_format", self.response_format and self.response_format.text_schema),
             (asked, _ANY_OBJECT if outputs.json_object else outputs.json_schema),
             ("json_schema", self.schema_text),

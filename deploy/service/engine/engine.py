@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -145,7 +146,8 @@ class Engine:
     def _join(self, running: RunningJob) -> None:
         self._jobs.append(running)
         try:
-            batch = _batch(running.live)
+            # Any: the requests were checked to be of its family.
+            batch: Any = _batch(running.live)
             for choice, request in running.job.requests.items():
                 running.choice_of[batch.submit(request)] = choice
                 running.num_shown[choice] = 0 if request.committed is None else len(request.committed)
