@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from packaging.requirements import Requirement
 
 from deploy import machine
-from deploy.program import version_of
+from deploy.program import UNKNOWN, version_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -141,18 +141,16 @@ def _packages() -> Check:
     if not wanted:
         fix = "none if d1 works; its package metadata, by which versions are judged, comes with pip install"
         return Check(found, CheckOutcome.WARNING, fix)
-    wrong = [one for one in wanted if not _is_satisfied(one)]
+    versions = {one.name: version_of(one.name) for one in wanted}
+    wrong = [
+        one
+        for one in wanted
+        if versions[one.name] == UNKNOWN or not one.specifier.contains(versions[one.name], prereleases=True)
+    ]
     if not wrong:
         return Check(found)
-    found = ", ".join(f"{one.name} {version_of(one.name)}" for one in wrong)
+    found = ", ".join(f"{one.name} {versions[one.name]}" for one in wrong)
     return Check(found, CheckOutcome.FAILED, f"pip install {' '.join(shlex.quote(str(one)) for one in wrong)}")
-
-
-def _is_satisfied(wanted: Requirement) -> bool:
-    try:
-        return wanted.specifier.contains(metadata.version(wanted.name), prereleases=True)
-    except metadata.PackageNotFoundError:
-        return False
 
 
 def _gpu() -> Check:

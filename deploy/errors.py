@@ -18,11 +18,14 @@ class RunFailedError(Exception):
 
 @contextmanager
 def user_errors(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
-    """Raise exceptions of these kinds in the block (or the decorated function) as UserError, message after `prefix`."""
+    """Raise exceptions of these kinds in the block (or the decorated function) as UserError.
+
+    Its message is the first line of theirs, after `prefix`.
+    """
     try:
         yield
     except kinds as error:
-        raise UserError(f"{prefix}{error}") from error
+        raise UserError(f"{prefix}{first_line(error)}") from error
 
 
 @contextmanager

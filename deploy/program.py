@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 _NAME = "d1"
+UNKNOWN = "unknown"
+"""Version of a package without metadata: one that is not installed, or d1 itself on a bare `PYTHONPATH`."""
 
 
 def program() -> str:
@@ -27,11 +29,11 @@ def program() -> str:
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package; `unknown` without metadata, as for d1 on a bare `PYTHONPATH`."""
+    """Return the version of an installed package, or `UNKNOWN`."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "unknown"
+        return UNKNOWN
 
 
 def command(*words: str) -> str:

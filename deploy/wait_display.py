@@ -86,7 +86,10 @@ def wait_display(what: str, *, at_once: bool = False) -> Iterator[WaitDisplay]:
 
 
 def progress_bar(console: Console, **options: Any) -> Progress:
-    """Create a bar of counted work, with times; its tasks have a field `facts`. `options` are those of `Progress`."""
+    """Create a bar of counted work, with times, which shows nothing unless `console` is a terminal.
+
+    Its tasks have a field `facts`. `options` are those of `Progress`.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -104,7 +107,7 @@ def progress_bar(console: Console, **options: Any) -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(compact=True),
         console=console,
-        **options,
+        **{"disable": not console.is_terminal} | options,
     )
 
 

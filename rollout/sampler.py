@@ -33,7 +33,8 @@ from rollout.config import EngineConfig
 from rollout.constrained import ConstrainedRows
 from rollout.edit_log import EditLog
 from rollout.forwards import ActiveRow, ForwardCounts, ForwardKind, Forwards, SlotLogits
-from rollout.request import Cache, Completion, Progress, Request, SamplingParams, canvas_of, check_request
+from rollout.request import Cache, Completion, Progress, Request, SamplingParams, canvas_of
+from rollout.request_checks import check_request
 from rollout.step import BlockSlots, CommittedTokens, DenoiseStep
 
 

@@ -6,8 +6,10 @@ comparing log-probabilities, never by its status.)
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,11 @@ from torch import Tensor
 from actors.weights.checksums import Checksum, checksum_of, combine_checksums
 from actors.weights.store import Manifest, TensorEntry
 from learner.model.checkpoint_files import BaseCheckpoint
+from learner.model.storage.throughput import ReportProgress, Throughput, num_threads
+from learner.model.storage.weights import StoredWeights
 
+# Elements of a tensor that are converted and checksummed at a time.
+_LOOKED_AT = 1 << 20
 TensorRows = Mapping[str, NDArray[np.uint8] | Tensor]
 """One rank's rows of each tensor, or all rows: as bytes, or as tensors in its memory, on CPU or GPU."""
 
@@ -47,6 +53,30 @@ def manifest_of_shards(
         for name, shape in shapes.items()
     )
     return Manifest(version=version, tensors=tuple(entries), digest_override=digest_override)
+
+
+def float32_digest(weights: Mapping[str, Tensor] | StoredWeights, report: ReportProgress | None = None) -> str:
+    """Compute the digest of whole weights as a learner, which computes in float32, publishes them.
+
+    They are converted and checksummed a piece at a time. `report` receives the throughput.
+    """
+    shapes = {name: tuple(weights[name].shape) for name in weights}
+    num_bytes = torch.float32.itemsize * sum(map(math.prod, shapes.values()))
+    progress = Throughput("computing the checksum of version 0", num_bytes, report)
+
+    def check(name: str) -> Checksum:
+        shape, tensor = shapes[name], weights[name]
+        step = max(1, _LOOKED_AT // math.prod(shape[1:]))
+        found = []
+        for begin in range(0, shape[0], step):
+            rows = as_bytes(tensor[begin : begin + step].float())
+            found.append(checksum_of([rows]))
+            progress.add(rows.nbytes)
+        return combine_checksums(found)
+
+    with ThreadPoolExecutor(num_threads()) as threads:
+        found = dict(zip(shapes, threads.map(check, shapes), strict=True))
+    return manifest_of_shards(0, shapes, dict.fromkeys(shapes, torch.float32), [found]).digest
 
 
 def verify(manifest: Manifest, weights: Mapping[str, Tensor], what: str = "") -> None:

@@ -167,7 +167,7 @@ def deployed(directory: Path, shape: Shape, num_replicas: int) -> Iterator[Deplo
     from actors.registry.server import registry_url
     from deploy.ray_session import ray_session
     from deploy.service.on_ray.launch import deploy_source
-    from deploy.service.source import Source
+    from deploy.service.source import Address, Source
 
     torch.set_num_threads(1)
     policies = Policies(directory, shape, num_replicas)
@@ -175,7 +175,7 @@ def deployed(directory: Path, shape: Shape, num_replicas: int) -> Iterator[Deplo
         at_end.callback(forget_serve)
         url = registry_url()
         source = Source(directory=str(directory), is_run=True, registry_url=url)
-        address = deploy_source(source, "127.0.0.1", free_port(), num_replicas)
+        address = deploy_source(source, Address(host="127.0.0.1", port=free_port()), num_replicas)
         with closing(Registry(url, directory.name)) as registry:
             yield Deployed(url=address, policies=policies, publisher=Publisher(policies, registry))
 

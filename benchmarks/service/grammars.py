@@ -16,9 +16,9 @@ import numpy as np
 from deploy.requests.structured.byte_automaton import byte_automaton
 from deploy.requests.structured.grammars import library_arguments
 from deploy.requests.structured.structure import Structure
-from deploy.requests.structured.token_automaton import TokenTrie
 from rollout.grammar.canvas_grammar import CanvasGrammar
 from rollout.grammar.grammar import Grammar
+from rollout.grammar.token_automaton import TokenTrie
 
 _FIELDS = {f"field_{index}": {"type": "string", "maxLength": 20} for index in range(5)}
 _PERSON = {

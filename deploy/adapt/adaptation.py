@@ -91,7 +91,8 @@ class Adaptation:
         recipe = load_recipe(_RECIPE, [*(f"{key}={json.dumps(value)}" for key, value in own.items()), *self.overrides])
         if not trains(recipe) and self._names_data():
             raise UserError("sft.num_steps is 0, so nothing trains on the given data; leave one of them out")
-        if recipe.learner.num_rounds and self.prompts not in task_names() and not self._says_task():
+        names_task = self.prompts in task_names() or not self._given().keys().isdisjoint(("task", "task.name"))
+        if recipe.learner.num_rounds and not names_task:
             raise UserError(
                 "the rounds of distillation need a task's prompts, and no task is named: give --prompts TASK, or "
                 f"task.name=TASK; the tasks are {', '.join(task_names())}"
@@ -105,9 +106,6 @@ class Adaptation:
     def _given(self) -> dict[str, object]:
         """Return the overrides by key."""
         return dict(map(parse_override, self.overrides))
-
-    def _says_task(self) -> bool:
-        return not self._given().keys().isdisjoint(("task", "task.name"))
 
     def _names_data(self) -> bool:
         return self.data is not None or self.prompts is not None or "sft.data" in self._given()

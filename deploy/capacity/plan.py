@@ -46,11 +46,6 @@ class GpuSplit:
     why_not: str | None
     """Why it does not fit: which process lacks memory, and the field that helps. None if it fits."""
 
-    @property
-    def bottleneck(self) -> str:
-        """The bottleneck of a round."""
-        return "sampling" if self.sampling_s >= self.learning_s else "learning"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:

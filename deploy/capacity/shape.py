@@ -19,6 +19,14 @@ def policy_shape(recipe: RunConfig) -> TransformerConfig:
     return model.shape(model.vocab_size, recipe.longest_canvas, mask_token_id=0, eos_token_id=1)
 
 
+def known_shape(recipe: RunConfig) -> TransformerConfig | None:
+    """Return the policy's shape; None for an unusable checkpoint, which the preflight reports."""
+    try:
+        return policy_shape(recipe)
+    except ValueError:
+        return None
+
+
 def num_adapters(recipe: RunConfig) -> int:
     """Count the adapters on the base of a sampling policy: its stage's, and SFT's if there is SFT; 0 without LoRA."""
     return 1 + (recipe.sft.num_steps > 0) if recipe.model.lora.rank else 0

@@ -54,7 +54,8 @@ def _splits(plan: Plan) -> RenderableType:
     for name in ("samplers", "learner workers", "sampling, s", "learning, s", "a round, s", "bottleneck"):
         table.add_column(name, justify="left" if name == "bottleneck" else "right")
     for split in plan.splits[:_MOST_SPLITS]:
-        fits = split.bottleneck if split.why_not is None else "does not fit"
+        bottleneck = "sampling" if split.sampling_s >= split.learning_s else "learning"
+        fits = bottleneck if split.why_not is None else "does not fit"
         numbers = (split.sampling_s, split.learning_s, split.round_s)
         style = "bold" if split is plan.best else None
         row = (str(split.num_samplers), str(split.num_workers), *(f"{number:.3g}" for number in numbers), fits)

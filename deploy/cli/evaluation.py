@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import closing
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli.options import Checkpoint, Device, DType, Json, Protocol, RunsDir, Workers, numbers_of, words_of
+from deploy.cli.options import Checkpoint, Device, DType, Json, Protocol, RunsDir, Workers
 from deploy.errors import EXIT_INTERRUPTED, UserError
 from deploy.printing import printable
 from deploy.wait_display import wait_display
@@ -79,9 +80,9 @@ def evaluate(
         from deploy.offline.pool import PoolSettings
 
     options = EvaluationOptions(
-        tasks=words_of(tasks),
-        lengths=numbers_of("--lengths", lengths, "number of slots", "128,256", least=1),
-        schedules=words_of(schedules),
+        tasks=_words(tasks),
+        lengths=_lengths(lengths),
+        schedules=_words(schedules),
         block_length=block_length,
         num_problems=problems,
         protocol=protocol,
@@ -154,6 +155,18 @@ def lm_eval(
     given = ",".join(filter(None, (f"checkpoint={checkpoint}", f"runs_dir={runs_dir}", model_args)))
     sys.argv = ["lm_eval", "run", "--model", "d1", "--model_args", given, *context.args]
     cli_evaluate()
+
+
+def _words(text: str | None) -> tuple[str, ...] | None:
+    """Split the value of an option that takes several words, as in `A,B`."""
+    return None if text is None else tuple(word.strip() for word in text.split(","))
+
+
+def _lengths(text: str | None) -> tuple[int, ...] | None:
+    words = _words(text)
+    if strays := [word for word in words or () if not re.fullmatch(r"[0-9]{1,9}", word) or int(word) < 1]:
+        raise UserError(f"--lengths {text}: {strays[0] or 'nothing'} is no number of slots; write --lengths 128,256")
+    return None if words is None else tuple(map(int, words))
 
 
 def _evaluate(

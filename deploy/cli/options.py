@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-
-from deploy.errors import UserError
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file; `d1 schema` says what is in it.")]
 Overrides = Annotated[
@@ -44,19 +41,3 @@ Serve = Annotated[bool, typer.Option("--serve", help="Answer HTTP requests from 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show the whole recipe and what it needs; start and write nothing.")
 ]
-
-
-def words_of(text: str | None) -> tuple[str, ...] | None:
-    """Split the value of an option that takes several words, as in `A,B`."""
-    return None if text is None else tuple(word.strip() for word in text.split(","))
-
-
-def numbers_of(option: str, text: str | None, what: str, example: str, *, least: int) -> tuple[int, ...] | None:
-    """Parse the value of an option that takes several whole numbers. Raises UserError, which names `what` and shows
-    `example`."""
-    words = words_of(text)
-    if words is None:
-        return None
-    if strays := [word for word in words if not re.fullmatch(r"[0-9]{1,9}", word) or int(word) < least]:
-        raise UserError(f"{option} {text}: {strays[0] or 'nothing'} is no {what}; write {option} {example}")
-    return tuple(map(int, words))

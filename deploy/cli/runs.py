@@ -58,19 +58,16 @@ def serve(
     A checkpoint is a directory or a hub id. Without a name, the run with the newest event is served.
     """
     from deploy.runs.listing import newest_servable_run
-    from deploy.runs.references import ResolvedReference, find
+    from deploy.runs.references import find, is_run
 
     with wait_display(f"looking for {name or 'the newest run'}"), user_errors(ValueError):
-        if name is None:
-            found = ResolvedReference(directory=newest_servable_run(runs_dir), is_run=True)
-        else:
-            found = find(name, runs_dir)
-    if found.is_run and dtype is not None:
+        found = newest_servable_run(runs_dir) if name is None else find(name, runs_dir)
+    if is_run(found) and dtype is not None:
         raise UserError("--dtype is for checkpoints; a run has rollout.engine.dtype of its recipe")
     with wait_display("loading Ray and the service", at_once=True):
         from deploy.service.on_ray.launch import serve_checkpoint, serve_run
 
-    if found.is_run:
-        serve_run(found.directory, host, port)
+    if is_run(found):
+        serve_run(found, host, port)
     else:
-        serve_checkpoint(found.directory, host, port, dtype or "float32")
+        serve_checkpoint(found, host, port, dtype or "float32")

@@ -44,8 +44,7 @@ def status(
 
     from deploy.runs.listing import newest_run, read_run
     from deploy.runs.references import find_run
-    from deploy.runs.results_view import results_view
-    from deploy.runs.status_view import json_of, status_view
+    from deploy.runs.status_view import json_of, results_view, status_view
 
     if as_json and watch:
         raise UserError("--json and --watch exclude each other; give one of them")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -40,14 +41,9 @@ def submit(
     if no_follow:
         return
     try:
-        status = follow(client, job_id, _write)
+        status = follow(client, job_id, partial(typer.echo, nl=False))
     except KeyboardInterrupt as interrupt:
         again = command(*sys.argv[1:])
         typer.echo(f"\nno longer following; the job goes on. To follow: {again}. To end it: ray job stop {job_id}")
         raise typer.Exit(EXIT_INTERRUPTED) from interrupt
     raise typer.Exit(status)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

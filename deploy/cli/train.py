@@ -170,7 +170,9 @@ def _adapt(adaptation: Adaptation, recipe: Recipe, *, resume: bool, dry_run: boo
             stages = Stages.ALL if recipe.learner.num_rounds else Stages.SFT
             _carry_out(recipe, stages, start_from=start_from, resume=resume, dry_run=dry_run)
         elif start_from is not None:
-            _place(start_from, recipe.run_dir)
+            # An untrained policy becomes a checkpoint, and not a run.
+            with os_errors(f"{recipe.run_dir} cannot be written"):
+                start_from.rename(recipe.run_dir)
     except KeyboardInterrupt as interrupt:
         if adaptation.is_generating_responses:
             sys.stderr.write(f"d1: stopped; the responses so far are kept; resume with: {_resume_command(recipe)}\n")
@@ -203,12 +205,6 @@ def _policy_of(adaptation: Adaptation, recipe: Recipe, *, dry_run: bool) -> Path
     new = ", a new row" if mask.is_new_row else ""
     sys.stderr.write(f"d1: the mask token is {printable(mask.token)} (id {mask.id}{new})\n")
     return directory
-
-
-def _place(policy: Path, out: Path) -> None:
-    """Move a policy that is not trained to OUT, which is then a checkpoint and not a run."""
-    with os_errors(f"{out} cannot be written"):
-        policy.rename(out)
 
 
 def _print_next_steps(run_dir: Path) -> None:

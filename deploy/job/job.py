@@ -36,7 +36,7 @@ from deploy.runs.listing import point_latest_at
 from deploy.runs.lock import RunLock
 from deploy.runs.mirror import Mirror, mirror_for
 from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 
 if TYPE_CHECKING:
     from actors.cluster import RunActors
@@ -194,9 +194,8 @@ class Driver:
 
         self._wait_for("starting the service")
         service, share = self.recipe.service, self.recipe.gpus.engine
-        url = deploy_source(
-            source, service.host, service.port, service.num_replicas, num_gpus=share, say=self._wait_for
-        )
+        address = Address(host=service.host, port=service.port)
+        url = deploy_source(source, address, service.num_replicas, num_gpus=share, say=self._wait_for)
         self.on_event({"event": "status", "what": banner(self.recipe.run_dir, url)})
 
     def _end_with_node(self, what: str, logs_dir: Path) -> None:

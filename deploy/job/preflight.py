@@ -13,7 +13,7 @@ from deploy import machine
 from deploy.capacity.available import Resources
 from deploy.capacity.memory import engine_memory, largest, learner_memory, sampler_memory, why_too_large
 from deploy.capacity.needs import CPU_TOLERANCE, Needs, needs_of
-from deploy.capacity.shape import policy_shape
+from deploy.capacity.shape import known_shape, policy_shape
 from deploy.job.judges import wanted_servers
 from deploy.printing import counted, gigabytes
 from deploy.recipe.recipe import Recipe
@@ -23,7 +23,7 @@ from rewards.data.demonstrations import read_demonstrations
 from rewards.data.sampling import TooFewProblemsError
 from rewards.terms.shaping import SpeedConfig
 from rollout.field_error import FieldError
-from rollout.request import check_params
+from rollout.request_checks import check_params
 
 MAX_CHECKED_PROBLEMS = 20_000
 """Maximum number of problems of a split that are generated before a run, to check that they can be."""
@@ -104,11 +104,7 @@ def resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> Ite
 
 def _gpu_memory_problems(recipe: Recipe, available: Resources, *, serve: bool) -> Iterator[str]:
     """Report processes that exceed their share of a GPU. An unreadable checkpoint config is reported elsewhere."""
-    if recipe.device == "cpu" or available.gpu_memory_bytes is None:
-        return
-    try:
-        shape = policy_shape(recipe)
-    except ValueError:
+    if recipe.device == "cpu" or available.gpu_memory_bytes is None or (shape := known_shape(recipe)) is None:
         return
     processes = [sampler_memory(recipe, shape), learner_memory(recipe, shape, recipe.learner.num_workers)]
     if serve and recipe.gpus.engine:

@@ -23,7 +23,7 @@ def redirect_native_output(path: Path) -> Iterator[None]:
         log = at_end.enter_context(path.open("a", encoding="utf-8", buffering=1))
         terminal = os.dup(_STDERR)
         at_end.callback(os.close, terminal)
-        if _writes_to_stderr(sys.stderr):
+        if descriptor_of(sys.stderr) == _STDERR:
             sys.stderr.flush()
             stderr = at_end.enter_context(
                 open(terminal, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
@@ -35,8 +35,9 @@ def redirect_native_output(path: Path) -> Iterator[None]:
         yield
 
 
-def _writes_to_stderr(stream: TextIO) -> bool:
+def descriptor_of(stream: TextIO) -> int | None:
+    """Return the file descriptor of a stream; None for one in memory, as in tests."""
     try:
-        return stream.fileno() == _STDERR
+        return stream.fileno()
     except OSError:
-        return False  # A test's, in memory.
+        return None

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from actors.run_log import DRIVER_LOG, Event, append_event, is_done, read_events
+from deploy.job.ray_output import descriptor_of
 from deploy.orphans import kill_marked
 from deploy.printing import printable
 from deploy.program import program
@@ -37,9 +37,11 @@ def watchdog(run_dir: Path, name: str) -> Iterator[None]:
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     handle = os.pidfd_open(os.getpid())
     words = [sys.executable, "-m", __name__, str(handle), mark, str(run_dir), name]
+    # It may differ from fd 2, which is inherited if Python's own exists in memory only.
+    stderr = None if descriptor_of(sys.stderr) is None else sys.stderr
     # In a separate session, so that Ctrl-C reaches only the driver. Started before the mark is set, so it has no mark.
     dog = subprocess.Popen(  # noqa: S603 - this module
-        words, stdin=subprocess.DEVNULL, stderr=_stderr(), pass_fds=[handle], start_new_session=True
+        words, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=[handle], start_new_session=True
     )
     os.environ[_MARK] = mark
     # Without this Ray's processes overwrite their environment, and the mark in it, with their titles.
@@ -70,15 +72,6 @@ def failure_message(run_dir: Path, name: str, what: str, more: str, known: Seque
         with suppress(OSError):
             append_event(run_dir, "failure", what=what, attempt=1)
     return f"the run failed: {what}; {more}; --resume goes on from the newest checkpoint"
-
-
-def _stderr() -> IO[str] | None:
-    """Return Python's stderr, which may differ from fd 2; None, to inherit fd 2, if it exists only in memory."""
-    try:
-        sys.stderr.fileno()
-    except OSError:
-        return None
-    return sys.stderr
 
 
 def main() -> None:

@@ -86,7 +86,10 @@ def _item(task: Task, index: int, row: Row, columns: Columns) -> Item:
         raise ValueError(f"{row.place}: generation is no text; it should be what the policy wrote")
     try:
         truth = row.value("ground_truth") if columns.answer is None else value_at(row.fields, columns.answer)
-        problem = _problem_of(task, _question(row, columns), truth)
+        asked = row.value("question") if columns.prompt is None else value_at(row.fields, columns.prompt)
+        # The last turn, if it is a conversation.
+        question = parse_conversation(asked, columns.prompt or "question")[-1].content
+        problem = _problem_of(task, question, truth)
     except ValueError as error:
         if str(error).startswith(row.place):
             raise
@@ -108,12 +111,6 @@ def _problem_of(task: Task, question: str, truth: object) -> Problem:
                 question, json.loads(truth) if isinstance(truth, str) else answer_text(truth, "")
             )
         raise
-
-
-def _question(row: Row, columns: Columns) -> str:
-    """Return the question: a text, or the last turn of a conversation."""
-    value = row.value("question") if columns.prompt is None else value_at(row.fields, columns.prompt)
-    return parse_conversation(value, columns.prompt or "question")[-1].content
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from actors.checkpoints.selection import find_position
 from deploy.errors import UserError, os_errors, user_errors
-from deploy.requests.base import is_valid_text
-from deploy.requests.errors import TEMPLATE_ERRORS, template_error_text
+from deploy.requests.codec import Codec
 from deploy.requests.families import AnyConfig, AnyDefaults, defaults_of, read_config
-from deploy.requests.structured.grammars import Grammars
-from deploy.requests.structured.structure import Structure
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.references import find_checkpoint_of, run_of
 from learner.hardware import indexed_device, threads_for
@@ -28,8 +24,6 @@ from learner.model.renoising.policy import load_renoising_policy
 from learner.model.storage.throughput import ReportProgress
 from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
 from rollout.config import EngineConfig
-from rollout.field_error import FieldError
-from rollout.grammar.grammar import Grammar
 from rollout.renoising.sampler import AnySampler, RenoisingSampler
 from rollout.sampler import Sampler
 
@@ -70,59 +64,10 @@ class ReadyPolicy:
         self.__dict__["sampler"] = sampler
         return sampler
 
-    # Tokenization: the `Codec` of the planner. Special tokens in prompts are parsed as tokens.
-
     @cached_property
-    def _grammars(self) -> Grammars | None:
-        return None if self.tokenizer is None else Grammars(self.tokenizer, self.config.vocab_size)
-
-    def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
-        """Tokenize a text prompt. Raises FieldError if the text is invalid."""
-        tokenizer = self._tokenizer_for("prompt_ids", *([text] if text else []))
-        return tokenizer.encode_text(text, add_special_tokens=adds_special)
-
-    def encode_chat(
-        self,
-        messages: Sequence[dict[str, str]],
-        _param: str = "messages",
-        *,
-        template: Mapping[str, Any] | None = None,
-        adds_special: bool = False,
-    ) -> list[int]:
-        """Tokenize a conversation; `template` has chat template variables. Raises FieldError if it is invalid."""
-        texts = [text for message in messages for text in message.values()]
-        tokenizer = self._tokenizer_for("prompt_ids", *texts)
-        try:
-            return tokenizer.encode_chat(messages, template=template, add_special_tokens=adds_special)
-        except TEMPLATE_ERRORS as error:
-            what = template_error_text(error)
-            raise FieldError("{prompt_ids} does not fit the chat template: {what}", what=what) from error
-
-    def encode_text(self, text: str, param: str) -> list[int]:
-        """Tokenize a text without added special tokens. Raises FieldError if it is invalid."""
-        return self._tokenizer_for(param, *([text] if text else [])).encode_plain(text)
-
-    def check_ids(self, ids: Sequence[int], _param: str) -> list[int]:
-        """Return the ids. They are validated with the request, by `check_any_request`."""
-        return list(ids)
-
-    def grammar(self, structure: Structure) -> Grammar:
-        """Compile a structure to a grammar. Raises FieldError if it is not supported or there is no tokenizer."""
-        if self._grammars is None:
-            raise FieldError(
-                "{grammar} says what the text is, and {name} has no tokenizer: leave it out", name=self.name
-            )
-        return self._grammars.of(structure)
-
-    def _tokenizer_for(self, param: str, *texts: str) -> ChatTokenizer:
-        """Return the tokenizer. Raises FieldError if there is none, or the texts are missing or invalid."""
-        if self.tokenizer is None:
-            raise FieldError(f"{{{param}}} is text, and {{name}} has no tokenizer; give prompt_ids", name=self.name)
-        if not texts:
-            raise FieldError(f"{{{param}}} is empty; a completion needs something to complete")
-        if not all(map(is_valid_text, texts)):
-            raise FieldError(f"{{{param}}} has half of a surrogate pair or bytes that are not UTF-8, which is no text")
-        return self.tokenizer
+    def codec(self) -> Codec:
+        """Tokenization of requests."""
+        return Codec(self.name, self.config, self.tokenizer)
 
 
 def open_policy(

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,6 @@ from actors.atomic_file import replace_file
 from deploy.errors import UserError, os_errors, reason
 from deploy.offline.item import Answer, AnsweredBatch
 from deploy.runs.lock import RunLock
-from learner.model.checkpoint_files import checkpoint_chain
-from learner.model.families.raw_config import CONFIG
-from learner.model.hub import ADAPTER_CONFIG
-from learner.model.peft_directory.config import is_peft
-from learner.model.storage.references import missing_message, read_references
-
-_WEIGHTS = ("*.safetensors", "*.bin")
-_SAMPLED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +24,7 @@ class CellRecord:
 
     facts: Mapping[str, Any]
     """Settings of the cell, and its checkpoint."""
-    batches: Mapping[int, AnsweredBatch]
+    batches: dict[int, AnsweredBatch]
     """Completed batches by index."""
 
     @property
@@ -71,31 +62,27 @@ class RecordWriter:
         """
         self.path = path
         """The file."""
-        self._facts = facts = {**facts, "num_answers": sum(sizes)}
+        facts = {**facts, "num_answers": sum(sizes)}
         with os_errors(f"cannot write {path}"):
             found = read_record(path) if path.is_file() else CellRecord(facts=facts, batches={})
         if (changed := _changed(found.facts, facts)) is not None:
             raise UserError(f"{path} has answers to something else: {changed}; take another --out, or remove the file")
-        self.done = {
+        done = {
             index: batch
             for index, batch in found.batches.items()
             if index < len(sizes) and len(batch.answers) == sizes[index]
         }
-        """Completed batches by index."""
-        lines = [json.dumps({"asked": facts}), *(line for batch in self.done.values() for line in _lines(batch))]
+        self.recorded = CellRecord(facts=facts, batches=done)
+        """Current content of the file."""
+        lines = [json.dumps({"asked": facts}), *(line for batch in done.values() for line in _lines(batch))]
         with os_errors(f"cannot write {path}"):
             replace_file(path, "".join(f"{line}\n" for line in lines))
-
-    @property
-    def recorded(self) -> CellRecord:
-        """Current content of the file."""
-        return CellRecord(facts=self._facts, batches=self.done)
 
     def add(self, batch: AnsweredBatch) -> None:
         """Append a batch to the file. Raises UserError if it cannot be written."""
         with os_errors(f"cannot write {self.path}"), self.path.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in _lines(batch)))
-        self.done[batch.index] = batch
+        self.recorded.batches[batch.index] = batch
 
 
 def read_record(path: Path) -> CellRecord:
@@ -143,33 +130,6 @@ def take_lock(directory: Path, what: str = "evaluation") -> RunLock:
     with os_errors(f"cannot write {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
     return RunLock.take(directory, what)
-
-
-def fingerprint(checkpoint: Path) -> str:
-    """Return a hash of the checkpoint's config, and of the size, head and tail of each weight file.
-
-    Raises OSError if they cannot be read, and ValueError if weights that the checkpoint refers to are missing.
-    """
-    found = list(map(_fingerprint, checkpoint_chain(checkpoint)))
-    return found[0] if len(found) == 1 else sha256("".join(found).encode()).hexdigest()[:16]
-
-
-def _fingerprint(checkpoint: Path) -> str:
-    """Return the fingerprint of a single directory."""
-    digest = sha256((checkpoint / (ADAPTER_CONFIG if is_peft(checkpoint) else CONFIG)).read_bytes())
-    files = {path for pattern in _WEIGHTS for path in checkpoint.glob(pattern)}
-    for reference in read_references(checkpoint).values():
-        if not reference.path.is_file():
-            raise ValueError(missing_message(checkpoint, reference))
-        files.add(reference.path)
-    for path in sorted(files, key=lambda path: path.name):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_SAMPLED_BYTES))
-            file.seek(max(0, size - _SAMPLED_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()[:16]
 
 
 def _lines(batch: AnsweredBatch) -> list[str]:

@@ -1,38 +1,18 @@
-"""Routes of the page at `/`: the files of this folder that are listed here."""
+"""Routes of the page at `/` and of its files in `assets`."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 
-INDEX = "index.html"
-# Looked up by their whole name: no path is built from client input.
-ASSETS: Mapping[str, str] = {
-    "api.js": "text/javascript",
-    "answer.js": "text/javascript",
-    "ask.css": "text/css",
-    "ask.js": "text/javascript",
-    "canvas.js": "text/javascript",
-    "dom.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-    "main.js": "text/javascript",
-    "numbers.js": "text/javascript",
-    "page.css": "text/css",
-    "player.js": "text/javascript",
-    "policy.js": "text/javascript",
-    "problems.js": "text/javascript",
-    "recording.js": "text/javascript",
-    "sse.js": "text/javascript",
-    "theme.js": "text/javascript",
-    "wait.js": "text/javascript",
-}
-
+FOLDER = Path(str(files("deploy.page")))
+"""Folder of `index.html`, and of the public files in `assets`."""
 CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -60,38 +40,27 @@ HEADERS = {
 }
 
 
-class _File:
-    """Static file, read once."""
+class _PublicFiles(StaticFiles):
+    """Static files with the page's headers. The browser revalidates each time, and downloads only what has changed."""
 
-    def __init__(self, name: str, media_type: str) -> None:
-        self._body = files("deploy.page").joinpath(name).read_bytes()
-        # The browser revalidates each time, and downloads a file only when it has changed.
-        self._etag = f'"{hashlib.sha256(self._body).hexdigest()[:32]}"'
-        self._media_type = media_type
-
-    def answer(self, request: Request) -> Response:
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
         """Return the file, or 304 if the browser has it."""
-        headers = HEADERS | {"etag": self._etag}
-        if self._etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        # Starlette adds the character set to texts.
-        return Response(self._body, headers=headers, media_type=self._media_type)
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(HEADERS)
+        return response
 
 
 def page_router() -> APIRouter:
     """Return the routes `/` and `/assets/*`. They need no key, because the files are public."""
-    index = _File(INDEX, "text/html")
-    assets = {name: _File(name, media_type) for name, media_type in ASSETS.items()}
+    public, index = _PublicFiles(directory=FOLDER / "assets"), FOLDER / "index.html"
     router = APIRouter(include_in_schema=False)
 
     @router.api_route("/", methods=["GET", "HEAD"])
     async def page(request: Request) -> Response:
-        return index.answer(request)
+        return public.file_response(index, index.stat(), request.scope)
 
     @router.api_route("/assets/{name:path}", methods=["GET", "HEAD"])
     async def asset(name: str, request: Request) -> Response:
-        if name not in assets:
-            raise HTTPException(404)
-        return assets[name].answer(request)
+        return await public.get_response(name, request.scope)
 
     return router

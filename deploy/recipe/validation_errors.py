@@ -45,9 +45,9 @@ def first_problem(error: ValidationError, schema: Schema, whole: str = "recipe")
     return _problem(details[0], schema, whole), len(details) - 1
 
 
-def shortened(text: str) -> str:
-    """Shorten a text to fit into a sentence."""
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+def shortened(text: str, width: int = _LONGEST_SHOWN) -> str:
+    """Shorten a text, by default to fit into a sentence."""
+    return text if len(text) <= width else f"{text[:width]}..."
 
 
 def _problem(detail: ErrorDetails, schema: Schema, whole: str) -> FieldProblem:

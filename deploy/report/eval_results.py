@@ -10,7 +10,8 @@ from pathlib import Path
 from actors.run_log import CHECKPOINTS
 from deploy.offline.evaluation.evaluate import default_out_of
 from deploy.offline.evaluation.metrics import compute_metrics
-from deploy.offline.record import CellRecord, fingerprint, records_in
+from deploy.offline.record import CellRecord, records_in
+from learner.model.fingerprint import fingerprint
 from rollout.request import SamplingParams
 
 

@@ -31,8 +31,8 @@ from rollout.request import (
     SamplingParams,
     Schedule,
     canvas_of,
-    check_request,
 )
+from rollout.request_checks import check_request
 
 AnyRequest = Request | RenoisingRequest
 AnyConfig = TransformerConfig | RenoisingConfig
@@ -41,7 +41,6 @@ _SCHEDULE_OF = {name: str(schedule) for schedule, name in SCHEDULE_PARAMETER.ite
 _TAKES: dict[str, tuple[str, ...]] = {schedule: (name,) for schedule, name in SCHEDULE_PARAMETER.items()}
 _TAKES[Schedule.LEFT_TO_RIGHT] = ("threshold",)
 _THRESHOLD = 0.9
-_NOTHING_STATED: Mapping[str, int] = MappingProxyType({})
 # Values of other policies' parameters that disable them.
 _NOTHING = {"top_p": 1, "top_k": 0, "cfg_scale": 0}
 
@@ -62,7 +61,7 @@ class Defaults:
 
     @classmethod
     def of_policy(
-        cls, max_sequence_length: int, block_length: int | None = None, stated: Mapping[str, int] = _NOTHING_STATED
+        cls, max_sequence_length: int, block_length: int | None = None, stated: Mapping[str, int] = MappingProxyType({})
     ) -> Defaults:
         """Return d1's defaults for a policy, with the length limited by its context.
 
@@ -115,21 +114,6 @@ class Defaults:
             values["steps"] = _default_steps(values["gen_length"], values["block_length"])
         return values
 
-    def request(
-        self,
-        prompt_ids: Sequence[int],
-        layers: Sequence[Values],
-        *,
-        seed: int,
-        fixed: Mapping[int, int],
-        grammar: Grammar | None,
-    ) -> Request:
-        """Create a request of the layers and the defaults. Raises FieldError or ValidationError."""
-        params = to_params(self.complete(layers, len(prompt_ids)))
-        return Request(
-            prompt_ids=tuple(prompt_ids), params=params, seed=seed, fixed_tokens=dict(fixed), grammar=grammar
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenoisingDefaults:
@@ -161,29 +145,30 @@ class RenoisingDefaults:
         room = (self.config.max_sequence_length - num_prompt_tokens) // num_slots * num_slots
         return min(RenoisingParams().gen_length, room) if room > 0 else num_slots
 
-    def request(
-        self,
-        prompt_ids: Sequence[int],
-        layers: Sequence[Values],
-        *,
-        seed: int,
-        fixed: Mapping[int, int],
-        grammar: Grammar | None,
-    ) -> RenoisingRequest:
-        """Create a request of the layers and the defaults. Raises FieldError or ValidationError."""
-        assert grammar is None, "the planner refuses structured output"
-        values = self.complete(layers, len(prompt_ids))
-        _check_keys({"fixed_tokens"} if fixed else ())
-        stop_ids = values.pop("stop_ids", None)
-        return RenoisingRequest(
-            prompt_ids=tuple(prompt_ids),
-            params=to_renoising_params(values),
-            seed=seed,
-            stop_ids=None if stop_ids is None else tuple(stop_ids),
-        )
-
 
 AnyDefaults = Defaults | RenoisingDefaults
+
+
+def make_request(
+    defaults: AnyDefaults,
+    prompt_ids: Sequence[int],
+    layers: Sequence[Values],
+    *,
+    seed: int,
+    fixed: Mapping[int, int],
+    grammar: Grammar | None,
+) -> AnyRequest:
+    """Create a request of the layers and the defaults. Raises FieldError or ValidationError."""
+    values, ids = defaults.complete(layers, len(prompt_ids)), tuple(prompt_ids)
+    if isinstance(defaults, Defaults):
+        return Request(prompt_ids=ids, params=to_params(values), seed=seed, fixed_tokens=dict(fixed), grammar=grammar)
+    assert grammar is None, "the planner refuses structured output"
+    _check_keys({"fixed_tokens"} if fixed else ())
+    stop_ids = values.pop("stop_ids", None)
+    params = to_renoising_params(values)
+    return RenoisingRequest(
+        prompt_ids=ids, params=params, seed=seed, stop_ids=None if stop_ids is None else tuple(stop_ids)
+    )
 
 
 def defaults_of(checkpoint: Path, config: AnyConfig, evaluated: SamplingParams | None) -> AnyDefaults:

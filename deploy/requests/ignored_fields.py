@@ -29,8 +29,8 @@ OF_REQUESTS: IgnoredValues = {
     ),
     # Settings of beam search, images, tools, reasoning parsers and other endpoints, which this service does not have.
     **_any(
-        "early_stopping guided_decoding_backend images_config include_reasoning length_penalty max_dynamic_patch "
-        "max_tool_calls media_io_kwargs min_dynamic_patch mm_processor_kwargs parallel_tool_calls "
+        "early_stopping images_config include_reasoning length_penalty max_dynamic_patch max_tool_calls "
+        "media_io_kwargs min_dynamic_patch mm_processor_kwargs parallel_tool_calls "
         "return_assistant_tokens_mask return_flat_raw_top_logprobs_b64 return_token_offsets routed_experts_start_len "
         "separate_reasoning spaces_between_special_tokens stream_reasoning truncation_side use_audio_in_video "
         "video_config"
@@ -54,8 +54,8 @@ OF_REQUESTS: IgnoredValues = {
     **_only("verbosity", "medium"),
     **_only(
         "allowed_token_ids audio bootstrap_host bootstrap_port bootstrap_room chat_template custom_logit_processor "
-        "ebnf guided_grammar guided_whitespace_pattern input_ids lora_path moderation prompt_embeds "
-        "prompt_logprobs repetition_detection sampling_logprobs_mode task thinking watermark web_search_options"
+        "ebnf input_ids lora_path moderation prompt_embeds prompt_logprobs repetition_detection "
+        "sampling_logprobs_mode task thinking watermark web_search_options"
     ),
 }
 """Neutral values of completion and chat requests."""

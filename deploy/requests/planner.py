@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from deploy.recipe.validation_errors import shortened
 from deploy.requests.body import MAX_CHOICES, ChatRequest, CompletionBody, CompletionRequest
+from deploy.requests.codec import Codec
 from deploy.requests.errors import RequestError, request_error_of
 from deploy.requests.families import (
-    AnyConfig,
     AnyDefaults,
     AnyRequest,
     Defaults,
     RenoisingDefaults,
     block_length_of,
     check_any_request,
+    make_request,
 )
 from deploy.requests.parameters import Values, sampler_names
-from deploy.requests.structured.structure import Structure
 from learner.model.config import TransformerConfig
 from learner.model.renoising.config import MODEL_TYPE
 from rollout.field_error import FieldError
@@ -32,31 +31,6 @@ from rollout.renoising.request import RenoisingParams, RenoisingRequest
 from rollout.request import Request, SamplingParams
 
 _SLOT = re.compile("0|[1-9][0-9]{0,17}")
-
-
-class Codec(Protocol):
-    """Tokenization for a policy. Rejects bad input by a FieldError or an implementation-specific error."""
-
-    @property
-    def config(self) -> AnyConfig:
-        """Model config of the policy."""
-
-    def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
-        """Tokenize a text prompt, optionally with the special tokens that the tokenizer adds."""
-
-    def encode_chat(
-        self, messages: Sequence[dict[str, str]], param: str, *, template: Mapping[str, Any], adds_special: bool
-    ) -> list[int]:
-        """Tokenize the conversation in field `param`; `template` are variables of the chat template."""
-
-    def encode_text(self, text: str, param: str) -> list[int]:
-        """Tokenize the text in field `param` without adding special tokens."""
-
-    def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
-        """Validate the prompt ids in field `param` and return them."""
-
-    def grammar(self, structure: Structure) -> Grammar:
-        """Compile a structure to a grammar over the policy's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +140,7 @@ class Planner:
         choices = [ids for ids in prompts for _ in range(body.num_choices)]
         grammar = self._grammar(body)
         requests = tuple[AnyRequest, ...](
-            self._defaults.request(ids, layers, seed=seed, fixed=fixed, grammar=grammar)
+            make_request(self._defaults, ids, layers, seed=seed, fixed=fixed, grammar=grammar)
             for ids, seed in zip(choices, seeds, strict=True)
         )
         for request in requests:
@@ -199,12 +173,12 @@ class Planner:
         codec = self._codec
         if isinstance(body, ChatRequest):
             options = body.template_variables
-            return [codec.encode_chat(body.turns, "messages", template=options, adds_special=body.add_special_tokens)]
+            return [codec.encode_chat(body.turns, template=options, adds_special=body.add_special_tokens)]
         assert isinstance(body, CompletionRequest), "there are two kinds"
         return [
             codec.encode_prompt(prompt, adds_special=body.add_special_tokens)
             if isinstance(prompt, str)
-            else codec.check_ids(prompt, "prompt")
+            else codec.check_ids(prompt)
             for prompt in body.prompts
         ]
 

@@ -16,7 +16,8 @@ from deploy.requests.line import read_line
 from deploy.requests.parameters import SAMPLING_FIELDS, SETTINGS, Values, sampler_names, to_params, to_renoising_params
 from rollout.field_error import FieldError
 from rollout.renoising.request import RenoisingParams
-from rollout.request import SamplingParams, check_seed
+from rollout.request import SamplingParams
+from rollout.request_checks import check_seed
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ A mirrored checkpoint is complete only if its manifest exists: the manifest is u
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +126,7 @@ def mirror_for(recipe: Recipe, *, resume: bool) -> Mirror | None:
     if recipe.checkpoint_url is None:
         return None
     mirror = Mirror(recipe.checkpoint_url, recipe.name)
-    with _readable(recipe.checkpoint_url):
+    with user_errors(Exception, prefix=f"checkpoint_url {recipe.checkpoint_url} cannot be read: "):
         has_run = mirror.has_run()
     if has_run and not resume:
         raise UserError(
@@ -145,15 +143,7 @@ def fetch_run(recipe: Recipe) -> None:
     """
     if recipe.run_dir.exists() or (mirror := mirror_for(recipe, resume=True)) is None:
         return
-    with _readable(str(recipe.checkpoint_url)):
+    # Of whichever fsspec backend.
+    with user_errors(Exception, prefix=f"checkpoint_url {recipe.checkpoint_url} cannot be read: "):
         if mirror.has_run():
             mirror.pull(recipe.run_dir)
-
-
-@contextmanager
-def _readable(url: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # of whichever fsspec backend
-        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"checkpoint_url {url} cannot be read: {what}") from error

@@ -37,7 +37,7 @@ class ProgressDisplay:
     def __init__(self, console: Console) -> None:
         """Show on `console`: a live display where it is a terminal, lines where it is not."""
         self._console = console
-        self._bar = _PhaseBar(console) if console.is_terminal else None
+        self._bar = _PhaseBar(console)
         self._phase: Event | None = None
         self._last_line_s = float("-inf")
         self._last_step_s = 0.0
@@ -53,8 +53,7 @@ class ProgressDisplay:
     def stop(self) -> None:
         """End the live display; what it showed stays on the screen. A second call does nothing."""
         self._waiting.end()
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def wait_for_end(self) -> None:
         """Report that only the run's processes are still to end, if that takes long, as on a busy machine."""
@@ -105,8 +104,7 @@ class ProgressDisplay:
         return _BETWEEN_PHASES.get(event["event"], "") if self._phase is None else ""
 
     def _wait(self, what: str, *, at_once: bool = False) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
         self._waiting.begin(what, at_once=at_once)
 
     def _begin(self, event: Event) -> None:
@@ -114,8 +112,7 @@ class ProgressDisplay:
         self._last_line_s, self._validation_loss = float("-inf"), None
         name, (total, unit) = STAGES[event["phase"]].name, self._total(event)
         self._line(event, f"{name}: {total:g} {unit}")
-        if self._bar is not None:
-            self._bar.begin(name, total or None)
+        self._bar.begin(name, total or None)
 
     def _total(self, phase: Event) -> tuple[float, str]:
         """Return the total work of a phase, and its unit."""
@@ -130,9 +127,8 @@ class ProgressDisplay:
         if unit == "seconds":
             spent_s = phase["spent_s"] + event["time_s"] - phase["time_s"]
             done, facts = min(total, spent_s), f"step {done}  {facts}"
-        if self._bar is not None:
-            self._bar.advance(done, facts)
-        elif event["time_s"] - self._last_line_s >= _LINE_EVERY_S:
+        self._bar.advance(done, facts)
+        if not self._console.is_terminal and event["time_s"] - self._last_line_s >= _LINE_EVERY_S:
             self._last_line_s = event["time_s"]
             left = _time_left(event, phase) if unit == "steps" else ""
             self._line(event, f"{STAGES[phase['phase']].name} {round(done)}/{total:g} {unit}  {facts}{left}")
@@ -145,7 +141,7 @@ class ProgressDisplay:
 
 
 class _PhaseBar:
-    """Progress bar of the current phase, at the bottom of a terminal."""
+    """Progress bar of the current phase, at the bottom of a terminal; nothing elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._progress = progress_bar(console)

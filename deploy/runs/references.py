@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,18 +21,8 @@ _BEST, _LAST = "best", "last"
 _LEAST_LIKENESS = 0.5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResolvedReference:
-    """The run or checkpoint that a reference names."""
-
-    directory: Path
-    """Directory of the checkpoint, or of the run, with a link such as `latest` resolved."""
-    is_run: bool
-    """Whether it is a run, not a checkpoint."""
-
-
-def find(reference: str, runs_dir: Path) -> ResolvedReference:
-    """Find the run or checkpoint that a user names.
+def find(reference: str, runs_dir: Path) -> Path:
+    """Find the directory of the run or checkpoint that a user names; of a run its own, not a link such as `latest`.
 
     Args:
         reference: a run's name in `runs_dir` or its path; a checkpoint's path, relative to the working directory or
@@ -52,7 +41,7 @@ def find(reference: str, runs_dir: Path) -> ResolvedReference:
         from learner.model.hub import find_checkpoint, is_hub_id
 
         if is_hub_id(reference):
-            return ResolvedReference(directory=find_checkpoint(reference), is_run=False)
+            return find_checkpoint(reference)
     raise _not_found_error(reference, runs_dir, f", {reference} is no directory, and no hub id either")
 
 
@@ -62,13 +51,13 @@ def find_run(reference: str, runs_dir: Path) -> Path:
     Raises UserError if there is none.
     """
     found = _find_here(reference, runs_dir)
-    if found is not None and (found.directory / METRICS).is_file():
-        return found.directory
-    if found is None or not _is_checkpoint(found.directory):
+    if found is not None and (found / METRICS).is_file():
+        return found
+    if found is None or not _is_checkpoint(found):
         raise _not_found_error(reference, runs_dir, ", and no run directory of that path")
-    checkpoints = found.directory.absolute().parent
-    if checkpoints.name == CHECKPOINTS and _is_run(checkpoints.parent):
-        return found.directory.parent.parent
+    checkpoints = found.absolute().parent
+    if checkpoints.name == CHECKPOINTS and is_run(checkpoints.parent):
+        return found.parent.parent
     raise UserError(f"{reference} is a checkpoint by itself, not one of a run; name a run: `{program()} runs ls`")
 
 
@@ -78,11 +67,11 @@ def find_checkpoint_of(reference: str, runs_dir: Path, say: ReportProgress | Non
     `say` reports the throughput of reading it. Raises as `find`.
     """
     found = find(reference, runs_dir)
-    if not found.is_run:
-        return found.directory
+    if not is_run(found):
+        return found
     from deploy.runs.checkpoints import newest_servable
 
-    return newest_servable(found.directory, say).directory
+    return newest_servable(found, say).directory
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -97,7 +86,7 @@ def resolve_start(reference: Path) -> Path:
 
     Raises UserError if the run has none.
     """
-    if not _is_run(reference):
+    if not is_run(reference):
         return reference
     from deploy.runs.checkpoints import newest_servable
 
@@ -112,31 +101,31 @@ def with_resolved_checkpoint(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"checkpoint": newest})})
 
 
-def _find_here(reference: str, runs_dir: Path) -> ResolvedReference | None:
+def _find_here(reference: str, runs_dir: Path) -> Path | None:
     """Find a reference as `find`, but only on local disk; None if there is nothing."""
     places = runs_dir / reference, Path(reference)
     # The name may be too long for the file system, or the path not accessible.
     with suppress(OSError):
         for place in places:
-            if _is_run(place):
-                return ResolvedReference(directory=_unlinked(place), is_run=True)
+            if is_run(place):
+                return _unlinked(place)
         for place in (*places, *(place.parent / CHECKPOINTS / place.name for place in places)):
             if _is_checkpoint(place):
-                return ResolvedReference(directory=place, is_run=False)
+                return place
         for place in places:
-            if place.name in (_BEST, _LAST) and not place.exists() and _is_run(place.parent):
+            if place.name in (_BEST, _LAST) and not place.exists() and is_run(place.parent):
                 from deploy.runs.checkpoints import best_servable, newest_servable
 
                 run = _unlinked(place.parent)
-                aliased = best_servable(run) if place.name == _BEST else newest_servable(run).directory
-                return ResolvedReference(directory=aliased, is_run=False)
+                return best_servable(run) if place.name == _BEST else newest_servable(run).directory
         # The code that reads it reports what is wrong with it.
         if places[1].is_dir():
-            return ResolvedReference(directory=places[1], is_run=False)
+            return places[1]
     return None
 
 
-def _is_run(directory: Path) -> bool:
+def is_run(directory: Path) -> bool:
+    """Whether it looks like a run directory."""
     is_one = (directory / METRICS).is_file() or (directory / RECIPE).is_file()
     return is_one and not _is_checkpoint(directory)
 
@@ -154,8 +143,8 @@ def _unlinked(directory: Path) -> Path:
 def _parent_run(reference: str, runs_dir: Path) -> Path | None:
     """Return the run that contains a reference, such as `RUN/sft` or `RUN/checkpoints/sft`."""
     for parent in Path(reference).parents:
-        if parent.name and (found := _find_here(str(parent), runs_dir)) is not None and found.is_run:
-            return found.directory
+        if parent.name and (found := _find_here(str(parent), runs_dir)) is not None and is_run(found):
+            return found
     return None
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from actors.checkpoints.selection import Position, is_intermediate
 from actors.plan import RunPlan
@@ -28,7 +24,7 @@ from learner.model.checkpoint_files import has_adapter, load_config, open_tokeni
 from learner.model.config import TransformerConfig
 from learner.model.hub import find_checkpoint, find_tokenizer, is_hub_id
 from learner.model.storage.references import check_unchanged
-from learner.model.storage.throughput import ReportProgress, Throughput, num_threads
+from learner.model.storage.throughput import ReportProgress
 from learner.model.tokenizer import EOS, MASK, ChatTokenizer, make_tokenizer
 from learner.objectives import DistillationConfig
 from learner.objectives.distillation import teacher_incompatibility
@@ -37,11 +33,6 @@ from rewards.data.dataset import DataSources
 from rewards.data.demonstrations import read_demonstrations
 from rewards.data.sampling import TooFewProblemsError
 from rewards.data.sources import absolute_source
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from learner.model.storage.weights import StoredWeights
 
 _PHASES = {
     Stages.ALL: (Phase.SFT, Phase.RL),
@@ -78,9 +69,6 @@ _WHERE_A_TERM_ASKS = re.compile(
     r"|max_response_bytes|requests_per_minute|cache_path|cache_redis_env|vllm.*)"
 )
 _NUM_TOKENIZER_TEXTS = 2000
-_FLOAT_BYTES = 4
-# Elements of a tensor that are converted and checksummed at a time.
-_LOOKED_AT = 1 << 20
 
 
 def make_spec(recipe: Recipe, stages: Stages) -> RunSpec:
@@ -225,24 +213,26 @@ def _check_canvas(recipe: Recipe, source: Path) -> TransformerConfig:
 
 
 def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None, say: ReportProgress | None) -> None:
-    # These import torch, and those of `_digest` Ray, which takes seconds that checking a recipe should not cost.
+    # These import torch and Ray, which takes seconds that checking a recipe should not cost.
+    from actors.weights.tensors import float32_digest
     from learner.model.checkpoint import load_merged, load_weights, save_checkpoint
     from learner.model.networks import make_model
     from learner.model.storage.weights import StoredWeights
-    from learner.model.transformer import init_weights
+    from learner.model.transformer import Transformer, init_weights
+
+    def save(model: Transformer, tokenizer_source: Path) -> None:
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        state = asdict(_at_the_start(float32_digest(weights, say)))
+        save_checkpoint(directory, model.config, weights, tokenizer_source, trainer_state=state)
 
     if reference is not None:
         source = find_checkpoint(reference)
-        _check_canvas(recipe, source)
         open_tokenizer(source)
         if has_adapter(source):
-            merged = load_merged(source, say)
-            weights = {name: parameter.detach() for name, parameter in merged.named_parameters()}
-            state = asdict(_at_the_start(_digest(weights, say)))
-            save_checkpoint(directory, merged.config, weights, tokenizer_directory(source), trainer_state=state)
+            save(load_merged(source, say), tokenizer_directory(source))
             return
         stored = StoredWeights(source)
-        state = asdict(_at_the_start(_digest(stored, say)))
+        state = asdict(_at_the_start(float32_digest(stored, say)))
         is_scratch = source == scratch_policy(recipe.run_dir)
         if is_scratch or _stays(reference, source):
             save_checkpoint(
@@ -258,9 +248,7 @@ def _write_initial(recipe: Recipe, directory: Path, reference: str | Path | None
     tokenizer = ChatTokenizer(tokenizer_dir)
     model = make_model(_shape_of(recipe, tokenizer))
     init_weights(model, recipe.seed, recipe.model.init_scale)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    state = asdict(_at_the_start(_digest(weights, say)))
-    save_checkpoint(directory, model.config, weights, tokenizer_dir, trainer_state=state)
+    save(model, tokenizer_dir)
     shutil.rmtree(tokenizer_dir)
 
 
@@ -282,32 +270,6 @@ def _stays(reference: str | Path, source: Path) -> bool:
 
 def _at_the_start(digest: str) -> Position:
     return Position(phase=Phase.UNTRAINED, round=0, policy_version=0, rl_seconds=0.0, manifest_digest=digest)
-
-
-def _digest(weights: Mapping[str, Tensor] | StoredWeights, say: ReportProgress | None) -> str:
-    """Compute the digest of weights as the learner, which computes in float32, will publish them."""
-    import torch
-
-    from actors.weights.checksums import Checksum, checksum_of, combine_checksums
-    from actors.weights.tensors import as_bytes, manifest_of_shards
-
-    shapes = {name: tuple(weights[name].shape) for name in weights}
-    num_bytes = _FLOAT_BYTES * sum(map(math.prod, shapes.values()))
-    progress = Throughput("computing the checksum of version 0", num_bytes, say)
-
-    def check(name: str) -> Checksum:
-        shape, tensor = shapes[name], weights[name]
-        step = max(1, _LOOKED_AT // math.prod(shape[1:]))
-        found = []
-        for begin in range(0, shape[0], step):
-            rows = as_bytes(tensor[begin : begin + step].float())
-            found.append(checksum_of([rows]))
-            progress.add(rows.nbytes)
-        return combine_checksums(found)
-
-    with ThreadPoolExecutor(num_threads()) as threads:
-        found = dict(zip(shapes, threads.map(check, shapes), strict=True))
-    return manifest_of_shards(0, shapes, dict.fromkeys(shapes, torch.float32), [found]).digest
 
 
 def _texts(recipe: Recipe) -> list[str]:

@@ -1,25 +1,35 @@
-"""Views of a run's status: rows of at most 80 columns for people, and JSON for programs."""
+"""Views of a run: its status, in rows of at most 80 columns for people and as JSON, and its results so far.
+
+Names, prompts and completions are untrusted text. They are printed as `Text`, which interprets no markup, with control
+characters made visible.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from actors.coordination.reporting.status import SILENT_S, ActorState, ActorStatus, RunStatus
 from actors.coordination.reporting.timeline import TIMELINE, Span, idle_shares, num_rounds, read_trace
-from deploy.printing import counted, duration, printable
+from actors.run_log import SAMPLES
+from deploy.printing import counted, duration, metric, printable, sparkline
 from deploy.runs.history import RunHistory
 from deploy.runs.listing import Run
+from deploy.runs.result_tables import result_tables
 from deploy.runs.stages import STAGES
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
+    from rich.panel import Panel
     from rich.table import Table
 
 _MOST_ACTORS, _MOST_FAILURES, _LONGEST_FAILURE = 8, 3, 200
 _IDLE_IN_ROW = 3
+_NUM_SAMPLES, _LONGEST_TEXT = 3, 2000
 
 Rows = Iterator[tuple[str, str]]
 
@@ -29,10 +39,10 @@ def status_view(run: Run) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(Text(f"{printable(run.name)}: {_state(run)}", style="bold"), grid(_rows(run)))
+    return Group(Text(f"{printable(run.name)}: {_state(run)}", style="bold"), _grid(_rows(run)))
 
 
-def grid(rows: Rows) -> Table:
+def _grid(rows: Rows) -> Table:
     """Lay out names and values; a name that repeats is shown once."""
     from rich.table import Table
     from rich.text import Text
@@ -87,9 +97,12 @@ def _rows(run: Run) -> Rows:
         if run.is_running:
             yield from _under_way(status)
         yield "staleness", f"{status.staleness:.2g} versions in the newest round, {status.max_staleness} at most"
-        yield "restarts", _counts(status.num_restarts) or "none"
+        restarts = (f"{name} {count}" for name, count in status.num_restarts.items() if count)
+        yield "restarts", ", ".join(restarts) or "none"
         if status.seconds:
-            yield "newest round", _seconds(status.seconds)
+            total = sum(status.seconds.values()) or 1.0
+            shares = [f"{name} {duration(took)} ({100 * took / total:.0f} %)" for name, took in status.seconds.items()]
+            yield "newest round", ", ".join(shares)
     if idle := idle_shares(spans := _spans(run)):
         number = num_rounds(spans)
         yield "idle", f"share of the time of the newest {'round' if number == 1 else f'{number} rounds'}:"
@@ -133,15 +146,6 @@ def _pool(name: str, actors: list[ActorStatus]) -> Rows:
             yield name, f"and {len(longest) - _MOST_ACTORS} more {state}"
 
 
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-
-
-def _seconds(seconds: Mapping[str, float]) -> str:
-    total = sum(seconds.values()) or 1.0
-    return ", ".join(f"{name} {duration(value)} ({100 * value / total:.0f} %)" for name, value in seconds.items())
-
-
 def _failures(run: Run) -> Rows:
     """List the newest failures of the run log, including those that needed no retry."""
     failures = [event for event in run.events if event["event"] == "failure"]
@@ -156,3 +160,54 @@ def _failures(run: Run) -> Rows:
 def _spans(run: Run) -> list[Span]:
     """Return the work of the actors in the newest rounds."""
     return read_trace(run.directory / TIMELINE)
+
+
+def results_view(run: Run) -> Iterator[RenderableType]:
+    """Yield what is printed below the status of a run."""
+    if run.history.evaluations:
+        yield from result_tables(run.events)
+    yield _grid(_curves(run))
+    yield from map(_sample_panel, _last_samples(run.directory))
+
+
+def _last_samples(directory: Path) -> list[dict[str, Any]]:
+    """Read the newest completions of a run; a last line that a crash truncated is left out."""
+    path = directory / SAMPLES
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = deque((line for line in file if line.endswith("\n")), maxlen=_NUM_SAMPLES)
+    return [json.loads(line) for line in lines]
+
+
+def _curves(run: Run) -> Iterator[tuple[str, str]]:
+    history = run.history
+    accuracies = [100 * item.score.accuracy for item in history.heldout]
+    series = {
+        "reward": history.series("reward"),
+        "share correct": history.series("correct"),
+        "SFT loss": [step["loss"] for step in history.steps.get("sft", [])],
+        "held-out loss": [evaluated["loss"] for evaluated in history.sft_losses.get("sft", [])],
+        "validation %": [100 * item.score.accuracy for item in history.validation],
+        "held-out %": accuracies,
+    }
+    for name, values in series.items():
+        if values:
+            yield name, f"{metric(values[0]):>7} {sparkline(values)} {metric(values[-1])}"
+
+
+def _sample_panel(sample: dict[str, Any]) -> Panel:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    parts = ", ".join(f"{name} {metric(value)}" for name, value in sample["reward_parts"].items())
+    verdict = "right" if sample["correct"] else "wrong"
+    num_steps = max(sample["step_map"], default=-1) + 1
+    head = (
+        f"round {sample['round']}, version {sample['policy_version']}, {sample['problem_id']}: {verdict}, "
+        f"reward {metric(sample['reward'])} ({parts}), {num_steps} denoise steps"
+    )
+    body = Text(printable(sample["prompt"][-_LONGEST_TEXT:]), style="dim")
+    body.append("\n")
+    body.append(printable(sample["completion"][:_LONGEST_TEXT]), style="green" if sample["correct"] else "none")
+    return Panel(body, title=Text(printable(head)), title_align="left", border_style="dim")

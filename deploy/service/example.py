@@ -8,15 +8,13 @@ import shlex
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import BaseModel, Field
 
 from actors.run_log import CHECKPOINTS, RECIPE
 from deploy.errors import UserError
 from deploy.recipe.yaml_text import parse_yaml
 from deploy.runs.checkpoints import read_recipe
 from rewards import Split, make_task
+from rewards.data.conversation import parse_conversation
 from rewards.problem import Message, chat
 
 # The curl line shows the shortest of these: a problem of some tasks fills a page.
@@ -25,22 +23,6 @@ _OF_ANY_POLICY = "What is 2 + 3?"
 _CARD = "README.md"
 _HEAD = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _MOST_CHARS = 4000
-
-
-class _Turn(BaseModel):
-    role: str
-    content: Annotated[str, Field(max_length=_MOST_CHARS)]
-
-
-class _Example(BaseModel):
-    text: Annotated[str, Field(max_length=_MOST_CHARS)] = ""
-    messages: list[_Turn] = []
-
-
-class _Card(BaseModel):
-    """Example prompts in the metadata of a model card."""
-
-    widget: list[_Example] = []
 
 
 @cache
@@ -73,15 +55,15 @@ def _examples(directory: Path) -> tuple[str | None, list[tuple[Message, ...]]]:
 def _of_card(path: Path) -> list[tuple[Message, ...]]:
     """Return the examples under `widget` in a model card's YAML metadata, each with `messages` or a `text`.
 
-    Raises OSError or ValueError if there is no valid card.
+    Longer ones are left out. Raises OSError or ValueError if there is no valid card.
     """
     head = _HEAD.match(path.read_text(encoding="utf-8"))
-    card = _Card.model_validate(parse_yaml(head[1]) if head else {})
-    found = []
-    for example in card.widget[:_NUM_PROBLEMS]:
-        turns = example.messages or [_Turn(role="user", content=example.text)]
-        found.append(tuple(Message(role=turn.role, content=turn.content) for turn in turns))
-    return found
+    card = parse_yaml(head[1]) if head else {}
+    examples = card.get("widget", []) if isinstance(card, dict) else []
+    if not isinstance(examples, list) or not all(isinstance(example, dict) for example in examples):
+        raise ValueError(f"{path}: widget should be a list of examples")
+    found = [parse_conversation(one.get("messages") or one.get("text"), "widget") for one in examples[:_NUM_PROBLEMS]]
+    return [turns for turns in found if sum(len(turn.content) for turn in turns) <= _MOST_CHARS]
 
 
 def example_request(directory: Path) -> tuple[str, str]:

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from learner.model.renoising.config import RenoisingConfig
 from learner.model.renoising.record import DenoisedCanvas
 from rollout.field_error import FieldError
-from rollout.request import Committed, FinishReason, check_ids, check_seed
+from rollout.request import Committed, FinishReason
+from rollout.request_checks import check_ids, check_seed
 
 # Logits divided by much less overflow float32.
 _MIN_TEMPERATURE = 1e-5

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deploy.errors import UserError
-from deploy.offline.record import fingerprint
 from deploy.offline.worker import Worker
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Stages
-from deploy.runs.references import find, find_run
+from deploy.runs.references import find, find_run, is_run
 from deploy.runs.run_directory import check_creatable, create_run_dir, make_spec
 from deploy.service.checkpoints import plain_checkpoint
 from deploy.service.engine.loading import VersionLoader
 from deploy.service.on_ray import launch
 from learner.model.checkpoint import load_merged, load_policy, save_checkpoint
 from learner.model.checkpoint_files import verify_checkpoint
+from learner.model.fingerprint import fingerprint
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
@@ -114,7 +114,7 @@ def test_it_is_found_among_the_runs_and_is_none(adapter: Path, workdir: Path) ->
     (workdir / "runs").mkdir()
     shutil.move(adapter, workdir / "runs" / "mine")
     (workdir / "runs" / "mine" / "recipe.yaml").write_text("of another tool")
-    assert not find("mine", Path("runs")).is_run
+    assert not is_run(find("mine", Path("runs")))
     with pytest.raises(UserError, match="mine is a checkpoint by itself, not one of a run"):
         find_run("mine", Path("runs"))
 

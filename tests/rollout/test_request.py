@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer
-from rollout.request import Request, SamplingParams, Schedule, check_request
+from rollout.request import Request, SamplingParams, Schedule
+from rollout.request_checks import check_request
 from rollout.sampler import Sampler
 
 BASE: dict[str, Any] = {"gen_length": 16, "block_length": 8, "num_denoise_steps": 8, "temperature": 1.0}

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from deploy.errors import UserError
 from deploy.offline.evaluation.options import EvaluationOptions, Params, params_for, temperature_of
 from deploy.offline.tasks import task_config
@@ -51,14 +53,8 @@ class Cell:
 
     def facts(self) -> dict[str, Any]:
         """Return all settings that determine the answers, as JSON."""
-        return {
-            "task": self.task.model_dump(mode="json"),
-            "protocol": self.protocol,
-            "params": self.params.model_dump(mode="json"),
-            "num_problems": self.num_problems,
-            "num_samples": self.num_samples,
-            "seed": self.seed,
-        }
+        facts: dict[str, Any] = TypeAdapter(Cell).dump_python(self, mode="json")
+        return facts
 
 
 def cells_of(options: EvaluationOptions, run: Recipe | None, policy: TransformerConfig | RenoisingConfig) -> list[Cell]:

@@ -120,7 +120,10 @@ def tenths(points: float) -> str:
 
 def _compare_cell(name: str, first: CellRecord, second: CellRecord, names: tuple[str, str]) -> CellComparison:
     settings = [_shared_settings(cell.facts) for cell in (first, second)]
-    solved = [_solved(cell) for cell in (first, second)]
+    solved = [
+        {problem: sum(one.correct for one in some) / len(some) for problem, some in cell.by_problem.items()}
+        for cell in (first, second)
+    ]
     if settings[0] != settings[1] or solved[0].keys() != solved[1].keys():
         raise UserError(f"{name} of {names[0]} and of {names[1]} do not ask the same; evaluate both alike")
     pairs = np.array([(share, solved[1][problem]) for problem, share in solved[0].items()])
@@ -153,8 +156,3 @@ def mcnemar(only_first: int, only_second: int) -> float:
     """Return the two-sided p-value of McNemar's exact test on the discordant problems."""
     total, fewer = only_first + only_second, min(only_first, only_second)
     return min(1.0, 2 * sum(comb(total, count) for count in range(fewer + 1)) / 2**total)
-
-
-def _solved(cell: CellRecord) -> dict[str, float]:
-    """Return the share of correct samples of each problem."""
-    return {problem: sum(one.correct for one in some) / len(some) for problem, some in cell.by_problem.items()}

@@ -17,12 +17,13 @@ from deploy.offline.evaluation.problems import batches_of, problems_of
 from deploy.offline.item import Batch
 from deploy.offline.policy import read_tokenizer
 from deploy.offline.pool import PoolSettings, answer_batches
-from deploy.offline.record import RecordWriter, fingerprint
+from deploy.offline.record import RecordWriter
 from deploy.offline.worker import WorkerConfig
 from deploy.recipe.recipe import Recipe
 from deploy.requests.families import AnyConfig, read_config
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.references import find_checkpoint_of, run_of
+from learner.model.fingerprint import fingerprint
 from learner.model.storage.throughput import ReportProgress
 from rollout.config import EngineConfig
 
@@ -74,11 +75,6 @@ class PreparedCell:
     cell: Cell
     batches: Sequence[Batch]
     record: RecordWriter
-
-    @property
-    def missing(self) -> list[Batch]:
-        """Batches that are not answered yet."""
-        return [batch for batch in self.batches if batch.index not in self.record.done]
 
 
 def find_subject(reference: str, runs_dir: Path, say: ReportProgress | None = None) -> Subject:
@@ -157,7 +153,9 @@ def run_missing(
 ) -> None:
     """Answer the missing batches. Raises as `pool.answer_batches`, and UserError if the record cannot be written."""
     # Batches are renumbered across cells, so that the index in a worker's answer is unique.
-    waiting = [(one, batch) for one in prepared for batch in one.missing]
+    waiting = [
+        (one, batch) for one in prepared for batch in one.batches if batch.index not in one.record.recorded.batches
+    ]
     if not waiting:
         return
     config = WorkerConfig(checkpoint=subject.directory, engine=compute.engine(subject.run))

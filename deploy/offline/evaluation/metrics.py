@@ -51,9 +51,11 @@ def compute_metrics(cell: CellRecord) -> dict[str, Any]:
         found["without_room"] = without_room
     if any(answer.num_items > 1 for answer in answers):
         found |= _items(groups)
-    for k in _PASS_AT:
-        if k <= num_samples:
-            found |= _pass_at(groups, k)
+    for k in (k for k in _PASS_AT if k <= num_samples):
+        # The unbiased estimator from n >= k samples (Chen et al., 2021, section 2.1).
+        counts = [(len(group), sum(answer.correct for answer in group)) for group in groups]
+        solved = [1 - comb(n - num_correct, k) / comb(n, k) for n, num_correct in counts]
+        found |= {f"pass@{k}": _mean(solved), f"pass@{k}_interval": _mean_interval(solved)}
     return found
 
 
@@ -71,14 +73,6 @@ def _items(groups: Sequence[Sequence[Answer]]) -> dict[str, Any]:
     else:
         interval = bootstrap(counts.astype(float), share)
     return {"items": float(right / total), "items_interval": interval}
-
-
-def _pass_at(groups: Sequence[Sequence[Answer]], k: int) -> dict[str, Any]:
-    """Return pass@k, by the unbiased estimator from n >= k samples (Chen et al., 2021, section 2.1)."""
-    solved = [
-        1 - comb(len(group) - sum(answer.correct for answer in group), k) / comb(len(group), k) for group in groups
-    ]
-    return {f"pass@{k}": _mean(solved), f"pass@{k}_interval": _mean_interval(solved)}
 
 
 def _mean_interval(shares: Sequence[float], *, is_binary: bool = False) -> list[float]:

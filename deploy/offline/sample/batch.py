@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.text import Text
@@ -25,9 +25,6 @@ from deploy.offline.worker import WorkerConfig
 from deploy.printing import counted, duration, printable, show
 from deploy.wait_display import progress_bar
 from rollout.request import Completion
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 Printer = Callable[[Item, AnyCompletion | None], None]
 """Prints the answer to a request; the completion is None for a rejected request."""
@@ -119,30 +116,26 @@ class _RequestBar:
         self._total, self._num_done = num_requests, 0
         self._num_tokens = self._num_forwards = 0
         self._began = time.monotonic()
-        self._progress: Progress | None = None
-        if num_requests and sys.stderr.isatty():
-            # Two consoles on one terminal would overwrite each other, and piped output must not be redirected.
-            console = self.stdout if sys.stdout.isatty() else Console(stderr=True)
-            self._progress = progress_bar(console, redirect_stdout=False, redirect_stderr=False)
+        # Two consoles on one terminal would overwrite each other, and piped output must not be redirected.
+        console = self.stdout if sys.stdout.isatty() else Console(stderr=True)
+        is_shown = num_requests > 0 and sys.stderr.isatty()
+        self._progress = progress_bar(console, disable=not is_shown, redirect_stdout=False, redirect_stderr=False)
+        self._task = self._progress.add_task("requests", total=self._total, facts="")
 
     def __enter__(self) -> Self:
-        if self._progress is not None:
-            self._progress.start()
-            self._task = self._progress.add_task("requests", total=self._total, facts="")
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._progress.stop()
 
     def add(self, completion: AnyCompletion) -> None:
         """Count a completion and update the bar."""
         self._num_done += 1
         self._num_tokens += completion.num_tokens
         self._num_forwards += completion.num_forwards
-        if self._progress is not None:
-            rate = self._num_tokens / (time.monotonic() - self._began)
-            self._progress.update(self._task, advance=1, facts=f"{rate:.0f} tokens/s")
+        rate = self._num_tokens / (time.monotonic() - self._began)
+        self._progress.update(self._task, advance=1, facts=f"{rate:.0f} tokens/s")
 
     def summary(self) -> str:
         """Return a one-line summary of the work done."""

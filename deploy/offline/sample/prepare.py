@@ -21,7 +21,7 @@ from rewards.data.encoding import decode_text
 def make_planner(policy: ReadyPolicy, settings: Values) -> Planner:
     """Create a planner that applies the settings to requests that leave them out."""
     given = {key: value for key, value in settings.items() if key != "seed"}
-    return Planner(policy, policy.defaults, given, settings.get("seed", 0))
+    return Planner(policy.codec, policy.defaults, given, settings.get("seed", 0))
 
 
 def read_lines(path: str, stdin: bytes | None = None) -> list[tuple[int, bytes]]:

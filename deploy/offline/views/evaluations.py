@@ -33,31 +33,27 @@ class AnswerBar:
         self._records = [one.record for one in prepared]
         self._total = sum(len(batch.items) for one in prepared for batch in one.batches)
         self._said = time.monotonic()
-        console = Console(stderr=True)
-        self._progress = progress_bar(console, transient=True) if console.is_terminal else None
+        self._progress = progress_bar(Console(stderr=True), transient=True)
+        self._task = self._progress.add_task("answers", total=self._total, completed=self.num_done, facts="")
 
     def __enter__(self) -> Self:
-        if self._progress is not None:
-            self._progress.start()
-            self._task = self._progress.add_task("answers", total=self._total, completed=self.num_done, facts="")
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._progress.stop()
 
     @property
     def num_done(self) -> int:
         """Number of answers so far."""
-        return sum(len(batch.answers) for record in self._records for batch in record.done.values())
+        return sum(len(record.recorded.answers) for record in self._records)
 
     def advance(self, one: PreparedCell) -> None:
         """Show the progress after a completed batch of a cell."""
         answers = one.record.recorded.answers
         note = f"{one.cell.name}: {sum(answer.correct for answer in answers)} of {len(answers)} right"
-        if self._progress is not None:
-            self._progress.update(self._task, completed=self.num_done, facts=note)
-        elif time.monotonic() - self._said > EVERY_S:
+        self._progress.update(self._task, completed=self.num_done, facts=note)
+        if self._progress.disable and time.monotonic() - self._said > EVERY_S:
             self._said = time.monotonic()
             sys.stderr.write(f"d1: {self.num_done} of {counted(self._total, 'answer')}; {note}\n")
 

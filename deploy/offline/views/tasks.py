@@ -12,6 +12,7 @@ from rich.text import Text
 
 from deploy.offline.item import Answer
 from deploy.printing import counted, printable
+from deploy.recipe.validation_errors import shortened
 from rewards import Outcome
 from rollout.score import Score
 
@@ -44,10 +45,10 @@ def failures_view(graded: Sequence[tuple[str, Answer]], count: int) -> Iterator[
     wrong.sort(key=lambda line: line[1].outcome == Outcome.GRADED)
     for place, answer in wrong[:count]:
         text, body = answer.generation, Text()
-        _add(body, "question", _shortened(answer.question, _QUESTION_SHOWN))
+        _add(body, "question", shortened(answer.question, _QUESTION_SHOWN))
         _add(body, "ends with", "..." * (len(text) > _END_SHOWN) + text[-_END_SHOWN:])
-        _add(body, "read as", "no answer" if answer.answer is None else _shortened(answer.answer, _QUESTION_SHOWN))
-        _add(body, "right", _shortened(answer.ground_truth, _QUESTION_SHOWN))
+        _add(body, "read as", "no answer" if answer.answer is None else shortened(answer.answer, _QUESTION_SHOWN))
+        _add(body, "right", shortened(answer.ground_truth, _QUESTION_SHOWN))
         if answer.num_items > 1:
             _add(body, "score", f"{answer.num_right} of {answer.num_items}")
         if answer.outcome != Outcome.GRADED or answer.detail:
@@ -60,10 +61,6 @@ def _add(body: Text, label: str, value: str) -> None:
         body.append("\n")
     body.append(f"{label}: ", style="bold")
     body.append(printable(value.strip()))
-
-
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[:width]}..."
 
 
 def tasks_table(found: Sequence[Mapping[str, Any]]) -> Table:

@@ -1,7 +1,8 @@
 """Byte automaton of a JSON schema or regular expression, built by outlines-core in a subprocess.
 
 An expression of twenty characters can have an automaton of a million states. So the subprocess has a memory limit and a
-time limit, and an expression that exceeds them is rejected. It exchanges plain JSON and numbers.
+time limit, and an expression that exceeds them is rejected. It exchanges plain JSON
+and arrays of numbers.
 
 As a program, it reads a structure from standard input and writes its automaton to standard output.
 """
@@ -14,6 +15,7 @@ import re
 import resource
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ MAX_TEXT = 2**16
 _MAX_BYTES = 2**30
 _MAX_CPU_S = 5
 _TIMEOUT_S = 60.0
+# Exit status of the subprocess for a structure without a supported automaton; its output says why.
+_REFUSED = 3
 _EOS = 256
 # Bytes that a pattern must not match between the quotes of a JSON string.
 _FORBIDDEN_IN_STRINGS = (*range(0x20), ord('"'), ord("\\"), 0x7F)
@@ -78,19 +82,16 @@ def byte_automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.
         )
     except subprocess.TimeoutExpired as error:
         raise AutomatonError(too_large) from error
-    head, _, rest = done.stdout.partition(b"\n")
-    if done.returncode < 0 or b"MemoryError" in done.stderr or (not head and not done.returncode):
+    if done.returncode == _REFUSED:
+        raise AutomatonError(done.stdout.decode())
+    if done.returncode < 0 or b"MemoryError" in done.stderr or not (done.stdout or done.returncode):
         raise AutomatonError(too_large)
     if done.returncode:
         # The error output of the subprocess goes to the log of this process.
         sys.stderr.buffer.write(done.stderr)
         raise AutomatonError("cannot be read by the grammar library")
-    said = json.loads(head)
-    if "error" in said:
-        raise AutomatonError(said["error"])
-    size = said["num_states"] * 256 * 2
-    next_state = np.frombuffer(rest[:size], dtype=np.int16).reshape(-1, 256)
-    return next_state, np.frombuffer(rest[size:], dtype=bool)
+    arrays = np.load(BytesIO(done.stdout))
+    return arrays["next_state"], arrays["accepting"]
 
 
 def _main() -> None:
@@ -101,10 +102,9 @@ def _main() -> None:
     try:
         next_state, accepting = _automaton(kind, text)
     except AutomatonError as error:
-        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
-        return
-    sys.stdout.buffer.write(json.dumps({"num_states": len(accepting)}).encode() + b"\n")
-    sys.stdout.buffer.write(next_state.tobytes() + accepting.tobytes())
+        sys.stdout.buffer.write(str(error).encode(errors="backslashreplace"))
+        sys.exit(_REFUSED)
+    np.savez(sys.stdout.buffer, next_state=next_state, accepting=accepting)
 
 
 def _automaton(kind: str, text: str) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:

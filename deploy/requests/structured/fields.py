@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -128,32 +127,23 @@ class Structured(RequestBody):
     """JSON that matches a schema, or any JSON object. Guaranteed under every schedule."""
     structured_outputs: StructuredOutputs | None = None
     """vLLM's equivalent, with regular expressions and choices too."""
-    guided_json: _Schema | None = None
-    """Same as `structured_outputs.json`. This and the next three are older vLLM names."""
-    guided_json_object: bool = False
-    guided_regex: _Regex | None = None
-    guided_choice: _Choices | None = None
     schema_text: Annotated[_Schema | None, Field(alias="json_schema")] = None
-    """Same as `guided_json`. This and the next are SGLang's names."""
+    """Same as `structured_outputs.json`. This and the next are SGLang's names."""
     regex: _Regex | None = None
 
     @cached_property
     def _structures(self) -> list[Structure]:
         outputs = self.structured_outputs or StructuredOutputs.model_construct()
-        given: list[tuple[str, Callable[[Any, str], Structure], Any]] = [
-            ("response_format", Structure.of_schema, self.response_format and self.response_format.text_schema),
-            ("structured_outputs", Structure.of_schema, outputs.json_schema),
-            ("structured_outputs", Structure.of_schema, _ANY_OBJECT if outputs.json_object else None),
-            ("structured_outputs", Structure.of_regex, outputs.regex),
-            ("structured_outputs", Structure.of_choices, outputs.choice),
-            ("guided_json", Structure.of_schema, self.guided_json),
-            ("guided_json_object", Structure.of_schema, _ANY_OBJECT if self.guided_json_object else None),
-            ("json_schema", Structure.of_schema, self.schema_text),
-            ("guided_regex", Structure.of_regex, self.guided_regex),
-            ("regex", Structure.of_regex, self.regex),
-            ("guided_choice", Structure.of_choices, self.guided_choice),
-        ]
-        return [make(value, field) for field, make, value in given if value is not None]
+        asked = "structured_outputs"
+        schemas: tuple[tuple[str, Any], ...] = (
+            ("response_format", self.response_format and self.response_format.text_schema),
+            (asked, _ANY_OBJECT if outputs.json_object else outputs.json_schema),
+            ("json_schema", self.schema_text),
+        )
+        found = [Structure.of_schema(schema, field) for field, schema in schemas if schema is not None]
+        regexes = (asked, outputs.regex), ("regex", self.regex)
+        found += [Structure(kind="regex", text=regex, field=field) for field, regex in regexes if regex is not None]
+        return found + ([] if outputs.choice is None else [Structure.of_choices(outputs.choice, asked)])
 
     @property
     def structure(self) -> Structure | None:

@@ -10,10 +10,10 @@ from threading import Lock
 from deploy.requests.structured.byte_automaton import AutomatonError, byte_automaton, check_length
 from deploy.requests.structured.schema import SchemaError, library_schema
 from deploy.requests.structured.structure import Structure
-from deploy.requests.structured.token_automaton import TokenTrie
 from learner.model.tokenizer import ChatTokenizer
 from rollout.field_error import FieldError
 from rollout.grammar.grammar import Grammar
+from rollout.grammar.token_automaton import TokenTrie
 
 _MOST_KEPT = 32
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
 MAX_NODES = 1024
 """Maximum number of subschemas, with references resolved."""
 MAX_DEPTH = 32
@@ -34,7 +36,6 @@ _OF_TYPE = {
     "boolean": frozenset[str](),
     "null": frozenset[str](),
 }
-_PYTHON = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 # A day past the 28th is not in every month.
 _DATE = r"[12][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
@@ -202,11 +203,11 @@ def _values(given: Mapping[str, Any], place: str) -> dict[str, Any]:
     values = [given["const"]] if keyword == "const" else given["enum"]
     if not isinstance(values, list) or not values:
         raise SchemaError(f"has an `enum`{_at(place)} that is not a list, or is empty")
-    types = _types(given, place) if "type" in given else list(_OF_TYPE)
+    of_types = Draft202012Validator({"type": _types(given, place)} if "type" in given else True)
     if inexact := [value for value in values if not _is_exact(value)]:
         why = "in which a number is none of JSON's, or too large to be exact"
         raise SchemaError(f"has the value {_shown(inexact[0])}{_at(place)}, {why}")
-    if strays := [value for value in values if not any(_is_of_type(value, kind) for kind in types)]:
+    if strays := [value for value in values if not of_types.is_valid(value)]:
         raise SchemaError(f"has the value {_shown(strays[0])}{_at(place)}, which is not of its `type`")
     return {"enum": values}
 
@@ -216,13 +217,6 @@ def _types(given: Mapping[str, Any], place: str) -> list[str]:
     if not types or any(not isinstance(kind, str) or kind not in _OF_TYPE for kind in types):
         raise SchemaError(f"has the type {_shown(given['type'])}{_at(place)}; types are {', '.join(_OF_TYPE)}")
     return types
-
-
-def _is_of_type(value: Any, kind: str) -> bool:
-    if kind in _PYTHON:
-        return isinstance(value, _PYTHON[kind])
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and (kind == "number" or float(value).is_integer())
 
 
 def _is_exact(value: Any) -> bool:

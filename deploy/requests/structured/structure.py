@@ -28,11 +28,6 @@ class Structure:
         return cls(kind="schema", text=json.dumps(schema), field=field)
 
     @classmethod
-    def of_regex(cls, regex: str, field: str) -> Structure:
-        """Create a structure from a regular expression that the whole text matches."""
-        return cls(kind="regex", text=regex, field=field)
-
-    @classmethod
     def of_choices(cls, choices: Sequence[str], field: str) -> Structure:
         """Create a structure that allows exactly the given texts."""
-        return cls.of_regex("|".join(_SIGN.sub(r"\\\g<0>", choice) for choice in choices), field)
+        return cls(kind="regex", text="|".join(_SIGN.sub(r"\\\g<0>", choice) for choice in choices), field=field)

@@ -115,12 +115,8 @@ class ChoiceText:
     def _without_tail(self, text: str) -> str:
         """Remove what the next block may still change: an incomplete character, or the start of a stop string."""
         text = text.rstrip(BROKEN)
-        longest = 0
-        for stop in self._plan.body.stops:
-            for length in range(min(len(stop) - 1, len(text)), 0, -1):
-                if text.endswith(stop[:length]):
-                    longest = max(longest, length)
-                    break
+        begun = (stop[:length] for stop in self._plan.body.stops for length in range(1, len(stop)))
+        longest = max((len(start) for start in begun if text.endswith(start)), default=0)
         return text[: len(text) - longest]
 
 

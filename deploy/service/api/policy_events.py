@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import structlog
+from fastapi.sse import format_sse_event
 
 from actors.registry.records import MalformedEntryError, PolicyVersion, RegistryEvent
 from actors.registry.registry import Registry
@@ -111,7 +112,7 @@ async def _stream(
     read: Callable[[], Awaitable[list[bytes]]], is_over: Callable[[], bool]
 ) -> AsyncGenerator[bytes, None]:
     """Stream what `read` returns, again and again, and comments while there is nothing."""
-    yield _comment("d1")
+    yield format_sse_event(comment="d1")
     sent_at = time.monotonic()
     while not is_over():
         idle = "ping"
@@ -126,17 +127,13 @@ async def _stream(
             continue
         if time.monotonic() - sent_at > PING_S:
             sent_at = time.monotonic()
-            yield _comment(idle)
+            yield format_sse_event(comment=idle)
         await asyncio.sleep(_POLL_S)
 
 
 def _frame(event_id: str, kind: str, *, time_s: float, **body: int | str | None) -> bytes:
     data = json.dumps({**body, "time_s": round(time_s, 3)})
     return f"id: {event_id}\nevent: {kind}\ndata: {data}\n\n".encode()
-
-
-def _comment(text: str) -> bytes:
-    return f": {text}\n\n".encode()
 
 
 def _parsed(entry_id: str | None) -> _Id | None:

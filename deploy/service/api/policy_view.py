@@ -67,11 +67,8 @@ def policy_body(run: str, states: Sequence[EngineState]) -> replies.Policy:
 
 def known(version: int, states: Sequence[EngineState]) -> PolicyVersion | None:
     """Return the metadata of a version that the engines know; None if they do not know it."""
-    for state in states:
-        for policy in (*state.live, *([state.announced] if state.announced else [])):
-            if policy.version == version:
-                return policy
-    return None
+    policies = (policy for state in states for policy in (*state.live, state.announced) if policy is not None)
+    return next((policy for policy in policies if policy.version == version), None)
 
 
 def version_body(policy: PolicyVersion, states: Sequence[EngineState]) -> replies.PolicyOfVersion:

@@ -9,15 +9,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from deploy.requests.codec import Codec
 from deploy.requests.errors import TEMPLATE_ERRORS, template_error_text
-from deploy.requests.families import AnyConfig, read_config
+from deploy.requests.families import read_config
 from deploy.requests.stopping import BROKEN
-from deploy.requests.structured.grammars import Grammars
-from deploy.requests.structured.structure import Structure
 from deploy.service.errors import ServiceError
 from learner.model.checkpoint_files import open_tokenizer
 from learner.model.config import TransformerConfig
-from rollout.grammar.grammar import Grammar
 
 MASKED = "\u2591"
 """Placeholder of a masked slot, in the text of a canvas."""
@@ -35,30 +33,31 @@ class _Begun:
     """For each character of the text, the slot that it begins in."""
 
 
-class TextCodec:
-    """Tokenizer of a policy, which all versions of a run share. Invalid input raises ServiceError."""
+class TextCodec(Codec):
+    """Tokenizer of a policy, which all versions of a run share. Invalid input raises ServiceError.
+
+    Prompts are from others than the operator: special tokens are parsed in text prompts only, and refused elsewhere.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         """Read the tokenizer and the model config of a checkpoint, but no weights."""
-        self.config: AnyConfig = read_config(checkpoint)
         self._tokenizer = open_tokenizer(checkpoint)
+        super().__init__(checkpoint.name, read_config(checkpoint), self._tokenizer)
         self._special_ids = self._tokenizer.special_ids
         self._text_of: dict[int, str] = {}
-        self._grammars = Grammars(self._tokenizer, self.config.vocab_size)
 
     def encode_prompt(self, text: str, *, adds_special: bool) -> list[int]:
         """Tokenize a text prompt. Special tokens in it are parsed as tokens."""
-        return self.check_ids(self._tokenizer.encode_text(text, add_special_tokens=adds_special), "prompt")
+        return self.check_ids(self._tokenizer.encode_text(text, add_special_tokens=adds_special))
 
     def encode_chat(
         self,
         messages: Sequence[dict[str, str]],
-        param: str = "messages",
         *,
         template: Mapping[str, Any] | None = None,
         adds_special: bool = False,
     ) -> list[int]:
-        """Tokenize the conversation in the field `param`; `template` are variables of the chat template.
+        """Tokenize a conversation; `template` has variables of the chat template.
 
         Special tokens in the text of a turn are rejected.
         """
@@ -72,11 +71,10 @@ class TextCodec:
             )
         except TEMPLATE_ERRORS as error:
             what = template_error_text(error)
-            raise ServiceError(
-                400, f"The chat template refuses this: {what}.", "invalid_prompt", param=param
-            ) from error
+            message = f"The chat template refuses this: {what}."
+            raise ServiceError(400, message, "invalid_prompt", param="messages") from error
         # A special token in a user's text would end their turn and speak for others, or be denoised as a slot.
-        self._refuse_special(self._count_special(ids) - self._count_special(framed), param)
+        self._refuse_special(self._count_special(ids) - self._count_special(framed), "messages")
         return ids
 
     def encode_text(self, text: str, param: str) -> list[int]:
@@ -93,24 +91,16 @@ class TextCodec:
         """Decode ids, including special tokens."""
         return self._tokenizer.decode_all(ids)
 
-    def check_ids(self, ids: Sequence[int], param: str) -> list[int]:
+    def check_ids(self, ids: Sequence[int]) -> list[int]:
         """Return the ids of a prompt, if they are valid."""
         config = self.config
         if any(not 0 <= token < config.vocab_size for token in ids):
             message = f"Token ids of this policy lie between 0 and {config.vocab_size - 1}."
-            raise ServiceError(400, message, "invalid_prompt", param=param)
+            raise ServiceError(400, message, "invalid_prompt", param="prompt")
         if isinstance(config, TransformerConfig) and config.mask_token_id in ids:
             message = f"The prompt has the mask id {config.mask_token_id}; a prompt has no slots."
-            raise ServiceError(400, message, "invalid_prompt", param=param)
+            raise ServiceError(400, message, "invalid_prompt", param="prompt")
         return list(ids)
-
-    def has_grammar(self, structure: Structure) -> bool:
-        """Return whether the grammar is cached."""
-        return self._grammars.has(structure)
-
-    def grammar(self, structure: Structure) -> Grammar:
-        """Compile a structure to a grammar over the policy's tokens. Raises FieldError."""
-        return self._grammars.of(structure)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, without special tokens."""

@@ -11,26 +11,19 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
 from deploy.requests.families import check_any_request
 from deploy.service.contract import ENGINE_FAILED, BlocksDone, CanvasSeen, Done, Event, Job, Refused
-from deploy.service.engine.versions import Batch, LoadedVersion, Versions
+from deploy.service.engine.versions import AnyBatch, LoadedVersion, Versions
 from rollout.request import Completion
 
 _JOIN_TIMEOUT_S = 30.0
 _IDLE_WAIT_S = 1.0
 _RETRY_AFTER_S = 1
-_STOPPED_RETRY_AFTER_S = 5
-
-
-class BusyError(Exception):
-    """The engine accepts no more jobs for now; `refusal` tells the client."""
-
-    def __init__(self, refusal: Refused) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
+_STOPPED = Refused(status=503, code="unavailable", message="The engine was stopped; try again.", retry_after_s=5)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -83,21 +76,19 @@ class Engine:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, job: Job, live: LoadedVersion, tell: Callable[[Event], None]) -> RunningJob:
-        """Start a job, whose events go to `tell`. The engine releases `live` when it has ended.
-
-        Raises:
-            ValueError: the policy cannot serve a request.
-            BusyError: there is no room, or the engine was stopped.
-        """
-        for request in job.requests.values():
-            check_any_request(request, live.config)
+    def submit(self, job: Job, live: LoadedVersion, tell: Callable[[Event], None]) -> RunningJob | Refused:
+        """Start a job, whose events go to `tell`, or refuse it. The engine releases `live` when the job has ended."""
+        try:
+            for request in job.requests.values():
+                check_any_request(request, live.config)
+        except ValueError as error:
+            return Refused(status=400, code="invalid_request", message=f"{error}.")
         with self._wake:
             if self._is_stopping:
-                raise BusyError(_unavailable("The engine was stopped; try again.", _STOPPED_RETRY_AFTER_S))
+                return _STOPPED
             if self._num_pending + len(job.requests) > self._max_pending:
                 message = f"{self._num_pending} choices are waiting; try again."
-                raise BusyError(_unavailable(message, _RETRY_AFTER_S, status=429, code="overloaded"))
+                return Refused(status=429, code="overloaded", message=message, retry_after_s=_RETRY_AFTER_S)
             self._num_pending += len(job.requests)
             deadline = time.monotonic() + job.timeout_s
             running = RunningJob(job=job, live=live, tell=tell, deadline=deadline, num_open=len(job.requests))
@@ -132,7 +123,7 @@ class Engine:
                 with suppress(Exception):
                     command()
             for running in list(self._jobs):
-                self._end(running, _unavailable("The engine was stopped; try again.", _STOPPED_RETRY_AFTER_S))
+                self._end(running, _STOPPED)
 
     def _denoise(self) -> None:
         while True:
@@ -155,7 +146,8 @@ class Engine:
     def _join(self, running: RunningJob) -> None:
         self._jobs.append(running)
         try:
-            batch = _batch(running.live)
+            # Any: the requests were checked to be of its family.
+            batch: Any = _batch(running.live)
             for choice, request in running.job.requests.items():
                 running.choice_of[batch.submit(request)] = choice
                 running.num_shown[choice] = 0 if request.committed is None else len(request.committed)
@@ -174,7 +166,8 @@ class Engine:
         for running in list(self._jobs):
             if now > running.deadline:
                 message = f"No answer within {running.job.timeout_s:.0f} s; try again."
-                self._leave(running, _unavailable(message, _RETRY_AFTER_S, code="timeout"))
+                late = Refused(status=503, code="timeout", message=message, retry_after_s=_RETRY_AFTER_S)
+                self._leave(running, late)
 
     def _step(self, live: LoadedVersion) -> None:
         jobs = self._jobs_of(live)
@@ -244,11 +237,7 @@ class Engine:
             self._num_pending -= num_choices
 
 
-def _batch(live: LoadedVersion) -> Batch:
+def _batch(live: LoadedVersion) -> AnyBatch:
     if live.batch is None:
         live.batch = live.sampler.open()
     return live.batch
-
-
-def _unavailable(message: str, retry_after_s: int, *, status: int = 503, code: str = "unavailable") -> Refused:
-    return Refused(status=status, code=code, message=message, retry_after_s=retry_after_s)

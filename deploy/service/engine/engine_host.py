@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from actors.registry.records import BASE, BEST, DEFAULT_ADMIN_STATE
 from deploy.service.contract import Began, CanvasSeen, EngineState, Event, FollowerStatus, Job, Refused, is_last
-from deploy.service.engine.engine import BusyError, Engine
+from deploy.service.engine.engine import Engine
 from deploy.service.engine.follower import VersionFollower
 from deploy.service.engine.versions import LoadedVersion, NoRoomError, NoSuchVersionError, RefusedVersionError, Versions
 
@@ -36,11 +36,10 @@ class EngineHost:
             yield [found]
             return
         mailbox = Mailbox(asyncio.get_running_loop())
-        try:
-            running = self.engine.submit(job, found, mailbox.put)
-        except (BusyError, ValueError) as error:
+        running = self.engine.submit(job, found, mailbox.put)
+        if isinstance(running, Refused):
             self.versions.release(found)
-            yield [_refusal(error)]
+            yield [running]
             return
         try:
             events: list[Event] = [Began(policy=found.policy)]
@@ -129,9 +128,3 @@ class Mailbox:
                 self._events.remove(last)
         self._events.append(event)
         self._has_some.set()
-
-
-def _refusal(error: Exception) -> Refused:
-    if isinstance(error, BusyError):
-        return error.refusal
-    return Refused(status=400, code="invalid_request", message=f"{error}.")

@@ -175,10 +175,7 @@ class VersionFollower:
 
     def _choice(self) -> _Choice | None:
         """Return the first candidate that was not given up; None: keep the serving version."""
-        for policy, is_chosen in self._wanted():
-            if _key(policy, is_chosen) not in self._given_up:
-                return policy, is_chosen
-        return None
+        return next((choice for choice in self._wanted() if _key(*choice) not in self._given_up), None)
 
     def _wanted(self) -> Iterator[_Choice]:
         admin, served = self._standing.admin, self._standing.aliases.get(POLICY)

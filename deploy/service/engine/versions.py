@@ -9,23 +9,26 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from actors.registry.records import POLICY, PolicyVersion
-from deploy.requests.families import AnyConfig, AnyRequest
+from deploy.requests.families import AnyConfig
 from deploy.service.contract import RefusedVersion
 from learner.model.renoising.config import RenoisingConfig
 from rollout.renoising.request import RenoisingParams, RenoisingRequest
-from rollout.renoising.sampler import AnySampler
-from rollout.request import Completion, Progress, Request, SamplingParams
+from rollout.renoising.sampler import AnySampler, RenoisingBatch
+from rollout.request import Request, SamplingParams
+from rollout.sampler import SlotBatch
 
 Load = Callable[[PolicyVersion], AnySampler]
 """Creates the sampler of a version. Raises LookupError if its weights are missing, ValueError if they are damaged."""
 Locate = Callable[[str | int], PolicyVersion | None]
 """Finds an alias or a version that is not in memory; None if there is no such version."""
+AnyBatch = SlotBatch | RenoisingBatch
+"""Batch of a version, stepped explicitly. It takes requests of its version's policy family only."""
 
 _MAX_KNOWN = 200
 _MAX_REFUSED = 20
@@ -34,29 +37,6 @@ _LINGER_S = 300.0
 # The follower tries again; meanwhile requests may load versions.
 _SWAP_TIMEOUT_S = 2.0
 _BRING_TIMEOUT_S = 30.0
-
-
-class Batch(Protocol):
-    """Batch of a version, stepped explicitly: a `SlotBatch` or a `RenoisingBatch`."""
-
-    @property
-    def num_running(self) -> int:
-        """Number of rows that are being denoised."""
-
-    def submit(self, request: Any, /) -> int:
-        """Queue a request of the sampler's kind for a row. Returns its index."""
-
-    def cancel(self, index: int, /) -> None:
-        """Cancel a request."""
-
-    def num_committed(self) -> dict[int, int]:
-        """Return the number of slots in finished blocks, for each request with a row."""
-
-    def progress(self, indices: Sequence[int], /) -> dict[int, Progress]:
-        """Return the progress of some requests, except those without a row."""
-
-    def step(self) -> list[tuple[int, Completion]]:
-        """Denoise all rows for one step. Returns the finished completions with their indices."""
 
 
 class NoSuchVersionError(LookupError):
@@ -76,7 +56,7 @@ class LoadedVersion:
 
     def __init__(self, sampler: AnySampler, policy: PolicyVersion) -> None:
         self.sampler, self.policy = sampler, policy
-        self.batch: Batch | None = None
+        self.batch: AnyBatch | None = None
         """Its rows; only the engine's thread uses it."""
         self.num_jobs = 0
         self.used_at_s = time.monotonic()
@@ -302,7 +282,7 @@ def _finite_probe(sampler: AnySampler, policy: PolicyVersion) -> str | None:
     network = sampler.model
     if not all(bool(weight.isfinite().all()) for weight in network.parameters()):
         return f"policy version {policy.version} has weights that are not finite"
-    batch: Batch = sampler.open(max_rows=1)
+    batch = sampler.open(max_rows=1)
     batch.submit(_probe(network.config))
     try:
         for _ in range(2):
@@ -312,7 +292,8 @@ def _finite_probe(sampler: AnySampler, policy: PolicyVersion) -> str | None:
     return None
 
 
-def _probe(config: AnyConfig) -> AnyRequest:
+def _probe(config: AnyConfig) -> Any:
+    """Create a short request for a policy of either family."""
     if isinstance(config, RenoisingConfig):
         # One canvas.
         brief = RenoisingParams(gen_length=1, max_denoise_steps=2)

@@ -158,13 +158,7 @@ def _serve(source: Source, address: Address, session: RaySession) -> None:
     with suppress(KeyboardInterrupt), terminated_by_sigterm():
         with wait_display("starting the service", at_once=True) as waiting:
             url = deploy_source(
-                source,
-                address.host,
-                address.port,
-                num_replicas,
-                num_gpus=num_gpus,
-                num_threads=num_threads,
-                say=waiting.change,
+                source, address, num_replicas, num_gpus=num_gpus, num_threads=num_threads, say=waiting.change
             )
         console = Console(highlight=False)
         console.print(banner(source.path, url), markup=False, soft_wrap=True)
@@ -183,8 +177,7 @@ def _serve(source: Source, address: Address, session: RaySession) -> None:
 
 def deploy_source(
     source: Source,
-    host: str,
-    port: int,
+    address: Address,
     num_replicas: int,
     *,
     num_gpus: float = 0,
@@ -203,7 +196,7 @@ def deploy_source(
     """
     from ray import serve
 
-    name, address = f"d1-{source.name}", Address(host=host, port=port)
+    name = f"d1-{source.name}"
     application = bound_application(source, address, num_replicas, num_gpus=num_gpus, num_threads=num_threads)
     say("starting Ray Serve")
     # Serve's progress messages would mix with the caller's output.

@@ -22,8 +22,7 @@ from deploy.adapt.generation import (
     open_generator,
 )
 from deploy.adapt.prompts import Conversation, file_prompts, task_prompts
-from deploy.adapt.response_file import ResponseProgress
-from deploy.adapt.responses import write_responses
+from deploy.adapt.responses import ResponseOutcome, ResponseProgress, write_responses
 from deploy.errors import UserError
 from learner.model.autoregressive.source import AutoregressiveCheckpoint, open_source
 from rewards import SumsConfig
@@ -135,7 +134,7 @@ def test_vllm_is_used_if_it_can_run_with_seeds_and_token_ids(
     monkeypatch.setattr(generation, "find_spec", lambda _: object())
     tokenizer = source.tokenizer()
     assert isinstance(open_generator(source, tokenizer, SAMPLING), TransformersGenerator)
-    monkeypatch.setattr(generation, "_has_cpu_vllm", lambda: True)
+    monkeypatch.setattr(generation, "version_of", lambda _: "0.32.0")
     write_gguf(tmp_path / "tiny.gguf", source.directory, "F32")
     packed = open_source(str(tmp_path / "tiny.gguf"))
     assert isinstance(open_generator(packed, tokenizer, SAMPLING), TransformersGenerator)
@@ -154,7 +153,7 @@ def test_the_written_file_is_readable_as_sft_data(
     rows = read_demonstrations(tmp_path / "own.jsonl")
     assert sorted(row.messages[0].content for row in rows) == sorted(turns[0].content for turns in PROMPTS)
     assert {row.completion for row in rows} == {"the sky is blue."}
-    assert (written.num_kept, written.num_cut, written.num_empty) == (10, 0, 0)
+    assert written.outcomes == {ResponseOutcome.KEPT: 10}
 
 
 def test_an_unfinished_response_keeps_whole_sentences_and_an_empty_one_is_left_out(
@@ -163,7 +162,8 @@ def test_an_unfinished_response_keeps_whole_sentences_and_an_empty_one_is_left_o
     speaker(["It is 4.", 'It is so! "Yes." And then the...', "1. the sky...", " \n"])
     written = write_responses(source, PROMPTS[:4], tmp_path / "own.jsonl", SAMPLING)
     assert kept(tmp_path / "own.jsonl") == ["It is 4.", 'It is so! "Yes."']
-    assert (written.num_kept, written.num_cut, written.num_unfinished, written.num_empty) == (2, 1, 1, 1)
+    assert written.outcomes == dict.fromkeys(ResponseOutcome, 1)
+    assert written.num_kept == 2
     assert str(written).startswith(
         "2 of 4 responses kept, 1 cut after a sentence, 1 left out without a whole sentence, 1 left out as empty; "
     )

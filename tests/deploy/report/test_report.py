@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from deploy.offline.item import Answer, AnsweredBatch
-from deploy.offline.record import RecordWriter, fingerprint
+from deploy.offline.record import RecordWriter
 from deploy.report.eval_results import pareto_front, read_eval_cells
 from deploy.report.examples import GradedCompletion, ReportExample, Token, make_examples
 from deploy.report.figures import smooth
 from deploy.report.report import fields_of, write_report
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.listing import read_run
+from learner.model.fingerprint import fingerprint
 from rollout.request import SamplingParams
 
 Events = list[dict[str, Any]]

@@ -15,7 +15,7 @@ from actors.run_log import append_event
 from actors.spec import Phase
 from deploy.errors import UserError
 from deploy.runs.listing import list_runs, point_latest_at
-from deploy.runs.references import find, find_checkpoint_of, find_run
+from deploy.runs.references import find, find_checkpoint_of, find_run, is_run
 from learner.model.checkpoint import save_checkpoint
 from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
@@ -41,15 +41,15 @@ def _checkpoint(directory: Path) -> None:
 @pytest.mark.parametrize("name", ["tiny-20261122", "runs/tiny-20261122", "./runs/tiny-20261122/"])
 def test_a_run_is_named_by_name_or_path(tiny: Path, name: str) -> None:
     found = find(name, _RUNS)
-    assert found.is_run
-    assert found.directory.resolve() == find_run(name, _RUNS).resolve() == tiny
+    assert is_run(found)
+    assert found.resolve() == find_run(name, _RUNS).resolve() == tiny
 
 
 @pytest.mark.parametrize("name", ["tiny-20261122/sft", "tiny-20261122/checkpoints/sft", "runs/tiny-20261122/sft"])
 def test_a_checkpoint_is_named_by_its_path_or_after_its_run(tiny: Path, name: str) -> None:
     found = find(name, _RUNS)
-    assert not found.is_run
-    assert found.directory.resolve() == tiny / "checkpoints" / "sft"
+    assert not is_run(found)
+    assert found.resolve() == tiny / "checkpoints" / "sft"
     assert find_run(name, _RUNS).resolve() == tiny
 
 
@@ -84,7 +84,7 @@ def test_a_run_within_its_first_stage_says_that_its_policy_is_untrained(
 
 def test_last_is_the_newest_checkpoint_and_best_what_validation_chose(tiny: Path) -> None:
     _trained(tiny)
-    assert find("tiny-20261122/last", _RUNS).directory.name == "rl-000024"
+    assert find("tiny-20261122/last", _RUNS).name == "rl-000024"
     with pytest.raises(UserError, match=r"has no validation results, .* tiny-20261122/last is the newest"):
         find("tiny-20261122/best", _RUNS)
     for version, right in ((1, 3), (13, 5), (25, 4)):
@@ -92,13 +92,13 @@ def test_last_is_the_newest_checkpoint_and_best_what_validation_chose(tiny: Path
         append_event(tiny, "evaluation", label="validation", **scored)
     for name in ("tiny-20261122/best", "runs/tiny-20261122/best"):
         found = find(name, _RUNS)
-        assert (found.directory.name, found.is_run) == ("rl-000012", False)
+        assert (found.name, is_run(found)) == ("rl-000012", False)
         assert find_run(name, _RUNS).resolve() == tiny
     shutil.rmtree(tiny / "checkpoints" / "rl-000012")
     with pytest.raises(UserError, match="has no checkpoint of version 13, its best; tiny-20261122/last is the newest"):
         find("tiny-20261122/best", _RUNS)
     _checkpoint(tiny / "checkpoints" / "best")
-    assert find("tiny-20261122/best", _RUNS).directory.name == "best", "a checkpoint of that name goes before"
+    assert find("tiny-20261122/best", _RUNS).name == "best", "a checkpoint of that name goes before"
 
 
 def test_an_unknown_reference_suggests_the_closest_name(tiny: Path) -> None:
@@ -115,7 +115,7 @@ def test_an_unknown_reference_suggests_the_closest_name(tiny: Path) -> None:
 
 
 def test_a_checkpoint_alone_is_no_run(tiny: Path) -> None:
-    assert not find("alone", _RUNS).is_run
+    assert not is_run(find("alone", _RUNS))
     with pytest.raises(UserError, match="alone is a checkpoint by itself, not one of a run"):
         find_run("alone", _RUNS)
 
@@ -132,7 +132,7 @@ def test_latest_is_the_run_that_was_last_begun_and_is_listed_once(
     for name in ("tiny-20261122", "other"):
         run = tiny if name == tiny.name else make_run(name, [])
         point_latest_at(run)
-        assert find("latest", _RUNS).directory == find_run("latest", _RUNS) == _RUNS / name
+        assert find("latest", _RUNS) == find_run("latest", _RUNS) == _RUNS / name
         assert (run.parent / "latest" / "metrics.jsonl").is_file()
     assert sorted(run.name for run in list_runs(_RUNS)) == ["other", "tiny-20261122"]
     assert d1("status", "latest").out.startswith("other: ")

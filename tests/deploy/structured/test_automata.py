@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from deploy.requests.structured import byte_automaton as module
 from deploy.requests.structured.byte_automaton import AutomatonError, byte_automaton
 from deploy.requests.structured.structure import Structure
-from deploy.requests.structured.token_automaton import TokenTrie
 from rollout.grammar.grammar import NOWHERE
+from rollout.grammar.token_automaton import TokenTrie
 
 
 def accepts(next_state: NDArray[Any], accepting: NDArray[np.bool_], text: Sequence[int]) -> bool:
@@ -151,12 +151,12 @@ def test_transitions_are_right_across_chunks_of_states(monkeypatch: pytest.Monke
     automaton = byte_automaton("regex", "(abc|ab){2,20}")
     spelled: list[bytes | None] = [b"a", b"b", b"c", b"ab", b"bc", b"cab"]
     at_once = TokenTrie(spelled, 6).grammar(*automaton)
-    monkeypatch.setattr("deploy.requests.structured.token_automaton._STATES_AT_ONCE", 7)
+    monkeypatch.setattr("rollout.grammar.token_automaton._STATES_AT_ONCE", 7)
     apart = TokenTrie(spelled, 6).grammar(*automaton)
     assert at_once.next_state[:, at_once.class_of].tolist() == apart.next_state[:, apart.class_of].tolist()
 
 
 def test_too_many_token_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.requests.structured.token_automaton.MAX_ENTRIES", 10)
+    monkeypatch.setattr("rollout.grammar.token_automaton.MAX_ENTRIES", 10)
     with pytest.raises(ValueError, match=r"leads \d+ kinds of tokens through \d+ states, which is too many"):
         TokenTrie([b"a", b"b"], 2).grammar(*byte_automaton("regex", "a{9}b"))

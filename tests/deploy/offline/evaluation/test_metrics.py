@@ -15,7 +15,8 @@ from deploy.errors import UserError
 from deploy.offline.evaluation.compare import compare, find_evaluation, mcnemar, sentence
 from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.item import Answer, AnsweredBatch
-from deploy.offline.record import CellRecord, RecordWriter, fingerprint, read_record, take_lock
+from deploy.offline.record import CellRecord, RecordWriter, read_record, take_lock
+from learner.model.fingerprint import fingerprint
 from rollout.score import Score
 
 PARAMS = {"gen_length": 8, "block_length": 8, "num_denoise_steps": 4, "temperature": 0}
@@ -190,7 +191,7 @@ def test_a_repeated_answer_counts_once(tmp_path: Path) -> None:
     record.add(batch)
     record.add(batch)
     assert list(read_record(tmp_path / "sums.8.jsonl").batches.values()) == [batch]
-    assert RecordWriter(tmp_path / "sums.8.jsonl", FACTS, [2]).done == {0: batch}
+    assert RecordWriter(tmp_path / "sums.8.jsonl", FACTS, [2]).recorded.batches == {0: batch}
 
 
 def test_a_foreign_file_and_a_changed_checkpoint_are_refused(tmp_path: Path) -> None:

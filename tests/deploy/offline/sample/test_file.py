@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from rich.text import Text
 
 from deploy.offline.sample import batch
@@ -265,13 +264,14 @@ def test_the_bar_shows_answers_above_it_where_both_go_to_one_terminal(monkeypatc
     monkeypatch.setattr(sys, "stdout", Screen())
     monkeypatch.setattr(sys, "stderr", Screen())
     bar = batch._RequestBar(3)
-    assert bar._progress is not None
+    assert not bar._progress.disable
     assert bar._progress.console is bar.stdout
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     elsewhere = batch._RequestBar(3)
-    assert elsewhere._progress is not None
-    assert isinstance(elsewhere._progress.console, Console)
     assert elsewhere._progress.console.stderr
+    assert batch._RequestBar(0)._progress.disable
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert batch._RequestBar(3)._progress.disable
 
 
 @pytest.mark.ray

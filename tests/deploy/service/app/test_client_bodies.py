@@ -179,25 +179,27 @@ def test_a_stop_id_is_part_of_the_text_only_on_request(client, service):
 def test_all_names_of_structured_output_are_equivalent(said):
     truth = {"true", "false"}
     for asked, texts in (
-        ({"guided_choice": ["yes", "no"]}, {"yes", "no"}),
-        ({"guided_regex": "a|b"}, {"a", "b"}),
+        ({"structured_outputs": {"regex": "a|b"}}, {"a", "b"}),
         ({"regex": "a|b"}, {"a", "b"}),
-        ({"guided_json": {"type": "boolean"}}, truth),
-        ({"guided_json": '{"type": "boolean"}', "guided_decoding_backend": "xgrammar"}, truth),
         ({"structured_outputs": {"json": '{"type": "boolean"}'}}, truth),
         ({"json_schema": '{"type": "boolean"}'}, truth),
         ({"response_format": {"type": "json_schema", "schema": {"type": "boolean"}}}, truth),
     ):
         assert said("/v1/completions", **asked) in texts, asked
-    assert json.loads(said("/v1/completions", guided_json_object=True)) is not None
+
+
+def test_names_that_vllm_has_removed_are_refused_by_name(client):
+    """vLLM 0.12 removed them; what it was to constrain must not come back unconstrained."""
+    error = assert_error(client.post("/v1/completions", json=ASK | {"guided_regex": "a|b"}), 400)
+    assert error["message"] == "The body has `guided_regex`, which this service does not know."
 
 
 def test_two_structured_output_fields_are_refused(client):
-    both = {"guided_regex": "a", "guided_choice": ["b"]}
+    both = {"regex": "a", "structured_outputs": {"choice": ["b"]}}
     error = assert_error(client.post("/v1/completions", json=ASK | both), 400)
-    assert "`guided_regex` and `guided_choice` both constrain the text" in error["message"]
-    error = assert_error(client.post("/v1/completions", json=ASK | {"guided_json": "{"}), 400)
-    assert error["message"] == "`guided_json`: must be a JSON schema, as an object or as its text."
+    assert "`regex` and `structured_outputs` both constrain the text" in error["message"]
+    error = assert_error(client.post("/v1/completions", json=ASK | {"json_schema": "{"}), 400)
+    assert error["message"] == "`json_schema`: must be a JSON schema, as an object or as its text."
 
 
 SAYS_ALL = (

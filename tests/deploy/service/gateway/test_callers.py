@@ -3,7 +3,7 @@
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from deploy.recipe.web_names import Hostname, Origin
+from deploy.recipe.recipe import Hostname, Origin
 from deploy.service.api.app import guarded
 from deploy.service.gateway.access import Callers
 from deploy.service.gateway.keys import ApiKeys, RateLimits

@@ -29,7 +29,7 @@ from deploy.errors import UserError
 from deploy.orphans import descendants
 from deploy.requests.body import CompletionRequest
 from deploy.service.on_ray.launch import deploy_source, scale_engines
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up, wait_until
 from tests.ray_processes import shut_down_ray
 
@@ -120,13 +120,13 @@ def test_no_request_is_dropped_while_versions_change(
     # Deployed again, as by a resumed run, the service has no gap. It cannot move to another port.
     asker = Asker(url, 1)
     source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())
-    assert deploy_source(source, "127.0.0.1", free_port, 1) == url
+    assert deploy_source(source, Address(host="127.0.0.1", port=free_port), 1) == url
     wait_until(lambda: call(f"{url}/v1/policy")[1]["num_swaps"] == 0, "the new replica")
     asker.stop()
     assert {status for status, _ in asker.answers} == {200}
     assert asker.longest_s < 10, "requests waited for the new replica to start"
     with pytest.raises(UserError, match=f"already listens on 127.0.0.1:{free_port}, and Ray Serve cannot"):
-        deploy_source(source, "127.0.0.1", free_port + 1, 1)
+        deploy_source(source, Address(host="127.0.0.1", port=free_port + 1), 1)
 
     assert statuses_while_engines_come_and_go(url, source, serve_cluster.dashboard_url) == {200}
 
@@ -192,7 +192,7 @@ def deployed(serve_cluster, tmp_path, free_port):
     shape = Shape(d_model=32, num_layers=1, gen_length=40, block_length=4, steps=40)
     policies = Policies(tmp_path / "tiny", shape, 2)
     source = Source(directory=str(policies.directory), is_run=True, registry_url=registry_url())
-    url = deploy_source(source, "127.0.0.1", free_port, policies.num_replicas)
+    url = deploy_source(source, Address(host="127.0.0.1", port=free_port), policies.num_replicas)
     registry = Registry(registry_url(), "tiny")
     yield Deployed(url=url, policies=policies, publisher=Publisher(policies, registry))
     registry.close()

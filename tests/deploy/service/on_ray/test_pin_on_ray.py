@@ -11,7 +11,7 @@ from actors.run_log import append_event
 from benchmarks.service.deployment import processes
 from deploy.cli import policy
 from deploy.service.on_ray.launch import deploy_source
-from deploy.service.source import Source
+from deploy.service.source import Address, Source
 from tests.deploy.service.asking import ASK, TOKEN, Asker, call, wait_until
 
 
@@ -25,7 +25,7 @@ def test_a_pinned_version_stays_when_an_engine_dies(serve_cluster, run_dir, add_
     add_checkpoint(run_dir, 2, round_index=1)
     append_event(run_dir, "run", name="tiny")
     source = Source(directory=str(run_dir), is_run=True, registry_url=registry_url())
-    url = deploy_source(source, "127.0.0.1", unused_port(), 2, num_gpus=0)
+    url = deploy_source(source, Address(host="127.0.0.1", port=unused_port()), 2, num_gpus=0)
 
     def serving():
         engines = serve.get_deployment_handle("EngineReplica", app_name=f"d1-{source.name}")
