@@ -17,7 +17,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import actors.run_log
-from actors.run_log import LineFile, RunLog, append_event, read_events
+from actors.line_file import LineFile
+from actors.run_log import RunLog, append_event, read_events
 
 
 def test_events_are_written_immediately_and_seen_once_by_followers(tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_a_partially_written_line_is_removed(tmp_path: Path, monkeypatch: pytest
     file = LineFile(tmp_path / "lines")
     file.add("the first line")
     file.write_out()
-    monkeypatch.setattr(actors.run_log.os, "write", write_half)
+    monkeypatch.setattr(os, "write", write_half)
     file.add("the second line")
     file.add("the third line")
     for _ in range(2):

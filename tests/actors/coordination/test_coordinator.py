@@ -328,7 +328,7 @@ def test_actors_killed_after_a_stop_are_not_recorded_as_failures(case: _Case, la
             coordinator._evaluation.start_background(_weights_id(1), label, -1.0)
         await asyncio.sleep(0.01)
         assert await coordinator.stop()
-        await coordinator.record("stopped", {"phase": "rl", "round": 0, "step": None})
+        await coordinator.stopped({"phase": "rl", "round": 0, "step": None})
         await asyncio.sleep(0.01)
         for answer in case.sampler.answers:
             if not answer.done():

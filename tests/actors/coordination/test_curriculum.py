@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.curriculum import SolveRates, choose_problems, line_of, outcomes_of, read_solve_rates
+from actors.curriculum import SolveRates, choose_problems, line_of, outcomes_of
 from actors.messages import WorkUnit, WorkUnitKey
 from actors.plan import RunPlan
 from actors.run_log import SOLVE_RATES, RunLog
@@ -117,9 +117,9 @@ def test_the_file_of_solve_rates_restores_what_was_known(spec: RunSpec, tmp_path
     with (tmp_path / SOLVE_RATES).open("a") as file:
         file.write('{"round": 9, "solved": {"x": 1}}\nnot a line\n{"round": 4, "sol')
     again = _plan(spec)
-    again.solve_rates = read_solve_rates(tmp_path)
+    again.solve_rates = SolveRates(tmp_path)
     assert [_problem_ids(again, index) for index in range(5)] == [_problem_ids(plan, index) for index in range(5)]
-    assert dict(read_solve_rates(tmp_path / "nowhere").before(9)) == {}
+    assert dict(SolveRates(tmp_path / "nowhere").before(9)) == {}
 
 
 def test_ungraded_completions_do_not_count(spec: RunSpec) -> None:
