@@ -133,8 +133,8 @@ async def measured(spec: RunSpec, registry_url: str, marks: Sequence[int]) -> li
         await advance(coordinator, done, mark)
         cpu_s = (time.process_time() - began) / (mark - done)
         memory_bytes = _memory()
+        sys.stderr.write(f"{mark:,} rounds: {memory_bytes / 1e6:.0f} MB, {1e3 * cpu_s:.2f} ms of CPU a round\n")
         rows.append(_row(spec, registry_url, mark, memory_bytes, cpu_s))
-        sys.stderr.write(f"{rows[-1]}\n")
         done = mark
     await coordinator.finish()
     return rows
