@@ -302,4 +302,4 @@ def test_facts_of_a_dead_coordinator_are_restored_once(case: _Case, announces: b
 
 def test_a_new_announcer_assumes_missing_history(case: _Case) -> None:
     registry: Any = case.registry
-    assert Announcer(registry, case.log, case.run_dir, "store")._lacks_history
+    assert Announcer(registry, case.log, case.history, case.run_dir, "store")._lacks_history
