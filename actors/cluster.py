@@ -145,7 +145,7 @@ def wait_until_ready(actors: RunActors) -> None:
         TimeoutError: the cluster did not place them all in time.
         ray.exceptions.RayError: one of them could not be created.
     """
-    answers = [actor.ready.remote() for actor in actors.pools] + [actors.coordinator.events_since.remote(0)]
+    answers = [actor.ready.remote() for actor in actors.pools] + [actors.coordinator.gave_up.remote()]
     try:
         ray.get(answers, timeout=_START_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from actors.run_log import SOLVE_RATES
@@ -22,38 +22,74 @@ from rewards import Grade, Problem
 
 _KEY = 15
 _KEY_BITS = 63
+# Rounds that can be taken out of the totals without reading the file.
+_NUM_KEPT = 64
 
 Outcomes = Mapping[str, tuple[int, int]]
 """Correct completions and graded completions, by problem id."""
 
 
 class SolveRates:
-    """Outcomes of each round's problems, and their running totals."""
+    """Totals of the outcomes of a run's rounds. Of single rounds only the newest are in memory."""
 
-    def __init__(self) -> None:
-        """Start without any outcomes."""
+    def __init__(self, directory: Path | None = None) -> None:
+        """Begin with the outcomes in a run's solve rates file; without `directory` there are none.
+
+        Unreadable lines are skipped, and of a repeated round the last line counts. The file is read again if a
+        restarted learner goes back further than the rounds in memory.
+        """
+        self._directory = directory
         self._rounds: dict[int, Outcomes] = {}
         self._totals: dict[str, tuple[int, int]] = {}
-        self._totals_before = 0
+        # Rounds that are in the totals, and the first one that can be taken out again.
+        self._totals_before, self._first_kept = 0, 0
+        self._read(None)
 
     def record(self, round_index: int, outcomes: Outcomes) -> None:
         """Record a round's outcomes; a repeated round replaces its earlier ones."""
-        if self._rounds.get(round_index) == outcomes:
-            return
-        self._rounds[round_index] = outcomes
+        if round_index < self._first_kept:
+            self._read(round_index)
         if round_index < self._totals_before:
-            self._totals, self._totals_before = {}, 0
+            self._count(self._rounds.get(round_index, {}), -1)
+            self._count(outcomes, 1)
+        self._rounds[round_index] = outcomes
 
     def before(self, round_index: int) -> Outcomes:
         """Return the totals of the rounds before `round_index`."""
-        if round_index < self._totals_before:
-            self._totals, self._totals_before = {}, 0
-        for index in range(self._totals_before, round_index):
-            for problem, (right, graded) in self._rounds.get(index, {}).items():
-                before = self._totals.get(problem, (0, 0))
-                self._totals[problem] = before[0] + right, before[1] + graded
-        self._totals_before = max(self._totals_before, round_index)
-        return self._totals
+        end = max(0, round_index)
+        if end < self._first_kept:
+            self._read(end)
+        while self._totals_before < end:
+            self._count(self._rounds.get(self._totals_before, {}), 1)
+            self._totals_before += 1
+        while self._totals_before > end:
+            self._totals_before -= 1
+            self._count(self._rounds.get(self._totals_before, {}), -1)
+        for index in range(self._first_kept, end - _NUM_KEPT):
+            self._rounds.pop(index, None)
+        self._first_kept = max(self._first_kept, end - _NUM_KEPT)
+        return {problem: counts for problem, counts in self._totals.items() if counts[1]}
+
+    def _count(self, outcomes: Outcomes, sign: int) -> None:
+        for problem, (right, graded) in outcomes.items():
+            before = self._totals.get(problem, (0, 0))
+            self._totals[problem] = before[0] + sign * right, before[1] + sign * graded
+
+    def _read(self, end: int | None) -> None:
+        """Read the file, and keep the outcomes of the rounds since `end`, by default of the newest round."""
+        path = None if self._directory is None else self._directory / SOLVE_RATES
+        # Two passes: the outcomes of all rounds would take too much memory.
+        last = {index: line for line, (index, _) in enumerate(_lines(path))}
+        end = max(last, default=-1) + 1 if end is None else end
+        # The newest rounds may not be in the file yet.
+        newer, self._rounds, self._totals = self._rounds, {}, {}
+        self._totals_before = self._first_kept = max(0, end - _NUM_KEPT)
+        for line, (index, outcomes) in enumerate(_lines(path)):
+            if last[index] == line and index < self._first_kept:
+                self._count(outcomes, 1)
+            elif last[index] == line:
+                self._rounds[index] = outcomes
+        self._rounds |= newer
 
 
 def choose_problems(
@@ -98,22 +134,15 @@ def line_of(round_index: int, outcomes: Outcomes) -> str:
     return json.dumps({"round": round_index, "solved": outcomes}, ensure_ascii=False)
 
 
-def read_solve_rates(directory: Path) -> SolveRates:
-    """Read a run's solve rates file, skipping unreadable lines. Of a repeated round, the last line counts."""
-    rates = SolveRates()
-    for round_index, outcomes in _lines(directory / SOLVE_RATES):
-        rates.record(round_index, outcomes)
-    return rates
-
-
-def _lines(path: Path) -> Iterable[tuple[int, Outcomes]]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError:
+def _lines(path: Path | None) -> Iterator[tuple[int, Outcomes]]:
+    """Yield round and outcomes of each readable line of a solve rates file; none without a file."""
+    if path is None or not path.is_file():
         return
-    for line in lines:
-        try:
-            said = json.loads(line)
-            yield int(said["round"]), {problem: (int(one[0]), int(one[1])) for problem, one in said["solved"].items()}
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-            continue
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                said = json.loads(line)
+                solved = {problem: (int(one[0]), int(one[1])) for problem, one in said["solved"].items()}
+                yield int(said["round"]), solved
+            except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+                continue

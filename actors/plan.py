@@ -21,7 +21,7 @@ from rewards.problem import chat
 from rollout.request import Request, SamplingParams, canvas_of
 
 _ORDER_KEY, _SAMPLE_KEY, MASK_KEY, _SCHEDULE_KEY = 11, 12, 13, 14
-# Number of rounds whose plans stay cached.
+# Number of rounds whose plans, and of epochs whose orders, stay cached.
 _MAX_CACHED = 16
 
 
@@ -181,9 +181,9 @@ class RunPlan:
         return "\n".join(message.content for message in problem.messages)
 
     def record_outcomes(self, round_index: int, outcomes: Outcomes) -> None:
-        """Record a graded round's outcomes; with a curriculum, later rounds are planned again from them."""
-        self.solve_rates.record(round_index, outcomes)
+        """Record a graded round's outcomes, from which a curriculum plans later rounds again."""
         if self._spec.rollout.curriculum > 1:
+            self.solve_rates.record(round_index, outcomes)
             self._round_plans = {index: plan for index, plan in self._round_plans.items() if index <= round_index}
 
     def _round_plan(self, round_index: int) -> _RoundPlan:
@@ -211,6 +211,8 @@ class RunPlan:
     def _problem_at(self, position: int) -> tuple[Problem, int]:
         epoch, place = divmod(position, len(self.train))
         if epoch not in self._orders:
+            if len(self._orders) > _MAX_CACHED:
+                del self._orders[next(iter(self._orders))]
             order = partial(fold, fold(self._spec.seed, _ORDER_KEY, epoch))
             self._orders[epoch] = sorted(range(len(self.train)), key=order)
         return self.train[self._orders[epoch][place]], epoch

@@ -266,6 +266,21 @@ def test_the_same_seed_gives_the_same_metrics(
 
 
 @pytest.mark.nightly
+def test_a_slow_disk_and_the_coordinators_death_change_no_result(
+    cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
+) -> None:
+    recipe = [str(folder / "recipe.yaml"), "name=slow", f"runs_dir={folder}"]
+    command = [sys.executable, "-m", "tests.slow_disk", "train", *recipe]
+    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = read_events(folder / "slow")
+    failures = [event["what"] for event in events if event["event"] == "failure"]
+    assert any(what.startswith("the coordinator died and was restarted") for what in failures)
+    assert any(what.startswith("the disk of the run directory is slow") for what in failures)
+    assert _repeatable(events) == _repeatable(first_run)
+
+
+@pytest.mark.nightly
 def test_rl_alone_gives_the_rewards_of_a_whole_run(
     cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
 ) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from actors.run_log import VALIDATION, Event
 
@@ -12,43 +12,71 @@ from actors.run_log import VALIDATION, Event
 _HELDOUT = ("round", "rl")
 
 
-def best_version(events: Sequence[Event]) -> int | None:
-    """Return the version with the best validation accuracy, including the one that the rounds started from.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """Result of an evaluation at its first schedule."""
 
-    Without validation problems it is the version of the rounds with the best held-out accuracy. None if no version was
-    evaluated.
-
-    Ties go to the oldest version: a constant accuracy, such as 0, then writes no checkpoint each time. If a version was
-    evaluated twice, as after a restart, the later result counts.
-    """
-    labels = (VALIDATION,) if has_validation(events) else _HELDOUT
-    found = {
-        event["policy_version"]: event["num_correct"] / event["num_problems"]
-        for event in current_evaluations(events)
-        if event["label"] in labels
-    }
-    return max(found, key=lambda version: (found[version], -version), default=None)
+    label: str
+    """Its label, as in the `evaluation` event."""
+    policy_version: int
+    """The version that was evaluated."""
+    num_correct: int
+    """Problems solved."""
+    num_problems: int
+    """Problems asked."""
 
 
-def validated_best(events: Sequence[Event]) -> int | None:
-    """Return the version for the alias `best`; None without validation problems, as the test set would select it."""
-    return best_version(events) if has_validation(events) else None
-
-
-def current_evaluations(events: Sequence[Event]) -> list[Event]:
-    """Return the evaluations of weights that a run still has, in order.
+class Evaluations:
+    """Evaluations of weights that a run still has, and the best version among them.
 
     A resumed run repeats the rounds after its checkpoint, so later versions are discarded.
     """
-    current, later = [], math.inf
-    for event in reversed(events):
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        """Begin with some events."""
+        self.current: list[Evaluated] = []
+        """In order."""
+        self.has_validation = False
+        """Whether the run has evaluated validation problems."""
+        self._highest = -1
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        """Add the next event, of any kind."""
         if event["event"] == "round":
-            later = min(later, event["policy_version"])
-        elif event["event"] == "evaluation" and event["policy_version"] < later:
-            current.append(event)
-    return current[::-1]
+            self._discard_from(event["policy_version"])
+        elif event["event"] == "evaluation":
+            fields = ("label", "policy_version", "num_correct", "num_problems")
+            self.current.append(Evaluated(**{name: event[name] for name in fields}))
+            self.has_validation |= event["label"] == VALIDATION
+            self._highest = max(self._highest, event["policy_version"])
+
+    def best(self) -> int | None:
+        """Return the version with the best validation accuracy, including the one that the rounds started from.
+
+        Without validation problems it is the version of the rounds with the best held-out accuracy. None if no version
+        was evaluated.
+
+        Ties go to the oldest version: a constant accuracy, such as 0, then writes no checkpoint each time. If a version
+        was evaluated twice, as after a restart, the later result counts.
+        """
+        labels = (VALIDATION,) if self.has_validation else _HELDOUT
+        found = {one.policy_version: one.num_correct / one.num_problems for one in self.current if one.label in labels}
+        return max(found, key=lambda version: (found[version], -version), default=None)
+
+    def validated_best(self) -> int | None:
+        """Return the version for the alias `best`; None without validation problems, as the test set would select
+        it."""
+        return self.best() if self.has_validation else None
+
+    def _discard_from(self, version: int) -> None:
+        # Only after a restart: a look at all evaluations in every round would take quadratic time.
+        if version <= self._highest:
+            self.current = [one for one in self.current if one.policy_version < version]
+            self._highest = max((one.policy_version for one in self.current), default=-1)
 
 
-def has_validation(events: Iterable[Event]) -> bool:
-    """Return whether the run has evaluated validation problems."""
-    return any(event["event"] == "evaluation" and event["label"] == VALIDATION for event in events)
+def validated_best(events: Iterable[Event]) -> int | None:
+    """Return the version for the alias `best`, as `Evaluations.validated_best` does."""
+    return Evaluations(events).validated_best()

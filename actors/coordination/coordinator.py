@@ -15,6 +15,10 @@ Failover: the learner drives the run, and every call of its rank 0 has all that 
 round, version, digest. After a restart the coordinator makes a new ledger from the call that Ray repeats, and samples
 the round again. It gets the same texts, because random draws are keyed by problem and sample, not by their order. All
 other state is in the run log and in `Session`.
+
+A background thread writes these (`actors/run_log.py`), so a slow disk does not delay heartbeats, work units and calls
+that change nothing. A call that changes run log or session is answered when the change is written, because Ray does not
+repeat a call that was answered. Failures of work units and pauses are not waited for.
 """
 
 from __future__ import annotations
@@ -27,8 +31,6 @@ from typing import Any
 
 import ray
 
-from actors.checkpoints.best import best_version
-from actors.coordination.history import has_evaluation, has_event, has_round, since_learner_start
 from actors.coordination.learner_group import LearnerGroup
 from actors.coordination.monitor import RunMonitor
 from actors.coordination.pools import Pools, VersionLostError, pool_members
@@ -41,12 +43,13 @@ from actors.coordination.samplers_turn import EVALUATION, ROUND, SamplersTurn, S
 from actors.coordination.session import Session, SessionFile
 from actors.coordination.supervisor import Supervisor
 from actors.coordination.version_evaluator import VersionEvaluator
-from actors.curriculum import read_solve_rates
+from actors.curriculum import SolveRates
+from actors.event_history import EventHistory
 from actors.messages import Next, TrainedRound, WeightsId, WorkUnitKey, WorkUnitSummary
 from actors.plan import RunPlan
 from actors.registry.announcer import Announcer
 from actors.registry.registry import Registry
-from actors.run_log import Event, RunLog, is_done
+from actors.run_log import Event, RunLog
 from actors.spec import Phase, RunSpec
 from learner.model.tokenizer import ChatTokenizer
 
@@ -73,13 +76,15 @@ class Coordinator:
         """
         self._spec = spec
         self._plan = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint))
-        self._plan.solve_rates = read_solve_rates(spec.run_dir)
-        self._session = SessionFile(spec.run_dir, driver)
-        session = self._session.current
+        if spec.rollout.curriculum > 1:
+            self._plan.solve_rates = SolveRates(spec.run_dir)
+        session = Session.read(spec.run_dir, driver)
         is_restarted = session.num_coordinator_starts > 0
-        self._log = log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=is_restarted)
+        self._history = history = EventHistory()
+        self._log = log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=is_restarted, on_event=history.add)
+        self._session = SessionFile(spec.run_dir, session, log.replace)
         self._timeline = Timeline.read(spec.run_dir) if is_restarted else Timeline()
-        self._announcer = Announcer(Registry(registry_url, spec.name), log, spec.run_dir, store_name)
+        self._announcer = Announcer(Registry(registry_url, spec.name), log, history, spec.run_dir, store_name)
         self._pools = Pools(
             pool_members(spec.name, samplers, session.pools.get("sampler")),
             pool_members(spec.name, graders, session.pools.get("grader")),
@@ -92,7 +97,7 @@ class Coordinator:
         self._evaluation = VersionEvaluator(spec, self._plan, self._pools, log.note_failure)
         self._rounds = OpenRounds(spec, self._plan, self._pools, log.note_failure)
         self._turn = SamplersTurn(self._rounds, self._pools, log.note_failure, is_colocated=spec.gpus.colocate)
-        self._group = LearnerGroup(spec, self._session, log, self._timeline)
+        self._group = LearnerGroup(spec, self._session, log, history, self._timeline)
         self._recorder = RoundRecorder(
             self._plan, self._rounds, log, pools=self._pools, timeline=self._timeline, gauges=RunGauges(spec.name)
         )
@@ -102,6 +107,7 @@ class Coordinator:
             self._session,
             self._rounds,
             self._pools,
+            history=history,
             turn=self._turn,
             supervisor=self._supervisor,
             timeline=self._timeline,
@@ -133,29 +139,35 @@ class Coordinator:
 
     async def record(self, event: str, values: dict[str, Any]) -> None:
         """Append an event to the run log, and report checkpoints that may be served to the registry."""
-        if event == "stopped":
-            # The driver kills the actors next, which is no failure of the work that is still in flight.
-            self._cancel_work()
         # Ray repeats a call if this process dies as it answers.
-        if not (self._is_restarted and has_event(self._log.events_since(0), event, values)):
-            self._log.append(event, **values)
+        if not (self._is_restarted and self._history.has_event(event, values)):
+            self._log.add(event, **values)
             self._timeline.add_event(event, values)
+        await self._log.written()
         if event == "checkpoint" and values["phase"] != Phase.CONTROL and "step" not in values:
             self._announcer.checkpoint(values["policy_version"], self._spec.run_dir / values["path"])
 
+    async def stopped(self, values: dict[str, Any]) -> None:
+        """Record that the learner has ended because the run is to stop, and cancel the work in flight.
+
+        The driver kills the actors next, which is no failure of that work.
+        """
+        self._cancel_work()
+        await self.record("stopped", values)
+
     async def events_since(self, count: int) -> list[Event]:
-        """Return the events after the first `count`."""
+        """Return the events after the first `count`, as `RunLog.events_since` does."""
         self._monitor.ensure_running()
-        return self._log.events_since(count)
+        return await asyncio.to_thread(self._log.events_since, count)
 
     async def finish(self) -> None:
         """Record that the run is done, and how long it took. Its files are then complete."""
         self._monitor.stop()
         await self._announcer.flush()
-        if not is_done(self._log.events_since(0)):
-            self._log.append("done", seconds=self._log.seconds())
-        self._log.close()
+        if not self._history.is_done:
+            self._log.add("done", seconds=self._log.seconds())
         self._monitor.write()
+        await asyncio.to_thread(self._log.close)
 
     def _cancel_work(self) -> None:
         self._rounds.forget()
@@ -178,12 +190,14 @@ class Coordinator:
         self._supervisor.learner_starting()
         self._group.starting(learner)
         await self._turn.end()
+        await self._log.written()
         session = self._session.current
         return None if session.gave_up else dict(session.micro_batch_tokens)
 
     async def learner_started(self, checkpoint: str, position: Mapping[str, Any]) -> None:
         """Record from which checkpoint the learner group continues, and what it repeats."""
         self._group.started(checkpoint, position)
+        await self._log.written()
 
     async def learner_failed(self, what: str, is_echo: bool, is_transient: bool, too_large: str | None = None) -> bool:
         """Record an error of a rank. One that only follows another rank's death or error (`is_echo`) does not count.
@@ -193,6 +207,7 @@ class Coordinator:
         a GPU and can be halved for the next group.
         """
         self._group.failed(what, is_echo=is_echo, is_transient=is_transient, too_large=too_large)
+        await self._log.written()
         return not self._session.current.gave_up
 
     async def gave_up(self) -> str:
@@ -213,6 +228,7 @@ class Coordinator:
         """Make the learner write a checkpoint and end, as soon as it can. Returns False if none of its ranks is up."""
         self._session.change(is_stopping=True)
         self._turn.stop()
+        await self._log.written()
         # After a restart of this process the first heartbeat may not have arrived yet.
         return bool(self._supervisor.activity) or self._is_restarted
 
@@ -224,7 +240,8 @@ class Coordinator:
         self._pools.scale(kind, size, added)
         self._save_members()
         if size != before:
-            self._log.append("scale", pool=f"{kind}s", before=before, after=size)
+            self._log.add("scale", pool=f"{kind}s", before=before, after=size)
+        await self._log.written()
 
     def _note_left(self, name: str) -> None:
         self._supervisor.liveness.forget(name)
@@ -288,7 +305,9 @@ class Coordinator:
     def _is_published(self, trained: TrainedRound) -> bool:
         next_round = self._rounds.next_round
         # Before the first round of this process only the log shows whether an earlier one died after recording it.
-        return has_round(self._log.events_since(0), trained) if next_round is None else next_round > trained.round
+        if next_round is None:
+            return self._history.has_round(trained.round, trained.weights_id.version)
+        return next_round > trained.round
 
     # Versions and their scores.
 
@@ -300,6 +319,7 @@ class Coordinator:
         untold = {} if is_told else {**asdict(weights_id), "phase": phase, "round": round_index}
         if untold != self._session.current.untold:
             self._session.change(untold=untold)
+            await self._log.written()
 
     async def evaluate(self, weights_id: WeightsId, label: str, round_index: int, is_new: bool) -> Next:
         """Evaluate a version in the weight store on the problems of a label, and record its accuracy.
@@ -323,23 +343,23 @@ class Coordinator:
         finally:
             self._evaluation.cancel_background()
             self._timeline.add(LEARNER, f"evaluation of version {version}", SpanKind.WAIT, began)
-        self._log.append("evaluation", label=label, policy_version=version, round=round_index, **scored)
+        self._log.add("evaluation", label=label, policy_version=version, round=round_index, **scored)
+        await self._log.written()
         if label != Phase.CONTROL:
             self._announcer.evaluated(version, label, scored["num_correct"], scored["num_problems"])
         return Next.CONTINUE
 
     async def versions_to_keep(self) -> list[int]:
         """Return the versions whose checkpoints must stay: the best, and one that an operator has pinned."""
-        wanted = best_version(self._log.events_since(0)), self._announcer.pinned()
+        wanted = self._history.evaluations.best(), self._announcer.pinned()
         return [version for version in wanted if version is not None]
 
     def _is_evaluated(self, version: int, label: str, *, is_new: bool) -> bool:
         """Whether the log has this evaluation. For a new version only events since the learner started count, and only
         after a restart of the coordinator, which may have died as it answered."""
-        events = self._log.events_since(0)
-        if is_new:
-            events = since_learner_start(events) if self._is_restarted else []
-        return has_evaluation(events, version, label)
+        if is_new and not self._is_restarted:
+            return False
+        return self._history.has_evaluation(version, label, is_of_group=is_new)
 
     async def status(self) -> RunStatus:
         """Return the current status of the run."""

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from actors.coordination.history import repeated_work
 from actors.coordination.reporting.timeline import LEARNER, SpanKind, Timeline
 from actors.coordination.session import SessionFile
+from actors.event_history import EventHistory
 from actors.run_log import LEARNER_FAILED, RESTARTED, RunLog
 from actors.spec import RunSpec
 
@@ -16,9 +16,12 @@ from actors.spec import RunSpec
 class LearnerGroup:
     """The learner groups of a run, one after the other."""
 
-    def __init__(self, spec: RunSpec, session: SessionFile, log: RunLog, timeline: Timeline) -> None:
-        """Continue with the group of the session."""
-        self._spec, self._session, self._log, self._timeline = spec, session, log, timeline
+    def __init__(
+        self, spec: RunSpec, session: SessionFile, log: RunLog, history: EventHistory, timeline: Timeline
+    ) -> None:
+        """Continue with the group of the session. `history` is that of `log`. No call waits for the disk."""
+        self._spec, self._session, self._timeline = spec, session, timeline
+        self._log, self._history = log, history
         self._starting_at = time.monotonic()
         self._has_echoed = False
 
@@ -32,12 +35,11 @@ class LearnerGroup:
         """Record from which checkpoint the group continues, and what it repeats. All starts but the first follow a
         failure."""
         self._timeline.add(LEARNER, "loading a checkpoint", SpanKind.WORK, self._starting_at)
-        events, num_starts = self._log.events_since(0), self._session.current.num_learner_starts
-        again = repeated_work(events, position)
+        again, num_starts = self._history.repeated_work(position), self._session.current.num_learner_starts
         if num_starts > 1:
             self._log.note_failure(f"{RESTARTED} from checkpoint {checkpoint}; {again}", num_starts - 1)
-        elif any(event["event"] == "phase" for event in events) or position["policy_version"] or position["step"]:
-            self._log.append("resume", what=f"going on from checkpoint {checkpoint}; {again}")
+        elif self._history.num("phase") or position["policy_version"] or position["step"]:
+            self._log.add("resume", what=f"going on from checkpoint {checkpoint}; {again}")
 
     def failed(self, what: str, *, is_echo: bool, is_transient: bool, too_large: str | None) -> None:
         """Record an error of a rank, as `Coordinator.learner_failed` describes."""
@@ -72,4 +74,4 @@ class LearnerGroup:
         self._session.save(session)
 
     def _num_checkpoints(self) -> int:
-        return sum(event["event"] == "checkpoint" for event in self._log.events_since(0))
+        return self._history.num("checkpoint")

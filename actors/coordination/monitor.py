@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import asdict
+from functools import partial
 
 from actors.coordination.pools import Pools
 from actors.coordination.reporting.status import (
@@ -13,12 +15,14 @@ from actors.coordination.reporting.status import (
     restarts_by_kind,
     silence_texts,
     wait_text,
+    writing_text,
 )
-from actors.coordination.reporting.timeline import Timeline
+from actors.coordination.reporting.timeline import Timeline, write_trace
 from actors.coordination.rounds import OpenRounds
 from actors.coordination.samplers_turn import ROUND, SamplersTurn
 from actors.coordination.session import SessionFile
 from actors.coordination.supervisor import Supervisor
+from actors.event_history import EventHistory
 from actors.registry.announcer import Announcer
 from actors.run_log import RunLog
 from actors.spec import Phase, RunSpec
@@ -37,12 +41,14 @@ class RunMonitor:
         rounds: OpenRounds,
         pools: Pools,
         *,
+        history: EventHistory,
         turn: SamplersTurn,
         supervisor: Supervisor,
         timeline: Timeline,
         announcer: Announcer,
     ) -> None:
-        self._spec, self._log, self._session, self._rounds, self._pools = spec, log, session, rounds, pools
+        self._spec, self._log, self._history = spec, log, history
+        self._session, self._rounds, self._pools = session, rounds, pools
         self._turn, self._supervisor, self._timeline, self._announcer = turn, supervisor, timeline, announcer
         self._task: asyncio.Task[None] | None = None
 
@@ -68,18 +74,18 @@ class RunMonitor:
             self._task.cancel()
 
     def write(self) -> None:
-        """Write status and timeline to the run directory."""
+        """Have status and timeline written to the run directory, in the background."""
         self._timeline.add_work_spans(self._pools.take_spans())
-        self._timeline.write(self._spec.run_dir)
-        self.status().write(self._spec.run_dir)
+        if (spans := self._timeline.take_changed()) is not None:
+            self._log.show("timeline", partial(write_trace, self._spec.run_dir, spans))
+        self._log.show("status", partial(self.status().write, self._spec.run_dir))
 
     def status(self) -> RunStatus:
         """Return the current status."""
-        last = {event["event"]: event for event in self._log.events_since(0)}
-        newest, next_round, session = last.get("round", {}), self._rounds.next_round, self._session.current
+        newest, next_round, session = self._history.newest("round"), self._rounds.next_round, self._session.current
         return RunStatus(
             at=time.time(),
-            stage=last.get("phase", {}).get("phase", Phase.UNTRAINED),
+            stage=self._history.newest("phase").get("phase", Phase.UNTRAINED),
             round=newest.get("round", -1) + 1 if next_round is None else next_round,
             num_rounds=self._spec.learner.num_rounds,
             policy_version=self._rounds.newest_version,
@@ -95,6 +101,7 @@ class RunMonitor:
                 **restarts_by_kind(self._supervisor.liveness.num_restarts()),
             },
             seconds={name: newest[f"{name}_s"] for name in ("sampling", "training", "publish") if newest},
+            log=asdict(self._log.backlog()),
         )
 
     def _waits(self) -> list[str]:
@@ -111,4 +118,6 @@ class RunMonitor:
             doing, since = self._supervisor.activity["0"]
             if time.monotonic() - since > SILENT_S:
                 texts.append(f"learner busy for {time.monotonic() - since:.0f} s: {doing}")
+        if (backlog := self._log.backlog()).writing_s > SILENT_S:
+            texts.append(writing_text(backlog.writing_s, backlog.num_waiting))
         return texts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from bisect import bisect_right
@@ -49,6 +48,11 @@ class RoundRecorder:
         version = trained.weights_id.version
         stats = round_stats([plan.group_ids(key) for key in by_key], summaries, self._rounds.selection)
         seconds = values["sampling_s"] + values["training_s"] + values["publish_s"]
+        self._log.add_samples(
+            readable_samples(
+                by_key, _SAMPLES_PER_ROUND, lambda key: plan.round_work_unit(key.round, key.index), plan.prompt_text
+            )
+        )
         event = self._log.add(
             "round",
             round=trained.round,
@@ -60,14 +64,9 @@ class RoundRecorder:
             **values,
             tokens_per_s=round(stats["mean_tokens"] * stats["num_completions"] / seconds, 1),
         )
-        self._log.add_samples(
-            readable_samples(
-                by_key, _SAMPLES_PER_ROUND, lambda key: plan.round_work_unit(key.round, key.index), plan.prompt_text
-            )
-        )
         self._gauges.show(event)
         self._timeline.add_round(trained.round, values)
-        await asyncio.to_thread(self._log.write_out)
+        await self._log.written()
 
 
 def round_stats(

@@ -111,7 +111,7 @@ class OpenRounds:
 
     def publish(self, round_index: int, weights_id: WeightsId) -> None:
         """Drop a round that the learner trained on and published as `weights_id`, and admit the next."""
-        self._weights_ids[weights_id.version] = weights_id
+        self._remember(weights_id)
         if self._ledger is not None:
             for key in self._ledger.ready(round_index):
                 del self._scored[key]
@@ -120,7 +120,7 @@ class OpenRounds:
 
     def _ledger_at(self, round_index: int, weights_id: WeightsId) -> Ledger:
         """Return the ledger, a new one after a restart of the learner or of this process."""
-        self._weights_ids[weights_id.version] = weights_id
+        self._remember(weights_id)
         if self._ledger is None or self._ledger.next_round != round_index:
             self._scored.clear()
             self._informative.clear()
@@ -133,6 +133,13 @@ class OpenRounds:
                 version=weights_id.version,
             )
         return self._ledger
+
+    def _remember(self, weights_id: WeightsId) -> None:
+        """Remember the weights of a version, and forget versions that no work unit in flight is sampled from."""
+        self._weights_ids.pop(weights_id.version, None)
+        self._weights_ids[weights_id.version] = weights_id
+        while len(self._weights_ids) > self._spec.learner.max_staleness + 2:
+            del self._weights_ids[next(iter(self._weights_ids))]
 
     def _note_informative(self, ledger: Ledger, key: WorkUnitKey, num_groups: int) -> None:
         """Note the number of informative groups of a work unit, and extend the round if there are too few."""

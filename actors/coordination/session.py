@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
-
-from actors.atomic_file import write_atomically
 
 SESSION = ".session.json"
 # Restarts of the learner without progress: after errors, which would repeat, and after deaths, which may have external
@@ -99,15 +97,14 @@ class Session:
 class SessionFile:
     """The session of a run directory, written at each change."""
 
-    def __init__(self, directory: Path, driver: str) -> None:
-        """Read the session of a driver."""
-        self._directory = directory
-        self.current = Session.read(directory, driver)
+    def __init__(self, directory: Path, session: Session, write: Callable[[Path, str], None]) -> None:
+        """Begin with the session that the directory has. `write` replaces a file, now or later."""
+        self._directory, self.current, self._write = directory, session, write
 
     def save(self, session: Session) -> None:
-        """Replace the session, atomically. On a full disk the older file stays, and a restart loses the change."""
+        """Replace the session. Until that is written, a restart loses the change."""
         self.current = session
-        write_atomically(self._directory / SESSION, json.dumps(asdict(session)))
+        self._write(self._directory / SESSION, json.dumps(asdict(session)))
 
     def change(self, **changes: Any) -> None:
         """Change fields of the session."""

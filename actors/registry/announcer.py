@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.checkpoints.best import validated_best
+from actors.event_history import EventHistory
 from actors.messages import WeightsId
 from actors.registry.files import read_admin, rebuild
 from actors.registry.records import PolicyVersion
 from actors.registry.registry import Registry
-from actors.run_log import VALIDATION, RunLog, began_at
+from actors.run_log import VALIDATION, RunLog
 from actors.spec import Phase
 
 # The registry answers in a millisecond or two. A version's publisher waits for that, and so repeats the call if this
@@ -30,9 +30,10 @@ class Announcer:
     previous process may have left unsent.
     """
 
-    def __init__(self, registry: Registry, log: RunLog, run_dir: Path, store_name: str) -> None:
-        """Create it with nothing to send. `store_name` is the Ray name of the run's weight store."""
-        self._registry, self._log = registry, log
+    def __init__(self, registry: Registry, log: RunLog, history: EventHistory, run_dir: Path, store_name: str) -> None:
+        """Create it with nothing to send. `history` is that of `log`, `store_name` the Ray name of the run's weight
+        store."""
+        self._registry, self._log, self._history = registry, log, history
         self._run_dir, self._store_name = run_dir, store_name
         self._lacks_history, self._is_unreachable = True, False
         self._queue: deque[Callable[[], Any]] = deque()
@@ -60,7 +61,7 @@ class Announcer:
     def evaluated(self, version: int, label: str, num_correct: int, num_problems: int) -> None:
         """Publish a version's score; after an evaluation on validation problems, also the best version."""
         self._enqueue(partial(self._registry.score, version, num_correct, num_problems))
-        best = validated_best(self._log.events_since(0)) if label == VALIDATION else None
+        best = self._history.evaluations.validated_best() if label == VALIDATION else None
         if best is not None:
             self._enqueue(partial(self._registry.choose_best, best))
 
@@ -99,7 +100,7 @@ class Announcer:
             weight_store=self._store_name,
             manifest_digest=weights_id.digest,
         )
-        return partial(self._announce, version, began_at(self._log.events_since(0)))
+        return partial(self._announce, version, self._history.began_at)
 
     def _announce(self, version: PolicyVersion, run_began_at: float | None) -> None:
         # It knew none if it is new, or if Redis has lost its data.

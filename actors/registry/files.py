@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from actors.checkpoints.best import current_evaluations, validated_best
+from actors.checkpoints.best import Evaluations
 from actors.checkpoints.selection import servable_checkpoints
+from actors.event_history import EventHistory
 from actors.registry.records import DEFAULT_ADMIN_STATE, AdminState, PolicyVersion
 from actors.registry.registry import Registry
-from actors.run_log import CHECKPOINTS, Event, began_at, read_events
+from actors.run_log import CHECKPOINTS, Event, iterate_events
 from actors.spec import Phase
 
 ADMIN = "admin.json"
@@ -26,31 +28,26 @@ def rebuild(registry: Registry, run_dir: Path, newest: PolicyVersion | None = No
 
     Returns how many versions were absent. Raises ConnectionError as the registry does.
     """
-    events = read_events(run_dir)
-    versions, newest_number = history_of(run_dir, events), None
+    history, rounds = EventHistory(), dict[int, int]()
+    # One pass: a long run has more events than this process should hold.
+    for event in iterate_events(run_dir):
+        history.add(event)
+        _add_round(rounds, event)
+    versions, newest_number = _versions(run_dir, rounds, history.evaluations), None
     if newest is not None:
         known = {policy.version: policy for policy in versions}
         known[newest.version] = newest.with_checkpoint_of(known.get(newest.version))
         versions, newest_number = list(known.values()), newest.version
-    return registry.restore(versions, newest_number, began_at(events), validated_best(events))
+    return registry.restore(versions, newest_number, history.began_at, history.evaluations.validated_best())
 
 
-def history_of(run_dir: Path, events: list[Event]) -> list[PolicyVersion]:
+def history_of(run_dir: Path, events: Iterable[Event]) -> list[PolicyVersion]:
     """Return the versions that a service may use, oldest first, with their scores and checkpoints."""
-    versions = _from_rounds(events)
-    for position, directory in servable_checkpoints(run_dir / CHECKPOINTS):
-        known = versions.get(position.policy_version) or _version(
-            position.policy_version, position.round, position.phase
-        )
-        versions[position.policy_version] = replace(
-            known, checkpoint=str(directory.resolve()), manifest_digest=position.manifest_digest
-        )
-    scores = {
-        event["policy_version"]: {name: event[name] for name in ("num_correct", "num_problems")}
-        for event in current_evaluations(events)
-        if event["label"] != Phase.CONTROL
-    }
-    return [replace(versions[number], **scores.get(number, {})) for number in sorted(versions)]
+    evaluations, rounds = Evaluations(), dict[int, int]()
+    for event in events:
+        evaluations.add(event)
+        _add_round(rounds, event)
+    return _versions(run_dir, rounds, evaluations)
 
 
 def read_admin(run_dir: Path) -> AdminState:
@@ -76,16 +73,32 @@ def write_admin(run_dir: Path, state: AdminState) -> None:
     temporary.replace(run_dir / ADMIN)
 
 
-def _from_rounds(events: list[Event]) -> dict[int, PolicyVersion]:
-    versions: dict[int, PolicyVersion] = {}
-    for event in events:
-        if event["event"] == "round":
-            number = event["policy_version"]
-            # A resumed run repeats the rounds after its checkpoint, so later versions are discarded.
-            versions = {other: policy for other, policy in versions.items() if other < number}
-            # An event counts rounds from 0; a version's round is the number of rounds trained.
-            versions[number] = _version(number, event["round"] + 1, Phase.RL)
-    return versions
+def _add_round(rounds: dict[int, int], event: Event) -> None:
+    """Add an event to the round of each version, ascending. A resumed run repeats the rounds after its checkpoint, so
+    later versions are discarded."""
+    if event["event"] == "round":
+        while rounds and next(reversed(rounds)) >= event["policy_version"]:
+            rounds.popitem()
+        rounds[event["policy_version"]] = event["round"]
+
+
+def _versions(run_dir: Path, rounds: Mapping[int, int], evaluations: Evaluations) -> list[PolicyVersion]:
+    """Return the versions of the rounds and of the checkpoints, oldest first, with their scores."""
+    # An event counts rounds from 0; a version's round is the number of rounds trained.
+    versions = {number: _version(number, index + 1, Phase.RL) for number, index in rounds.items()}
+    for position, directory in servable_checkpoints(run_dir / CHECKPOINTS):
+        known = versions.get(position.policy_version) or _version(
+            position.policy_version, position.round, position.phase
+        )
+        versions[position.policy_version] = replace(
+            known, checkpoint=str(directory.resolve()), manifest_digest=position.manifest_digest
+        )
+    for one in evaluations.current:
+        if one.label != Phase.CONTROL and one.policy_version in versions:
+            versions[one.policy_version] = replace(
+                versions[one.policy_version], num_correct=one.num_correct, num_problems=one.num_problems
+            )
+    return [versions[number] for number in sorted(versions)]
 
 
 def _version(number: int, round_: int, phase: Phase) -> PolicyVersion:

@@ -61,6 +61,11 @@ class RunClient:
         self.report_round()
         self._call(self._coordinator.record.remote(event, dict(values)))
 
+    def stopped(self, position: Mapping[str, Any]) -> None:
+        """Report that the learner ends at a position, because the run is to stop, after the last trained round."""
+        self.report_round()
+        self._call(self._coordinator.stopped.remote(dict(position)))
+
     def offer(self, key: str, rank: int, shards: Mapping[str, Tensor]) -> None:
         """Offer this rank's rows to the weight store, until they are withdrawn. The only remote call that every rank
         makes."""

@@ -86,4 +86,5 @@ class TrainingRun:
             context.save()
             context.checkpointer.collect_pending()
         position = context.position
-        context.record("stopped", phase=position.phase, round=position.round, step=position.step)
+        if context.ranks.rank == 0:
+            context.client.stopped({"phase": position.phase, "round": position.round, "step": position.step})

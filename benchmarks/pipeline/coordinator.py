@@ -79,7 +79,7 @@ class Sampler:
         self._portion_s, self._waits = portion_s, waits
         self._free_since: float | None = None
         self.busy_s = 0.0
-        self.ready, self.generate = Answers(_yes), Answers(self._generate)
+        self.ready, self.generate, self.prefetch = Answers(_yes), Answers(self._generate), Answers(_nothing)
 
     def begin_round(self) -> None:
         """Reset the idle clock: idle time before the round is due to the learner."""
@@ -108,6 +108,10 @@ class Grader:
 
 async def _yes() -> bool:
     return True
+
+
+def _nothing(_: WeightsId) -> None:
+    return None
 
 
 def _grade(work_unit: WorkUnit, _: str) -> tuple[str, asyncio.Future[WorkUnitSummary]]:

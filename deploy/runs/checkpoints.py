@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from actors.checkpoints.best import has_validation, validated_best
+from actors.checkpoints.best import Evaluations
 from actors.checkpoints.selection import (
     FoundCheckpoint,
     is_intermediate,
@@ -13,7 +13,7 @@ from actors.checkpoints.selection import (
     servable,
     servable_checkpoints,
 )
-from actors.run_log import CHECKPOINTS, RECIPE, read_events
+from actors.run_log import CHECKPOINTS, RECIPE, iterate_events
 from deploy.errors import UserError, user_errors
 from deploy.printing import printable
 from deploy.recipe.overrides import load_recipe
@@ -49,13 +49,13 @@ def newest_servable(run_dir: Path, say: ReportProgress | None = None) -> FoundCh
 
 def best_servable(run_dir: Path) -> Path:
     """Find the checkpoint that solves most validation problems. Raises UserError if there is none."""
-    events = read_events(run_dir)
-    if not has_validation(events):
+    evaluations = Evaluations(iterate_events(run_dir))
+    if not evaluations.has_validation:
         raise UserError(
             f"{run_dir} has no validation results, and held-out problems select no best checkpoint; a recipe with "
             f"task.validation_fraction and evaluation.num_validation has one, and {run_dir.name}/last is the newest"
         )
-    version = validated_best(events)
+    version = evaluations.best()
     for position, directory in servable_checkpoints(run_dir / CHECKPOINTS):
         if position.policy_version == version:
             return directory

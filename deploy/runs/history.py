@@ -59,6 +59,8 @@ class RunHistory:
     """Optimizer steps or rounds planned for a phase; 0 if a time limit ends it."""
     evaluations: list[Evaluation] = field(default_factory=list)
     """In order."""
+    newest_evaluated: int = -1
+    """The largest `round` of the evaluations between rounds; -1 without any."""
     phase_ends: dict[str, Event] = field(default_factory=dict)
     """The `phase_end` events by phase."""
     phase_begins: dict[str, float] = field(default_factory=dict)
@@ -88,7 +90,7 @@ class RunHistory:
             case "round":
                 _add_round(self, event)
             case "evaluation":
-                self.evaluations.append(_evaluation(event, _drawn_s(self, event)))
+                _add_evaluation(self, _evaluation(event, _drawn_s(self, event)))
             case "phase_end":
                 self.phase_ends[event["phase"]] = event
             case "checkpoint":
@@ -167,10 +169,22 @@ def _add_round(history: RunHistory, event: Event) -> None:
     index = event["round"]
     if next(reversed(history.rounds), -1) >= index:
         history.rounds = {done: kept for done, kept in history.rounds.items() if done < index}
-    history.evaluations = [
-        item for item in history.evaluations if item.label not in ("round", VALIDATION) or item.round <= index
-    ]
+    # Only after a restart: a look at all evaluations in every round would take quadratic time.
+    if history.newest_evaluated > index:
+        kept = [item for item in history.evaluations if not _is_of_rounds(item) or item.round <= index]
+        history.evaluations = kept
+        history.newest_evaluated = max((item.round for item in kept if _is_of_rounds(item)), default=-1)
     history.rounds[index] = event
+
+
+def _add_evaluation(history: RunHistory, evaluation: Evaluation) -> None:
+    history.evaluations.append(evaluation)
+    if _is_of_rounds(evaluation):
+        history.newest_evaluated = max(history.newest_evaluated, evaluation.round)
+
+
+def _is_of_rounds(evaluation: Evaluation) -> bool:
+    return evaluation.label in ("round", VALIDATION)
 
 
 def _drawn_s(history: RunHistory, event: Event) -> float:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import ray
 import torch
 
-from actors.checkpoints.best import best_version
+from actors.checkpoints.best import Evaluations
 from actors.grader import GraderWorker
 from actors.messages import Next, ScoredWorkUnit, WeightsId, WorkUnit
 from actors.plan import RunPlan
@@ -89,6 +89,9 @@ class LocalRun:
     def record(self, event: str, values: Mapping[str, Any]) -> None:
         self.events.append(json.loads(json.dumps({"event": event, **values})))
 
+    def stopped(self, position: Mapping[str, Any]) -> None:
+        self.record("stopped", position)
+
     def offer(self, key: str, rank: int, shards: Mapping[str, torch.Tensor]) -> None:
         assert self._offers is None, "one offer at a time"
         self._offers = Offers()
@@ -148,7 +151,7 @@ class LocalRun:
         return {"num_correct": sum(grade.correct for grade in grades), "num_problems": len(grades)}
 
     def versions_to_keep(self) -> list[int]:
-        best = best_version(self.events)
+        best = Evaluations(self.events).best()
         return [] if best is None else [best]
 
     def _has_lost(self) -> bool:

@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import actors.run_log
-from actors.run_log import LineFile, RunLog, append_event, read_events
+from actors.line_file import LineFile
+from actors.run_log import RunLog, append_event, read_events
 
 
 def test_events_are_written_immediately_and_seen_once_by_followers(tmp_path: Path) -> None:
@@ -199,7 +202,7 @@ def test_a_partially_written_line_is_removed(tmp_path: Path, monkeypatch: pytest
     file = LineFile(tmp_path / "lines")
     file.add("the first line")
     file.write_out()
-    monkeypatch.setattr(actors.run_log.os, "write", write_half)
+    monkeypatch.setattr(os, "write", write_half)
     file.add("the second line")
     file.add("the third line")
     for _ in range(2):
@@ -230,3 +233,140 @@ def test_a_driver_can_append_to_a_dead_coordinators_log(tmp_path: Path) -> None:
     assert first["time_s"] == 7.5
     assert (last["event"], last["what"], last["attempt"]) == ("failure", "the coordinator died", 1)
     assert 7.5 <= last["time_s"] < 67.5
+
+
+class _Fsyncs:
+    """Counts fsyncs, and holds them back while `answers` is cleared."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num, self.began, self.answers = 0, threading.Event(), threading.Event()
+        self.answers.set()
+        monkeypatch.setattr(os, "fsync", self._sync)
+
+    def _sync(self, _: int) -> None:
+        self.num += 1
+        self.began.set()
+        assert self.answers.wait(60)
+
+
+def test_what_is_recorded_during_a_write_shares_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsyncs, log = _Fsyncs(monkeypatch), RunLog(tmp_path)
+    fsyncs.answers.clear()
+    for index in range(100):
+        log.note_failure(f"failure {index}")
+        if not index:
+            assert fsyncs.began.wait(60)
+    assert log.events_since(0) == [], "a restarted process would not know them"
+    assert log.backlog().num_waiting == 100
+    fsyncs.answers.set()
+    log.write_out()
+    assert [event["what"] for event in read_events(tmp_path)] == [f"failure {index}" for index in range(100)]
+    assert log.events_since(98) == read_events(tmp_path)[98:]
+    assert fsyncs.num <= 3
+    log.close()
+
+
+def test_a_round_recorded_during_a_write_is_not_written_before_its_solve_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write, log = os.write, RunLog(tmp_path)
+
+    def record_meanwhile(file: int, data: bytes) -> int:
+        if not written:
+            log.add_solve_rates("the rates of round 0")
+            log.add("round", round=0)
+        written.append(data.decode())
+        return write(file, data)
+
+    log.add_samples([{"completion": "of an earlier round"}])
+    log.add("phase", phase="rl")
+    monkeypatch.setattr(os, "write", record_meanwhile)
+    log.write_out()
+    assert [json.loads(line)["event"] for line in written[1:]] == ["phase"]
+    log.write_out()
+    assert [line[:20] for line in written[2:]] == ["the rates of round 0", '{"event": "round", "']
+    log.close()
+
+
+def test_a_failed_write_is_recorded_once_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    log = RunLog(tmp_path)
+    monkeypatch.setattr(os, "fsync", broken)
+    for index in range(3):
+        log.append("phase", phase="sft", num_steps=index)
+    assert read_events(tmp_path) == []
+    assert [event["event"] for event in log.events_since(0)] == ["phase", "failure", "phase", "phase"]
+    assert log.backlog().num_failed == 3
+    monkeypatch.undo()
+    log.write_out()
+    assert read_events(tmp_path) == log.events_since(0)
+    log.close()
+
+
+def test_a_slow_write_is_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.run_log._SLOW_S", 0.01)
+    monkeypatch.setattr(os, "fsync", lambda _: time.sleep(0.02))
+    log = RunLog(tmp_path)
+    for index in range(3):
+        log.append("phase", phase="sft", num_steps=index)
+    log.close()
+    (failure,) = [event for event in read_events(tmp_path) if event["event"] == "failure"]
+    assert failure["what"].startswith("the disk of the run directory is slow: a write took 0.")
+    assert failure["attempt"] == 0, "nothing failed"
+
+
+def test_failures_beyond_a_full_queue_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.run_log._MOST_WAITING", 3)
+    fsyncs, log = _Fsyncs(monkeypatch), RunLog(tmp_path)
+    fsyncs.answers.clear()
+    for index in range(9):
+        log.note_failure(f"failure {index}")
+    assert log.backlog().num_waiting == 3
+    log.add("round", round=0)
+    fsyncs.answers.set()
+    log.close()
+    said = [event.get("what", "a round") for event in read_events(tmp_path)]
+    assert said[:4] == ["failure 0", "failure 1", "failure 2", "a round"]
+    assert said[4] == "6 more failures were not recorded, as 3 events waited for the disk"
+
+
+def test_replaced_files_and_views_are_written_with_their_newest_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsyncs, log = _Fsyncs(monkeypatch), RunLog(tmp_path)
+    fsyncs.answers.clear()
+    log.note_failure("holds the thread")
+    assert fsyncs.began.wait(60)
+    shown: list[int] = []
+    for index in range(5):
+        log.replace(tmp_path / "session", str(index))
+        log.show("status", partial(shown.append, index))
+    assert not (tmp_path / "session").exists()
+    fsyncs.answers.set()
+    log.close()
+    assert ((tmp_path / "session").read_text(), shown) == ("4", [4])
+
+
+def test_followers_far_behind_read_old_events_from_the_file(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    for index in range(1000):
+        log.add("round", round=index)
+    log.write_out()
+    assert len(log._newest) < 300
+    for count in (0, 1, 700, 743, 744, 745, 998, 1000, 1001):
+        assert [event["round"] for event in log.events_since(count)] == list(range(count, 1000))
+    log.close()
+
+
+def test_a_long_truncated_line_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    for whole in (b"", b"one\n", b"one\ntwo\n"):
+        for rest in (b"", b"x", b"y" * 200_000):
+            path.write_bytes(whole + rest)
+            file = LineFile(path)
+            file.add("next")
+            file.close()
+            assert path.read_bytes() == whole + b"next\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -90,6 +90,8 @@ class RunStatus:
     store since the coordinator last started."""
     seconds: Mapping[str, float]
     """Durations in the newest round: sampling, training, publish."""
+    log: Mapping[str, float] = field(default_factory=dict)
+    """The fields of `actors.run_log.Backlog`. Empty in a status of an earlier release of d1."""
 
     def write(self, directory: Path) -> None:
         """Write it to the run directory atomically. On a full disk the older file stays."""
@@ -148,6 +150,11 @@ def silence_texts(
         else f"{name} silent for {seconds:.0f} s" + (f"; {waiting[name]} waits for it" if name in waiting else "")
         for name, seconds in silent.items()
     ]
+
+
+def writing_text(seconds: float, num_waiting: int) -> str:
+    """Describe a write to the run directory that takes long."""
+    return f"the disk of the run directory has not finished a write for {seconds:.0f} s; {num_waiting} events wait"
 
 
 def wait_text(who: str, seconds: float, work_units: Iterable[WorkUnitKey], assignments: Iterable[Assignment]) -> str:

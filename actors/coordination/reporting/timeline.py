@@ -144,13 +144,14 @@ class Timeline:
         since = self._rounds[0] if len(self._rounds) == NUM_ROUNDS else 0.0
         return [span for span in self._spans if span.ended > since]
 
-    def write(self, directory: Path) -> None:
-        """Write the trace into a run directory if it has changed."""
-        if self._has_changed:
-            self._has_changed = False
-            kept = self.spans()
-            self._spans = deque(kept, maxlen=_MAX_SPANS)
-            write_atomically(directory / TIMELINE, json.dumps(trace_of(kept)))
+    def take_changed(self) -> list[Span] | None:
+        """Return the spans of the newest rounds; None if they have not changed since the last call."""
+        if not self._has_changed:
+            return None
+        self._has_changed = False
+        kept = self.spans()
+        self._spans = deque(kept, maxlen=_MAX_SPANS)
+        return kept
 
     @classmethod
     def read(cls, directory: Path) -> Self:
@@ -171,6 +172,11 @@ class Timeline:
             self._ends[span.track] = span.ended
             self._spans.append(span)
             self._has_changed = True
+
+
+def write_trace(directory: Path, spans: Sequence[Span]) -> None:
+    """Write spans into a run directory, atomically. On a full disk the older file stays."""
+    write_atomically(directory / TIMELINE, json.dumps(trace_of(spans)))
 
 
 def trace_of(spans: Sequence[Span]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Coroutine
@@ -18,7 +19,7 @@ from actors.coordination.coordinator import Coordinator
 from actors.coordination.reporting.status import RunStatus
 from actors.messages import Next, TrainedRound, WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.resources import GpuSection
-from actors.run_log import RunLog, read_events
+from actors.run_log import read_events
 from actors.spec import Phase, RunSpec
 from actors.weights.store import VersionMissingError
 from rewards import Grade, SumsConfig
@@ -95,9 +96,10 @@ class _Case:
         (run_dir / "checkpoints").mkdir(parents=True)
         (run_dir / "checkpoints" / "initial").symlink_to(spec.initial_checkpoint)
         self.sampler, self.grader, self.store = _Pool(), _Pool(), _Pool()
+        self._coordinators: list[Coordinator] = []
 
     def coordinator(self, driver: str = "one") -> Coordinator:
-        return Coordinator(
+        coordinator = Coordinator(
             self.spec,
             {"sampler 0": self.sampler},
             {"grader 0": self.grader},
@@ -106,8 +108,14 @@ class _Case:
             store_name="store",
             driver=driver,
         )
+        self._coordinators.append(coordinator)
+        return coordinator
 
     def events(self, name: str) -> list[dict[str, Any]]:
+        if name == "failure":
+            # No call waits until these are written.
+            for coordinator in self._coordinators:
+                coordinator._log.write_out()
         return [event for event in read_events(self.spec.run_dir) if event["event"] == name]
 
 
@@ -223,25 +231,37 @@ def test_a_round_reported_with_the_next_request_is_on_disk_before_the_answer(cas
     _run(scene())
 
 
-def test_samplers_work_while_the_coordinator_writes_to_disk(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    written, write_out = threading.Event(), RunLog.write_out
+class _Disk:
+    """A disk whose fsync does not return while it is blocked."""
 
-    def slow(log: RunLog) -> None:
-        assert written.wait(60)
-        write_out(log)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers, fsync = threading.Event(), os.fsync
+        self.answers.set()
 
+        def slow(file: int) -> None:
+            assert self.answers.wait(60)
+            fsync(file)
+
+        monkeypatch.setattr(os, "fsync", slow)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> _Disk:
+    return _Disk(monkeypatch)
+
+
+def test_samplers_work_while_the_coordinator_writes_to_disk(case: _Case, disk: _Disk) -> None:
     async def scene() -> None:
         coordinator = case.coordinator()
         await coordinator.next_batch(0, _weights_id(1))
         num_asked = len(case.sampler.asked)
-        monkeypatch.setattr(RunLog, "write_out", slow)
+        disk.answers.clear()
         waiting = asyncio.create_task(coordinator.next_batch(1, _weights_id(2), _trained(0)))
         while len(case.sampler.asked) < num_asked + coordinator._plan.work_units_per_round:
             await asyncio.sleep(0.001)
         assert await coordinator.heartbeat(0, "round 1: waiting", "handle") is False, "it answers others"
         assert not waiting.done()
-        assert case.events("round") == []
-        written.set()
+        disk.answers.set()
         what, _ = await waiting
         assert what is Next.CONTINUE
         assert [event["round"] for event in case.events("round")] == [0]
@@ -249,21 +269,109 @@ def test_samplers_work_while_the_coordinator_writes_to_disk(case: _Case, monkeyp
     _run(scene())
 
 
-def test_a_restarted_learner_cancels_the_request_of_the_previous_group(
-    case: _Case, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_does_not_answer_delays_only_what_must_be_on_it(
+    case: _Case, disk: _Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, write_out = threading.Event(), RunLog.write_out
+    async def told(*_: object) -> bool:
+        return True
 
     async def scene() -> None:
         coordinator = case.coordinator()
+        monkeypatch.setattr(coordinator._announcer, "announce", told)
         await coordinator.next_batch(0, _weights_id(1))
-        monkeypatch.setattr(RunLog, "write_out", lambda log: (written.wait(60), write_out(log)))
+        disk.answers.clear()
+        must_be_on_disk = [
+            asyncio.create_task(work)
+            for work in (
+                coordinator.published(_trained(0), None),
+                coordinator.record("phase_end", {"phase": Phase.SFT, "seconds": 1.0, "num_steps": 3}),
+                coordinator.evaluate(_weights_id(2), "round", 1, True),
+                coordinator.learner_failed("ValueError: loss", False, False),
+            )
+        ]
+        await asyncio.sleep(0.05)
+        coordinator._log.note_failure("a sampler failed")
+        what, _ = await coordinator.next_batch(1, _weights_id(2))
+        assert what is Next.CONTINUE
+        assert await coordinator.heartbeat(0, "round 1: training", "handle") is False
+        await coordinator.announce(_weights_id(3), Phase.RL, 2)
+        must_be_on_disk.append(asyncio.create_task(coordinator.stop()))
+        await asyncio.sleep(0.01)
+        # What is not on disk yet would be unknown after a restart, so followers do not see it.
+        assert await coordinator.events_since(0) == []
+        assert (await coordinator.status()).log["num_waiting"] >= 4
+        assert [task.done() for task in must_be_on_disk] == [False] * len(must_be_on_disk)
+        disk.answers.set()
+        await asyncio.gather(*must_be_on_disk)
+        assert {"round", "phase_end", "failure"} <= {event["event"] for event in read_events(case.spec.run_dir)}
+        assert await coordinator.events_since(0) == read_events(case.spec.run_dir)
+        successor = case.coordinator()
+        assert await successor.heartbeat(0, "round 1: training", "handle"), "the stop is on disk too"
+
+    _run(scene())
+
+
+def test_the_end_of_a_run_waits_for_a_slow_disk(case: _Case, disk: _Disk) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        await coordinator.next_batch(0, _weights_id(1))
+        disk.answers.clear()
+        for index in range(9):
+            coordinator._log.note_failure(f"failure {index}")
+        ending = asyncio.create_task(coordinator.finish())
+        await asyncio.sleep(0.05)
+        assert not ending.done()
+        assert await coordinator.heartbeat(0, "ending", "handle") is False
+        disk.answers.set()
+        await ending
+        *failures, done = read_events(case.spec.run_dir)
+        assert [event["what"] for event in failures][:9] == [f"failure {index}" for index in range(9)]
+        assert done["event"] == "done"
+
+    _run(scene())
+
+
+def test_a_restarted_learner_cancels_the_request_of_the_previous_group(case: _Case, disk: _Disk) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        await coordinator.next_batch(0, _weights_id(1))
+        disk.answers.clear()
         waiting = asyncio.create_task(coordinator.next_batch(1, _weights_id(2), _trained(0)))
         await asyncio.sleep(0.01)
-        await coordinator.learner_starting("another")
-        written.set()
+        starting = asyncio.create_task(coordinator.learner_starting("another"))
+        await asyncio.sleep(0.01)
+        disk.answers.set()
+        await starting
         with pytest.raises(RuntimeError, match="has restarted"):
             await waiting
+
+    _run(scene())
+
+
+def test_an_event_named_stopped_cancels_nothing(case: _Case) -> None:
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        case.sampler.mood = "silent"
+        coordinator._rounds.begin(0, _weights_id(1))
+        await coordinator.record("stopped", {"phase": "rl", "round": 0, "step": None})
+        assert coordinator._rounds.counts()["running"]
+        await coordinator.stopped({"phase": "rl", "round": 0, "step": None})
+        assert coordinator._rounds.counts() == {}
+
+    _run(scene())
+
+
+def test_versions_that_nothing_is_sampled_from_are_forgotten(case: _Case) -> None:
+    rounds = case.spec.learner.max_staleness + 6
+    case.spec = case.spec.model_copy(update={"learner": case.spec.learner.model_copy(update={"num_rounds": rounds})})
+
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        for index in range(rounds):
+            await coordinator.next_batch(index, _weights_id(index + 1))
+            assert await coordinator.published(_trained(index), None)
+        assert len(coordinator._rounds._weights_ids) == case.spec.learner.max_staleness + 2
+        assert coordinator._rounds.newest_version == rounds + 1
 
     _run(scene())
 
@@ -328,7 +436,7 @@ def test_actors_killed_after_a_stop_are_not_recorded_as_failures(case: _Case, la
             coordinator._evaluation.start_background(_weights_id(1), label, -1.0)
         await asyncio.sleep(0.01)
         assert await coordinator.stop()
-        await coordinator.record("stopped", {"phase": "rl", "round": 0, "step": None})
+        await coordinator.stopped({"phase": "rl", "round": 0, "step": None})
         await asyncio.sleep(0.01)
         for answer in case.sampler.answers:
             if not answer.done():

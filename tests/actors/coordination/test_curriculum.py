@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.curriculum import SolveRates, choose_problems, line_of, outcomes_of, read_solve_rates
+from actors.curriculum import SolveRates, choose_problems, line_of, outcomes_of
 from actors.messages import WorkUnit, WorkUnitKey
 from actors.plan import RunPlan
 from actors.run_log import SOLVE_RATES, RunLog
@@ -117,9 +117,9 @@ def test_the_file_of_solve_rates_restores_what_was_known(spec: RunSpec, tmp_path
     with (tmp_path / SOLVE_RATES).open("a") as file:
         file.write('{"round": 9, "solved": {"x": 1}}\nnot a line\n{"round": 4, "sol')
     again = _plan(spec)
-    again.solve_rates = read_solve_rates(tmp_path)
+    again.solve_rates = SolveRates(tmp_path)
     assert [_problem_ids(again, index) for index in range(5)] == [_problem_ids(plan, index) for index in range(5)]
-    assert dict(read_solve_rates(tmp_path / "nowhere").before(9)) == {}
+    assert dict(SolveRates(tmp_path / "nowhere").before(9)) == {}
 
 
 def test_ungraded_completions_do_not_count(spec: RunSpec) -> None:
@@ -138,3 +138,49 @@ def test_a_curriculum_below_one_is_refused(spec: RunSpec) -> None:
     values: dict[str, Any] = spec.rollout.model_dump() | {"curriculum": 0}
     with pytest.raises(ValueError, match="curriculum"):
         type(spec.rollout).model_validate(values)
+
+
+class _SlowSolveRates:
+    """Outcomes of all rounds; totals are summed anew each time."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, dict[str, tuple[int, int]]] = {}
+
+    def record(self, round_index: int, outcomes: dict[str, tuple[int, int]]) -> None:
+        self._rounds[round_index] = outcomes
+
+    def before(self, round_index: int) -> dict[str, tuple[int, int]]:
+        totals: dict[str, tuple[int, int]] = {}
+        for index, outcomes in self._rounds.items():
+            for problem, (right, graded) in outcomes.items() if index < round_index else ():
+                known = totals.get(problem, (0, 0))
+                totals[problem] = known[0] + right, known[1] + graded
+        return totals
+
+
+@pytest.mark.parametrize("back", [3, 90, 250])
+def test_totals_are_exact_after_a_learner_went_back(tmp_path: Path, back: int) -> None:
+    rates, slow, log = SolveRates(tmp_path), _SlowSolveRates(), RunLog(tmp_path)
+    order = [*range(300), *range(300 - back, 320), *range(250, 330)]
+    for number, index in enumerate(order):
+        assert rates.before(index - STALENESS) == slow.before(index - STALENESS)
+        outcomes = {f"problem {index % 7}": (number % 3, 2), f"problem {number % 11 + 7}": (number % 2, 2)}
+        log.add_solve_rates(line_of(index, outcomes))
+        # The newest rounds need not be in the file yet.
+        if number % 5 == 0:
+            log.write_out()
+        rates.record(index, outcomes)
+        slow.record(index, outcomes)
+        assert len(rates._rounds) < 150 + back
+    log.close()
+    assert SolveRates(tmp_path).before(330) == slow.before(330)
+    assert len(SolveRates(tmp_path)._rounds) <= 64
+
+
+def test_the_order_of_the_problems_is_kept_for_few_epochs(spec: RunSpec) -> None:
+    plan, again = _plan(spec), _plan(spec)
+    num_rounds = 40 * len(plan.train) // spec.learner.groups_per_round
+    seen = [_problem_ids(plan, index) for index in range(num_rounds)]
+    assert len(plan._orders) < 20
+    assert [_problem_ids(plan, index) for index in (0, 1)] == seen[:2]
+    assert _problem_ids(again, num_rounds - 1) == seen[-1]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from actors.atomic_file import write_atomically
 from actors.coordination.session import SESSION, Session, SessionFile
 
 
 def test_a_session_belongs_to_one_driver(tmp_path: Path) -> None:
     names = {"sampler": ["sampler 0", "sampler 2"], "grader": ["grader 0"]}
-    file = SessionFile(tmp_path, "one")
+    file = SessionFile(tmp_path, Session.read(tmp_path, "one"), write_atomically)
     file.change(num_coordinator_starts=2, is_stopping=True, pools=names, leaving=["sampler 1"])
     kept = file.current
     assert kept == Session(driver="one", num_coordinator_starts=2, is_stopping=True, pools=names, leaving=["sampler 1"])

@@ -22,6 +22,7 @@ from actors.coordination.reporting.timeline import (
     num_rounds,
     read_trace,
     trace_of,
+    write_trace,
 )
 from actors.messages import WorkUnitKey
 
@@ -112,7 +113,7 @@ def test_the_file_is_a_chrome_trace_with_a_named_thread_for_each_actor(
     timeline.add_work_spans([_work("sampler 2", 0, 50.25, 51.5)])
     clock.now += 10
     timeline.add_round(0, ROUND)
-    timeline.write(tmp_path)
+    write_trace(tmp_path, timeline.spans())
     trace = json.loads((tmp_path / TIMELINE).read_text())
     names = [event for event in trace["traceEvents"] if event["name"] == "thread_name"]
     assert [event["args"]["name"] for event in names] == [LEARNER, "sampler 2", "sampler 10", "grader 0"]
@@ -130,14 +131,11 @@ def test_the_file_is_a_chrome_trace_with_a_named_thread_for_each_actor(
     assert trace == trace_of(read_trace(tmp_path / TIMELINE))
 
 
-def test_the_timeline_is_written_only_if_it_changed(timeline: Timeline, tmp_path: Path) -> None:
-    timeline.write(tmp_path)
-    assert not (tmp_path / TIMELINE).exists()
+def test_the_timeline_is_written_only_if_it_changed(timeline: Timeline) -> None:
+    assert timeline.take_changed() is None
     timeline.add_work_spans([_work("sampler 0", 0, 50.0, 51.0)])
-    timeline.write(tmp_path)
-    (tmp_path / TIMELINE).unlink()
-    timeline.write(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert timeline.take_changed() == timeline.spans()
+    assert timeline.take_changed() is None
 
 
 def test_a_restarted_coordinator_continues_the_written_timeline(
@@ -146,7 +144,7 @@ def test_a_restarted_coordinator_continues_the_written_timeline(
     for index in range(NUM_ROUNDS):
         clock.now += 8
         timeline.add_round(index, ROUND)
-    timeline.write(tmp_path)
+    write_trace(tmp_path, timeline.spans())
     again = Timeline.read(tmp_path)
     assert again.spans() == read_trace(tmp_path / TIMELINE)
     again.add_since(COORDINATOR, "unreachable", SpanKind.UNREACHABLE, UNIX + 64)

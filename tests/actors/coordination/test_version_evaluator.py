@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.checkpoints.best import best_version, validated_best
+from actors.checkpoints.best import Evaluations, validated_best
 from actors.coordination.pools import WorkUnitFailedError
 from actors.coordination.version_evaluator import VersionEvaluator
 from actors.messages import WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
@@ -30,25 +30,25 @@ def _evaluation(version: int, num_correct: int, label: str = "round") -> dict[st
 
 
 def test_the_best_is_the_oldest_of_those_with_the_highest_accuracy() -> None:
-    assert best_version([_evaluation(3, 4), _evaluation(5, 6), _evaluation(7, 6), _evaluation(9, 5)]) == 5
+    assert Evaluations([_evaluation(3, 4), _evaluation(5, 6), _evaluation(7, 6), _evaluation(9, 5)]).best() == 5
 
 
 def test_only_evaluations_of_the_rounds_count() -> None:
     others = [_evaluation(0, 9, "untrained"), _evaluation(1, 9, "sft"), _evaluation(12, 9, "control")]
-    assert best_version(others) is None
-    assert best_version([*others, _evaluation(11, 2, "rl")]) == 11
+    assert Evaluations(others).best() is None
+    assert Evaluations([*others, _evaluation(11, 2, "rl")]).best() == 11
 
 
 def test_evaluations_after_the_resumed_checkpoint_no_longer_count() -> None:
     again = {"event": "round", "round": 3, "policy_version": 5}
-    assert best_version([_evaluation(4, 3), _evaluation(6, 9), again, _evaluation(5, 2)]) == 4
+    assert Evaluations([_evaluation(4, 3), _evaluation(6, 9), again, _evaluation(5, 2)]).best() == 4
 
 
 def test_validation_decides_if_configured_and_includes_the_start_of_the_rounds() -> None:
     heldout = [_evaluation(1, 2, "sft"), _evaluation(9, 10, "rl")]
     assert validated_best(heldout) is None, "the test is nothing to choose by"
     validation = [_evaluation(version, right, "validation") for version, right in ((1, 6), (5, 8), (9, 7))]
-    assert validated_best([*heldout, *validation]) == best_version([*heldout, *validation]) == 5
+    assert validated_best([*heldout, *validation]) == Evaluations([*heldout, *validation]).best() == 5
     assert validated_best([*heldout, validation[0], _evaluation(5, 3, "validation")]) == 1
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import actors.registry.announcer as module
+from actors.event_history import EventHistory
 from actors.messages import WeightsId
 from actors.registry.announcer import Announcer
 from actors.run_log import VALIDATION, RunLog, read_events
@@ -68,11 +69,12 @@ class _Case:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.registry = run_dir, _Registry()
-        self.log = RunLog(run_dir)
+        self.history = EventHistory()
+        self.log = RunLog(run_dir, on_event=self.history.add)
 
     def announcer(self, *, lacks_history: bool = False) -> Announcer:
         registry: Any = self.registry
-        announcer = Announcer(registry, self.log, self.run_dir, "store")
+        announcer = Announcer(registry, self.log, self.history, self.run_dir, "store")
         announcer._lacks_history = lacks_history
         return announcer
 
@@ -300,4 +302,4 @@ def test_facts_of_a_dead_coordinator_are_restored_once(case: _Case, announces: b
 
 def test_a_new_announcer_assumes_missing_history(case: _Case) -> None:
     registry: Any = case.registry
-    assert Announcer(registry, case.log, case.run_dir, "store")._lacks_history
+    assert Announcer(registry, case.log, case.history, case.run_dir, "store")._lacks_history

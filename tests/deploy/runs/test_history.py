@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deploy.runs.history import read_history
 
@@ -114,3 +118,52 @@ def test_the_control_is_drawn_where_its_training_ended_had_it_begun_with_rl(reco
     # A run without an RL stage.
     alone = [event for event in recorder.events if event.get("phase") != "rl"]
     assert read_history(alone).evaluations[1].drawn_s == of_control.time_s
+
+
+def _slow_rounds(events: Events) -> tuple[dict[int, int], list[tuple[str, int]]]:
+    """Return the newest place of each round and the evaluations, with a look at all of them in every round."""
+    rounds: dict[int, int] = {}
+    evaluations: list[tuple[str, int]] = []
+    for place, event in enumerate(events):
+        if event["event"] == "evaluation":
+            evaluations.append((event["label"], event["round"]))
+            continue
+        rounds = {index: kept for index, kept in rounds.items() if index < event["round"]}
+        evaluations = [one for one in evaluations if one[0] not in ("round", "validation") or one[1] <= event["round"]]
+        rounds[event["round"]] = place
+    return rounds, evaluations
+
+
+def _evaluated(label: str, round_index: int) -> dict[str, Any]:
+    counts = {"policy_version": round_index + 1, "num_correct": 1, "num_problems": 2}
+    return {"event": "evaluation", "label": label, "round": round_index, "time_s": 1.0, **counts}
+
+
+ROUNDS_AND_EVALUATIONS = st.lists(
+    st.one_of(
+        st.integers(0, 6).map(lambda index: {"event": "round", "round": index, "time_s": 1.0}),
+        st.builds(_evaluated, st.sampled_from(["sft", "round", "rl", "control", "validation"]), st.integers(0, 7)),
+    ),
+    max_size=40,
+)
+
+
+@given(ROUNDS_AND_EVALUATIONS)
+def test_repeated_rounds_discard_what_a_look_at_everything_discards(events: Events) -> None:
+    history, (rounds, evaluations) = read_history(events), _slow_rounds(events)
+    assert {index: events.index(event) for index, event in history.rounds.items()} == {
+        index: events.index(events[place]) for index, place in rounds.items()
+    }
+    assert [(item.label, item.round) for item in history.evaluations] == evaluations
+
+
+def test_the_history_of_a_long_run_takes_linear_time() -> None:
+    events: Events = []
+    for index in range(20_000):
+        events.append({"event": "round", "round": index, "time_s": 1.0})
+        if index % 4 == 3:
+            events.append(_evaluated("round", index + 1))
+    began = time.thread_time()
+    assert len(read_history(events).evaluations) == 5000
+    # Quadratic time was 12 s.
+    assert time.thread_time() - began < 3

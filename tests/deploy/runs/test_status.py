@@ -18,7 +18,7 @@ import pytest
 
 import deploy.cli.status
 from actors.coordination.reporting.status import ActorState, ActorStatus, RunStatus
-from actors.coordination.reporting.timeline import Timeline, WorkSpan
+from actors.coordination.reporting.timeline import Timeline, WorkSpan, write_trace
 from deploy.runs.lock import RunLock
 
 Events = list[dict[str, Any]]
@@ -69,7 +69,7 @@ def _write_timeline(directory: Path) -> None:
     now = time.monotonic()
     timeline.add_work_spans([WorkSpan(actor="sampler 0", key=None, began=now - 4, ended=now - 3, is_done=False)])
     timeline.add_round(11, {"sampling_s": 2.0, "training_s": 6.0, "publish_s": 2.0})
-    timeline.write(directory)
+    write_trace(directory, timeline.spans())
 
 
 def test_status_fits_into_80_columns(run_dir: Path, d1: Callable) -> None:
