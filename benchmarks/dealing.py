@@ -33,7 +33,9 @@ def _completions(num_groups: int, group_size: int, tokens_per_canvas: int | None
     """Draw completions with one canvas each, or with one for so many tokens, of which a group shares the first."""
 
     def draw(rng: random.Random, problems: list[tuple[int, int]]) -> RowCosts:
-        own, groups, shared = [], [], []
+        own: list[int] = []
+        groups: list[int] = []
+        shared: list[int] = []
         for group, (question, answer) in enumerate(rng.sample(problems, num_groups)):
             for _ in range(group_size):
                 length = min(_CANVAS, max(1, round(answer * rng.lognormvariate(0, 0.35))))

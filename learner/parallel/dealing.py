@@ -4,7 +4,7 @@ All ranks of FSDP wait for the one with the most work. Rows differ in length, an
 rows are dealt by longest-processing-time-first scheduling (Graham, 1969): the longest first, each to the rank with the
 fewest tokens so far. The largest share is at most 4/3 of the smallest possible one.
 
-Shape letters: B rows, N terms, V views.
+Shape letters: B rows, N terms, P pairs of a view and a row that it serves.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def view_tokens(terms: Terms, group_B: Tensor) -> tuple[Tensor, Tensor]:
     """
     num_rows, width = len(group_B), terms.views.ids.shape[1]
     view_N = terms.views.slots[terms.views.scored] // width
-    view_P, row_P = (pairs := (view_N * num_rows + terms.rows).unique()) // num_rows, pairs % num_rows
+    pair_P = (view_N * num_rows + terms.rows).unique()
+    view_P, row_P = pair_P // num_rows, pair_P % num_rows
     tokens_P = terms.views.lengths[view_P]
     is_shared_P = view_P.bincount()[view_P] > 1
     own_B = group_B.new_zeros(num_rows).index_add(0, row_P, tokens_P * ~is_shared_P)
