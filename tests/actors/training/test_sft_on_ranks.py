@@ -68,7 +68,7 @@ def _cache_dataset(home: Path) -> None:
     with datasets.arrow_writer.ArrowWriter(path=str(directory / "name-train.arrow"), features=table.features) as writer:
         writer.write_table(table.data.table)
         num_examples, num_bytes = writer.finalize()
-    split = datasets.SplitInfo(name="train", num_bytes=num_bytes, num_examples=num_examples, dataset_name="name")
+    split = {"name": "train", "num_bytes": num_bytes, "num_examples": num_examples, "dataset_name": "name"}
     datasets.DatasetInfo(
         features=table.features,
         builder_name="parquet",
