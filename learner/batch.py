@@ -131,15 +131,6 @@ class GroupedBatch(RolloutBatch):
             round_keys=batch.sample_keys[:1].expand(batch.num_rows),
         )
 
-    def rows_of(self, rank: int, world_size: int, *, whole_groups: bool) -> Tensor:
-        """Return the rows of one rank: contiguous, about equally many, and whole groups with `whole_groups`.
-
-        The last ranks may have none.
-        """
-        unit_B, num_units = self._units(whole_groups=whole_groups)
-        per_rank = -(-num_units // world_size)
-        return ((unit_B >= rank * per_rank) & (unit_B < (rank + 1) * per_rank)).nonzero()[:, 0]
-
     def minibatches(self, count: int, *, whole_groups: bool) -> list[Tensor]:
         """Return the rows of each minibatch: contiguous, about equally many, and whole groups with `whole_groups`.
 
@@ -160,13 +151,6 @@ class GroupedBatch(RolloutBatch):
         """Return the first row with a length of 0: it has no token and so no gradient."""
         first = self.select(slice(0, 1))
         return replace(first, completion_lengths=torch.zeros_like(first.completion_lengths))
-
-
-def shard_rows(num_rows: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of one rank, equally many on each, and [rows] bool: which are not just padding of the shard."""
-    per_rank = -(-num_rows // world_size)
-    rows = torch.arange(rank * per_rank, (rank + 1) * per_rank)
-    return rows.clamp(max=num_rows - 1), rows < num_rows
 
 
 def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:

@@ -149,10 +149,12 @@ class Learner:
             for index in range(self.config.inner_updates):
                 for place, some in enumerate(minibatches):
                     plan = some.plan(index)
-                    self._backward(some, plan, cached[place].setdefault(plan.key, CachedLogps()), metrics)
                     # There may be fewer correct completions than steps.
-                    for correct_ones in correct[place : place + 1]:
-                        self._backward_imitation(correct_ones, index, metrics)
+                    imitated = correct[place] if place < len(correct) else None
+                    known = cached[place].setdefault(plan.key, CachedLogps())
+                    self._backward(some, plan, known, metrics, is_last=imitated is None)
+                    if imitated is not None:
+                        self._backward_imitation(imitated, index, metrics)
                     metrics.add_step(self._step(metrics, lr))
 
     def _weigh_rows(self, minibatches: list[Round]) -> None:
@@ -180,42 +182,52 @@ class Learner:
                     cached[place][plan.key] = CachedLogps(old=old_N, reference=self._reference_logps(plan))
         return cached
 
-    def _backward(self, work: Round, plan: StepPlan, cached: CachedLogps, metrics: UpdateMetrics) -> None:
-        """Accumulate the gradient of one step, and cache the likelihoods that later steps of its plan need."""
+    def _backward(
+        self, work: Round, plan: StepPlan, cached: CachedLogps, metrics: UpdateMetrics, *, is_last: bool
+    ) -> None:
+        """Accumulate the gradient of one step, and cache the likelihoods that later steps of its plan need.
+
+        `is_last`: whether nothing else is accumulated in this step.
+        """
         if cached.reference is None:
             cached.reference = self._reference_logps(plan)
         self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
         if self.teacher is not None:
             self._flops += self.teacher.flops(plan.terms, work.on_host) * any(plan.counts)
         if plan.is_split:
-            self._in_two_sweeps(work, plan, cached, metrics)
+            self._in_two_sweeps(work, plan, cached, metrics, is_last=is_last)
         else:
-            self._in_one_sweep(work, plan, cached, metrics)
+            self._in_one_sweep(work, plan, cached, metrics, is_last=is_last)
 
     def _backward_imitation(self, correct: Round, index: int, metrics: UpdateMetrics) -> None:
         """Accumulate the gradient of the denoising loss of the correct completions."""
         plan = correct.plan(index)
         self._flops += update_flops(self.policy.config, self.policy.lora, plan.canvases)
-        for micro, counts in zip(plan.micro_batches, plan.counts, strict=True):
+        for micro, counts, is_last in zip(plan.micro_batches, plan.counts, plan.ends, strict=True):
             new_N = self._logps(micro)
             logps = correct.logps(micro, new_N, new_N.detach(), None)
             loss = DENOISING_LOSS.loss(micro, logps, correct.rows).total
-            self._accumulate(self.config.imitation_coef * loss)
+            self.policy.backward(self.config.imitation_coef * loss, is_last=is_last)
             metrics.add_imitation(loss, self.config.imitation_coef, counts=counts)
         metrics.end_imitation()
 
-    def _in_one_sweep(self, work: Round, plan: StepPlan, cached: CachedLogps, metrics: UpdateMetrics) -> None:
+    def _in_one_sweep(
+        self, work: Round, plan: StepPlan, cached: CachedLogps, metrics: UpdateMetrics, *, is_last: bool
+    ) -> None:
         news = []
-        for micro, inside, counts in zip(plan.micro_batches, plan.term_slices, plan.counts, strict=True):
+        parts = zip(plan.micro_batches, plan.term_slices, plan.counts, plan.ends, strict=True)
+        for micro, inside, counts, ends in parts:
             new_N = self._values(work, micro)
             news.append(new_N.detach())
             loss = self._loss(work, micro, new_N, cached, inside)
-            self._accumulate(loss.total)
+            self.policy.backward(loss.total, is_last=is_last and ends)
             metrics.add(loss, self._token_logps(micro, new_N), counts=counts)
         if cached.old is None:
             cached.old = concatenate_values(news, plan)
 
-    def _in_two_sweeps(self, work: Round, plan: StepPlan, cached: CachedLogps, metrics: UpdateMetrics) -> None:
+    def _in_two_sweeps(
+        self, work: Round, plan: StepPlan, cached: CachedLogps, metrics: UpdateMetrics, *, is_last: bool
+    ) -> None:
         """Compute the derivative of the loss by each log-probability first, then backpropagate it by micro-batch."""
         all_N = scored_logps(self.policy, plan, partial(self._values, work))
         if cached.old is None:
@@ -224,10 +236,10 @@ class Learner:
         gradient_N = loss_gradient(lambda new_N: self._loss(work, plan.terms, new_N, cached, whole).total, all_N)
         loss = self._loss(work, plan.terms, all_N, cached, whole)
         metrics.add(loss, self._token_logps(plan.terms, all_N), counts=any(plan.counts))
-        for micro, inside in zip(plan.micro_batches, plan.term_slices, strict=True):
+        for micro, inside, ends in zip(plan.micro_batches, plan.term_slices, plan.ends, strict=True):
             new_N = self._values(work, micro)
             weight_N = gradient_N[inside] if inside.stop > inside.start else torch.zeros_like(new_N)
-            self._accumulate((new_N * weight_N).sum())
+            self.policy.backward((new_N * weight_N).sum(), is_last=is_last and ends)
 
     def _step(self, metrics: UpdateMetrics, lr: float) -> float:
         """Take an optimizer step with the accumulated gradient, and return its norm before clipping."""
@@ -258,10 +270,6 @@ class Learner:
     def _token_logps(self, terms: Terms, new_N: Tensor) -> Tensor | None:
         """Select the tokens' log-probabilities from `_values`; None if these are divergences."""
         return None if self.teacher is not None else terms.of_tokens(new_N)
-
-    def _accumulate(self, loss: Tensor) -> None:
-        # FSDP averages over ranks; the objective is a sum over them.
-        (loss * self.policy.world_size).backward()
 
     def _reference_logps(self, plan: StepPlan) -> Tensor | None:
         objective = self.config.objective

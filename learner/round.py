@@ -18,6 +18,7 @@ from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms, token_logps, unit_keys
 from learner.flops import NO_CANVASES, CanvasSums
 from learner.objectives import Logps, RowFacts, normalized
+from learner.parallel.dealing import RowCosts, deal, view_tokens
 from learner.parallel.micro_batches import MicroBatches, make_micro_batches
 from learner.parallel.sharding import ShardedPolicy
 
@@ -44,6 +45,11 @@ class StepPlan:
     """Whether a unit spans several micro-batches, on any rank."""
     canvases: CanvasSums
     """Sizes of the canvases of a forward; zero if no term has a weight."""
+
+    @property
+    def ends(self) -> list[bool]:
+        """Whether each micro-batch is the last one."""
+        return [index == len(self.micro_batches) for index in range(1, len(self.micro_batches) + 1)]
 
     @property
     def term_slices(self) -> list[slice]:
@@ -97,7 +103,7 @@ class Round:
         self._plan: StepPlan | None = None
         # A minibatch counts its own groups.
         groups_G, group_B = grouped.group_index.unique(return_inverse=True)
-        mine = grouped.rows_of(policy.rank, policy.world_size, whole_groups=config.objective.compares_groups)
+        mine = self._dealt(grouped, group_B)
         shard = grouped.select(mine) if len(mine) else grouped.empty_row()
         advantages_B = advantages_B[mine] if len(mine) else torch.zeros(1)
         # Planning is on the CPU: reading a count from a device would make the host wait for all work that is queued.
@@ -112,6 +118,28 @@ class Round:
             num_groups=len(groups_G),
         )
         self.batch, self.rows = shard.to(policy.device), self._facts.on(policy.device)
+
+    def _dealt(self, grouped: GroupedBatch, group_B: Tensor) -> Tensor:
+        """Return this rank's rows of `grouped`, dealt by the tokens of the first update's canvases. A collective."""
+        policy, config = self._policy, self._config
+        if policy.world_size == 1:
+            return torch.arange(grouped.num_rows)
+        # Each rank counts some of the groups. The draws are not the round's, so that redrawn masks are dealt alike.
+        counted = (group_B % policy.world_size == policy.rank).nonzero()[:, 0]
+        tokens_2B = torch.zeros(2, grouped.num_rows, dtype=torch.float64)
+        if len(counted):
+            places_B = torch.arange(grouped.num_rows)
+            some = replace(
+                grouped, sample_keys=places_B, group_keys=group_B, round_keys=torch.zeros_like(group_B)
+            ).select(counted)
+            corruption = config.estimator.corrupt(some, InnerUpdate(0, config.inner_updates), self._sampler)
+            terms = make_terms(some, policy.config, corruption, self._sampler.block_length)
+            tokens_2B[:, counted] = torch.stack(view_tokens(terms, group_B[counted])).double()
+        # Whole numbers, each from one rank: the sums are exact, and equal on all ranks.
+        own, shared = policy.sum_over_ranks(tokens_2B).long().tolist()
+        costs = RowCosts(own=own, groups=group_B.tolist(), shared=shared)
+        shares = deal(costs, policy.world_size, whole_groups=config.objective.compares_groups)
+        return torch.tensor(shares[policy.rank], dtype=torch.int64)
 
     def weigh_rows(self, log_ratios_N: Tensor) -> None:
         """Store the rows' log-weights for the objective: sums of the log-ratios [N] of the weighing plan's terms."""

@@ -111,6 +111,8 @@ def main_memory_of_learner(recipe: RunConfig, shape: TransformerConfig) -> float
     of_copy = _workers_per_copy(recipe, num_workers)
     # Colocated learners are never offloaded between a backward pass and its step, so their gradient is not.
     state = FLOAT32 * (_MOMENTS + (not is_offloaded)) * counts.trained / of_copy
+    if recipe.device == "cpu" and recipe.sharding.sums_locally(counts.trained, recipe.model.lora, num_workers):
+        state += FLOAT32 * counts.trained
     held = (_weights(recipe, counts, of_copy, stage) for stage in _stages(recipe, num_workers))
     return num_workers * (state + max(sum(part.num_bytes for part in parts) for parts in held))
 
@@ -227,6 +229,9 @@ def _learner_parts(recipe: RunConfig, shape: TransformerConfig, num_workers: int
         yield from _weights(recipe, counts, of_copy, stage)
         state = FLOAT32 * (1 + _MOMENTS) * counts.trained / of_copy
         yield Part("gradient and AdamW's moments", state, _MORE_WORKERS if lora.rank else _FEWER_TRAINED)
+    if sharding.sums_locally(counts.trained, lora, num_workers):
+        # It is reduced over the workers once per optimizer step.
+        yield Part("gradient of this worker", FLOAT32 * counts.trained, "a smaller model.lora.rank" * bool(lora.rank))
     if recipe.weight_transport != OBJECT_STORE:
         offered = versions_at_a_time(recipe) * published_bytes(recipe, counts) / num_workers
         yield Part("versions that samplers fetch", offered, "weight_transport=object_store")

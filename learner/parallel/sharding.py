@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -319,6 +319,27 @@ class ShardedPolicy:
             yield
         if isinstance(self.module, FSDPModule):
             self.module.reshard()
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Accumulate the gradient of a loss whose sum over ranks is minimised. A collective.
+
+        Ranks reduce the gradient at the last backward of an optimizer step only, where `ShardingConfig.sums_locally`
+        allows it. Otherwise they reduce it within a copy of the policy each time, and over copies at the last.
+
+        Args:
+            loss: [] this rank's share of the step's loss.
+            is_last: whether it is the last backward before the optimizer step, on all ranks.
+        """
+        if isinstance(self.module, FSDPModule) and self.world_size > 1:
+            self.module.set_requires_gradient_sync(is_last or not self._sums_locally)
+            self.module.set_requires_all_reduce(is_last)
+        # FSDP averages over ranks.
+        (loss * self.world_size).backward()
+
+    @cached_property
+    def _sums_locally(self) -> bool:
+        num_trained = sum(parameter.numel() for parameter in self.trained_parameters.values())
+        return self._sharding.sums_locally(num_trained, self.lora, self.world_size)
 
     def barrier(self, what: str, timeout_s: float) -> None:
         """Wait at a barrier for all ranks.

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 
+MAX_LOCAL_GRADIENT_BYTES = 2 * 10**9
+"""Largest gradient of full fine-tuning that each worker holds whole: of 500 million parameters."""
+
 
 class ShardingConfig(BaseModel):
     """How the learner's workers hold the policy and compute with it, in both stages. The defaults suit CPUs."""
@@ -34,6 +37,15 @@ class ShardingConfig(BaseModel):
     nf4` needs `activation_checkpointing`."""
     cpu_offload: bool = False
     """Keep weights and AdamW's moments in host memory, and step there. Only with `device: cuda`."""
+
+    def sums_locally(self, num_trained: int, lora: LoraConfig, num_workers: int) -> bool:
+        """Whether workers sum the gradients of an optimizer step's micro-batches before they reduce them, once.
+
+        The sum is not sharded: it takes 4 bytes per trained parameter on each worker. So it is for an adapter, and for
+        gradients of at most `MAX_LOCAL_GRADIENT_BYTES`. Larger ones are reduced after each micro-batch, but over copies
+        of the policy (`workers_per_copy`) only once.
+        """
+        return num_workers > 1 and (bool(lora.rank) or 4 * num_trained <= MAX_LOCAL_GRADIENT_BYTES)
 
     def incompatibility(self, policy: TransformerConfig, lora: LoraConfig) -> str | None:
         """Return why a policy cannot be compiled with these settings; None if it can, or `compile` is off."""

@@ -14,9 +14,9 @@ class SftConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     data: Path | None = None
-    """Examples: a file or a directory, at this path on every machine, or a dataset of the hub, as `task.train_data`.
-    Rows have `messages`, or `prompt` and `completion`, or s1K's columns, or `text`; `.txt` and `.md` files are plain
-    text. Absent: the task's own demonstrations."""
+    """Examples: a file, a directory or a dataset of the hub, as `task.train_data`. The machine of the learner's rank 0
+    must have it, and the driver's, which checks it. Rows have `messages`, or `prompt` and `completion`, or s1K's
+    columns, or `text`; `.txt` and `.md` files are plain text. Absent: the task's own demonstrations."""
     num_labels: PositiveInt | None = None
     """Examples to train on: the first training problems, or the first of `data` (absent: all of `data`). More optimizer
     steps reuse the same examples under other masks."""

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Self
 
-from learner.batch import pad_rows, shard_rows
+from learner.batch import pad_rows
 from learner.model.deferred import torch
+from learner.parallel.dealing import RowCosts, deal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,17 +71,27 @@ class Documents:
 
     def select(self, rows: Tensor | slice) -> Self:
         """Select the documents of some of the rows."""
-        return replace(self, **{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return replace(self, **{name: value[rows] for name, value in self.tensors().items()})
 
     def to(self, device: torch.device) -> Self:
         """Copy the documents to another device."""
-        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})
 
-    def shard(self, rank: int, world_size: int) -> Self:
-        """Select the rows of one rank: contiguous, equally many on each; padding of the shard is not trained on."""
-        rows, is_real = shard_rows(self.num_rows, rank, world_size)
-        shard = self.select(rows)
-        return replace(shard, lengths=torch.where(is_real, shard.lengths, shard.prompt_lengths))
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def shard(self, rank: int, world_size: int, *, by_tokens: bool) -> Self:
+        """Select the rows of one rank, dealt by tokens, or equally many on each if every row costs as much.
+
+        A rank without rows gets one that is not trained on.
+        """
+        lengths = self.lengths.tolist() if by_tokens else [1] * self.num_rows
+        rows = deal(RowCosts.of_lengths(lengths), world_size)[rank]
+        if rows:
+            return self.select(torch.tensor(rows))
+        first = self.select(slice(0, 1))
+        return replace(first, lengths=first.prompt_lengths)
 
 
 def make_documents(examples: Sequence[TokenizedExample], eos_id: int, *, trains_padding: bool) -> Documents:

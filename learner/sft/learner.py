@@ -48,24 +48,25 @@ class SftLearner:
         # Keyed by position in the run, not by document, so that a document is masked differently in each epoch.
         keys = torch.arange(step * batch_size, (step + 1) * batch_size)
         batch = replace(self._documents.select(rows), sample_keys=keys)
-        # Masked on the CPU, where sizes are known: the host waits for the device only once, in the optimizer step.
-        shard = batch.shard(self.policy.rank, self.policy.world_size)
-        masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
-        num_units = batch_size if self.config.normalize_by == "row" else batch.num_trained
-        annealing_mask_SS = self._annealing_mask(step, masked.ids.shape[1])
+        annealing_mask_SS = self._annealing_mask(step, batch.ids.shape[1])
         # The kernel for concatenated rows takes no attention mask.
         concatenates_rows = self.policy.concatenates_rows and annealing_mask_SS is None
-        losses = []
-        for micro in _in_micro_batches(
+        # Masked on the CPU, where sizes are known: the host waits for the device only once, in the optimizer step.
+        by_tokens = self.config.packing or concatenates_rows or self.config.micro_batch_tokens is not None
+        shard = batch.shard(self.policy.rank, self.policy.world_size, by_tokens=by_tokens)
+        masked = plan_sft(shard, self.policy.config.mask_token_id, step, self._seed, batch_size)
+        num_units = batch_size if self.config.normalize_by == "row" else batch.num_trained
+        parts = _in_micro_batches(
             self.policy,
             masked,
             self.config.micro_batch_tokens,
             packing=self.config.packing,
             concatenates_rows=concatenates_rows,
-        ):
+        )
+        losses = []
+        for index, micro in enumerate(parts, start=1):
             loss = self._loss(micro, annealing_mask_SS, concatenates_rows=concatenates_rows) / num_units
-            # FSDP averages over ranks; the loss is a sum over them.
-            (loss * self.policy.world_size).backward()
+            self.policy.backward(loss, is_last=index == len(parts))
             losses.append(loss.detach())
         loss = self.policy.sum_over_ranks(torch.stack(losses).sum())
         result = self.optimizer.step(lr, self.config.max_grad_norm, loss)
@@ -130,13 +131,13 @@ def evaluation_loss(
     """
     device, concatenates_rows = policy.device, policy.concatenates_rows
     documents = documents.predicted_by(policy.config)
-    shard = documents.shard(policy.rank, policy.world_size)
-    size = -(-batch_size // policy.world_size)
+    by_tokens = concatenates_rows or micro_batch_tokens is not None
     sums = torch.zeros(len(EVALUATION_T), device=device)
     with policy.without_gradients():
         for index, t in enumerate(EVALUATION_T):
-            for start in range(0, shard.num_rows, size):
-                some = shard.select(slice(start, start + size))
+            for start in range(0, documents.num_rows, batch_size):
+                batch = documents.select(slice(start, start + batch_size))
+                some = batch.shard(policy.rank, policy.world_size, by_tokens=by_tokens)
                 masked = mask_documents(
                     some, policy.config.mask_token_id, torch.full((some.num_rows,), t), (_EVALUATION_SEED, index)
                 )

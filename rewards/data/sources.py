@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from platform import node
 from typing import Any
 
 from rewards.data.files import file_rows, suffix_of
@@ -128,5 +129,5 @@ def _why(error: BaseException) -> str:
     if configs := _CONFIGS.search(text):
         return f"it has the configs {configs[1]}, and one is needed: ORG/NAME/CONFIG, or the files of one"
     if "OfflineModeIsEnabled" in text:
-        return "it is not in the cache, and HF_HUB_OFFLINE keeps the hub from being asked"
+        return f"it is not in the cache of {node()}, and HF_HUB_OFFLINE keeps the hub from being asked"
     return text.partition("\n")[0].rstrip(".")

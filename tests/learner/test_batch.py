@@ -20,15 +20,6 @@ def test_canvas_joins_prompt_and_completion_without_a_gap() -> None:
     assert columns.tolist() == [[2, 3], [3, 4]]
 
 
-@pytest.mark.parametrize("whole_groups", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 16])
-def test_ranks_partition_the_rows_of_a_round(grouped: GroupedBatch, world_size: int, whole_groups: bool) -> None:
-    shares = [grouped.rows_of(rank, world_size, whole_groups=whole_groups) for rank in range(world_size)]
-    assert torch.cat(shares).tolist() == list(range(12))
-    if whole_groups:
-        assert sum(len(grouped.group_index[rows].unique()) for rows in shares) == 3
-
-
 @pytest.mark.parametrize("count", [1, 2, 5, 12, 40])
 def test_minibatches_partition_the_rows_evenly(grouped: GroupedBatch, count: int) -> None:
     parts = grouped.minibatches(count, whole_groups=False)

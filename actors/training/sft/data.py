@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import TemplateError
+from torch import Tensor
 
 from actors.plan import RunPlan
 from actors.spec import RunSpec
@@ -21,6 +22,7 @@ from rewards.problem import chat
 
 # Minimum number of chunks for each one that is held out, if there are few texts.
 _LEAST_TRAINED_FOR_ONE = 5
+_TRAIN, _HELD_OUT = "train", "held_out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,21 @@ class SftData:
     """Fields of the run log's `sft_data` event."""
     tokenizer: ChatTokenizer
     """The tokenizer that encoded them."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all documents as tensors by name."""
+        parts = {_TRAIN: self.train} if self.held_out is None else {_TRAIN: self.train, _HELD_OUT: self.held_out}
+        return {f"{part}/{name}": value for part, some in parts.items() for name, value in some.tensors().items()}
+
+    @classmethod
+    def of(cls, facts: dict[str, Any], tensors: Mapping[str, Tensor], tokenizer: ChatTokenizer) -> Self:
+        """Restore the data whose `tensors` these are."""
+        parts: dict[str, dict[str, Tensor]] = {}
+        for name, value in tensors.items():
+            part, _, rest = name.partition("/")
+            parts.setdefault(part, {})[rest] = value
+        held_out = Documents(**parts[_HELD_OUT]) if _HELD_OUT in parts else None
+        return cls(train=Documents(**parts[_TRAIN]), held_out=held_out, facts=facts, tokenizer=tokenizer)
 
 
 def load_sft_data(spec: RunSpec, plan: RunPlan, tokenizer: ChatTokenizer) -> SftData:

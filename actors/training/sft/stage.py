@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from actors.checkpoints.selection import Position
 from actors.plan import RunPlan
@@ -52,9 +54,16 @@ def run_control(context: RunContext) -> None:
 
 
 def labels(context: RunContext) -> SftData:
-    """Load the run's demonstrations."""
-    tokenizer = ChatTokenizer(context.spec.initial_checkpoint)
-    return load_sft_data(context.spec, RunPlan(context.spec, tokenizer), tokenizer)
+    """Return the run's demonstrations, which rank 0 reads: other machines need not have them. A collective."""
+    spec = context.spec
+    tokenizer = ChatTokenizer(spec.initial_checkpoint)
+
+    def read() -> tuple[dict[str, Any], dict[str, Tensor]]:
+        data = load_sft_data(spec, RunPlan(spec, tokenizer), tokenizer)
+        return data.facts, data.tensors()
+
+    facts, tensors = context.ranks.broadcast_tensors(read)
+    return SftData.of(facts, tensors, tokenizer)
 
 
 class SftSteps:

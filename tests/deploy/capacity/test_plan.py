@@ -290,6 +290,15 @@ def test_versions_fetched_from_the_learners_gpus_count_there(llada: Callable[...
     assert needs_of(there).object_store_bytes == 0
 
 
+def test_a_gradient_that_is_reduced_once_counts_whole_on_every_worker(llada: Callable[..., Recipe]) -> None:
+    """An adapter's, whatever the number of workers; not one of 8 billion parameters, nor that of a single worker."""
+    recipe, whole = llada(), llada("model.lora={rank: 0}")
+    counts = ParameterCounts.of(LLADA_8B, recipe.model.lora)
+    for num_workers in (2, 8):
+        assert _parts(recipe, num_workers)["gradient of this worker"] == 4 * counts.adapter
+    assert "gradient of this worker" not in _parts(recipe, 1) | _parts(whole, 4)
+
+
 def test_full_fine_tuning_takes_four_floats_per_parameter(llada: Callable[..., Recipe]) -> None:
     recipe = llada("model.lora={rank: 0}")
     parts = {part.name: part.num_bytes for part in learner_memory(recipe, LLADA_8B, 4).parts}
