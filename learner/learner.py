@@ -24,7 +24,7 @@ from learner.model.lora_config import FULL_FINE_TUNING
 from learner.objectives import DistillationConfig, Loss
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.micro_batches import loss_gradient
-from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.sharding import Rows, ShardedPolicy, gather_on_rank_0
 from learner.parallel.teacher import Teacher
 from learner.probes import mask_variance, sampling_gap
 from learner.round import WEIGHING, Round, StepPlan, concatenate_values, scored_logps
@@ -114,19 +114,23 @@ class Learner:
         if self.teacher is not None:
             yield from self.teacher.model.tensors()
 
-    def full_state(self) -> dict[str, Tensor]:
-        """Gather what a resumed run needs besides the weights: the optimizer, and a reference that is synced.
+    def state(self) -> dict[str, Tensor]:
+        """Return what a resumed run needs besides the weights: the optimizer, and a reference that is synced.
 
-        A collective; complete on rank 0, empty on the others.
+        They are the live tensors, sharded as the policy.
         """
-        state = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.full_state().items()}
+        state = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
         if self.reference is not None and self.config.reference_sync_rounds:
-            state |= {f"reference/{name}": tensor for name, tensor in self.reference.weights_on_rank_0().items()}
+            state |= {f"reference/{name}": tensor for name, tensor in self.reference.weights.items()}
         return state
 
-    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `full_state` returned."""
-        parts: dict[str, dict[str, Tensor]] = {"optimizer": {}, "reference": {}}
+    def full_state(self) -> dict[str, Tensor]:
+        """Gather the same, whole, on rank 0's CPU; it is empty on the others. A collective."""
+        return gather_on_rank_0(self.policy.rank, self.state())
+
+    def load_full_state(self, state: Mapping[str, Rows]) -> None:
+        """Restore the whole state, each rank its rows."""
+        parts: dict[str, dict[str, Rows]] = {"optimizer": {}, "reference": {}}
         for name, tensor in state.items():
             part, _, rest = name.partition("/")
             parts[part][rest] = tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from learner.parallel.offload import host_copy
-from learner.parallel.sharding import ShardedPolicy, gather_on_rank_0, local_part, shard_like
+from learner.parallel.sharding import Rows, ShardedPolicy, gather_on_rank_0, local_part, shard_like
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
@@ -100,22 +100,27 @@ class PolicyOptimizer:
         """Yield this rank's optimizer state."""
         return (value for state in self._adamw.state.values() for value in state.values())
 
-    def full_state(self) -> dict[str, Tensor]:
-        """Gather the moments and step counts, by parameter name, on rank 0's CPU. A collective."""
-        state = {
+    def state(self) -> dict[str, Tensor]:
+        """Return the moments, sharded as the parameters, and the step counts, by parameter name: the live tensors."""
+        return {
             f"{name}/{key}": value
             for name, parameter in self._parameters.items()
             for key, value in self._adamw.state.get(parameter, {}).items()
         }
-        return gather_on_rank_0(self._policy.rank, state)
 
-    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `full_state` returned; it is empty for an optimizer that has not stepped."""
+    def full_state(self) -> dict[str, Tensor]:
+        """Gather the same, whole, on rank 0's CPU. A collective."""
+        return gather_on_rank_0(self._policy.rank, self.state())
+
+    def load_full_state(self, state: Mapping[str, Rows]) -> None:
+        """Restore the whole state, each rank its rows; it is empty for an optimizer that has not stepped."""
         self._adamw.state.clear()
         for name, parameter in self._parameters.items():
             if f"{name}/{_STEP}" not in state:
                 continue
             moments = {key: shard_like(state[f"{name}/{key}"], parameter) for key in _MOMENTS}
             # The fused kernel counts steps on the GPU, the others on the CPU.
-            step = state[f"{name}/{_STEP}"].to(parameter.device if self._is_fused else "cpu", copy=True)
+            step = state[f"{name}/{_STEP}"]
+            assert isinstance(step, Tensor), "a scalar has no rows"
+            step = step.to(parameter.device if self._is_fused else "cpu", copy=True)
             self._adamw.state[parameter] = {_STEP: step, **moments}

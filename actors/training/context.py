@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actors.checkpoints import writing
 from actors.checkpoints.selection import Position
-from actors.checkpoints.writing import Checkpointer
+from actors.checkpoints.writing import Checkpointer, ResumableLearner
 from actors.messages import Next, ScoredWorkUnit, WeightsId
 from actors.resources import OBJECT_STORE
 from actors.run_log import CHECKPOINTS
@@ -58,8 +58,8 @@ class RunContext:
         """The checkpoint that the run starts or resumes from."""
         self.position = self.found.position
         """Current progress of the run."""
-        self.learner_state: Callable[[], Mapping[str, Tensor]] | None = None
-        """Gathers the state of the current stage's learner for a checkpoint, a collective; None between stages."""
+        self.learner: ResumableLearner | None = None
+        """The current stage's learner, whose state is in checkpoints; None between stages."""
         self.learner_tensors: Callable[[], Iterable[Tensor]] = tuple
         """Returns the tensors that the learner of the rounds holds besides the policy."""
         checked = time.monotonic()
@@ -143,9 +143,9 @@ class RunContext:
         self.pulse.doing = "writing a checkpoint"
         position = self.position
         digest = self.publisher.digest if position.is_published else None
-        is_under_way = self.learner_state is not None and position.round != self.spec.learner.num_rounds
+        is_under_way = self.learner is not None and position.round != self.spec.learner.num_rounds
         may_fail = is_under_way or not position.is_published
-        self.checkpointer.write(position, digest, self.learner_state, self._adapter(), may_fail=may_fail)
+        self.checkpointer.write(position, digest, self.learner, self._adapter(), may_fail=may_fail)
 
     def finish(self, position: Position) -> None:
         """End a stage at a position: publish, checkpoint and evaluate it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from actors.checkpoints.selection import Position
@@ -17,7 +16,8 @@ from actors.training.limits import StopRequestedError
 from actors.training.round_update import RoundUpdate
 from learner.batch import RolloutBatch
 from learner.learner import Learner
-from learner.model.checkpoint_files import LEARNER_STATE
+from learner.model.checkpoint_files import learner_files
+from learner.model.storage.shards import read_shards
 from learner.objectives import DistillationConfig
 from learner.parallel.teacher import Teacher
 
@@ -31,13 +31,13 @@ def run_rounds(context: RunContext) -> None:
     rounds = Rounds(context, RoundUpdate(context, learner))
     for round_index in range(context.position.round, num_rounds):
         rounds.run(round_index)
-        context.learner_state = learner.full_state
+        context.learner = learner
         context.collect_evaluation()
         if round_index + 1 < num_rounds:
             _between_rounds(context)
     context.record("phase_end", phase=Phase.RL, seconds=context.position.rl_seconds, num_steps=num_rounds)
     context.save()
-    context.learner_state = None
+    context.learner = None
     context.evaluate()
     context.learner_tensors = tuple
 
@@ -69,7 +69,7 @@ def _restore(context: RunContext, learner: Learner) -> None:
     """Restore the optimizer and the KL reference of an interrupted run."""
     if learner.reference is not None:
         learner.reference.load_full_weights(context.start_weights(Phase.RL))
-    learner.load_full_state(load_file(context.found.directory / LEARNER_STATE))
+    learner.load_full_state(read_shards(learner_files(context.found.directory)))
 
 
 def _between_rounds(context: RunContext) -> None:

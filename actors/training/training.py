@@ -82,7 +82,7 @@ class TrainingRun:
         if background is not None and background.position in known:
             # A run that resumed after the round since would lack this evaluation, so that round is repeated.
             context.position = background.position
-        elif context.learner_state is not None and context.position not in known:
+        elif context.learner is not None and context.position not in known:
             context.save()
             context.checkpointer.collect_pending()
         position = context.position

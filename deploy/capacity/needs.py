@@ -101,7 +101,7 @@ def _weights(recipe: Recipe, shape: TransformerConfig) -> Iterator[Part]:
     counts, lora = ParameterCounts.of(shape, recipe.model.lora), recipe.model.lora
     smaller = "a smaller model.lora.rank" if lora.rank else "LoRA (model.lora.rank)"
     yield Part("policy versions", _version_bytes(recipe, counts), smaller)
-    # Gathered on rank 0, and written in the background.
+    # Copied on every rank, or gathered on rank 0, and written in the background.
     yield Part("a checkpoint that is written", _checkpoint_bytes(recipe, counts), smaller)
     learner_helps = smaller
     if recipe.device == "cuda":

@@ -4,6 +4,9 @@ A directory holds `config.json`, the weights and the tokenizer's files, so that 
 The weights are `model.safetensors`, or several shards with `model.safetensors.index.json`. d1 adds `manifest.json` (a
 checksum of every file) and `trainer_state.json`. A checkpoint of the rounds also has `learner.safetensors`.
 
+Of a learner with several ranks, each rank writes its rows into files of its own (`learner/parallel/sharded_saving.py`).
+Only d1 reads a checkpoint whose weights are in such shards; `d1 export` makes whole ones of it.
+
 A checkpoint of a LoRA run has `lora.safetensors` instead of weights: its policy is that of the base checkpoint, a
 sibling directory, with the adapter. A checkpoint with `weights.json` refers to weight files elsewhere. Nothing is
 pickled, and no code that comes with a checkpoint is run.
@@ -154,6 +157,7 @@ def save_checkpoint(
     trainer_state: Mapping[str, Any] | None = None,
     shard_bytes: int = _SHARD_BYTES,
     link_own_files: bool = False,
+    shards: Mapping[str, str] | None = None,
     report: ReportProgress | None = None,
 ) -> None:
     """Write a checkpoint atomically: `directory` is complete or absent, even if the machine crashes.
@@ -171,12 +175,15 @@ def save_checkpoint(
         shard_bytes: maximum size of a weight file; larger weights are split into several.
         link_own_files: for `StoredWeights`, whether files in its own directory, which may be deleted later, are linked
             or copied instead of referred to.
+        shards: SHA-256 by name of the files that the ranks of a learner have written into `partial_directory`, and
+            which this completes.
         report: receives progress messages with the rate of hashing.
 
     Raises OSError if it cannot be written; nothing of it is left then.
     """
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = partial_directory(directory)
+    if shards is None:
+        shutil.rmtree(partial, ignore_errors=True)
     try:
         _write_partial(
             partial,
@@ -188,6 +195,7 @@ def save_checkpoint(
             trainer_state=trainer_state,
             shard_bytes=shard_bytes,
             link_own_files=link_own_files,
+            shards=shards,
             report=report,
         )
     except (OSError, SafetensorError) as error:
@@ -201,6 +209,11 @@ def save_checkpoint(
     _rename_into_place(partial, directory)
 
 
+def partial_directory(directory: Path) -> Path:
+    """Return where a checkpoint is written until it is complete."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
 def _rename_into_place(partial: Path, directory: Path) -> None:
     """Rename a complete checkpoint to its place; delete an earlier one there only afterwards."""
     earlier = directory.with_name(f".{directory.name}.earlier")
@@ -208,7 +221,7 @@ def _rename_into_place(partial: Path, directory: Path) -> None:
     if directory.exists():
         directory.rename(earlier)
     partial.rename(directory)
-    _fsync(directory.parent)
+    fsync(directory.parent)
     shutil.rmtree(earlier, ignore_errors=True)
 
 
@@ -223,10 +236,12 @@ def _write_partial(
     trainer_state: Mapping[str, Any] | None,
     shard_bytes: int,
     link_own_files: bool,
+    shards: Mapping[str, str] | None,
     report: ReportProgress | None,
 ) -> None:
-    assert weights is not None or adapter is not None, "it has weights, or an adapter to something that has"
-    partial.mkdir(parents=True)
+    assert weights is not None or adapter is not None or shards, "it has weights, or an adapter to something that has"
+    if shards is None:
+        partial.mkdir(parents=True)
     if isinstance(weights, StoredWeights):
         _write_config_and_tokenizer(partial, config, weights.dtype, tokenizer_from)
         _link_or_reference_files(partial, weights, report, link_own_files=link_own_files)
@@ -238,11 +253,11 @@ def _write_partial(
         save_file({name: tensor.contiguous() for name, tensor in learner_state.items()}, partial / LEARNER_STATE)
     if trainer_state is not None:
         _write_json(partial / TRAINER_STATE, trainer_state)
-    found = checksums(sorted(partial.iterdir()))
-    _write_json(partial / MANIFEST, {path.name: digest for path, digest in found.items()})
-    for path in partial.iterdir():
-        _fsync(path)
-    _fsync(partial)
+    written = dict(shards or {})
+    found = checksums([path for path in sorted(partial.iterdir()) if path.name not in written])
+    _write_json(partial / MANIFEST, {path.name: digest for path, digest in found.items()} | written)
+    for path in (*found, partial / MANIFEST, partial):
+        fsync(path)
 
 
 def write_policy(
@@ -311,7 +326,8 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

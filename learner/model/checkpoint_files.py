@@ -26,6 +26,8 @@ from learner.model.tokenizer import TOKENIZER_FILES, ChatTokenizer
 
 MANIFEST = "manifest.json"
 LEARNER_STATE = "learner.safetensors"
+MODEL, LEARNER = "model", "learner"
+"""What the ranks of a learner write in shards: the policy's weights, and the learner's state."""
 TRAINER_STATE = "trainer_state.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -133,6 +135,8 @@ def weight_files(directory: Path) -> list[Path]:
 
     Raises ValueError if there are none, one is missing, or the index is invalid.
     """
+    if shards := shard_files(directory, MODEL):
+        return shards
     elsewhere = read_references(directory)
     index = directory / INDEX
     if (directory / WEIGHTS).is_file() or WEIGHTS in elsewhere:
@@ -156,6 +160,22 @@ def weight_files(directory: Path) -> list[Path]:
             )
         files.append(path)
     return files
+
+
+def shard_name(kind: str, rank: int, num_ranks: int) -> str:
+    """Return the name of the file in which a rank writes its rows of `MODEL` or `LEARNER`."""
+    return f"{kind}.rank-{rank:05d}-of-{num_ranks:05d}.safetensors"
+
+
+def shard_files(directory: Path, kind: str) -> list[Path]:
+    """List the shards of `MODEL` or `LEARNER` in a checkpoint's directory; none if it is whole."""
+    return sorted(directory.glob(f"{kind}.rank-*.safetensors"))
+
+
+def learner_files(directory: Path) -> list[Path]:
+    """List the files with the learner's state of a checkpoint within a stage; none before its first step."""
+    whole = directory / LEARNER_STATE
+    return [whole] if whole.is_file() else shard_files(directory, LEARNER)
 
 
 def weight_bytes(directory: Path) -> int:

@@ -245,8 +245,12 @@ class ShardedPolicy:
         Concatenated in the order of the ranks they are the policy, exactly once. Unsharded parameters come from rank 0,
         and only the first copy of the policy contributes. They are the live tensors, to be copied.
         """
-        held = ((name, parameter.detach()) for name, parameter in self._parameters().items())
-        return {name: local_part(tensor) for name, tensor in held if self._exports(tensor)}
+        return {name: local_part(tensor) for name, tensor in self.weights.items() if self._exports(tensor)}
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters of a policy without an adapter, sharded: the live tensors."""
+        return {name: parameter.detach() for name, parameter in self._parameters().items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -488,7 +492,7 @@ def own_rows(tensor: Tensor) -> slice:
     return slice(begin, min(begin + rows_each, num_rows))
 
 
-def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+def shard_like(whole: Rows, like: Tensor) -> Tensor:
     """Copy this rank's part of a whole tensor, with the sharding and device of `like`."""
     mine = whole[own_rows(like)].to(like.device, copy=True)
     if isinstance(like, DTensor):

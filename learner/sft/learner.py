@@ -10,7 +10,7 @@ from torch import Tensor
 
 from learner.batch import to_device_async
 from learner.optimizer import PolicyOptimizer
-from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.sharding import Rows, ShardedPolicy
 from learner.sft.annealing import annealing_mask
 from learner.sft.config import SftConfig
 from learner.sft.documents import Documents
@@ -96,12 +96,16 @@ class SftLearner:
             losses_N = losses_N / to_device_async(micro.sizes[micro.rows], device)
         return losses_N.sum()
 
+    def state(self) -> dict[str, Tensor]:
+        """Return what a resumed stage needs besides weights: the live tensors, sharded as the policy."""
+        return self.optimizer.state()
+
     def full_state(self) -> dict[str, Tensor]:
-        """Gather what a resumed stage needs besides weights. A collective; complete on rank 0, empty on the others."""
+        """Gather the same, whole, on rank 0's CPU; it is empty on the others. A collective."""
         return self.optimizer.full_state()
 
-    def load_full_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `full_state` returned."""
+    def load_full_state(self, state: Mapping[str, Rows]) -> None:
+        """Restore the whole state, each rank its rows."""
         self.optimizer.load_full_state(state)
 
 

@@ -18,10 +18,10 @@ from benchmarks.processes.child_process import ChildProcess
 from benchmarks.processes.run_processes import Process, Role, RunProcesses
 from deploy.errors import UserError
 from deploy.runs.scale_request import send_request
-from learner.model.checkpoint_files import ADAPTER, WEIGHTS
 from tests.chaos.clock import MovableClock
 from tests.chaos.faults import ROLES, Fault, FaultKind, Target, Trigger
 from tests.chaos.platforms import Cluster, SmallDisk
+from tests.chaos.record import trained_files
 
 _POLL_S = 0.001
 _COLLECTIVE_S = 1.0
@@ -250,7 +250,7 @@ def _flip_newest(checkpoints: Path, choice: float) -> str:
     version, directory = max(found, default=(0, checkpoints))
     if not version:
         raise NotPossibleError("there is only the initial checkpoint yet")
-    path = directory / (ADAPTER if (directory / ADAPTER).is_file() else WEIGHTS)
+    path = trained_files(directory)[0]
     place = int(choice * path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(place)

@@ -10,7 +10,7 @@ from typing import Any
 
 from actors.run_log import CHECKPOINTS, METRICS, SAMPLES, Event, read_events
 from benchmarks.processes.child_process import OutputLine
-from learner.model.checkpoint_files import ADAPTER, WEIGHTS
+from learner.model.checkpoint_files import ADAPTER, MODEL, WEIGHTS, shard_files
 from tests.chaos.faults import Fault, FaultOutcome, Platform
 
 
@@ -82,15 +82,21 @@ class RunRecord:
     """Its run directory."""
 
 
+def trained_files(directory: Path) -> list[Path]:
+    """List the files of a checkpoint's own directory with its adapter or weights, which may be in shards."""
+    whole = [directory / name for name in (ADAPTER, WEIGHTS) if (directory / name).is_file()]
+    return whole or shard_files(directory, MODEL)
+
+
 def read_history(run_dir: Path) -> History:
     """Read a run directory."""
     text = (run_dir / METRICS).read_text(encoding="utf-8", errors="replace") if (run_dir / METRICS).is_file() else ""
     events = read_events(run_dir)
     samples = (run_dir / SAMPLES).read_text(encoding="utf-8") if (run_dir / SAMPLES).is_file() else ""
     digests = {
-        path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for name in (WEIGHTS, ADAPTER)
-        for path in sorted((run_dir / CHECKPOINTS).glob(f"[!.]*/{name}"))
+        directory.name: hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+        for directory in sorted((run_dir / CHECKPOINTS).glob("[!.]*/"))
+        if (files := trained_files(directory))
     }
     return History(
         events=tuple(events),

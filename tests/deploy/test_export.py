@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from learner.model.adapter import Adapter
-from learner.model.checkpoint import load_merged, load_policy, save_checkpoint
-from learner.model.checkpoint_files import ADAPTER
+from learner.model.checkpoint import load_merged, load_policy, partial_directory, save_checkpoint
+from learner.model.checkpoint_files import ADAPTER, MODEL, load_config, shard_name
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
 from learner.model.lora_config import TARGETS, LoraConfig
 from learner.model.networks import make_model
+from learner.model.storage.hashing import checksum
 from learner.model.storage.weights import StoredWeights
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import init_weights
@@ -118,6 +119,36 @@ def test_a_policy_without_an_adapter_is_exported_byte_for_byte(run: Run, d1: Cal
     written = {path.name: path.read_bytes() for path in (workdir / "out").iterdir()}
     assert "model.safetensors" in written
     assert written == {name: (run.checkpoint("initial") / name).read_bytes() for name in written}
+
+
+def _write_in_shards(directory: Path, source: Path) -> None:
+    """Write the policy of another checkpoint as two ranks of a learner do."""
+    weights, digests = load_policy(source).state_dict(), {}
+    partial_directory(directory).mkdir()
+    for rank in (0, 1):
+        rows, offsets = {}, {}
+        for name, tensor in weights.items():
+            half = -(-len(tensor) // 2)
+            rows[name] = tensor[rank * half : (rank + 1) * half].clone()
+            offsets[name] = {"saved_offsets": [rank * half, *(0 for _ in tensor.shape[1:])]}
+        path = partial_directory(directory) / shard_name(MODEL, rank, 2)
+        save_file(rows, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
+        digests[path.name] = checksum(path)
+    save_checkpoint(directory, load_config(source), None, source, trainer_state=_state("rl", 3), shards=digests)
+
+
+def test_a_policy_in_the_shards_of_two_ranks_is_exported_whole(run: Run, d1: Callable, workdir: Path) -> None:
+    _write_in_shards(run.checkpoint("rl-000002"), run.checkpoint("initial"))
+    assert d1("export", "runs/tiny", "out").out == "out is the policy of runs/tiny/checkpoints/rl-000002\n"
+    written = {path.name: path.read_bytes() for path in (workdir / "out").iterdir()}
+    assert "model.safetensors" in written
+    assert written == {name: (run.checkpoint("initial") / name).read_bytes() for name in written}
+    shard = run.checkpoint("rl-000002") / shard_name(MODEL, 1, 2)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    d1("export", "runs/tiny/checkpoints/rl-000002", "out2").assert_refused(f"{shard.name} is damaged: it is not what")
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"rl-000002 do not fit: \S+ is \[\d+\D"):
+        load_policy(run.checkpoint("rl-000002"))
 
 
 def test_an_adapter_with_a_damaged_or_missing_base_is_refused(run: Run, d1: Callable) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from actors.checkpoints.selection import Position
@@ -15,7 +14,8 @@ from actors.training.context import RunContext
 from actors.training.limits import Limit, StopRequestedError, Stopwatch, catching_gpu_oom
 from actors.training.sft.data import SftData, load_sft_data
 from actors.training.sft.samples import completed
-from learner.model.checkpoint_files import LEARNER_STATE
+from learner.model.checkpoint_files import learner_files
+from learner.model.storage.shards import read_shards
 from learner.model.tokenizer import ChatTokenizer
 from learner.sft.documents import Documents
 from learner.sft.learner import SftLearner, evaluation_loss
@@ -84,7 +84,7 @@ class SftSteps:
         self._learner = SftLearner(context.policy, context.spec.sft, data.train, context.spec.seed)
         self._step = 0
         if context.resumes(phase):
-            self._learner.load_full_state(load_file(context.found.directory / LEARNER_STATE))
+            self._learner.load_full_state(read_shards(learner_files(context.found.directory)))
             self._step = context.position.step or 0
         self._evaluated_step = self._step
         self._seconds = context.position.stage_seconds
@@ -93,7 +93,7 @@ class SftSteps:
     def run(self) -> None:
         """Train until the stage has ended. Evaluations and checkpoints do not count towards its seconds."""
         context, began_at = self._context, self._began_at
-        context.learner_state = self._learner.full_state
+        context.learner = self._learner
         facts: dict[str, float] = {"from_step": self._step} if self._step else {}
         if self._limit.seconds:
             facts |= {"limit_s": self._limit.seconds, "spent_s": round(self._seconds, 3)}
@@ -109,7 +109,7 @@ class SftSteps:
                 with watch.paused():
                     self._evaluate_loss()
                 self._logged_at = context.clock()
-        context.learner_state = None
+        context.learner = None
         if self._step != self._evaluated_step:
             self._evaluate_loss()
         context.record("phase_end", phase=self._phase, seconds=round(self._seconds, 3), num_steps=self._step)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from learner.model.attention.rotary import rope_frequencies
-from learner.model.checkpoint_files import load_config, weight_files
+from learner.model.checkpoint_files import MODEL, load_config, shard_files, weight_files
 from learner.model.config import TransformerConfig
 from learner.model.families import FAMILIES
-from learner.model.families.layout import Piece, pieces_in_range, rows_of
+from learner.model.families.layout import Piece, rows_of
 from learner.model.families.wrapper_prefixes import is_rotary_buffer, plain_names
 from learner.model.networks import make_meta_model
-from learner.model.storage.reading import Extent, read_extents
+from learner.model.storage.reading import read_extents
+from learner.model.storage.shards import read_shards
+from learner.model.storage.tensors import StoredHeader, StoredTensor, read_header
 from learner.model.storage.throughput import ReportProgress, Throughput
 
-# Types by their safetensors names. Quantised types are left out: their numbers mean nothing without their scales.
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-# A safetensors file begins with the length of its header.
-_LENGTH_BYTES = 8
 # A wrong config.json makes every tensor wrong: an error names this many of them and counts the others.
 _MAX_NAMED = 3
 # Chunk size of tensor comparison, in numbers.
@@ -47,22 +41,33 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         self.config = config or load_config(directory)
         """The policy's shape and family."""
         parameters = dict(make_meta_model(self.config).to(torch.bfloat16).named_parameters())
-        family = FAMILIES[self.config.family]
-        layout = family.layout({name: held.shape for name, held in parameters.items()})
-        found = _read_headers(weight_files(directory))
-        stored, self.has_foreign_names = self._in_our_names(found)
+        shards = shard_files(directory, MODEL)
+        self.has_foreign_names = bool(shards)
         """Whether its tensors have other names than in the family's original code."""
-        surplus = {name for name in stored.keys() - layout.stored_shapes.keys() if self._is_known_surplus(name)}
-        shapes = {name: header.shape for name, header in stored.items() if name not in surplus}
-        _check_shapes(directory, shapes, layout.stored_shapes)
-        self._check_surplus({name: stored[name] for name in surplus}, stored[family.outer_names["embed.weight"]])
-        self._tensors = {
-            name: StoredTensor(held.shape, layout.of_ours[name], stored) for name, held in parameters.items()
-        }
-        pieces = [layout.of_ours[name] for name, held in parameters.items() if held.dtype is torch.bfloat16]
-        kinds = {stored[piece.stored].dtype for of_one in pieces for piece in of_one}
+        self._tensors = self._of_shards(shards, parameters) if shards else self._of_family(parameters)
+        of_policy = (self._tensors[name] for name, held in parameters.items() if held.dtype is torch.bfloat16)
+        kinds = {tensor.stored[piece.stored].dtype for tensor in of_policy for piece in tensor.pieces}
         self.dtype = torch.bfloat16 if kinds == {torch.bfloat16} else torch.float32
         """Type to hold them in: bfloat16 if all but the routers' biases are stored in it, else float32."""
+
+    def _of_shards(self, shards: list[Path], parameters: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+        """Open the weights that a learner's ranks wrote, which have our names."""
+        found = {name: tensor for name, tensor in read_shards(shards).items() if isinstance(tensor, StoredTensor)}
+        shapes = ({name: list(tensor.shape) for name, tensor in of.items()} for of in (found, parameters))
+        _check_shapes(self.directory, *shapes)
+        return found
+
+    def _of_family(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+        """Open weights in the layout of the family's original code."""
+        family = FAMILIES[self.config.family]
+        layout = family.layout({name: held.shape for name, held in parameters.items()})
+        found = _read_headers(weight_files(self.directory))
+        stored, self.has_foreign_names = self._in_our_names(found)
+        surplus = {name for name in stored.keys() - layout.stored_shapes.keys() if self._is_known_surplus(name)}
+        shapes = {name: header.shape for name, header in stored.items() if name not in surplus}
+        _check_shapes(self.directory, shapes, layout.stored_shapes)
+        self._check_surplus({name: stored[name] for name in surplus}, stored[family.outer_names["embed.weight"]])
+        return {name: StoredTensor(held.shape, layout.of_ours[name], stored) for name, held in parameters.items()}
 
     def _in_our_names(self, found: Mapping[str, StoredHeader]) -> tuple[dict[str, StoredHeader], bool]:
         """Return the tensors by the family's names, and whether any was stored under another name."""
@@ -149,56 +154,6 @@ class StoredWeights(Mapping[str, "StoredTensor"]):
         return len(self._tensors)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredHeader:
-    """Location and type of one of a checkpoint's tensors."""
-
-    path: Path
-    """Its file."""
-    begin: int
-    """Offset of its first byte in the file."""
-    dtype: torch.dtype
-    """Type of its numbers."""
-    shape: list[int]
-    """Its shape in the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One of our parameters in a checkpoint's files; any range of its rows can be read."""
-
-    shape: Sequence[int]
-    """Shape of our parameter."""
-    pieces: Sequence[Piece]
-    """The parts of the checkpoint's tensors that it consists of."""
-    stored: Mapping[str, StoredHeader]
-    """The checkpoint's tensors by name."""
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        """Read a range of rows, on the CPU."""
-        begin, end, _ = rows.indices(self.shape[0])
-        kinds = (self.stored[piece.stored].dtype for piece in self.pieces)
-        found = torch.empty(end - begin, *self.shape[1:], dtype=reduce(torch.promote_types, kinds))
-        read_extents(list(self.extents(rows, found)))
-        return found
-
-    def extents(self, rows: slice, destination: Tensor) -> Iterator[Extent]:
-        """Yield the extents in the files of a range of rows, for a contiguous destination of their shape."""
-        begin, end, _ = rows.indices(self.shape[0])
-        inner, width = rows_of(self.shape) // self.shape[0], self.shape[-1] if len(self.shape) > 1 else 1
-        numbers, first = destination.view(-1), 0
-        assert len(numbers) == (end - begin) * inner * width, "a destination has the shape of its rows"
-        for name, part in pieces_in_range(self.pieces, begin * inner, end * inner):
-            held, after = self.stored[name], first + (part.stop - part.start) * width
-            yield Extent(
-                path=held.path,
-                begin=held.begin + part.start * width * held.dtype.itemsize,
-                dtype=held.dtype,
-                destination=numbers[first:after],
-            )
-            first = after
-
-
 def _whole(header: StoredHeader) -> StoredTensor:
     """Wrap a checkpoint's tensor in its stored layout."""
     piece = Piece(ours="", our_begin=0, stored="", stored_begin=0, num_rows=rows_of(header.shape))
@@ -228,35 +183,11 @@ def _read_headers(paths: Iterable[Path]) -> dict[str, StoredHeader]:
     """Read the headers of several files, by tensor name. Raises ValueError if two files differ in a tensor."""
     found: dict[str, StoredHeader] = {}
     for path in paths:
-        for name, header in _read_header(path).items():
+        for name, header in read_header(path).items():
             if name in found and not _are_equal(header, found[name]):
                 raise ValueError(f"{name} is in {found[name].path} and in {path}; one of them is of another checkpoint")
             found[name] = header
     return found
-
-
-def _read_header(path: Path) -> dict[str, StoredHeader]:
-    """Read the header of a file, by tensor name. Raises ValueError if the file is damaged or truncated."""
-    try:
-        # `safe_open` checks the header, and the file's length against it.
-        with safe_open(path, framework="pt"), path.open("rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            header = {name: about for name, about in json.loads(file.read(length)).items() if name != "__metadata__"}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} cannot be read, get it again: {error}") from error
-    for name, about in header.items():
-        if about["dtype"] not in _DTYPES:
-            kind, readable = about["dtype"], ", ".join(_DTYPES)
-            raise ValueError(f"{path}: {name} is {kind}; d1 reads {readable}, not quantised weights")
-    return {
-        name: StoredHeader(
-            path=path,
-            begin=_LENGTH_BYTES + length + about["data_offsets"][0],
-            dtype=_DTYPES[about["dtype"]],
-            shape=about["shape"],
-        )
-        for name, about in header.items()
-    }
 
 
 def _check_shapes(directory: Path, stored: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:

@@ -27,6 +27,7 @@ from tests.actors.local_run import LocalRun, Pulse, facts
 from tests.ranks import run_ranks
 
 WAIT_S = 60.0
+KINDS = ("learner", "model")
 
 
 def _spec(spec: RunSpec, run_dir: Path, **changes: Any) -> RunSpec:
@@ -207,19 +208,27 @@ def _rank(rank: int, spec: RunSpec, fails_at: str) -> None:
     disk = SlowDisk()
     disk.may_write.set()
     disk.fails_at = [fails_at]
+    was_there = max(facts(spec))
     writing.save_checkpoint = disk.save  # type: ignore[assignment]
     run = LocalRun(spec)
     TrainingRun(spec, run, Pulse("round 0: training" if fails_at else ""), Ranks()).run()
     names = [name for name, is_beside in _checkpoints(run) if is_beside]
-    assert names == ([] if rank else ["rl-000001"] if fails_at else ["rl-000001", "rl-000002"])
+    due = [name for name in ("rl-000001", "rl-000002") if name > was_there]
+    assert names == ([] if rank else ["rl-000001"] if fails_at else due)
     dist.destroy_process_group()
 
 
-def test_ranks_agree_on_background_checkpoints(spec: RunSpec, tmp_path: Path) -> None:
-    plain, background = (_spec(spec, tmp_path / name) for name in ("plain", "background"))
-    run_ranks(_rank, background, "", num=2)
-    _run(plain)
-    assert _files(background, "rl-000002").keys() == _files(plain, "rl-000002").keys()
-    again = _spec(spec, tmp_path / "again")
+def test_ranks_write_shards_in_the_background_and_resume_from_them(spec: RunSpec, tmp_path: Path) -> None:
+    whole, resumed, again = (_spec(spec, tmp_path / name) for name in ("whole", "resumed", "again"))
+    run_ranks(_rank, whole, "", num=2)
+    learner, model = ([f"{kind}.rank-0000{rank}-of-00002.safetensors" for rank in (0, 1)] for kind in KINDS)
+    assert sorted(_files(whole, "rl-000001")) == [*learner, *model]
+    assert sorted(_files(whole, "rl-000003")) == [*learner, "model.safetensors"], (
+        "the end of a stage is for other tools"
+    )
+    shutil.copytree(whole.checkpoints_dir / "rl-000001", resumed.checkpoints_dir / "rl-000001")
+    run_ranks(_rank, resumed, "", num=2)
+    for name in ("rl-000002", "rl-000003"):
+        assert _files(resumed, name) == _files(whole, name), name
     run_ranks(_rank, again, "rl-000001", num=2)
     assert list(facts(again)) == ["initial", "rl-000001"], "written at the second try, by the stop"
