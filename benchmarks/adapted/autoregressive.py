@@ -58,7 +58,7 @@ def scored(
     facts = {"model": str(source.path), "task": task.model_dump(mode="json"), "max_new_tokens": max_new_tokens}
     batches = list(batches_of(asked, batch_size))
     record = RecordWriter(out / f"{task.name}-{max_new_tokens}.jsonl", facts, list(map(len, batches)))
-    missing = [index for index in range(len(batches)) if index not in record.done]
+    missing = [index for index in range(len(batches)) if index not in record.recorded.batches]
     if missing:
         sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0)
         generator, grader = open_generator(source, tokenizer, sampling), Grader(task, RewardConfig())

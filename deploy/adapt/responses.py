@@ -84,7 +84,7 @@ class ResponseProgress:
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
-        notes = {outcome: self.outcomes.get(outcome, 0) for outcome in list(ResponseOutcome)[1:]}
+        notes: dict[str, int] = {outcome: self.outcomes.get(outcome, 0) for outcome in list(ResponseOutcome)[1:]}
         notes |= {"left out for too long a prompt": self.num_overlong}
         reasons = "".join(f", {count} {what}" for what, count in notes.items() if count)
         took = f"{duration(self.seconds)}, {self.tokens_per_s:.0f} tokens/s"

@@ -57,9 +57,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node).replace("_", ""))
+
+
 for _tag, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _first)
-_Loader.add_constructor(_INT, lambda loader, node: int(loader.construct_scalar(node).replace("_", "")))
+_Loader.add_constructor(_INT, _construct_int)
 
 
 def parse_yaml(text: str) -> Any:
