@@ -171,15 +171,14 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
     Raises LearnerFailedError if the coordinator gives up or Ray Train's controller dies.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig
 
-    from actors.training.trainer import Trainer
+    from actors.training.trainer import NodeTorchConfig, Trainer
 
     backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
     trainer = Trainer(
         train_worker,
         train_loop_config={"spec": spec, "coordinator": actors.coordinator, "store": actors.store},
-        torch_config=TorchConfig(backend=backend, timeout_s=round(spec.collective_timeout_s)),
+        torch_config=NodeTorchConfig(backend=backend, timeout_s=round(spec.collective_timeout_s)),
         scaling_config=ScalingConfig(
             num_workers=spec.learner.num_workers,
             use_gpu=spec.device == "cuda",
