@@ -162,6 +162,8 @@ def environment_on_machines(home: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
         "RAY_prestart_worker_first_driver": "0",
+        # Each machine would count the memory of all, and kill its own processes for it.
+        "RAY_memory_monitor_refresh_ms": "0",
     }
 
 
