@@ -146,8 +146,8 @@ def _measure(num_bytes: int, num_samplers: int, num_rounds: int) -> None:
         print(json.dumps(found | {"megabytes": megabytes[form][1:]}))
 
 
-def _on_machines(arguments: argparse.Namespace, num_machines: int) -> None:
-    """Start a cluster on machines of namespaces, measure there and print the results."""
+def run_on_machines(arguments: argparse.Namespace, num_machines: int) -> str:
+    """Start a cluster on machines of namespaces, measure there and return the lines of results."""
     own = ["--on-cluster", "--megabytes", str(arguments.megabytes), "--samplers", str(arguments.samplers)]
     own += ["--rounds", str(arguments.rounds)]
     with tempfile.TemporaryDirectory() as home, machines(*(f"m{index}" for index in range(num_machines))) as made:
@@ -160,11 +160,11 @@ def _on_machines(arguments: argparse.Namespace, num_machines: int) -> None:
         for machine in made:
             machine.limit(arguments.rate)
         here = [sys.executable, "-m", "benchmarks.weights.broadcast", *own]
-        print(made[0].run(here, environment | {"RAY_ADDRESS": address}, _TIMEOUT_S), end="", flush=True)
+        return made[0].run(here, environment | {"RAY_ADDRESS": address}, _TIMEOUT_S)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Measure, and print a line of JSON for each number of machines and form."""
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machines", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--rate", default="1gbit", help="of each link, each way, in the terms of tc")
@@ -172,10 +172,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--samplers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--on-cluster", action="store_true", help="measure on the cluster of RAY_ADDRESS")
-    arguments = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Measure, and print a line of JSON for each number of machines and form."""
+    arguments = parsed()
     if not arguments.on_cluster:
         for num_machines in arguments.machines:
-            _on_machines(arguments, num_machines)
+            print(run_on_machines(arguments, num_machines), end="", flush=True)
         return
     ray.init(namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
     _measure(arguments.megabytes * _MEGABYTE, arguments.samplers, arguments.rounds)
