@@ -112,8 +112,8 @@ def _store_warnings(recipe: Recipe, needs: Needs, available: Resources) -> Itera
         least = min(one.object_store_bytes for one in small)
         yield (
             f"a policy version takes {gigabytes(needs.version_bytes)}, and Ray's object store on "
-            f"{', '.join(one.address for one in small)} has {gigabytes(least)}: samplers there would wait for it to go "
-            "through the disk; start Ray there with a larger --object-store-memory"
+            f"{', '.join(one.address for one in small)} has {gigabytes(least)}, so that Ray would keep it in files on "
+            "disk; start Ray there with a larger --object-store-memory"
         )
 
 
