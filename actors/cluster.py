@@ -57,10 +57,11 @@ class LearnerFailedError(Exception):
     """The learner group failed for good; the message says why."""
 
 
-def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str) -> RunActors:
+def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str, version_bytes: int) -> RunActors:
     """Create the pools, the weight store and the coordinator; `wait_until_ready` waits until they are up.
 
-    Ray restarts each of them if it dies. `driver` identifies this attempt at the run.
+    Ray restarts each of them if it dies. `driver` identifies this attempt at the run; `version_bytes` is what policy
+    versions take of one machine's object store.
     """
     restarted = {"max_restarts": -1, "max_task_retries": -1}
     store: Any = (
@@ -71,6 +72,8 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
+            # Soft: a store that restarts after its machine has left goes elsewhere.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(_store_node(version_bytes), soft=True),
             **restarted,
             **store_resources(),
         )
@@ -93,6 +96,17 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
         )
     )
     return RunActors(coordinator=coordinator, store=store, pools=(*samplers.values(), *graders.values()))
+
+
+def _store_node(num_bytes: int) -> str:
+    """Return the node for a weight store with so many bytes of policy versions.
+
+    That is the driver's if they fit its object store, as the run ends with that node anyway; otherwise the one with the
+    largest object store.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    rooms = {node["NodeID"]: node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]}
+    return here if rooms[here] >= num_bytes else max(rooms, key=lambda node: rooms[node])
 
 
 def start_sampler(spec: RunSpec, store: Any, index: int) -> tuple[str, Any]:
@@ -171,15 +185,14 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
     Raises LearnerFailedError if the coordinator gives up or Ray Train's controller dies.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig
 
-    from actors.training.trainer import Trainer
+    from actors.training.trainer import NodeTorchConfig, Trainer
 
     backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
     trainer = Trainer(
         train_worker,
         train_loop_config={"spec": spec, "coordinator": actors.coordinator, "store": actors.store},
-        torch_config=TorchConfig(backend=backend, timeout_s=round(spec.collective_timeout_s)),
+        torch_config=NodeTorchConfig(backend=backend, timeout_s=round(spec.collective_timeout_s)),
         scaling_config=ScalingConfig(
             num_workers=spec.learner.num_workers,
             use_gpu=spec.device == "cuda",

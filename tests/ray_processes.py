@@ -235,8 +235,7 @@ class RayProcesses:
 
     def _ray_start(self, node: str, arguments: list[str], prefix: list[str]) -> None:
         common = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
-        # Both nodes have the same host name, which Gloo would otherwise use to connect the learners.
-        own = {"D1_TEST_NODE": f"{self._mark}-{node}", "GLOO_SOCKET_IFNAME": self._interface(node)}
+        own = {"D1_TEST_NODE": f"{self._mark}-{node}"}
         words = [*prefix, sys.executable, str(BIN / "ray"), "start", *arguments, *common]
         try:
             self.command(words, self.environment | own, _START_TIMEOUT_S)

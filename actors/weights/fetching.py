@@ -7,10 +7,11 @@ the same memory. Under LoRA a version is an adapter, and its base checkpoint is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
+from zlib import crc32
 
 import ray
 import torch
@@ -29,6 +30,7 @@ from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import Transformer
 
 _VISIBLE_WITHIN_S, _POLL_S = 60.0, 0.5
+_PIECES_AT_A_TIME = 2
 
 
 class Reader(Protocol):
@@ -70,7 +72,7 @@ class StoreReader:
         try:
             manifest, references = ray.get(ask(), timeout=within_s)
             within_s = manifest.transfer_timeout_s(self._timeout_s)
-            return manifest, ray.get(references, timeout=within_s)
+            return manifest, _pieces(references, time.monotonic() + within_s)
         except ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(f"{what} did not arrive within {within_s:.0f} s") from error
         except ray.exceptions.RayTaskError as error:
@@ -81,6 +83,23 @@ class StoreReader:
             raise VersionMissingError(
                 f"the weight store or the owner of its weights is gone, and {what} with it"
             ) from error
+
+
+def _pieces(references: Sequence[Any], deadline: float) -> list[TensorRows]:
+    """Fetch the pieces of a version, a few at a time, in an order of this machine's own.
+
+    Ray sends an object on from every machine that has all of it. If all machines asked for the same pieces at once, the
+    machine of the store or the rank would send each of them to everyone.
+    """
+    node = ray.get_runtime_context().get_node_id()
+    order = sorted(range(len(references)), key=lambda index: crc32(f"{node} {index}".encode()))
+    found: dict[int, TensorRows] = {}
+    for start in range(0, len(order), _PIECES_AT_A_TIME):
+        indices = order[start : start + _PIECES_AT_A_TIME]
+        within_s = max(0.0, deadline - time.monotonic())
+        fetched = ray.get([references[index] for index in indices], timeout=within_s)
+        found |= zip(indices, fetched, strict=True)
+    return [found[index] for index in range(len(references))]
 
 
 def open_store(store: str, timeout_s: float) -> StoreReader:

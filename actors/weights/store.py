@@ -19,7 +19,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from actors.weights.offering import offered_rows
+from actors.weights.offering import in_pieces, offered_rows
 from learner.model.checkpoint_files import BaseCheckpoint
 from learner.parallel.timeouts import transfer_timeout_s
 
@@ -75,14 +75,21 @@ class Manifest:
         what = [sorted(map(astuple, self.tensors)), None if self.base is None else astuple(self.base)]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of its tensors."""
+        return sum(entry.num_bytes for entry in self.tensors)
+
     def transfer_timeout_s(self, timeout_s: float) -> float:
         """Return the timeout of a transfer of its tensors: `timeout_s`, extended by their size."""
-        return transfer_timeout_s(timeout_s, sum(entry.num_bytes for entry in self.tensors))
+        return transfer_timeout_s(timeout_s, self.num_bytes)
 
 
 StoredVersion = tuple[Manifest, list[ray.ObjectRef[Any]]]
-"""A manifest, and references to its tensors in the object store: whole, or the rows of each rank."""
+"""A manifest, and references to its tensors in the object store, in pieces: whole, or the rows of each rank."""
 _RANK_ANSWERS_S = 60.0
+# Pieces that arrived on one machine are sent on from there, while the others still arrive. Ray sends whole objects on.
+_LEAST_PIECE_BYTES, _MOST_PIECES = 8_000_000, 16
 
 
 class WeightStore:
@@ -105,7 +112,7 @@ class WeightStore:
     def publish(self, manifest: Manifest, weights: Mapping[str, NDArray[np.uint8]]) -> None:
         """Take over a version that was `put`. Putting it again makes this actor its owner, instead of a learner that
         may die."""
-        self._hold(manifest, [ray.put(weights)])
+        self._hold(manifest, [ray.put(piece) for piece in in_pieces(weights, _num_pieces(manifest.num_bytes))])
 
     def record_offer(self, key: str, rank: int, offer: Any) -> None:
         """Record a rank's offer of its rows, until they are taken.
@@ -128,9 +135,12 @@ class WeightStore:
         if isinstance(offers[0], list):
             self._hold(manifest, [rows for offer in offers for rows in offer])
             return True
-        calls = [learner.__ray_call__.options(num_returns=2).remote(offered_rows, key) for learner in offers]
-        ray.get([num_bytes for _, num_bytes in calls], timeout=manifest.transfer_timeout_s(_RANK_ANSWERS_S))
-        self._hold(manifest, [rows for rows, _ in calls])
+        count = _num_pieces(manifest.num_bytes // num_ranks)
+        calls = [
+            learner.__ray_call__.options(num_returns=count + 1).remote(offered_rows, key, count) for learner in offers
+        ]
+        ray.get([num_bytes for *_, num_bytes in calls], timeout=manifest.transfer_timeout_s(_RANK_ANSWERS_S))
+        self._hold(manifest, [piece for *pieces, _ in calls for piece in pieces])
         return True
 
     def _hold(self, manifest: Manifest, parts: list[ray.ObjectRef[Any]]) -> None:
@@ -147,6 +157,10 @@ class WeightStore:
             raise VersionMissingError(f"policy version {version} is not in the store; it has {sorted(self._versions)}")
         # In a list: a bare reference would be resolved on the way and copied through this actor.
         return self._versions[version]
+
+
+def _num_pieces(num_bytes: int) -> int:
+    return max(1, min(_MOST_PIECES, num_bytes // _LEAST_PIECE_BYTES))
 
 
 def store_name(run: str) -> str:

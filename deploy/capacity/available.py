@@ -17,6 +17,18 @@ _CONNECT_TIMEOUT_S = 5.0
 _LAST_PORT = 65535
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterMachine:
+    """A machine of a cluster."""
+
+    address: str
+    """Its address."""
+    object_store_bytes: int
+    """Its part of Ray's object store."""
+    has_gpu: bool
+    """Whether Ray has GPUs there."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
     """Resources available to a run."""
@@ -35,6 +47,8 @@ class Resources:
     """Memory of the smallest GPU; None if there is none, or it is unknown."""
     num_machines: int
     """Number of machines."""
+    machines: tuple[ClusterMachine, ...]
+    """The machines of a running cluster that have CPUs, and so may get samplers; none if the run starts its own Ray."""
     is_ours: bool
     """Whether the run would start its own Ray there."""
 
@@ -78,6 +92,7 @@ def resources_of(address: str | None) -> Resources:
         object_store_bytes=_largest_store(total.get("object_store_memory", 0) - now.get("object_store_memory", 0)),
         gpu_memory_bytes=smallest_memory(total),
         num_machines=num_machines(),
+        machines=_machines(),
         is_ours=False,
     )
 
@@ -88,6 +103,17 @@ def _largest_store(to_come: float) -> int:
 
     stores = (node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
     return int(max(to_come, *stores))
+
+
+def _machines() -> tuple[ClusterMachine, ...]:
+    import ray
+
+    found = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return tuple(
+        ClusterMachine(address, int(room.get("object_store_memory", 0)), has_gpu=room.get("GPU", 0) > 0)
+        for address, room in found
+        if room.get("CPU", 0) > 0
+    )
 
 
 def _most_by_autoscaler() -> dict[str, float]:
@@ -109,6 +135,7 @@ def _this_machine() -> Resources:
         object_store_bytes=int(min(_OBJECT_STORE_SHARE * memory, most)),
         gpu_memory_bytes=machine.gpu_memory_bytes(),
         num_machines=1,
+        machines=(),
         is_ours=True,
     )
 

@@ -49,6 +49,8 @@ class Needs:
     """Lower bound of the main memory: processes, weights and the checkpoint being written, without activations."""
     object_store_bytes: int
     """Ray's object store on the machine that holds most of it: the policy versions that exist at a time."""
+    version_bytes: int
+    """Ray's object store on each machine with samplers: one policy version, while it arrives."""
     disk_bytes: int
     """Disk space in `runs_dir`: the checkpoints that exist at a time."""
 
@@ -74,6 +76,7 @@ def needs_of(recipe: Recipe, *, serve: bool = False, num_machines: int = 1) -> N
         gpus=num_gpus_for(shares) if recipe.device == "cuda" else 0,
         memory=(*_processes(recipe), *(() if shape is None else _weights(recipe, shape))),
         object_store_bytes=0 if shape is None else _object_store_bytes(recipe, shape, num_machines),
+        version_bytes=0 if shape is None else _fetched_bytes(recipe, shape),
         disk_bytes=0 if shape is None else _disk_bytes(recipe, shape),
     )
 
@@ -118,6 +121,13 @@ def _version_bytes(recipe: Recipe, counts: ParameterCounts) -> float:
     if recipe.weight_transport != OBJECT_STORE:
         return 0
     return (versions_at_a_time(recipe) + (recipe.model.lora.rank > 0)) * published_bytes(recipe, counts)
+
+
+def _fetched_bytes(recipe: Recipe, shape: TransformerConfig) -> int:
+    """Return the bytes of a version in the object store of a machine whose samplers fetch it."""
+    if recipe.weight_transport != OBJECT_STORE:
+        return 0
+    return int(published_bytes(recipe, ParameterCounts.of(shape, recipe.model.lora)))
 
 
 def _object_store_bytes(recipe: Recipe, shape: TransformerConfig, num_machines: int) -> int:

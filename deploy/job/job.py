@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, read_events
 from actors.spec import Phase, RunSpec
-from deploy.capacity.needs import checkpoint_bytes
+from deploy.capacity.needs import checkpoint_bytes, needs_of
 from deploy.errors import EXIT_RUN_FAILED, RunFailedError, user_errors
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt, wait_until_done
 from deploy.job.following import checkpoint_on_stop, following
@@ -137,11 +137,13 @@ class Driver:
         from ray.train import TrainingFailedError
 
         from actors.cluster import LearnerFailedError, start_actors, stop_actors
+        from actors.registry.server import num_machines
 
         url = registry_of_cluster()
+        version_bytes = needs_of(self.recipe, num_machines=num_machines()).object_store_bytes
         # A run of the same name may be under way, with actors of the same names.
         with user_errors(ValueError):
-            actors = start_actors(self.spec, self.recipe.grading.num_graders, url, secrets.token_hex(8))
+            actors = start_actors(self.spec, self.recipe.grading.num_graders, url, secrets.token_hex(8), version_bytes)
         source = Source(directory=str(self.recipe.run_dir), is_run=True, registry_url=url)
         with ExitStack() as at_end:
             at_end.callback(stop_actors, actors, keep_store=keep_store)

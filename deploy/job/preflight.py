@@ -39,7 +39,7 @@ def preflight(
 ) -> list[str]:
     """Return why the recipe cannot run, in sentences that say what would help; empty if it can.
 
-    `on_warning` receives warnings that prevent no run, such as which rows of the data are left out.
+    `on_warning` receives warnings that prevent no run, such as a machine with a small object store.
     """
     needs = needs_of(recipe, serve=serve, num_machines=available.num_machines)
     problems = [
@@ -47,6 +47,9 @@ def preflight(
         *_gpu_memory_problems(recipe, available, serve=serve),
         *_pool_problems(recipe),
     ]
+    if on_warning is not None:
+        for warning in _store_warnings(recipe, needs, available):
+            on_warning(warning)
     try:
         check_registry(available.num_machines)
     except (ValueError, ConnectionError) as error:
@@ -99,6 +102,18 @@ def resource_problems(recipe: Recipe, needs: Needs, available: Resources) -> Ite
             f"policy versions take {gigabytes(needs.object_store_bytes)} of Ray's object store on one machine, and "
             f"{largest_store} of {where} has {gigabytes(available.object_store_bytes)}; take "
             f"{', '.join(ways)}, or start Ray with a larger --object-store-memory"
+        )
+
+
+def _store_warnings(recipe: Recipe, needs: Needs, available: Resources) -> Iterator[str]:
+    """Warn of machines that may get samplers, and whose object store is smaller than a policy version."""
+    with_device = (one for one in available.machines if one.has_gpu or recipe.device == "cpu")
+    if small := [one for one in with_device if one.object_store_bytes < needs.version_bytes]:
+        least = min(one.object_store_bytes for one in small)
+        yield (
+            f"a policy version takes {gigabytes(needs.version_bytes)}, and Ray's object store on "
+            f"{', '.join(one.address for one in small)} has {gigabytes(least)}, so that Ray would keep it in files on "
+            "disk; start Ray there with a larger --object-store-memory"
         )
 
 

@@ -26,6 +26,9 @@ def test_a_dead_controller_is_named_in_the_error(spec: RunSpec, monkeypatch: pyt
         fit(spec, actors)
 
 
+HERE = "00" * 28
+
+
 class _Remote:
     """A fake actor class that records the options passed to Ray."""
 
@@ -49,9 +52,35 @@ def test_a_second_driver_does_not_change_the_first_drivers_store(
 ) -> None:
     asked: dict[str, dict[str, Any]] = {}
     monkeypatch.setattr(module, "watched", lambda _: _Remote(asked, taken="test-sampler-0"))
+    monkeypatch.setattr(module, "_store_node", lambda _: HERE)
     with pytest.raises(ValueError, match="the name test-sampler-0 is taken"):
-        start_actors(spec, 1, "redis://nowhere", "driver")
+        start_actors(spec, 1, "redis://nowhere", "driver", 0)
     assert "keep" not in asked
+
+
+def _on_nodes(monkeypatch: pytest.MonkeyPatch, object_stores: dict[str, int]) -> None:
+    """Pretend to be on the node `HERE` of a cluster with these object stores, and one that has died."""
+    nodes = [
+        {"NodeID": node, "Alive": True, "Resources": {"object_store_memory": size}}
+        for node, size in object_stores.items()
+    ]
+    dead = {"NodeID": "dd" * 28, "Alive": False, "Resources": {"object_store_memory": 10**15}}
+    monkeypatch.setattr(ray, "nodes", lambda: [dead, *nodes])
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: HERE))
+
+
+@pytest.mark.parametrize(("num_bytes", "node"), [(100, HERE), (101, "22" * 28)])
+def test_the_weight_store_leaves_the_drivers_machine_if_it_does_not_fit(
+    spec: RunSpec, num_bytes: int, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, dict[str, Any]] = {}
+    _on_nodes(monkeypatch, {"11" * 28: 50, HERE: 100, "22" * 28: 300})
+    monkeypatch.setattr(ray, "remote", lambda _: _Remote(asked))
+    monkeypatch.setattr(module, "watched", lambda _: _Remote(asked))
+    start_actors(spec, 1, "redis://nowhere", "driver", num_bytes)
+    strategy = asked["d1-weights-test"]["scheduling_strategy"]
+    assert (strategy.node_id, strategy.soft) == (node, True)
+    assert asked["test-coordinator"]["scheduling_strategy"].node_id == HERE
 
 
 @pytest.mark.parametrize("placement", [PlacementSection(), PlacementSection(learner="SPREAD", samplers="SPREAD")])
@@ -59,12 +88,11 @@ def test_actors_are_placed_by_the_recipe(
     spec: RunSpec, placement: PlacementSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, dict[str, Any]] = {}
-    context = SimpleNamespace(get_node_id=lambda: "00" * 28)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    _on_nodes(monkeypatch, {HERE: 100})
     monkeypatch.setattr(ray, "remote", lambda _: _Remote(asked))
     monkeypatch.setattr(module, "watched", lambda _: _Remote(asked))
     spec = spec.model_copy(update={"placement": placement})
-    start_actors(spec, 1, "redis://nowhere", "driver")
+    start_actors(spec, 1, "redis://nowhere", "driver", 0)
     assert asked["keep"]["size"] == spec.learner.max_staleness + 2
     assert asked["test-sampler-0"]["scheduling_strategy"] == placement.samplers
     assert "scheduling_strategy" not in asked["test-grader-0"]

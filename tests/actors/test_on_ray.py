@@ -246,6 +246,24 @@ def test_the_store_takes_offered_rows_and_keeps_them_after_the_ranks_die(
     assert [c.token_ids.tolist() for c in completions] == [c.token_ids.tolist() for c in local]
 
 
+@pytest.mark.parametrize("is_offered", [False, True])
+def test_a_large_version_travels_in_pieces(shared_store: Any, is_offered: bool) -> None:
+    store = shared_store
+    weights = {name: torch.full((1000, 1000), float(ord(name))) for name in "abcdefg"}
+    manifest = make_manifest(1, weights)
+    if is_offered:
+        rank = ray.remote(_Rank).options(num_cpus=0).remote(store)
+        ray.get(rank.offer.remote("pieces", 0, weights), timeout=180)
+        assert ray.get(store.take.remote(manifest, "pieces", 1), timeout=60)
+        _kill(rank)
+    else:
+        ray.get(store.publish.remote(manifest, put(weights)), timeout=180)
+    _, pieces = ray.get(store.get.remote(1), timeout=60)
+    assert len(pieces) == 3, "of 8 MB or more"
+    fetched = StoreReader(store, 30).version(1, manifest.digest)[1]
+    assert all(torch.equal(fetched[name], tensor) for name, tensor in weights.items())
+
+
 class _DirectSampler(SamplerWorker):
     """A sampler that registers the transport in its process: Ray knows only NIXL and CUDA IPC by itself."""
 

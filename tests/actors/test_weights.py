@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.weights.checksums import Checksum, checksum_of, combine_checksums
+from actors.weights.offering import in_pieces
 from actors.weights.store import TensorEntry
 from actors.weights.tensors import as_bytes, as_verified, make_manifest, manifest_of_shards, verify
 
@@ -34,6 +35,17 @@ def test_verify_names_the_differing_tensor(change: str) -> None:
         arrived["c"] = torch.zeros(1)
     with pytest.raises(ValueError, match=r"policy version 3 arrived .* (tensor b differs|an unlisted tensor c)"):
         verify(make_manifest(3, WEIGHTS), arrived)
+
+
+@given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 5))
+def test_pieces_have_every_tensor_once_and_similar_sizes(sizes: list[int], num_pieces: int) -> None:
+    rows = {f"{index}": np.full(size, index, np.uint8) for index, size in enumerate(sizes)}
+    pieces = in_pieces(rows, num_pieces)
+    assert len(pieces) == num_pieces
+    assert sorted(name for piece in pieces for name in piece) == sorted(rows)
+    assert all(piece[name] is rows[name] for piece in pieces for name in piece)
+    most = max((sum(array.nbytes for array in piece.values()) for piece in pieces), default=0)
+    assert most <= sum(sizes) / num_pieces + max(sizes, default=0)
 
 
 def test_a_damaged_base_is_named() -> None:

@@ -42,6 +42,7 @@ rollout:
   sampling: {gen_length: 6, block_length: 3, num_denoise_steps: 2, temperature: 1.0}
 grading: {num_graders: 1}
 learner: {num_workers: 2, num_rounds: 2, groups_per_round: 8, group_size: 4, inner_updates: 1}
+placement: {learner: SPREAD}
 evaluation: {num_problems: 10}
 control: {enabled: false}
 """

