@@ -25,6 +25,7 @@ from actors.spec import RunSpec
 from actors.training.run_client import Heartbeat, RunClient
 from actors.weights.store import WeightStore, store_name
 from learner.parallel.consensus import LeaderFailedError, Ranks, is_peer_failure
+from learner.parallel.progress import PROGRESS
 
 _START_TIMEOUT_S = 600.0
 _VERDICT_TIMEOUT_S = 120.0
@@ -210,6 +211,7 @@ def train_worker(config: Mapping[str, Any]) -> None:
     client = RunClient(coordinator, config["store"], spec.weight_transport)
     if (tokens := ranks.broadcast_decision(client.report_start)) is None:
         return
+    PROGRESS.start(spec.collective_timeout_s, may_compile=spec.sharding.compile)
     heartbeat = Heartbeat(coordinator, ranks.rank)
     try:
         TrainingRun(spec.with_micro_batches(tokens), client, heartbeat, ranks).run()

@@ -49,6 +49,7 @@ from actors.registry.registry import Registry
 from actors.run_log import Event, RunLog, is_done
 from actors.spec import Phase, RunSpec
 from learner.model.tokenizer import ChatTokenizer
+from learner.parallel.progress import Place
 
 
 class Coordinator:
@@ -199,10 +200,10 @@ class Coordinator:
         """Return why the learner group is not started again; empty if it ended normally."""
         return self._session.current.gave_up
 
-    async def heartbeat(self, rank: int, doing: str, actor: Any, controller: Any = None) -> bool:
+    async def heartbeat(self, rank: int, place: Place, actor: Any, node: str, controller: Any = None) -> bool:
         """Register a heartbeat of a learner rank; rank 0 passes Ray Train's controller. Returns whether to stop."""
         self._monitor.ensure_running()
-        self._supervisor.heartbeat(rank, doing, actor, controller)
+        self._supervisor.heartbeat(rank, place, actor, node, controller)
         return self._turn.is_stopping
 
     async def rank_ended(self, rank: int) -> None:
@@ -214,7 +215,7 @@ class Coordinator:
         self._session.change(is_stopping=True)
         self._turn.stop()
         # After a restart of this process the first heartbeat may not have arrived yet.
-        return bool(self._supervisor.activity) or self._is_restarted
+        return bool(self._supervisor.ranks) or self._is_restarted
 
     # The pools.
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from actors.coordination.pools import Pools
+from actors.coordination.rank_progress import standstill_texts
 from actors.coordination.reporting.status import (
     SILENT_S,
     RunStatus,
@@ -83,7 +84,7 @@ class RunMonitor:
             round=newest.get("round", -1) + 1 if next_round is None else next_round,
             num_rounds=self._spec.learner.num_rounds,
             policy_version=self._rounds.newest_version,
-            learner={rank: doing for rank, (doing, _) in self._supervisor.activity.items()},
+            learner={str(one.rank): str(one.place) for one in self._supervisor.ranks.values()},
             work_units=self._rounds.counts(),
             pools=actor_statuses(self._pools.members(), self._pools.assignments(), self._pools.unreachable()),
             waits=tuple(self._waits()),
@@ -107,8 +108,8 @@ class RunMonitor:
             if seconds > SILENT_S:
                 keys = self._rounds.unfinished() if what is ROUND else [held.key for held in assignments]
                 texts.append(wait_text(who, seconds, keys, assignments))
-        elif "0" in self._supervisor.activity:
-            doing, since = self._supervisor.activity["0"]
-            if time.monotonic() - since > SILENT_S:
-                texts.append(f"learner busy for {time.monotonic() - since:.0f} s: {doing}")
-        return texts
+        elif (rank_0 := self._supervisor.ranks.get(0)) is not None:
+            seconds = time.monotonic() - rank_0.activity_since
+            if seconds > SILENT_S:
+                texts.append(f"learner busy for {seconds:.0f} s: {rank_0.place}")
+        return texts + standstill_texts(self._supervisor.ranks.values())

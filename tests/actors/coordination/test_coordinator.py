@@ -21,6 +21,7 @@ from actors.resources import GpuSection
 from actors.run_log import RunLog, read_events
 from actors.spec import Phase, RunSpec
 from actors.weights.store import VersionMissingError
+from learner.parallel.progress import Place
 from rewards import Grade, SumsConfig
 
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -238,7 +239,9 @@ def test_samplers_work_while_the_coordinator_writes_to_disk(case: _Case, monkeyp
         waiting = asyncio.create_task(coordinator.next_batch(1, _weights_id(2), _trained(0)))
         while len(case.sampler.asked) < num_asked + coordinator._plan.work_units_per_round:
             await asyncio.sleep(0.001)
-        assert await coordinator.heartbeat(0, "round 1: waiting", "handle") is False, "it answers others"
+        assert await coordinator.heartbeat(0, _place("round 1: waiting"), "handle", "node") is False, (
+            "it answers others"
+        )
         assert not waiting.done()
         assert case.events("round") == []
         written.set()
@@ -306,12 +309,12 @@ def test_a_stop_ends_waits_and_survives_the_coordinator_but_not_the_driver(case:
         await asyncio.sleep(0.01)
         assert not await coordinator.stop(), "no rank is up"
         assert await waiting == (Next.STOP, [])
-        assert await coordinator.heartbeat(0, "round 0: training", "handle")
+        assert await coordinator.heartbeat(0, _place("round 0: training"), "handle", "node")
         assert await coordinator.stop()
         successor = case.coordinator()
-        assert await successor.heartbeat(0, "round 0: training", "handle")
+        assert await successor.heartbeat(0, _place("round 0: training"), "handle", "node")
         assert await successor.evaluate(_weights_id(1), "sft", 0, True) is Next.STOP
-        assert not await case.coordinator("two").heartbeat(0, "starting", "handle")
+        assert not await case.coordinator("two").heartbeat(0, _place("starting"), "handle", "node")
 
     _run(scene())
 
@@ -321,7 +324,7 @@ def test_actors_killed_after_a_stop_are_not_recorded_as_failures(case: _Case, la
     async def scene() -> None:
         coordinator = case.coordinator()
         case.sampler.mood = "silent"
-        await coordinator.heartbeat(0, "round 0: training", "handle")
+        await coordinator.heartbeat(0, _place("round 0: training"), "handle", "node")
         # As with samplers that run ahead: the learner trains, and does not wait, when the stop arrives.
         coordinator._rounds.begin(0, _weights_id(1))
         if label:
@@ -406,7 +409,7 @@ def test_the_status_names_the_work_units_that_the_learner_waits_for(
         await coordinator.record("phase", {"phase": Phase.RL, "num_steps": 2})
         case.sampler.mood = "silent"
         waiting = asyncio.create_task(coordinator.next_batch(0, _weights_id(1)))
-        await coordinator.heartbeat(1, "round 0: waiting for completions", "handle")
+        await coordinator.heartbeat(1, _place("round 0: waiting for completions"), "handle", "node")
         await asyncio.sleep(0.05)
         status = await coordinator.status()
         assert (status.stage, status.round, status.policy_version) == ("rl", 0, 1)
@@ -715,6 +718,10 @@ def test_a_background_evaluation_is_cancelled_with_the_learner_and_with_the_run(
     _run(scene())
 
 
+def _place(activity: str) -> Place:
+    return Place(num_marks=0, activity=activity, where="", is_in_collective=False, bound_s=900.0)
+
+
 class _Controller:
     """A fake of Ray Train's controller: it answers a given number of times, then never."""
 
@@ -747,12 +754,12 @@ def test_a_silent_controller_is_killed_unless_it_may_be_starting_ranks(
         coordinator, time_s = case.coordinator(), 0.0
         liveness = coordinator._supervisor.liveness
         liveness._now, liveness._swept_at = lambda: time_s, 0.0
-        await coordinator.heartbeat(0, "a step", "rank", controller)
+        await coordinator.heartbeat(0, _place("a step"), "rank", "node", controller)
         await asyncio.sleep(0.01)
         for _ in range(100):
             time_s += 1
             if beating:
-                await coordinator.heartbeat(0, "a step", "rank", controller)
+                await coordinator.heartbeat(0, _place("a step"), "rank", "node", controller)
             liveness.sweep()
         # The case's other actors never answer.
         assert [one for one in ended if one in (controller, "rank")] == [controller if beating else "rank"]
