@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from actors.coordination.learner_wait import LearnerWait
 from actors.coordination.pools import Pools
 from actors.coordination.rank_progress import standstill_texts
 from actors.coordination.reporting.status import (
@@ -46,6 +47,7 @@ class RunMonitor:
         self._spec, self._log, self._session, self._rounds, self._pools = spec, log, session, rounds, pools
         self._turn, self._supervisor, self._timeline, self._announcer = turn, supervisor, timeline, announcer
         self._task: asyncio.Task[None] | None = None
+        self._learner_wait = LearnerWait(spec, log.note_failure)
 
     def ensure_running(self) -> None:
         """Start the periodic task, or restart it after an error. To be called from the event loop."""
@@ -60,6 +62,7 @@ class RunMonitor:
             self._supervisor.sweep()
             self._pools.check_outages()
             self._announcer.retry()
+            await self._learner_wait.check(is_down=self._supervisor.is_learner_down)
             self.write()
             await asyncio.sleep(_EVERY_S)
 
@@ -112,4 +115,4 @@ class RunMonitor:
             seconds = time.monotonic() - rank_0.activity_since
             if seconds > SILENT_S:
                 texts.append(f"learner busy for {seconds:.0f} s: {rank_0.place}")
-        return texts + standstill_texts(self._supervisor.ranks.values())
+        return texts + self._learner_wait.texts() + standstill_texts(self._supervisor.ranks.values())

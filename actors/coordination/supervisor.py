@@ -48,6 +48,12 @@ class Supervisor:
         progress.hear(actor, node, place, now)
         self.liveness.record_heartbeat(f"{_RANK}{rank}", actor)
 
+    @property
+    def is_learner_down(self) -> bool:
+        """Whether no rank of the learner is heard from."""
+        silent = self.liveness.silent()
+        return all(f"{_RANK}{rank}" in silent or not self.liveness.is_watched(f"{_RANK}{rank}") for rank in self.ranks)
+
     def rank_ended(self, rank: int) -> None:
         """Register that a rank has ended normally."""
         self.liveness.forget(f"{_RANK}{rank}")

@@ -110,7 +110,8 @@ def _gpu_memory_problems(recipe: Recipe, available: Resources, *, serve: bool) -
         shape = policy_shape(recipe)
     except ValueError:
         return
-    processes = [sampler_memory(recipe, shape), learner_memory(recipe, shape, recipe.learner.num_workers)]
+    # The fewest workers hold the largest parts of the policy.
+    processes = [sampler_memory(recipe, shape), learner_memory(recipe, shape, recipe.learner_sizes[-1])]
     if serve and recipe.gpus.engine:
         processes.append(engine_memory(recipe, shape, recipe.service.max_live_versions))
     for process in processes:
