@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from actors.resources import learner_resources
 from actors.spec import RunSpec
@@ -29,11 +29,9 @@ def placeable_workers(spec: RunSpec) -> int | None:
 
 def _fits(spec: RunSpec, num_workers: int) -> bool:
     labels = dict(spec.placement.learner_labels)
-    group = placement_group(
-        [learner_resources(spec.device, spec.gpus.learner_request)] * num_workers,
-        strategy=spec.placement.learner,
-        bundle_label_selector=[labels] * num_workers if labels else None,
-    )
+    options: dict[str, Any] = {"bundle_label_selector": [labels] * num_workers} if labels else {}
+    bundles = [learner_resources(spec.device, spec.gpus.learner_request)] * num_workers
+    group = placement_group(bundles, strategy=spec.placement.learner, **options)
     try:
         return bool(group.wait(_PROBE_TIMEOUT_S))
     finally:

@@ -21,9 +21,15 @@ _RANK, _CONTROLLER, _STORE = "learner rank ", "Ray Train's controller", "the wei
 class Supervisor:
     """Ends what hangs: pool actors, the weight store, the learner's ranks, and Ray Train's controller."""
 
-    def __init__(self, pools: Pools, store: Any, on_failure: Callable[[str, int], None]) -> None:
-        """Take over pools and weight store. `on_failure` receives which actor is ended."""
+    def __init__(
+        self, pools: Pools, store: Any, on_failure: Callable[[str, int], None], room_timeout_s: float = 0.0
+    ) -> None:
+        """Take over pools and weight store. `on_failure` receives which actor is ended.
+
+        `room_timeout_s` is how long Ray Train's controller may wait for resources, without answering meanwhile.
+        """
         self._pools, self._store, self._on_failure = pools, store, on_failure
+        self._controller_hung_s = _CONTROLLER_HUNG_S + room_timeout_s
         self.liveness = LivenessMonitor(self._end_hung)
         self.ranks: dict[int, RankProgress] = {}
         """Progress of each rank of the learner, by rank."""
@@ -40,7 +46,7 @@ class Supervisor:
     def heartbeat(self, rank: int, place: Place, actor: Any, node: str, controller: Any = None) -> None:
         """Register a heartbeat of a learner rank; rank 0 passes Ray Train's controller."""
         if controller is not None and not self.liveness.is_watched(_CONTROLLER):
-            self.liveness.probe(_CONTROLLER, controller, _controller_answers, _CONTROLLER_HUNG_S)
+            self.liveness.probe(_CONTROLLER, controller, _controller_answers, self._controller_hung_s)
         now = time.monotonic()
         if (progress := self.ranks.get(rank)) is None:
             progress = RankProgress(rank=rank, actor=actor, node=node, place=place, heard_at=now, activity_since=now)

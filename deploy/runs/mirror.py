@@ -150,10 +150,30 @@ def fetch_run(recipe: Recipe) -> None:
             mirror.pull(recipe.run_dir)
 
 
+def fetch_mirrored(url: str, runs_dir: Path) -> Path:
+    """Download the run of a mirror's URL, `checkpoint_url/NAME`, and return its new directory below `runs_dir`.
+
+    Raises UserError if there is no such mirror, or a directory of that name is here already.
+    """
+    place, _, name = url.rstrip("/").rpartition("/")
+    run_dir = runs_dir / name
+    if run_dir.exists():
+        raise UserError(f"{run_dir} exists already; remove it, or choose another --runs-dir")
+    with _readable(place):
+        mirror = Mirror(place, name)
+        if not mirror.has_run():
+            raise UserError(f"there is no run at {url}; it is checkpoint_url/NAME of the run's recipe")
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        mirror.pull(run_dir)
+    return run_dir
+
+
 @contextmanager
 def _readable(url: str) -> Iterator[None]:
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:  # of whichever fsspec backend
         what = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"checkpoint_url {url} cannot be read: {what}") from error

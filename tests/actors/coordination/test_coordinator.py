@@ -741,6 +741,21 @@ class _Controller:
         return answer
 
 
+def test_a_controller_that_may_wait_for_resources_is_given_that_time_too(
+    case: _Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.coordination.monitor._EVERY_S", 1e6)
+    learner = case.spec.learner.model_copy(update={"num_workers": 2, "min_workers": 1, "resource_timeout_s": 300.0})
+    case.spec = case.spec.model_copy(update={"learner": learner})
+
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        await coordinator.heartbeat(0, _place("a step"), "rank", "node", _Controller())
+        assert coordinator._supervisor.liveness._actors["Ray Train's controller"].hung_s == 390
+
+    _run(scene())
+
+
 @pytest.mark.parametrize("beating", [True, False])
 def test_a_silent_controller_is_killed_unless_it_may_be_starting_ranks(
     beating: bool, case: _Case, monkeypatch: pytest.MonkeyPatch
