@@ -82,8 +82,8 @@ class Supervisor:
         where = ""
         if is_rank:
             progress = self.ranks[int(name.removeprefix(_RANK))]
-            where, self._is_ending = f" on {progress.node}, last heard of in {progress.place}", True
-        self._on_failure(f"{name}{where}, was silent for {seconds:.0f} s and {fate}", 1)
+            where, self._is_ending = f" on {progress.node}, last heard of in {progress.place},", True
+        self._on_failure(f"{name}{where} was silent for {seconds:.0f} s and {fate}", 1)
         if is_rank:
             self.liveness.forget(name, _CONTROLLER)
         # Ray Train restarts its workers itself, and nothing restarts its controller.
