@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import NAMESPACE, actor_name
 from actors.coordination.coordinator import Coordinator
 from actors.grader import GraderWorker
+from actors.learner_room import placeable_workers
 from actors.resources import (
     coordinator_resources,
     grader_resources,
@@ -25,11 +27,13 @@ from actors.spec import RunSpec
 from actors.training.run_client import Heartbeat, RunClient
 from actors.weights.store import WeightStore, store_name
 from learner.parallel.consensus import LeaderFailedError, Ranks, is_peer_failure
+from learner.parallel.progress import PROGRESS
 
 _START_TIMEOUT_S = 600.0
 _VERDICT_TIMEOUT_S = 120.0
 # The coordinator normally gives up long before. This limit is for groups that fail before they reach it.
 _MAX_LEARNER_RESTARTS = 1000
+_START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 
 WORKER_ENV = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
@@ -118,6 +122,7 @@ def start_sampler(spec: RunSpec, store: Any, index: int) -> tuple[str, Any]:
             name=actor_name(spec.name, name),
             max_restarts=-1,
             scheduling_strategy=spec.placement.samplers,
+            label_selector=dict(spec.placement.sampler_labels) or None,
             **sampler_resources(spec.device, spec.gpus.sampler_request),
         )
         .remote(
@@ -180,37 +185,62 @@ def fit(spec: RunSpec, actors: RunActors) -> None:
     """Run the learner group until it ends; blocks.
 
     The coordinator decides whether a failed group is restarted: as long as the run makes progress. The number of
-    failures does not matter, since a long run on many machines is bound to have many.
+    failures does not matter, since a long run on many machines is bound to have many. If the cluster has no room for
+    the group in time, and the recipe allows fewer workers, it goes on with as many as there is room for.
 
     Raises LearnerFailedError if the coordinator gives up or Ray Train's controller dies.
     """
+    from ray.train import ControllerError
+
+    num_workers = spec.learner.num_workers
+    while True:
+        try:
+            _trainer(spec, actors, num_workers).fit()
+            break
+        except ActorDiedError as error:
+            raise LearnerFailedError("Ray Train's controller died") from error
+        except ControllerError:
+            if len(spec.learner_sizes) == 1:
+                raise
+            # Without room for the fewest, it waits for all of them again.
+            num_workers = placeable_workers(spec) or spec.learner.num_workers
+            what = f"the learner group goes on with {num_workers} of {spec.learner.num_workers} workers"
+            actors.coordinator.record.remote("failure", {"what": what, "attempt": 1})
+    if why := ray.get(actors.coordinator.gave_up.remote(), timeout=_VERDICT_TIMEOUT_S):
+        raise LearnerFailedError(why)
+
+
+def _trainer(spec: RunSpec, actors: RunActors, num_workers: int) -> Any:
+    """Make Ray Train's trainer. It waits for resources for ever, or as long as the recipe says if it allows fewer
+    workers, and then raises ControllerError."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
     from actors.training.trainer import NodeTorchConfig, Trainer
 
+    is_elastic = len(spec.learner_sizes) > 1
+    if is_elastic:
+        # The controller reads it.
+        os.environ[_START_TIMEOUT] = str(spec.learner.resource_timeout_s)
     backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
-    trainer = Trainer(
+    return Trainer(
         train_worker,
         train_loop_config={"spec": spec, "coordinator": actors.coordinator, "store": actors.store},
         torch_config=NodeTorchConfig(backend=backend, timeout_s=round(spec.collective_timeout_s)),
         scaling_config=ScalingConfig(
-            num_workers=spec.learner.num_workers,
+            num_workers=num_workers,
             use_gpu=spec.device == "cuda",
             resources_per_worker=learner_resources(spec.device, spec.gpus.learner_request),
             placement_strategy=spec.placement.learner,
+            label_selector=dict(spec.placement.learner_labels) or None,
         ),
         run_config=RunConfig(
             name=".ray_train",
             storage_path=str(spec.run_dir),
-            failure_config=FailureConfig(max_failures=_MAX_LEARNER_RESTARTS),
+            failure_config=FailureConfig(
+                max_failures=_MAX_LEARNER_RESTARTS, controller_failure_limit=0 if is_elastic else -1
+            ),
         ),
     )
-    try:
-        trainer.fit()
-    except ActorDiedError as error:
-        raise LearnerFailedError("Ray Train's controller died") from error
-    if why := ray.get(actors.coordinator.gave_up.remote(), timeout=_VERDICT_TIMEOUT_S):
-        raise LearnerFailedError(why)
 
 
 def train_worker(config: Mapping[str, Any]) -> None:
@@ -223,6 +253,7 @@ def train_worker(config: Mapping[str, Any]) -> None:
     client = RunClient(coordinator, config["store"], spec.weight_transport)
     if (tokens := ranks.broadcast_decision(client.report_start)) is None:
         return
+    PROGRESS.start(spec.collective_timeout_s, may_compile=spec.sharding.compile)
     heartbeat = Heartbeat(coordinator, ranks.rank)
     try:
         TrainingRun(spec.with_micro_batches(tokens), client, heartbeat, ranks).run()

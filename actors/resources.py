@@ -8,7 +8,7 @@ sets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -56,8 +56,8 @@ class GpuSection(BaseModel):
 
 
 class PlacementSection(BaseModel):
-    """Placement of samplers and learner workers on a cluster's machines, in Ray's terms. It is a preference: without
-    room, Ray places them elsewhere."""
+    """Placement of samplers and learner workers on a cluster's machines, in Ray's terms. The strategies are
+    preferences: without room, Ray places them elsewhere."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -66,6 +66,12 @@ class PlacementSection(BaseModel):
     `SPREAD` over as many as possible."""
     samplers: Literal["DEFAULT", "SPREAD"] = "DEFAULT"
     """The samplers: `DEFAULT` fills half of a machine before it uses the next; `SPREAD` over as many as possible."""
+    learner_labels: Mapping[str, str] = {}
+    """Labels of the nodes for learner workers, with Ray's conditions: `{pool: h100}`, `{zone: "in(a, b)"}` or
+    `{spot: "!true"}`. Nodes get them from `ray start --labels`, KubeRay or Ray itself. Required, unlike the fields
+    above: the learner waits for such a node."""
+    sampler_labels: Mapping[str, str] = {}
+    """The same for samplers."""
 
 
 def coordinator_resources() -> dict[str, float]:

@@ -233,6 +233,13 @@ class RunConfig(BaseModel):
         return min(whole, max(self.sft.micro_batch_tokens or whole, self.sft_tokens))
 
     @property
+    def learner_sizes(self) -> list[int]:
+        """Numbers of workers that the learner may train with, the largest first."""
+        num_workers, of_copy = self.learner.num_workers, self.sharding.workers_per_copy or 1
+        least = self.learner.min_workers or num_workers
+        return [size for size in range(num_workers, least - 1, -1) if size % of_copy == 0]
+
+    @property
     def longest_canvas(self) -> int:
         """The longest canvas of all stages, in tokens."""
         return max(self.canvas_tokens, self.sft_tokens)
@@ -294,6 +301,11 @@ class RunConfig(BaseModel):
             raise ValueError(
                 f"gpus.colocate has a sampler and a learner worker take turns on each GPU, and rollout.num_samplers is "
                 f"{num_samplers}, learner.num_workers {num_workers}; take the same number"
+            )
+        if gpus.colocate and len(self.learner_sizes) > 1:
+            raise ValueError(
+                f"gpus.colocate needs as many learner workers as samplers, and learner.min_workers "
+                f"{self.learner.min_workers} allows fewer; leave it out"
             )
         if gpus.colocate and self.learner.max_staleness:
             raise ValueError(

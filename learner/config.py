@@ -20,6 +20,12 @@ class LearnerConfig(BaseModel):
 
     num_workers: PositiveInt = 2
     """Ranks of the learner; the policy is sharded over them."""
+    min_workers: PositiveInt | None = None
+    """Fewest ranks to train with: when a machine is lost and its resources do not come back within
+    `resource_timeout_s`, the learner goes on with fewer ranks from its newest checkpoint, as a resumed run with so many
+    does. Absent: it waits for all `num_workers`."""
+    resource_timeout_s: PositiveFloat = 300.0
+    """Seconds that the learner waits for the resources of all its ranks, where `min_workers` allows fewer."""
     num_rounds: NonNegativeInt
     """Rounds to train; each publishes one policy version."""
     groups_per_round: PositiveInt = 16
@@ -84,6 +90,14 @@ class LearnerConfig(BaseModel):
             raise ValueError(
                 f"objective {self.objective.name} tilts the reference by the reward: advantage must be group_mean, the "
                 f"reward up to a constant of the group, not {self.advantage}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _workers(self) -> LearnerConfig:
+        if self.min_workers is not None and self.min_workers > self.num_workers:
+            raise ValueError(
+                f"min_workers is {self.min_workers} and num_workers is {self.num_workers}; take at most as many"
             )
         return self
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from learner.parallel.offload import host_copy
+from learner.parallel.progress import PROGRESS
 from learner.parallel.sharding import Rows, ShardedPolicy, gather_on_rank_0, local_part, shard_like
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,9 +54,10 @@ class PolicyOptimizer:
         Raises:
             FloatingPointError: the loss or the gradient is not finite; the parameters are left as they were.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), max_grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        found = StepResult(*torch.stack((loss.detach().to(norm.device).double(), norm.double())).tolist())
+        with PROGRESS.in_collective("the all-reduce of the gradient norm"):
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), max_grad_norm)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            found = StepResult(*torch.stack((loss.detach().to(norm.device).double(), norm.double())).tolist())
         if not math.isfinite(found.loss):
             raise FloatingPointError(
                 f"the loss is {found.loss}: no step is taken, which would harm the policy; try a lower lr or a smaller "

@@ -68,12 +68,15 @@ class RayProcesses:
     Until then, that thread and the processes it starts are in the head's network namespace, with its own loopback.
     """
 
-    def __init__(self, **environment: str) -> None:
-        """Start Redis, head and worker. Each node has one logical CPU, and the worker has the resource `worker`.
+    def __init__(self, *, head_cpus: int = 1, **environment: str) -> None:
+        """Start Redis, head and worker. The worker has one logical CPU, the resource `worker`, and the label
+        `machine=worker`.
 
         Args:
+            head_cpus: logical CPUs of the head.
             environment: additional environment variables of the nodes.
         """
+        self._num_cpus = {"head": head_cpus, "worker": 1}
         self._mark = secrets.token_hex(3)
         # Short: the paths of Ray's sockets lie below it and are limited to 107 characters.
         self._directory = Path(tempfile.mkdtemp(prefix="d1r-", dir="/tmp"))
@@ -116,7 +119,7 @@ class RayProcesses:
             self.start_head()
             address = f"--address={self.head_ip}:{self.port}"
             worker = [address, f"--node-ip-address={self.worker_ip}", '--resources={"worker": 1}']
-            worker += [f"--metrics-export-port={self._metrics_port}"]
+            worker += [f"--metrics-export-port={self._metrics_port}", "--labels=machine=worker"]
             own = ["sh", "-c", f'mount -t tmpfs d1 {self._directory} && exec "$@"', "sh"]
             self._ray_start("worker", worker, ["ip", "netns", "exec", self._network("worker"), *own])
         except BaseException:
@@ -137,6 +140,10 @@ class RayProcesses:
     def kill_head(self) -> None:
         """Kill every process of the head node, as the end of its container does."""
         self._kill(self._processes("head"))
+
+    def kill_worker(self) -> None:
+        """Kill every process of the worker node, as the loss of its machine does."""
+        self._kill(self._processes("worker"))
 
     @contextmanager
     def without_gcs(self) -> Iterator[None]:
@@ -234,7 +241,7 @@ class RayProcesses:
         return f"d1{node[0]}{self._mark}"
 
     def _ray_start(self, node: str, arguments: list[str], prefix: list[str]) -> None:
-        common = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+        common = [f"--num-cpus={self._num_cpus[node]}", "--object-store-memory=100000000", "--disable-usage-stats"]
         own = {"D1_TEST_NODE": f"{self._mark}-{node}"}
         words = [*prefix, sys.executable, str(BIN / "ray"), "start", *arguments, *common]
         try:

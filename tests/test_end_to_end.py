@@ -31,6 +31,7 @@ from deploy.offline.evaluation.options import EvaluationOptions
 from deploy.offline.pool import PoolSettings
 from deploy.offline.worker import Worker, WorkerConfig
 from learner.model.checkpoint import load_policy
+from tests import stuck_rank
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -289,6 +290,38 @@ def test_rl_alone_gives_the_rewards_of_a_whole_run(
     assert [event["label"] for event in events if event["event"] == "evaluation"] == ["start", "round", "rl"]
     rewards = [event["reward"] for event in events if event["event"] == "round"]
     assert rewards == [event["reward"] for event in first_run if event["event"] == "round"]
+
+
+@pytest.mark.nightly
+def test_a_run_with_a_stuck_rank_names_it_and_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """A rank that loops before an all-reduce sends heartbeats; one that is stopped does not."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    events: dict[str, list[dict[str, Any]]] = {}
+    for how in ("", "loops", "is stopped"):
+        name = how.replace(" ", "-") or "undisturbed"
+        environment = os.environ | stuck_rank.environment_of(tmp_path / f"{name}-site", how)
+        environment.pop("RAY_ADDRESS", None)
+        events[how] = _train(environment, tmp_path, name, "learner.num_workers=2", "control.enabled=false", *SMALL)
+    for how, expected in (
+        (
+            "loops",
+            r"learner rank 1 on \S+ made no progress for \d+ s, \d+ s are allowed: round 2: training, forward",
+        ),
+        ("is stopped", r"learner rank 1 on \S+, last heard of in round \d: .*, was silent for \d+ s and is replaced"),
+    ):
+        said = [event["what"] for event in events[how] if event["event"] == "failure"]
+        assert re.match(expected, said[0]), said
+        assert any(what.startswith("the learner group restarted from checkpoint rl-000002") for what in said), said
+        rounds = {str(event["round"]): event for event in _repeatable(events[how]) if event["event"] == "round"}
+        assert rounds == {
+            str(event["round"]): event for event in _repeatable(events[""]) if event["event"] == "round"
+        }, "the last of each round"
+        for name in ("sft", "rl-000004"):
+            ours, theirs = (
+                (tmp_path / run / "checkpoints" / name / "model.safetensors").read_bytes()
+                for run in (how.replace(" ", "-"), "undisturbed")
+            )
+            assert ours == theirs, name
 
 
 @pytest.mark.nightly

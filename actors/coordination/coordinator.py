@@ -52,6 +52,7 @@ from actors.registry.registry import Registry
 from actors.run_log import Event, RunLog
 from actors.spec import Phase, RunSpec
 from learner.model.tokenizer import ChatTokenizer
+from learner.parallel.progress import Place
 
 
 class Coordinator:
@@ -93,7 +94,8 @@ class Coordinator:
             on_pause=log.note_pause,
             on_left=self._note_left,
         )
-        self._supervisor = Supervisor(self._pools, store, log.note_failure)
+        room_timeout_s = spec.learner.resource_timeout_s if len(spec.learner_sizes) > 1 else 0.0
+        self._supervisor = Supervisor(self._pools, store, log.note_failure, room_timeout_s)
         self._evaluation = VersionEvaluator(spec, self._plan, self._pools, log.note_failure)
         self._rounds = OpenRounds(spec, self._plan, self._pools, log.note_failure)
         self._turn = SamplersTurn(self._rounds, self._pools, log.note_failure, is_colocated=spec.gpus.colocate)
@@ -214,10 +216,10 @@ class Coordinator:
         """Return why the learner group is not started again; empty if it ended normally."""
         return self._session.current.gave_up
 
-    async def heartbeat(self, rank: int, doing: str, actor: Any, controller: Any = None) -> bool:
+    async def heartbeat(self, rank: int, place: Place, actor: Any, node: str, controller: Any = None) -> bool:
         """Register a heartbeat of a learner rank; rank 0 passes Ray Train's controller. Returns whether to stop."""
         self._monitor.ensure_running()
-        self._supervisor.heartbeat(rank, doing, actor, controller)
+        self._supervisor.heartbeat(rank, place, actor, node, controller)
         return self._turn.is_stopping
 
     async def rank_ended(self, rank: int) -> None:
@@ -230,7 +232,7 @@ class Coordinator:
         self._turn.stop()
         await self._log.written()
         # After a restart of this process the first heartbeat may not have arrived yet.
-        return bool(self._supervisor.activity) or self._is_restarted
+        return bool(self._supervisor.ranks) or self._is_restarted
 
     # The pools.
 

@@ -7,7 +7,9 @@ import time
 from dataclasses import asdict
 from functools import partial
 
+from actors.coordination.learner_wait import LearnerWait
 from actors.coordination.pools import Pools
+from actors.coordination.rank_progress import standstill_texts
 from actors.coordination.reporting.status import (
     SILENT_S,
     RunStatus,
@@ -51,6 +53,7 @@ class RunMonitor:
         self._session, self._rounds, self._pools = session, rounds, pools
         self._turn, self._supervisor, self._timeline, self._announcer = turn, supervisor, timeline, announcer
         self._task: asyncio.Task[None] | None = None
+        self._learner_wait = LearnerWait(spec, log.note_failure)
 
     def ensure_running(self) -> None:
         """Start the periodic task, or restart it after an error. To be called from the event loop."""
@@ -65,6 +68,7 @@ class RunMonitor:
             self._supervisor.sweep()
             self._pools.check_outages()
             self._announcer.retry()
+            await self._learner_wait.check(is_down=self._supervisor.is_learner_down)
             self.write()
             await asyncio.sleep(_EVERY_S)
 
@@ -89,7 +93,7 @@ class RunMonitor:
             round=newest.get("round", -1) + 1 if next_round is None else next_round,
             num_rounds=self._spec.learner.num_rounds,
             policy_version=self._rounds.newest_version,
-            learner={rank: doing for rank, (doing, _) in self._supervisor.activity.items()},
+            learner={str(one.rank): str(one.place) for one in self._supervisor.ranks.values()},
             work_units=self._rounds.counts(),
             pools=actor_statuses(self._pools.members(), self._pools.assignments(), self._pools.unreachable()),
             waits=tuple(self._waits()),
@@ -114,10 +118,10 @@ class RunMonitor:
             if seconds > SILENT_S:
                 keys = self._rounds.unfinished() if what is ROUND else [held.key for held in assignments]
                 texts.append(wait_text(who, seconds, keys, assignments))
-        elif "0" in self._supervisor.activity:
-            doing, since = self._supervisor.activity["0"]
-            if time.monotonic() - since > SILENT_S:
-                texts.append(f"learner busy for {time.monotonic() - since:.0f} s: {doing}")
+        elif (rank_0 := self._supervisor.ranks.get(0)) is not None:
+            seconds = time.monotonic() - rank_0.activity_since
+            if seconds > SILENT_S:
+                texts.append(f"learner busy for {seconds:.0f} s: {rank_0.place}")
         if (backlog := self._log.backlog()).writing_s > SILENT_S:
             texts.append(writing_text(backlog.writing_s, backlog.num_waiting))
-        return texts
+        return texts + self._learner_wait.texts() + standstill_texts(self._supervisor.ranks.values())

@@ -1,4 +1,4 @@
-"""Supervision of a run's actors: the activity of the learner's ranks, and the end of actors that hang."""
+"""Supervision of a run's actors: the progress of the learner's ranks, and the end of actors that hang."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import ray
 
 from actors.coordination.liveness import LivenessMonitor
 from actors.coordination.pools import Pools
+from actors.coordination.rank_progress import RankProgress, stuck, stuck_text
+from learner.parallel.progress import Place
 
 # Longer than for other actors: it does not answer while it starts or ends a group.
 _CONTROLLER_HUNG_S = 90.0
@@ -19,12 +21,19 @@ _RANK, _CONTROLLER, _STORE = "learner rank ", "Ray Train's controller", "the wei
 class Supervisor:
     """Ends what hangs: pool actors, the weight store, the learner's ranks, and Ray Train's controller."""
 
-    def __init__(self, pools: Pools, store: Any, on_failure: Callable[[str, int], None]) -> None:
-        """Take over pools and weight store. `on_failure` receives which actor is ended."""
+    def __init__(
+        self, pools: Pools, store: Any, on_failure: Callable[[str, int], None], room_timeout_s: float = 0.0
+    ) -> None:
+        """Take over pools and weight store. `on_failure` receives which actor is ended.
+
+        `room_timeout_s` is how long Ray Train's controller may wait for resources, without answering meanwhile.
+        """
         self._pools, self._store, self._on_failure = pools, store, on_failure
+        self._controller_hung_s = _CONTROLLER_HUNG_S + room_timeout_s
         self.liveness = LivenessMonitor(self._end_hung)
-        self.activity: dict[str, tuple[str, float]] = {}
-        """Current activity of each rank of the learner, and since when by `time.monotonic`."""
+        self.ranks: dict[int, RankProgress] = {}
+        """Progress of each rank of the learner, by rank."""
+        self._is_ending = False
 
     def sweep(self) -> None:
         """Probe new actors of the pools, and end hung ones. To be called as `LivenessMonitor.sweep`."""
@@ -32,25 +41,36 @@ class Supervisor:
             if not self.liveness.is_watched(name):
                 self.liveness.probe(name, actor)
         self.liveness.sweep()
+        self._end_stuck()
 
-    def heartbeat(self, rank: int, doing: str, actor: Any, controller: Any = None) -> None:
+    def heartbeat(self, rank: int, place: Place, actor: Any, node: str, controller: Any = None) -> None:
         """Register a heartbeat of a learner rank; rank 0 passes Ray Train's controller."""
         if controller is not None and not self.liveness.is_watched(_CONTROLLER):
-            self.liveness.probe(_CONTROLLER, controller, _controller_answers, _CONTROLLER_HUNG_S)
-        if self.activity.get(str(rank), ("", 0.0))[0] != doing:
-            self.activity[str(rank)] = doing, time.monotonic()
+            self.liveness.probe(_CONTROLLER, controller, _controller_answers, self._controller_hung_s)
+        now = time.monotonic()
+        if (progress := self.ranks.get(rank)) is None:
+            progress = RankProgress(rank=rank, actor=actor, node=node, place=place, heard_at=now, activity_since=now)
+            self.ranks[rank] = progress
+        progress.hear(actor, node, place, now)
         self.liveness.record_heartbeat(f"{_RANK}{rank}", actor)
+
+    @property
+    def is_learner_down(self) -> bool:
+        """Whether no rank of the learner is heard from."""
+        silent = self.liveness.silent()
+        return all(f"{_RANK}{rank}" in silent or not self.liveness.is_watched(f"{_RANK}{rank}") for rank in self.ranks)
 
     def rank_ended(self, rank: int) -> None:
         """Register that a rank has ended normally."""
         self.liveness.forget(f"{_RANK}{rank}")
-        self.activity.pop(str(rank), None)
+        self.ranks.pop(rank, None)
 
     def learner_starting(self) -> None:
         """Forget the ranks of the previous learner group."""
         # The controller starts another group, and does not answer until that is up.
-        self.liveness.forget(_CONTROLLER, *(f"{_RANK}{rank}" for rank in self.activity))
-        self.activity.clear()
+        self.liveness.forget(_CONTROLLER, *(f"{_RANK}{rank}" for rank in self.ranks))
+        self.ranks.clear()
+        self._is_ending = False
 
     def _end_hung(self, name: str, actor: Any, seconds: float) -> None:
         is_rank, fate = name.startswith(_RANK), "is replaced"
@@ -59,11 +79,27 @@ class Supervisor:
             fate = "is ended, and `d1 train` with it"
             if any(silent.startswith(_RANK) for silent in self.liveness.silent()):
                 return  # It may be busy replacing a rank.
-        self._on_failure(f"{name} was silent for {seconds:.0f} s and {fate}", 1)
+        where = ""
+        if is_rank:
+            progress = self.ranks[int(name.removeprefix(_RANK))]
+            where, self._is_ending = f" on {progress.node}, last heard of in {progress.place},", True
+        self._on_failure(f"{name}{where} was silent for {seconds:.0f} s and {fate}", 1)
         if is_rank:
             self.liveness.forget(name, _CONTROLLER)
         # Ray Train restarts its workers itself, and nothing restarts its controller.
         ray.kill(actor, no_restart=is_rank or name == _CONTROLLER)
+
+    def _end_stuck(self) -> None:
+        """End the ranks that have stopped advancing, which makes Ray Train restart the group."""
+        ended = [] if self._is_ending else stuck(self.ranks.values())
+        if not ended:
+            return
+        # The others fail or are ended next.
+        self._is_ending = True
+        self._on_failure(f"{stuck_text(ended, self.ranks.values())}; the group is restarted", 1)
+        self.liveness.forget(_CONTROLLER, *(f"{_RANK}{one.rank}" for one in ended))
+        for one in ended:
+            ray.kill(one.actor, no_restart=True)
 
 
 async def _controller_answers(controller: Any) -> None:

@@ -6,6 +6,7 @@ broadcasts the answers (`learner/parallel/consensus.py`); the other ranks just o
 
 from __future__ import annotations
 
+import platform
 import secrets
 import threading
 from collections.abc import Mapping
@@ -22,10 +23,13 @@ from actors.training.limits import OutOfGpuMemoryError
 from actors.weights import offering
 from actors.weights.store import Manifest
 from actors.weights.tensors import as_bytes, put
+from learner.parallel.progress import PROGRESS
 
 _CALL_TIMEOUT_S = 600.0
 _REPORT_TIMEOUT_S = 10.0
 HEARTBEAT_S = 1.0
+# Heartbeats without progress after which they also say which line the rank stands at.
+_STANDING_BEATS = 10
 
 
 class RunClient:
@@ -169,20 +173,29 @@ def _controller() -> Any:
 
 
 class Heartbeat:
-    """Heartbeat thread of one rank: sends its activity, and receives stop requests of the coordinator."""
+    """Heartbeat thread of one rank: sends its progress, and receives stop requests of the coordinator."""
 
     def __init__(self, coordinator: Any, rank: int) -> None:
-        """Start the thread."""
+        """Start the thread. The calling one is that which trains."""
         self._coordinator, self._rank = coordinator, rank
         self._me = ray.get_runtime_context().current_actor
         self._controller = _controller() if rank == 0 else None
+        self._node, self._training_thread = platform.node(), threading.get_ident()
         self.doing = "starting"
-        """The rank's activity, as readable text."""
         self.must_stop = False
         """A stop was requested."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
+
+    @property
+    def doing(self) -> str:
+        """The rank's activity, as readable text."""
+        return PROGRESS.place.activity
+
+    @doing.setter
+    def doing(self, activity: str) -> None:
+        PROGRESS.begin(activity)
 
     def end(self) -> None:
         """Report that the rank has ended, so that no more heartbeats are expected."""
@@ -206,9 +219,15 @@ class Heartbeat:
         return bool(self._result_of(failed, otherwise=True))
 
     def _beat(self) -> None:
+        last, num_equal = PROGRESS.place, 0
         while not self._ended.wait(HEARTBEAT_S):
+            place = PROGRESS.place
+            num_equal = num_equal + 1 if place.is_same_as(last) else 0
+            last = place
+            if num_equal >= _STANDING_BEATS:
+                place = place.with_line(self._training_thread)
             heartbeat = self._coordinator.heartbeat.options(max_task_retries=0)
-            words = self._rank, self.doing, self._me, self._controller
+            words = self._rank, place, self._me, self._node, self._controller
             said = self._result_of(heartbeat.remote(*words), otherwise=self.must_stop)
             self.must_stop = bool(said)
 

@@ -34,6 +34,19 @@ def list_all(runs_dir: RunsDir = _RUNS_DIR) -> None:
         typer.echo(f"no runs in {runs_dir}")
 
 
+@app.command()
+def fetch(
+    url: Annotated[str, typer.Argument(metavar="URL/NAME", help="The run NAME in the `checkpoint_url` of its recipe.")],
+    runs_dir: RunsDir = _RUNS_DIR,
+) -> None:
+    """Download a run from where it is mirrored, such as that of a cluster without a shared disk."""
+    with wait_display(f"fetching {url}"):
+        from deploy.runs.mirror import fetch_mirrored
+
+        run_dir = fetch_mirrored(url, runs_dir)
+    typer.echo(f"run directory: {run_dir}")
+
+
 def serve(
     name: Annotated[
         str | None,

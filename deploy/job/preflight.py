@@ -121,7 +121,8 @@ def _gpu_memory_problems(recipe: Recipe, available: Resources, *, serve: bool) -
     """Report processes that exceed their share of a GPU. An unreadable checkpoint config is reported elsewhere."""
     if recipe.device == "cpu" or available.gpu_memory_bytes is None or (shape := known_shape(recipe)) is None:
         return
-    processes = [sampler_memory(recipe, shape), learner_memory(recipe, shape, recipe.learner.num_workers)]
+    # The fewest workers hold the largest parts of the policy.
+    processes = [sampler_memory(recipe, shape), learner_memory(recipe, shape, recipe.learner_sizes[-1])]
     if serve and recipe.gpus.engine:
         processes.append(engine_memory(recipe, shape, recipe.service.max_live_versions))
     for process in processes:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import RunFailedError, UserError, first_line
 from deploy.printing import printable
+from deploy.program import command as command_of
 from deploy.program import program
 from learner.model.hub import is_hub_id
 from learner.objectives import DistillationConfig
@@ -90,6 +91,8 @@ def submit(
         raise UserError(f"the cluster did not take job {job_id}: {first_line(error)}") from error
     resumes = f" to resume {recipe.name}" if attempt else ""
     say(f"submitted job {job_id}{resumes}; its run directory is {recipe.run_dir}")
+    if "://" in (recipe.checkpoint_url or ""):
+        say(f"to fetch the run later: {command_of('runs', 'fetch', f'{recipe.checkpoint_url}/{recipe.name}')}")
     return job_id
 
 

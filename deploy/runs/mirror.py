@@ -147,3 +147,23 @@ def fetch_run(recipe: Recipe) -> None:
     with user_errors(Exception, prefix=f"checkpoint_url {recipe.checkpoint_url} cannot be read: "):
         if mirror.has_run():
             mirror.pull(recipe.run_dir)
+
+
+def fetch_mirrored(url: str, runs_dir: Path) -> Path:
+    """Download the run of a mirror's URL, `checkpoint_url/NAME`, and return its new directory below `runs_dir`.
+
+    Raises UserError if there is no such mirror, or a directory of that name is here already.
+    """
+    place, _, name = url.rstrip("/").rpartition("/")
+    run_dir = runs_dir / name
+    if run_dir.exists():
+        raise UserError(f"{run_dir} exists already; remove it, or choose another --runs-dir")
+    with user_errors(Exception, prefix=f"checkpoint_url {place} cannot be read: "):
+        mirror = Mirror(place, name)
+        has_run = mirror.has_run()
+        if has_run:
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            mirror.pull(run_dir)
+    if not has_run:
+        raise UserError(f"there is no run at {url}; it is checkpoint_url/NAME of the run's recipe")
+    return run_dir

@@ -47,6 +47,8 @@ _MAY_CHANGE = (
     "placement.",
     "learner.num_rounds",
     "learner.num_workers",
+    "learner.min_workers",
+    "learner.resource_timeout_s",
     "sharding.activation_checkpointing",
     "sharding.cpu_offload",
     "sharding.workers_per_copy",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
+from learner.parallel.progress import PROGRESS
 from learner.parallel.timeouts import COLLECTIVE_TIMEOUT_S
 
 HEARTBEAT_S = 5.0
@@ -86,7 +87,8 @@ class Ranks:
         if self.is_alone:
             return [value]
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(json.dumps(value), found, dst=0, group=self._group)
+        with PROGRESS.in_collective("a gather"):
+            dist.gather_object(json.dumps(value), found, dst=0, group=self._group)
         return [json.loads(text) for text in found or ()]
 
     def on_rank_0(self, work: Callable[[], object]) -> None:
@@ -99,9 +101,10 @@ class Ranks:
         self._from_rank_0(nothing)
 
     def _from_rank_0(self, work: Callable[[], bytes]) -> bytes:
-        if self.is_alone:
-            return work()
-        return self._lead(work) if self.rank == 0 else self._follow()
+        if self.rank:
+            return self._follow()
+        with PROGRESS.unbounded():
+            return work() if self.is_alone else self._lead(work)
 
     def _lead(self, work: Callable[[], bytes]) -> bytes:
         result: Future[bytes] = self._thread.submit(work)
@@ -113,13 +116,13 @@ class Ranks:
         message = result.result()
         self._send_header(_State.DONE, len(message))
         if message:
-            dist.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8), 0, group=self._group)
+            self._broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         return message
 
     def _follow(self) -> bytes:
         header = torch.zeros(2, dtype=torch.int64)
         while True:
-            dist.broadcast(header, 0, group=self._group)
+            self._broadcast(header)
             state, length = header.tolist()
             if state == _State.FAILED:
                 raise LeaderFailedError("rank 0 of the learner failed")
@@ -127,8 +130,12 @@ class Ranks:
                 break
         message = torch.empty(length, dtype=torch.uint8)
         if length:
-            dist.broadcast(message, 0, group=self._group)
+            self._broadcast(message)
         return message.numpy().tobytes()
 
     def _send_header(self, state: _State, length: int) -> None:
-        dist.broadcast(torch.tensor([state, length]), 0, group=self._group)
+        self._broadcast(torch.tensor([state, length]))
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        with PROGRESS.in_collective("a broadcast from rank 0"):
+            dist.broadcast(tensor, 0, group=self._group)

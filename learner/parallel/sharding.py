@@ -43,6 +43,7 @@ from learner.model.storage.throughput import ReportProgress
 from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import Transformer
 from learner.parallel.compiling import compile_blocks
+from learner.parallel.progress import PROGRESS
 from learner.parallel.sharding_config import ShardingConfig
 from learner.parallel.timeouts import COLLECTIVE_TIMEOUT_S
 
@@ -159,6 +160,8 @@ class ShardedPolicy:
                 # A router's bias is small, and gathering would round it to `compute_dtype`.
                 fully_shard(block, mesh=mesh, ignored_params=set(expert_biases(block)), **_fsdp_options(config))
             fully_shard(model, mesh=mesh, **_fsdp_options(config))
+        # Before FSDP's own hook, which gathers weights and so waits for other ranks.
+        model.register_forward_pre_hook(lambda *_: PROGRESS.mark_forward(), prepend=True)
         if device is not None:
             # Only shards are allocated: no process ever holds the whole policy.
             model.to_empty(device="cpu" if config.cpu_offload else device)
@@ -355,10 +358,12 @@ class ShardedPolicy:
             return
         limit = timedelta(seconds=timeout_s)
         try:
-            if self._barrier_group is None:
-                # NCCL has no barrier that names missing ranks. Making this group waits for all ranks, but names none.
-                self._barrier_group = dist.new_group(backend="gloo", timeout=limit)
-            dist.monitored_barrier(self._barrier_group, limit, wait_all_ranks=True)
+            with PROGRESS.in_collective("a barrier"):
+                if self._barrier_group is None:
+                    # NCCL has no barrier that names missing ranks. Making this group waits for all ranks, but names
+                    # none.
+                    self._barrier_group = dist.new_group(backend="gloo", timeout=limit)
+                dist.monitored_barrier(self._barrier_group, limit, wait_all_ranks=True)
         except RuntimeError as error:
             if self.rank:
                 raise
@@ -371,7 +376,8 @@ class ShardedPolicy:
         if self.mesh is None:
             return values
         total = values.to(self.device)
-        dist.all_reduce(total)
+        with PROGRESS.in_collective("an all-reduce"):
+            dist.all_reduce(total)
         return total.to(values.device)
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
@@ -379,7 +385,8 @@ class ShardedPolicy:
         if self.mesh is None:
             return values
         greatest = values.to(self.device)
-        dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
+        with PROGRESS.in_collective("an all-reduce"):
+            dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
         return greatest.to(values.device)
 
     @property
@@ -466,7 +473,8 @@ def _all_gathered(sharded: DTensor) -> Tensor:
     # The last ranks may have fewer rows, or none.
     padded = torch.cat((local, local.new_zeros(rows_each - local.shape[0], *row)))
     whole = local.new_empty(rows_each * sharing.size(), *row)
-    _all_gather(whole, padded, group=sharing)
+    with PROGRESS.in_collective("an all-gather"):
+        _all_gather(whole, padded, group=sharing)
     return whole[:num_rows]
 
 

@@ -137,6 +137,8 @@ class SftSteps:
         return progress
 
     def _take_step(self, progress: float) -> None:
+        # A checkpoint may have been written since.
+        self._context.pulse.doing = f"{self._phase}, step {self._step}"
         rate = self._context.spec.sft.lr_at(self._step, progress)
         with catching_gpu_oom("sft", f"{self._phase}, step {self._step}", self._context.ranks.rank):
             metrics = self._learner.step(self._first_step + self._step, rate)

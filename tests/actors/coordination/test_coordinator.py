@@ -22,6 +22,7 @@ from actors.resources import GpuSection
 from actors.run_log import read_events
 from actors.spec import Phase, RunSpec
 from actors.weights.store import VersionMissingError
+from learner.parallel.progress import Place
 from rewards import Grade, SumsConfig
 
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -259,7 +260,9 @@ def test_samplers_work_while_the_coordinator_writes_to_disk(case: _Case, disk: _
         waiting = asyncio.create_task(coordinator.next_batch(1, _weights_id(2), _trained(0)))
         while len(case.sampler.asked) < num_asked + coordinator._plan.work_units_per_round:
             await asyncio.sleep(0.001)
-        assert await coordinator.heartbeat(0, "round 1: waiting", "handle") is False, "it answers others"
+        assert await coordinator.heartbeat(0, _place("round 1: waiting"), "handle", "node") is False, (
+            "it answers others"
+        )
         assert not waiting.done()
         disk.answers.set()
         what, _ = await waiting
@@ -414,12 +417,12 @@ def test_a_stop_ends_waits_and_survives_the_coordinator_but_not_the_driver(case:
         await asyncio.sleep(0.01)
         assert not await coordinator.stop(), "no rank is up"
         assert await waiting == (Next.STOP, [])
-        assert await coordinator.heartbeat(0, "round 0: training", "handle")
+        assert await coordinator.heartbeat(0, _place("round 0: training"), "handle", "node")
         assert await coordinator.stop()
         successor = case.coordinator()
-        assert await successor.heartbeat(0, "round 0: training", "handle")
+        assert await successor.heartbeat(0, _place("round 0: training"), "handle", "node")
         assert await successor.evaluate(_weights_id(1), "sft", 0, True) is Next.STOP
-        assert not await case.coordinator("two").heartbeat(0, "starting", "handle")
+        assert not await case.coordinator("two").heartbeat(0, _place("starting"), "handle", "node")
 
     _run(scene())
 
@@ -429,7 +432,7 @@ def test_actors_killed_after_a_stop_are_not_recorded_as_failures(case: _Case, la
     async def scene() -> None:
         coordinator = case.coordinator()
         case.sampler.mood = "silent"
-        await coordinator.heartbeat(0, "round 0: training", "handle")
+        await coordinator.heartbeat(0, _place("round 0: training"), "handle", "node")
         # As with samplers that run ahead: the learner trains, and does not wait, when the stop arrives.
         coordinator._rounds.begin(0, _weights_id(1))
         if label:
@@ -514,7 +517,7 @@ def test_the_status_names_the_work_units_that_the_learner_waits_for(
         await coordinator.record("phase", {"phase": Phase.RL, "num_steps": 2})
         case.sampler.mood = "silent"
         waiting = asyncio.create_task(coordinator.next_batch(0, _weights_id(1)))
-        await coordinator.heartbeat(1, "round 0: waiting for completions", "handle")
+        await coordinator.heartbeat(1, _place("round 0: waiting for completions"), "handle", "node")
         await asyncio.sleep(0.05)
         status = await coordinator.status()
         assert (status.stage, status.round, status.policy_version) == ("rl", 0, 1)
@@ -823,6 +826,10 @@ def test_a_background_evaluation_is_cancelled_with_the_learner_and_with_the_run(
     _run(scene())
 
 
+def _place(activity: str) -> Place:
+    return Place(num_marks=0, activity=activity, where="", is_in_collective=False, bound_s=900.0)
+
+
 class _Controller:
     """A fake of Ray Train's controller: it answers a given number of times, then never."""
 
@@ -842,6 +849,21 @@ class _Controller:
         return answer
 
 
+def test_a_controller_that_may_wait_for_resources_is_given_that_time_too(
+    case: _Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.coordination.monitor._EVERY_S", 1e6)
+    learner = case.spec.learner.model_copy(update={"num_workers": 2, "min_workers": 1, "resource_timeout_s": 300.0})
+    case.spec = case.spec.model_copy(update={"learner": learner})
+
+    async def scene() -> None:
+        coordinator = case.coordinator()
+        await coordinator.heartbeat(0, _place("a step"), "rank", "node", _Controller())
+        assert coordinator._supervisor.liveness._actors["Ray Train's controller"].hung_s == 390
+
+    _run(scene())
+
+
 @pytest.mark.parametrize("beating", [True, False])
 def test_a_silent_controller_is_killed_unless_it_may_be_starting_ranks(
     beating: bool, case: _Case, monkeypatch: pytest.MonkeyPatch
@@ -855,12 +877,12 @@ def test_a_silent_controller_is_killed_unless_it_may_be_starting_ranks(
         coordinator, time_s = case.coordinator(), 0.0
         liveness = coordinator._supervisor.liveness
         liveness._now, liveness._swept_at = lambda: time_s, 0.0
-        await coordinator.heartbeat(0, "a step", "rank", controller)
+        await coordinator.heartbeat(0, _place("a step"), "rank", "node", controller)
         await asyncio.sleep(0.01)
         for _ in range(100):
             time_s += 1
             if beating:
-                await coordinator.heartbeat(0, "a step", "rank", controller)
+                await coordinator.heartbeat(0, _place("a step"), "rank", "node", controller)
             liveness.sweep()
         # The case's other actors never answer.
         assert [one for one in ended if one in (controller, "rank")] == [controller if beating else "rank"]

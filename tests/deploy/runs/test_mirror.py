@@ -252,3 +252,17 @@ def test_a_mirror_has_the_referenced_weights(
     loaded = load_policy(initial).state_dict()
     assert [name for name, tensor in policy.state_dict().items() if not torch.equal(loaded[name], tensor)] == []
     assert {path.parent for path in weight_files(initial)} == {initial}
+
+
+def test_a_run_is_fetched_on_a_machine_that_shares_no_disk_with_its_cluster(
+    recipe: Recipe, run_dir: Path, d1: Callable, workdir: Path
+) -> None:
+    bucket = run_dir.parent.parent / "bucket"
+    Mirror(bucket.as_uri(), recipe.name).push(run_dir)
+    here = _contents(run_dir)
+    shutil.rmtree(run_dir)
+    url = f"{bucket.as_uri()}/{recipe.name}"
+    assert d1("runs", "fetch", url).out == f"run directory: runs/{recipe.name}\n"
+    assert _contents(workdir / "runs" / recipe.name) == here
+    d1("runs", "fetch", url).assert_refused(f"runs/{recipe.name} exists already; remove it")
+    d1("runs", "fetch", f"{bucket.as_uri()}/other").assert_refused("there is no run at file://", "checkpoint_url/NAME")

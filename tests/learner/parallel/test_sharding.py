@@ -23,6 +23,7 @@ from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer, init_weights
 from learner.optimizer import StepResult
+from learner.parallel.progress import PROGRESS
 from learner.parallel.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
 from learner.parallel.sharding_config import ShardingConfig
 from learner.sft.config import SftConfig
@@ -157,6 +158,9 @@ def _rank(rank: int, port_file: str, config: TransformerConfig, batch: RolloutBa
     with patch("learner.parallel.sharding.has_kernel", lambda _device, dtype, _head_dim: dtype is torch.bfloat16):
         computed_in = {sharding: _policy(config, LORAS["whole"], sharding, on_ranks=True) for sharding in (PLAIN, HALF)}
         assert [policy.concatenates_rows for policy in computed_in.values()] == [False, True]
+    marks: list[int] = [0, 0]
+    dist.all_gather_object(marks, PROGRESS.place.num_marks)
+    assert marks[0] == marks[1] > 100, "the less advanced rank is found by these counts"
     if rank == 0:
         torch.save(results, out)
     dist.destroy_process_group()
