@@ -222,6 +222,9 @@ def _trainer(spec: RunSpec, actors: RunActors, num_workers: int) -> Any:
         # The controller reads it.
         os.environ[_START_TIMEOUT] = str(spec.learner.resource_timeout_s)
     backend = "cpu:gloo,cuda:nccl" if spec.device == "cuda" else "gloo"
+    # Passed untyped: Ray's annotations are those of Ray Train's first version, which had neither.
+    labels: Any = {"label_selector": dict(spec.placement.learner_labels) or None}
+    limits: Any = {"controller_failure_limit": 0 if is_elastic else -1}
     return Trainer(
         train_worker,
         train_loop_config={"spec": spec, "coordinator": actors.coordinator, "store": actors.store},
@@ -231,14 +234,12 @@ def _trainer(spec: RunSpec, actors: RunActors, num_workers: int) -> Any:
             use_gpu=spec.device == "cuda",
             resources_per_worker=learner_resources(spec.device, spec.gpus.learner_request),
             placement_strategy=spec.placement.learner,
-            label_selector=dict(spec.placement.learner_labels) or None,
+            **labels,
         ),
         run_config=RunConfig(
             name=".ray_train",
             storage_path=str(spec.run_dir),
-            failure_config=FailureConfig(
-                max_failures=_MAX_LEARNER_RESTARTS, controller_failure_limit=0 if is_elastic else -1
-            ),
+            failure_config=FailureConfig(max_failures=_MAX_LEARNER_RESTARTS, **limits),
         ),
     )
 

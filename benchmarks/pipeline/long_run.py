@@ -46,6 +46,7 @@ from actors.run_log import METRICS, SAMPLES, SOLVE_RATES, TENSORBOARD
 from actors.spec import Phase, RunSpec
 from benchmarks.pipeline.coordinator import Grader, NoGauges, Sampler
 from benchmarks.pipeline.simulated import make_run
+from learner.parallel.progress import Place
 
 _SECONDS = {"sampling_s": 0.1, "training_s": 0.1, "publish_s": 0.1}
 _METRICS = (
@@ -99,7 +100,10 @@ async def advance(coordinator: Coordinator, first: int, end: int) -> None:
     for index in range(first, end):
         trained = _trained(index - 1) if index > first else None
         await coordinator.next_batch(index, _weights_id(index), trained)
-        await coordinator.heartbeat(0, f"round {index}: training", "handle")
+        place = Place(
+            num_marks=index, activity=f"round {index}: training", where="", is_in_collective=False, bound_s=60.0
+        )
+        await coordinator.heartbeat(0, place, "handle", "node")
         await coordinator.announce(_weights_id(index + 1), Phase.RL, index + 1)
         if (index + 1) % _CHECKPOINT_EVERY == 0 or index == end - 1:
             await coordinator.published(_trained(index), None)
