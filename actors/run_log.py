@@ -39,9 +39,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from actors.atomic_file import replace_file
-from actors.background_job import BackgroundJob
-from actors.line_file import LineFile
+from actors.files.atomic_file import replace_file
+from actors.files.background_job import BackgroundJob
+from actors.files.line_file import LineFile
 
 Event = dict[str, Any]
 

@@ -31,7 +31,7 @@ from deploy.offline.evaluation.options import EvaluationOptions
 from deploy.offline.pool import PoolSettings
 from deploy.offline.worker import Worker, WorkerConfig
 from learner.model.checkpoint import load_policy
-from tests import stuck_rank
+from tests.simulated import stuck_rank
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -271,7 +271,7 @@ def test_a_slow_disk_and_the_coordinators_death_change_no_result(
     cluster: dict[str, str], folder: Path, first_run: list[dict[str, Any]]
 ) -> None:
     recipe = [str(folder / "recipe.yaml"), "name=slow", f"runs_dir={folder}"]
-    command = [sys.executable, "-m", "tests.slow_disk", "train", *recipe]
+    command = [sys.executable, "-m", "tests.simulated.slow_disk", "train", *recipe]
     done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     events = read_events(folder / "slow")

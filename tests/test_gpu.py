@@ -37,7 +37,7 @@ from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
 from rollout.sampler import Sampler
 from tests.learner.methods.test_algorithms import algorithm_config, algorithm_sampler
-from tests.stand_in_gpu import stand_in_gpu
+from tests.simulated.stand_in_gpu import stand_in_gpu
 
 Placed = Callable[[Transformer], Transformer]
 

@@ -41,7 +41,7 @@ from learner.model.tokenizer import ChatTokenizer
 from learner.parallel.consensus import Ranks
 from learner.parallel.sharding import local_part
 from tests.actors.local_run import LocalRun, Pulse, in_process
-from tests.stand_in_gpu import stand_in_machine
+from tests.simulated.stand_in_gpu import stand_in_machine
 
 _RECIPE: dict[str, Any] = {
     "name": "walk",

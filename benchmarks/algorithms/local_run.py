@@ -33,9 +33,9 @@ from learner.model.transformer import Transformer
 from learner.parallel.sharding import ShardedPolicy
 from learner.probes import likelihood_gap
 from learner.sft.learner import SftLearner
+from rewards.score import Score
 from rollout.request import SamplingParams
 from rollout.sampler import Sampler
-from rollout.score import Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rollout.score import Score
+from rewards.score import Score
 
 _VARIANCE = "estimator_variance"
 _ALGORITHMS, _OURS = "| algorithm |", "ours, % of "

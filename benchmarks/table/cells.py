@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from deploy.printing import share
-from rollout.score import Score
+from rewards.score import Score
 
 # 97.5th percentile of Student's t distribution, by degrees of freedom from 1.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)

@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from actors.atomic_file import replace_file
+from actors.files.atomic_file import replace_file
 from deploy.adapt.generation import ModelResponse, Sampling, batches_of, encode_prompts, open_generator
 from deploy.adapt.prompts import Conversation
 from deploy.errors import UserError, os_errors, user_errors

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.atomic_file import replace_file
+from actors.files.atomic_file import replace_file
 from deploy.errors import UserError, os_errors, reason
 from deploy.offline.item import Answer, AnsweredBatch
 from deploy.runs.lock import RunLock

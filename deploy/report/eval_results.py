@@ -11,7 +11,7 @@ from actors.run_log import CHECKPOINTS
 from deploy.offline.evaluation.evaluate import default_out_of
 from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.record import CellRecord, records_in
-from learner.model.fingerprint import fingerprint
+from learner.model.storage.fingerprint import fingerprint
 from rollout.request import SamplingParams
 
 

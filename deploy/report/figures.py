@@ -13,7 +13,7 @@ from deploy.printing import printable
 from deploy.report.eval_results import EvalCell, pareto_front
 from deploy.runs.history import RunHistory
 from deploy.runs.stages import STAGES
-from rollout.score import Score
+from rewards.score import Score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

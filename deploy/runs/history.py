@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.run_log import LEARNER_FAILED, RESTARTED, VALIDATION, Event, is_done
-from rollout.score import Score
+from rewards.score import Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

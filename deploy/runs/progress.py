@@ -10,7 +10,7 @@ from deploy.printing import counted, duration, metric, printable, rough_duration
 from deploy.runs.result_tables import score_text
 from deploy.runs.stages import STAGES
 from deploy.wait_display import WaitDisplay, progress_bar
-from rollout.score import Score
+from rewards.score import Score
 
 if TYPE_CHECKING:
     from rich.console import Console

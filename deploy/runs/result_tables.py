@@ -11,7 +11,7 @@ from actors.run_log import Event
 from deploy.printing import counted, duration, metric, printable
 from deploy.runs.history import Evaluation, RunHistory, read_history
 from deploy.runs.stages import STAGES
-from rollout.score import Score
+from rewards.score import Score
 
 if TYPE_CHECKING:
     from rich.table import Table

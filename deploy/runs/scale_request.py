@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.atomic_file import replace_file
+from actors.files.atomic_file import replace_file
 from deploy.errors import UserError, os_errors
 from deploy.program import program
 

@@ -19,7 +19,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import actors.run_log
-from actors.line_file import LineFile
+from actors.files.line_file import LineFile
 from actors.run_log import RunLog, append_event, read_events
 
 

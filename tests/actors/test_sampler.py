@@ -19,7 +19,7 @@ from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
 from rollout.request import Cache
 from tests.actors.test_fetching import Shelf
-from tests.stand_in_gpu import bytes_there, stand_in_gpu
+from tests.simulated.stand_in_gpu import bytes_there, stand_in_gpu
 
 LAYER = "blocks.1.mlp.down_proj"
 

@@ -23,7 +23,7 @@ from benchmarks.table.scales import RECIPES, SCALES, TRAJECTORY
 from deploy.recipe.overrides import load_recipe
 from learner.estimators import OneStepConfig, TrajectoryConfig
 from rewards import Split, make_task
-from rollout.score import Score
+from rewards.score import Score
 
 PARTS = Path(executing.__file__).parent / "parts.sh"
 TINY = ("--scale", "tiny", "--tasks", "sudoku", "--methods", TRAJECTORY, "--seeds", "0")

@@ -22,7 +22,7 @@ from deploy.service.engine.loading import VersionLoader
 from deploy.service.on_ray import launch
 from learner.model.checkpoint import load_merged, load_policy, save_checkpoint
 from learner.model.checkpoint_files import verify_checkpoint
-from learner.model.fingerprint import fingerprint
+from learner.model.storage.fingerprint import fingerprint
 from learner.model.tokenizer import ChatTokenizer, make_tokenizer
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig

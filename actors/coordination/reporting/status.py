@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from actors.atomic_file import write_atomically
+from actors.files.atomic_file import write_atomically
 
 if TYPE_CHECKING:
     # `d1 status` reads the file with this module, and must not import torch and Ray.

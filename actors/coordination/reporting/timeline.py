@@ -19,8 +19,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from actors.atomic_file import write_atomically
 from actors.coordination.reporting.status import work_unit_name
+from actors.files.atomic_file import write_atomically
 
 if TYPE_CHECKING:
     from actors.messages import WorkUnitKey

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jinja2 import TemplateError
-from torch import Tensor
 
 from actors.plan import RunPlan
 from actors.spec import RunSpec
@@ -19,6 +18,9 @@ from learner.sft.packing import packed_padding_share, padding_share
 from rewards import Problem
 from rewards.data.demonstrations import Demonstration, read_demonstrations
 from rewards.problem import chat
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Minimum number of chunks for each one that is held out, if there are few texts.
 _LEAST_TRAINED_FOR_ONE = 5

@@ -23,7 +23,7 @@ from deploy.recipe.recipe import Recipe
 from deploy.requests.families import AnyConfig, read_config
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.references import find_checkpoint_of, run_of
-from learner.model.fingerprint import fingerprint
+from learner.model.storage.fingerprint import fingerprint
 from learner.model.storage.throughput import ReportProgress
 from rollout.config import EngineConfig
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from deploy.offline.item import Answer
 from deploy.offline.record import CellRecord
 from rewards import Outcome
-from rollout.score import Score
+from rewards.score import Score
 
 _NUM_RESAMPLES = 4000
 _PASS_AT = (2, 4, 8, 16, 32, 64, 128, 256)

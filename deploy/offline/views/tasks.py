@@ -14,7 +14,7 @@ from deploy.offline.item import Answer
 from deploy.printing import counted, printable
 from deploy.recipe.validation_errors import shortened
 from rewards import Outcome
-from rollout.score import Score
+from rewards.score import Score
 
 _END_SHOWN = 300
 _QUESTION_SHOWN = 200

@@ -10,7 +10,7 @@ from typing import Any
 from actors.registry.records import BASE, BEST, POLICY, PolicyVersion
 from deploy.service.api import replies
 from deploy.service.contract import Backend, EngineState
-from rollout.score import Score
+from rewards.score import Score
 
 _FRESH_S = 0.2
 _STALE_S = 15.0

@@ -296,7 +296,7 @@ def test_a_disk_that_does_not_answer_delays_only_what_must_be_on_it(
         coordinator._log.note_failure("a sampler failed")
         what, _ = await coordinator.next_batch(1, _weights_id(2))
         assert what is Next.CONTINUE
-        assert await coordinator.heartbeat(0, "round 1: training", "handle") is False
+        assert await coordinator.heartbeat(0, _place("round 1: training"), "handle", "node") is False
         await coordinator.announce(_weights_id(3), Phase.RL, 2)
         must_be_on_disk.append(asyncio.create_task(coordinator.stop()))
         await asyncio.sleep(0.01)
@@ -309,7 +309,7 @@ def test_a_disk_that_does_not_answer_delays_only_what_must_be_on_it(
         assert {"round", "phase_end", "failure"} <= {event["event"] for event in read_events(case.spec.run_dir)}
         assert await coordinator.events_since(0) == read_events(case.spec.run_dir)
         successor = case.coordinator()
-        assert await successor.heartbeat(0, "round 1: training", "handle"), "the stop is on disk too"
+        assert await successor.heartbeat(0, _place("round 1: training"), "handle", "node"), "the stop is on disk too"
 
     _run(scene())
 
@@ -324,7 +324,7 @@ def test_the_end_of_a_run_waits_for_a_slow_disk(case: _Case, disk: _Disk) -> Non
         ending = asyncio.create_task(coordinator.finish())
         await asyncio.sleep(0.05)
         assert not ending.done()
-        assert await coordinator.heartbeat(0, "ending", "handle") is False
+        assert await coordinator.heartbeat(0, _place("ending"), "handle", "node") is False
         disk.answers.set()
         await ending
         *failures, done = read_events(case.spec.run_dir)

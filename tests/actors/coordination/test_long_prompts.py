@@ -142,7 +142,8 @@ def test_the_run_log_reports_prompts_that_are_too_long(of: Callable[..., RunSpec
     async def begin() -> None:
         spec_of_run = spec.model_copy(update={"run_dir": run_dir})
         url = "redis://127.0.0.1:1/0"
-        Coordinator(spec_of_run, {}, {}, None, registry_url=url, store_name="store", driver="one")
+        coordinator = Coordinator(spec_of_run, {}, {}, None, registry_url=url, store_name="store", driver="one")
+        await coordinator._log.written()
 
     asyncio.run(begin())
     assert [event["what"] for event in read_events(run_dir) if event["event"] == "failure"] == [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from actors.atomic_file import write_atomically
 from actors.coordination.session import SESSION, Session, SessionFile
+from actors.files.atomic_file import write_atomically
 
 
 def test_a_session_belongs_to_one_driver(tmp_path: Path) -> None:

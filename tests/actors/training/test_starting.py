@@ -11,7 +11,7 @@ from actors.spec import Phase, RunSpec
 from actors.training.starting import load_sharded
 from learner.model.checkpoint import load_policy
 from learner.model.lora_config import LoraConfig
-from tests.stand_in_gpu import DEVICE, stand_in_gpu
+from tests.simulated.stand_in_gpu import DEVICE, stand_in_gpu
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4, alpha=8)], ids=["whole", "adapter"])

@@ -16,7 +16,7 @@ from deploy.errors import UserError
 from deploy.recipe.overrides import load_recipe
 from deploy.service.on_ray import given_device
 from learner.hardware import limit_memory
-from tests.stand_in_gpu import stand_in_gpu
+from tests.simulated.stand_in_gpu import stand_in_gpu
 
 
 def test_two_cores_place_the_default_pools(recipe_file: Path) -> None:

@@ -20,7 +20,7 @@ from deploy.report.figures import smooth
 from deploy.report.report import fields_of, write_report
 from deploy.runs.checkpoints import read_recipe
 from deploy.runs.listing import read_run
-from learner.model.fingerprint import fingerprint
+from learner.model.storage.fingerprint import fingerprint
 from rollout.request import SamplingParams
 
 Events = list[dict[str, Any]]

@@ -21,7 +21,7 @@ from learner.model.storage.throughput import Throughput
 from learner.model.storage.weights import StoredWeights
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import Transformer
-from tests.stand_in_gpu import stand_in_gpu
+from tests.simulated.stand_in_gpu import stand_in_gpu
 
 _SETTLED_S = 10
 

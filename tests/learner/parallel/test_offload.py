@@ -24,7 +24,7 @@ from learner.parallel.offload import offloaded
 from learner.parallel.sharding import ShardedPolicy, local_part, make_mesh
 from learner.parallel.sharding_config import ShardingConfig
 from tests.ranks import run_ranks
-from tests.stand_in_gpu import bytes_there, stand_in_gpu
+from tests.simulated.stand_in_gpu import bytes_there, stand_in_gpu
 
 LORAS = {"whole": LoraConfig(), "adapter": LoraConfig(rank=4, alpha=8)}
 RL = LearnerConfig(num_rounds=2, group_size=4, groups_per_round=2, inner_updates=2, micro_batch_tokens=120, lr=1e-3)

@@ -28,7 +28,7 @@ from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import EOS, ChatTokenizer
 from rollout.config import EngineConfig
 from rollout.sampler import Sampler
-from tests.stand_in_gpu import DEVICE, stand_in_gpu
+from tests.simulated.stand_in_gpu import DEVICE, stand_in_gpu
 
 Rows = list[dict[str, Any]]
 

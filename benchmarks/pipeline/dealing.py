@@ -1,6 +1,6 @@
 """Tokens of the learner's busiest rank, with rows dealt by count and by tokens, on lengths of GSM8K.
 
-    python -m benchmarks.dealing GSM8K/train.jsonl
+    python -m benchmarks.pipeline.dealing GSM8K/train.jsonl
 
 A token is taken for four characters. A sampled completion is as long as the problem's answer times a log-normal factor
 with sigma 0.35, at most 256 tokens. The mean of 200 draws is printed, and the worst one.
