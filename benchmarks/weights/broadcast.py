@@ -4,9 +4,10 @@
 
 The machines are network namespaces (`tests/simulated/machines.py`, needs root), whose links are limited to a rate each
 way. The weight store is on the first machine, a learner rank on the second. A version is an adapter, which the store
-holds, or the rank's shards, which stay on its machine. The baseline `whole` is an adapter in one piece. Samplers, at least one on
-each machine, fetch and verify it at the same time, but do not load it. Seconds are from their start to the last answer.
-Bytes are those that each machine sent, with all headers. Forms take turns, after one round that does not count.
+holds, or the rank's shards, which stay on its machine. The baseline `whole` is an adapter in one piece. Samplers, at
+least one on each machine, fetch and verify it at the same time, but do not load it. Seconds are from their start to the
+last answer. Bytes are those that each machine sent, with all headers. Forms take turns, after one round that does not
+count.
 """
 
 from __future__ import annotations
