@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from deploy.adapt.generation import ModelResponse, Sampling, batches_of, encode_prompts, open_generator
+from deploy.adapt.prompts import batches_of, encode_prompts
 from deploy.errors import UserError
 from deploy.offline.evaluation.metrics import compute_metrics
 from deploy.offline.evaluation.problems import heldout
@@ -25,6 +25,7 @@ from deploy.offline.tasks import open_task, task_config
 from deploy.printing import duration, share
 from learner.model.autoregressive.source import AutoregressiveCheckpoint, open_source
 from rewards import Grader, Problem, RewardConfig, Sample, TaskConfig
+from rollout.autoregressive.generator import ModelResponse, Sampling, open_generator
 
 
 def scored(

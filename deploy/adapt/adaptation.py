@@ -132,9 +132,9 @@ class Adaptation:
 
         Raises UserError if there are no such prompts or the model cannot answer.
         """
-        from deploy.adapt.generation import Sampling
         from deploy.adapt.prompts import file_prompts, task_prompts
         from deploy.adapt.responses import write_responses
+        from rollout.autoregressive.generator import Sampling
 
         assert self.prompts is not None, "there are prompts"
         if self.prompts in task_names():

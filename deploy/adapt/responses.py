@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from actors.files.atomic_file import replace_file
-from deploy.adapt.generation import ModelResponse, Sampling, batches_of, encode_prompts, open_generator
-from deploy.adapt.prompts import Conversation
+from deploy.adapt.prompts import Conversation, batches_of, encode_prompts
 from deploy.errors import UserError, os_errors, user_errors
 from deploy.printing import counted, duration
 from learner.seeds import fold
 from rewards.problem import chat
+from rollout.autoregressive.generator import ModelResponse, Sampling, open_generator
 
 if TYPE_CHECKING:
     from learner.model.autoregressive.source import AutoregressiveCheckpoint

@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.adapted import autoregressive
 from benchmarks.adapted.stories import stories
-from deploy.adapt.generation import ModelResponse, TransformersGenerator
 from learner.model.autoregressive.source import AutoregressiveCheckpoint, open_source
 from rewards import Split, SumsConfig, make_task
+from rollout.autoregressive.generator import ModelResponse, TransformersGenerator
 from tests.learner.model.autoregressive.tiny_autoregressive import write_source
 
 TASK = SumsConfig()

@@ -16,7 +16,6 @@ import pytest
 
 from actors.run_log import read_events
 from deploy.adapt import responses
-from deploy.adapt.generation import Sampling
 from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import check_resumable, create_run_dir, make_spec
 from learner.model.autoregressive.source import AutoregressiveCheckpoint
@@ -24,6 +23,7 @@ from learner.model.checkpoint import load_policy
 from learner.model.checkpoint_files import load_config, verify_checkpoint
 from learner.model.storage.references import REFERENCES
 from learner.model.storage.weights import StoredWeights
+from rollout.autoregressive.generator import Sampling
 from tests.learner.model.autoregressive.tiny_autoregressive import (
     END,
     END_OF_TURN,

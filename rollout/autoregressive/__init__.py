@@ -1,0 +1,1 @@
+"""Generation by an autoregressive model: its token ids in, responses out."""
