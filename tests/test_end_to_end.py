@@ -436,9 +436,12 @@ def test_a_resumed_run_survives_killed_samplers_and_keeps_every_round_on_ctrl_c(
     assert [event["round"] for event in rounds] == list(range(2, 2 + len(rounds)))
     assert rounds[:2] == [event for event in _repeatable(first_run) if event["event"] == "round"][2:]
     for name in ("rl-000003", "rl-000004"):
+        # Within the stage each of the two workers writes its own.
         weights = [
-            (folder / run / "checkpoints" / name / "model.safetensors").read_bytes() for run in ("first", "resumed")
+            {path.name: path.read_bytes() for path in (folder / run / "checkpoints" / name).glob("model*.safetensors")}
+            for run in ("first", "resumed")
         ]
+        assert weights[0], name
         assert weights[0] == weights[1], name
     (stopped,) = [event for event in events if event["event"] == "stopped"]
     assert stopped["round"] == 2 + len(rounds), "what was trained on is kept"

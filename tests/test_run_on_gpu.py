@@ -132,6 +132,7 @@ def _machine(device: str, meeting: Path) -> Iterator[list[float] | None]:
     given = SimpleNamespace(
         get_accelerator_ids=lambda: {"GPU": ["0"] if device == "cuda" else []},
         get_assigned_resources=lambda: {"GPU": 0.2},
+        get_node_id=lambda: "node",
     )
     is_there = torch.cuda.is_available()
     backend = "cpu:gloo,cuda:nccl" if is_there else "gloo"

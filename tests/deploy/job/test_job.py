@@ -29,6 +29,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     record = SimpleNamespace(record=SimpleNamespace(remote=lambda *_: None))
     actors, ended = SimpleNamespace(coordinator=record), list[Any]()
     monkeypatch.setattr("actors.cluster.start_actors", lambda *_: actors)
+    monkeypatch.setattr("actors.registry.server.num_machines", lambda: 1)
     monkeypatch.setattr("actors.cluster.wait_until_ready", lambda _: None)
     monkeypatch.setattr("actors.cluster.fit", lambda *_: None)
     monkeypatch.setattr("actors.cluster.stop_actors", lambda given, **_: ended.append(given))
