@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -172,4 +171,4 @@ def _rank(rank: int, directory: Path, config: TransformerConfig) -> None:
 def test_a_rank_that_waits_in_fsdp_is_told_from_the_one_that_it_waits_for(
     tmp_path: Path, config: TransformerConfig
 ) -> None:
-    run_ranks(_rank, tmp_path, replace(config, num_layers=2), num=2)
+    run_ranks(_rank, tmp_path, config.model_copy(update={"num_layers": 2}), num=2)
