@@ -230,7 +230,7 @@ def test_a_list_of_strings_is_no_answer(tmp_path: Path) -> None:
     assert task.problems(Split.TRAIN, 1, seed=0)[0].answer == "[1, 2]"
 
 
-def test_17_000_rows_as_dapos_are_read_in_under_five_seconds(tmp_path: Path) -> None:
+def test_17_000_rows_as_dapos_are_read_in_linear_time(tmp_path: Path) -> None:
     prompt = "Solve the following math problem step by step. " * 12
     row = '{{"prompt": [{{"role": "user", "content": "{} {}"}}], "reward_model": {{"ground_truth": "{}"}}}}\n'
     path = tmp_path / "dapo.jsonl"
@@ -238,7 +238,8 @@ def test_17_000_rows_as_dapos_are_read_in_under_five_seconds(tmp_path: Path) -> 
     task = Jsonl(JsonlConfig(train_data=path, heldout_data=path, grader="math", columns=OF_VERL))
     start = time.process_time()
     assert task.size(Split.TRAIN) == 17_000
-    assert time.process_time() - start < 5
+    # Two seconds on a fast core, seven on a slow one. A look at all rows for each row takes minutes.
+    assert time.process_time() - start < 30
 
 
 def test_an_unmatchable_answer_is_refused(tmp_path: Path) -> None:
