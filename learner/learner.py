@@ -24,7 +24,8 @@ from learner.model.lora_config import FULL_FINE_TUNING
 from learner.objectives import DistillationConfig, Loss
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.micro_batches import loss_gradient
-from learner.parallel.sharding import Rows, ShardedPolicy, gather_on_rank_0
+from learner.parallel.sharded_tensors import Rows, gather_on_rank_0
+from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.teacher import Teacher
 from learner.probes import mask_variance, sampling_gap
 from learner.round import WEIGHING, Round, StepPlan, concatenate_values, scored_logps

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from learner.parallel.offload import host_copy
 from learner.parallel.progress import PROGRESS
-from learner.parallel.sharding import Rows, ShardedPolicy, gather_on_rank_0, local_part, shard_like
+from learner.parallel.sharded_tensors import Rows, gather_on_rank_0, local_part, shard_like
+from learner.parallel.sharding import ShardedPolicy
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"

@@ -39,7 +39,7 @@ from learner.model.checkpoint_files import load_config
 from learner.model.lora_config import LoraConfig
 from learner.model.tokenizer import ChatTokenizer
 from learner.parallel.consensus import Ranks
-from learner.parallel.sharding import local_part
+from learner.parallel.sharded_tensors import local_part
 from tests.actors.local_run import LocalRun, Pulse, in_process
 from tests.simulated.stand_in_gpu import stand_in_machine
 

@@ -176,7 +176,7 @@ class Heartbeat:
     """Heartbeat thread of one rank: sends its progress, and receives stop requests of the coordinator."""
 
     def __init__(self, coordinator: Any, rank: int) -> None:
-        """Start the thread. The calling one is that which trains."""
+        """Start the thread. The caller is the training thread."""
         self._coordinator, self._rank = coordinator, rank
         self._me = ray.get_runtime_context().current_actor
         self._controller = _controller() if rank == 0 else None

@@ -16,7 +16,8 @@ from actors.weights.checksums import Checksum, checksum_of
 from actors.weights.store import Manifest
 from actors.weights.tensors import as_bytes, manifest_of_shards
 from learner.model.networks import parameter_dtypes
-from learner.parallel.sharding import ShardedPolicy, on_cpu
+from learner.parallel.sharded_tensors import on_cpu
+from learner.parallel.sharding import ShardedPolicy
 
 Checks = dict[str, tuple[int, int]]
 """Bytes and CRC-32 of a rank's rows, by tensor, as JSON has them."""

@@ -30,7 +30,8 @@ from benchmarks.models import Shape, empty_policy
 from learner.model.checkpoint import save_checkpoint
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.sharded_saving import StagedTensors, make_group, save_shards
-from learner.parallel.sharding import ShardedPolicy, local_part, make_mesh
+from learner.parallel.sharded_tensors import local_part
+from learner.parallel.sharding import ShardedPolicy, make_mesh
 
 _D_MODEL, _VOCABULARY, _TOKENS = 2048, 8192, 128
 # Weights and two moments.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from learner.hardware import free_unused_memory, indexed_device
-from learner.parallel.sharding import local_part
+from learner.parallel.sharded_tensors import local_part
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from learner.model.checkpoint import fsync, partial_directory
 from learner.model.checkpoint_files import LEARNER, MODEL, shard_name
 from learner.model.storage.hashing import checksum
 from learner.model.storage.shards import OFFSETS, SHARDING
-from learner.parallel.sharding import local_part, on_cpu
+from learner.parallel.sharded_tensors import local_part, on_cpu
 from learner.parallel.timeouts import COLLECTIVE_TIMEOUT_S, transfer_timeout_s
 
 

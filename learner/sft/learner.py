@@ -10,7 +10,8 @@ from torch import Tensor
 
 from learner.batch import to_device_async
 from learner.optimizer import PolicyOptimizer
-from learner.parallel.sharding import Rows, ShardedPolicy
+from learner.parallel.sharded_tensors import Rows
+from learner.parallel.sharding import ShardedPolicy
 from learner.sft.annealing import annealing_mask
 from learner.sft.config import SftConfig
 from learner.sft.documents import Documents

@@ -38,7 +38,8 @@ from learner.model.lora import merge_adapters
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
 from learner.parallel.consensus import Ranks
-from learner.parallel.sharding import ShardedPolicy, local_part
+from learner.parallel.sharded_tensors import local_part
+from learner.parallel.sharding import ShardedPolicy
 from learner.sft.config import SftConfig
 from learner.sft.learner import SftLearner
 from rollout.config import EvaluationConfig

@@ -25,7 +25,8 @@ from learner.model.networks import make_model
 from learner.model.targets import Targets
 from learner.model.transformer import init_weights
 from learner.parallel import compiling
-from learner.parallel.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
+from learner.parallel.sharded_tensors import gathered, on_cpu
+from learner.parallel.sharding import ShardedPolicy, make_mesh
 from learner.parallel.sharding_config import ShardingConfig
 from tests.learner.methods.test_algorithms import Recorder, algorithm_config, algorithm_sampler, moved
 from tests.ranks import run_ranks

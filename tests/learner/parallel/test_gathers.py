@@ -18,7 +18,8 @@ from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.consensus import Ranks
-from learner.parallel.sharding import ShardedPolicy, gather_on_rank_0, gathered, make_mesh
+from learner.parallel.sharded_tensors import gather_on_rank_0, gathered
+from learner.parallel.sharding import ShardedPolicy, make_mesh
 from learner.sft.config import SftConfig
 from learner.sft.documents import Documents
 from learner.sft.learner import SftLearner, evaluation_loss

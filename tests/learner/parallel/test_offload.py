@@ -21,7 +21,8 @@ from learner.learner import Learner
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer
 from learner.parallel.offload import offloaded
-from learner.parallel.sharding import ShardedPolicy, local_part, make_mesh
+from learner.parallel.sharded_tensors import local_part
+from learner.parallel.sharding import ShardedPolicy, make_mesh
 from learner.parallel.sharding_config import ShardingConfig
 from tests.ranks import run_ranks
 from tests.simulated.stand_in_gpu import bytes_there, stand_in_gpu

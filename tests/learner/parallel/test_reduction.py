@@ -20,7 +20,8 @@ from learner.model.config import TransformerConfig
 from learner.model.lora_config import LoraConfig
 from learner.model.transformer import Transformer, init_weights
 from learner.optimizer import PolicyOptimizer, StepResult
-from learner.parallel.sharding import ShardedPolicy, gathered, make_mesh, on_cpu
+from learner.parallel.sharded_tensors import gathered, on_cpu
+from learner.parallel.sharding import ShardedPolicy, make_mesh
 from learner.parallel.sharding_config import ShardingConfig
 from tests.ranks import run_ranks
 

@@ -18,7 +18,8 @@ from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.model.networks import make_meta_model, make_model
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.loading import load_by_rows
-from learner.parallel.sharding import ShardedPolicy, local_part, make_mesh
+from learner.parallel.sharded_tensors import local_part
+from learner.parallel.sharding import ShardedPolicy, make_mesh
 from learner.parallel.sharding_config import ShardingConfig
 from tests.ranks import run_ranks
 

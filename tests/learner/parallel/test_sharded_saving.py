@@ -31,7 +31,8 @@ from learner.optimizer import PolicyOptimizer
 from learner.parallel import sharded_saving
 from learner.parallel.loading import load_by_rows
 from learner.parallel.sharded_saving import StagedTensors, make_group, save_shards
-from learner.parallel.sharding import ShardedPolicy, local_part, make_mesh
+from learner.parallel.sharded_tensors import local_part
+from learner.parallel.sharding import ShardedPolicy, make_mesh
 from learner.parallel.sharding_config import ShardingConfig
 from tests.learner.parallel.test_gathers import OF_SHORT_NAMES, Collectives
 from tests.ranks import run_ranks
