@@ -198,13 +198,11 @@ def save_checkpoint(
             shards=shards,
             report=report,
         )
-    except (OSError, SafetensorError) as error:
-        # On a full disk the partial directory would block a retry.
+    except BaseException as error:
+        # Also after an interrupt. On a full disk the partial directory would block a retry.
         shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(f"{directory} cannot be written: {error}") from error
-    except BaseException:
-        # Interrupted, perhaps for good: leave no partial directory behind.
-        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise OSError(f"{directory} cannot be written: {error}") from error
         raise
     _rename_into_place(partial, directory)
 
