@@ -61,10 +61,10 @@ class LearnerFailedError(Exception):
     """The learner group failed for good; the message says why."""
 
 
-def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str, version_bytes: int) -> RunActors:
+def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str, store_bytes: int) -> RunActors:
     """Create the pools, the weight store and the coordinator; `wait_until_ready` waits until they are up.
 
-    Ray restarts each of them if it dies. `driver` identifies this attempt at the run; `version_bytes` is what policy
+    Ray restarts each of them if it dies. `driver` identifies this attempt at the run; `store_bytes` is what policy
     versions take of one machine's object store.
     """
     restarted = {"max_restarts": -1, "max_task_retries": -1}
@@ -77,7 +77,7 @@ def start_actors(spec: RunSpec, num_graders: int, registry_url: str, driver: str
             lifetime="detached",
             get_if_exists=True,
             # Soft: a store that restarts after its machine has left goes elsewhere.
-            scheduling_strategy=NodeAffinitySchedulingStrategy(_store_node(version_bytes), soft=True),
+            scheduling_strategy=NodeAffinitySchedulingStrategy(_store_node(store_bytes), soft=True),
             **restarted,
             **store_resources(),
         )

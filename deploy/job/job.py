@@ -140,10 +140,10 @@ class Driver:
         from actors.registry.server import num_machines
 
         url = registry_of_cluster()
-        version_bytes = needs_of(self.recipe, num_machines=num_machines()).object_store_bytes
+        store_bytes = needs_of(self.recipe, num_machines=num_machines()).object_store_bytes
         # A run of the same name may be under way, with actors of the same names.
         with user_errors(ValueError):
-            actors = start_actors(self.spec, self.recipe.grading.num_graders, url, secrets.token_hex(8), version_bytes)
+            actors = start_actors(self.spec, self.recipe.grading.num_graders, url, secrets.token_hex(8), store_bytes)
         source = Source(directory=str(self.recipe.run_dir), is_run=True, registry_url=url)
         with ExitStack() as at_end:
             at_end.callback(stop_actors, actors, keep_store=keep_store)
