@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from actors.run_log import VALIDATION, Event
+from rewards.score import Score
 
 # Labels of the held-out accuracies that replace it in runs without validation problems. "rl" is `actors.spec.Phase.RL`,
 # whose import would load torch.
@@ -20,10 +21,8 @@ class Evaluated:
     """Its label, as in the `evaluation` event."""
     policy_version: int
     """The version that was evaluated."""
-    num_correct: int
-    """Problems solved."""
-    num_problems: int
-    """Problems asked."""
+    score: Score
+    """Number of problems solved."""
 
 
 class Evaluations:
@@ -47,8 +46,8 @@ class Evaluations:
         if event["event"] == "round":
             self._discard_from(event["policy_version"])
         elif event["event"] == "evaluation":
-            fields = ("label", "policy_version", "num_correct", "num_problems")
-            self.current.append(Evaluated(**{name: event[name] for name in fields}))
+            score = Score(num_correct=event["num_correct"], num_problems=event["num_problems"])
+            self.current.append(Evaluated(label=event["label"], policy_version=event["policy_version"], score=score))
             self.has_validation |= event["label"] == VALIDATION
             self._highest = max(self._highest, event["policy_version"])
 
@@ -62,7 +61,7 @@ class Evaluations:
         was evaluated twice, as after a restart, the later result counts.
         """
         labels = (VALIDATION,) if self.has_validation else _HELDOUT
-        found = {one.policy_version: one.num_correct / one.num_problems for one in self.current if one.label in labels}
+        found = {one.policy_version: one.score.accuracy for one in self.current if one.label in labels}
         return max(found, key=lambda version: (found[version], -version), default=None)
 
     def validated_best(self) -> int | None:

@@ -28,11 +28,7 @@ def rebuild(registry: Registry, run_dir: Path, newest: PolicyVersion | None = No
 
     Returns how many versions were absent. Raises ConnectionError as the registry does.
     """
-    history, rounds = EventHistory(), dict[int, int]()
-    # One pass: a long run has more events than this process should hold.
-    for event in iterate_events(run_dir):
-        history.add(event)
-        _add_round(rounds, event)
+    history, rounds = _read(iterate_events(run_dir))
     versions, newest_number = _versions(run_dir, rounds, history.evaluations), None
     if newest is not None:
         known = {policy.version: policy for policy in versions}
@@ -43,11 +39,17 @@ def rebuild(registry: Registry, run_dir: Path, newest: PolicyVersion | None = No
 
 def history_of(run_dir: Path, events: Iterable[Event]) -> list[PolicyVersion]:
     """Return the versions that a service may use, oldest first, with their scores and checkpoints."""
-    evaluations, rounds = Evaluations(), dict[int, int]()
+    history, rounds = _read(events)
+    return _versions(run_dir, rounds, history.evaluations)
+
+
+def _read(events: Iterable[Event]) -> tuple[EventHistory, dict[int, int]]:
+    """Return the history, and the round of each version, in one pass: a long run has too many events to hold."""
+    history, rounds = EventHistory(), dict[int, int]()
     for event in events:
-        evaluations.add(event)
+        history.add(event)
         _add_round(rounds, event)
-    return _versions(run_dir, rounds, evaluations)
+    return history, rounds
 
 
 def read_admin(run_dir: Path) -> AdminState:
@@ -95,9 +97,7 @@ def _versions(run_dir: Path, rounds: Mapping[int, int], evaluations: Evaluations
         )
     for one in evaluations.current:
         if one.label != Phase.CONTROL and one.policy_version in versions:
-            versions[one.policy_version] = replace(
-                versions[one.policy_version], num_correct=one.num_correct, num_problems=one.num_problems
-            )
+            versions[one.policy_version] = replace(versions[one.policy_version], **asdict(one.score))
     return [versions[number] for number in sorted(versions)]
 
 
