@@ -37,6 +37,24 @@ from tests.redis_server import DebianRedis
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
+RECIPE = """
+name: pair
+task: {name: sums}
+num_train_problems: 40
+model: {d_model: 16, num_layers: 1, num_heads: 2, mlp_hidden_size: 16}
+sft: {num_labels: 10, num_steps: 2, batch_size: 8}
+rollout:
+  num_samplers: 1
+  batch_size: 16
+  max_prompt_tokens: 12
+  sampling: {gen_length: 6, block_length: 3, num_denoise_steps: 2, temperature: 1.0}
+grading: {num_graders: 1}
+learner: {num_workers: 2, num_rounds: 2, groups_per_round: 8, group_size: 4, inner_updates: 1}
+placement: {learner: SPREAD}
+evaluation: {num_problems: 10}
+control: {enabled: false}
+"""
+"""A run of seconds with a learner worker on each of two nodes."""
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 15.0
 _CLONE_NEWNET = 0x40000000  # <sched.h>

@@ -22,30 +22,13 @@ from actors.run_log import read_events
 from benchmarks.service.deployment import Policies, Shape
 from tests.announced import latest
 from tests.deploy.service.asking import ASK, TOKEN, Asker, call, is_up
-from tests.ray_processes import BIN, RayProcesses, wait_until
+from tests.ray_processes import BIN, RECIPE, RayProcesses, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BOARDS = DEPLOY / "grafana" / "dashboards"
 WORKER, HEAD = "worker", "node:__internal_head__"
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
-RECIPE = """
-name: pair
-task: {name: sums}
-num_train_problems: 40
-model: {d_model: 16, num_layers: 1, num_heads: 2, mlp_hidden_size: 16}
-sft: {num_labels: 10, num_steps: 2, batch_size: 8}
-rollout:
-  num_samplers: 1
-  batch_size: 16
-  max_prompt_tokens: 12
-  sampling: {gen_length: 6, block_length: 3, num_denoise_steps: 2, temperature: 1.0}
-grading: {num_graders: 1}
-learner: {num_workers: 2, num_rounds: 2, groups_per_round: 8, group_size: 4, inner_updates: 1}
-placement: {learner: SPREAD}
-evaluation: {num_problems: 10}
-control: {enabled: false}
-"""
 NODES = """
 import json, ray
 ray.init(logging_level="ERROR")

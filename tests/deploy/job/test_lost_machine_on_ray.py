@@ -12,37 +12,18 @@ from typing import Any
 import pytest
 
 from actors.run_log import Event, read_events
-from tests.ray_processes import BIN, RayProcesses, wait_until
+from tests.ray_processes import BIN, RECIPE, RayProcesses, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
-RECIPE = """
-name: shrinking
-task: {name: sums}
-num_train_problems: 40
-model: {d_model: 16, num_layers: 1, num_heads: 2, mlp_hidden_size: 16}
-sft: {num_labels: 10, num_steps: 2, batch_size: 8}
-rollout:
-  num_samplers: 1
-  batch_size: 16
-  max_prompt_tokens: 12
-  sampling: {gen_length: 6, block_length: 3, num_denoise_steps: 2, temperature: 1.0}
-grading: {num_graders: 1}
-learner:
-  num_workers: 2
-  min_workers: 1
-  resource_timeout_s: 40
-  num_rounds: 60
-  groups_per_round: 8
-  group_size: 4
-  inner_updates: 1
-  lr: 0.001
-placement: {learner: SPREAD}
-evaluation: {num_problems: 10}
-control: {enabled: false}
-checkpoint_every_rounds: 1
-num_checkpoints_kept: 100
-"""
+OVERRIDES = (
+    "learner.min_workers=1",
+    "learner.resource_timeout_s=40",
+    "learner.num_rounds=60",
+    "learner.lr=0.001",
+    "checkpoint_every_rounds=1",
+    "num_checkpoints_kept=100",
+)
 # On the head there is then room for everything except one learner worker: 0.7 CPUs for the other actors, 0.4 for each.
 OCCUPY = """
 import ray
@@ -81,7 +62,8 @@ def test_a_run_goes_on_with_fewer_workers_and_equals_a_resumed_run(processes: Ra
     (tmp_path / "recipe.yaml").write_text(RECIPE + f"runs_dir: {tmp_path}\n")
     environment = processes.environment | {"RAY_ADDRESS": f"{processes.head_ip}:{processes.port}"}
     processes.python(OCCUPY, timeout_s=300)
-    train, run_dir = [str(BIN / "d1"), "train", str(tmp_path / "recipe.yaml")], tmp_path / "shrinking"
+    train = [str(BIN / "d1"), "train", str(tmp_path / "recipe.yaml"), *OVERRIDES]
+    run_dir = tmp_path / "pair"
     with (tmp_path / "output").open("wb") as output:
         run = subprocess.Popen(train, env=environment, stdout=output, stderr=output)
         wait_until(lambda: (run_dir / "checkpoints" / "rl-000002").exists() or run.poll() is not None, "rounds", 900)
