@@ -46,6 +46,11 @@ class RowCosts:
         of_groups = {self.groups[row]: self.shared[row] for row in rows}
         return sum(self.own[row] for row in rows) + sum(of_groups.values())
 
+    @property
+    def total(self) -> int:
+        """The tokens that a single rank with all rows runs: the ranks together run at least as many."""
+        return self.of(range(len(self.own)))
+
 
 def deal(costs: RowCosts, num_ranks: int, *, whole_groups: bool = False) -> list[list[int]]:
     """Return the rows of each rank, ascending; a pure function, so all ranks find the same.
@@ -57,12 +62,14 @@ def deal(costs: RowCosts, num_ranks: int, *, whole_groups: bool = False) -> list
     rows = [[row] for row in range(len(costs.own))]
     groups = _grouped(costs.groups)
     neighbours = _neighbours(groups if whole_groups else rows, num_ranks)
+    enough = (1 - _LEAST_GAIN) * largest_share(neighbours, costs)
+    if costs.total / num_ranks > enough:
+        return neighbours  # Even equal shares would gain too little.
     dealt = [_longest_first(groups, costs, num_ranks)] if whole_groups or len(groups) >= num_ranks else []
     if not whole_groups:
         dealt.append(_longest_first(rows, costs, num_ranks))
     best = min(dealt, key=lambda shares: largest_share(shares, costs))
-    most, most_now = largest_share(neighbours, costs), largest_share(best, costs)
-    return best if most_now <= (1 - _LEAST_GAIN) * most else neighbours
+    return best if largest_share(best, costs) <= enough else neighbours
 
 
 def largest_share(shares: Sequence[Sequence[int]], costs: RowCosts) -> int:
