@@ -9,7 +9,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from deploy.recipe.overrides import load_recipe
-from tests.chaos.faults import Target
+from tests.chaos.faults import ON_MACHINES, Target
 from tests.chaos.report import as_json, markdown
 from tests.chaos.session import RECIPE, SessionOptions, run_session
 
@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200, help="number of faults (200 take a night)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="seed of their schedule")
     parser.add_argument("--only", type=Target, choices=list(Target), action="append", help="targets; repeatable")
+    parser.add_argument("--machines", action="store_true", help="run on two machines made of namespaces")
     parser.add_argument("--out", type=Path, help="new directory of the runs and the report")
     given = parser.parse_intermixed_args()
     runs_dir = load_recipe(RECIPE, given.overrides).runs_dir
@@ -29,7 +30,8 @@ def main() -> int:
         overrides=tuple(given.overrides),
         num_faults=given.kills,
         seed=given.seed,
-        targets=given.only or tuple(Target),
+        targets=given.only or (ON_MACHINES if given.machines else tuple(Target)),
+        on_machines=given.machines,
         out=out,
     )
     began = time.monotonic()

@@ -37,6 +37,10 @@ class Target(StrEnum):
     """The weights of the newest checkpoint."""
     POOL = "pool"
     """The number of samplers."""
+    MACHINE = "machine"
+    """The machine without the driver."""
+    LINK = "link"
+    """The network link of that machine."""
 
 
 class FaultKind(StrEnum):
@@ -51,6 +55,10 @@ class FaultKind(StrEnum):
     """One bit flips, then a learner is killed so that the checkpoint is read."""
     SCALE = "scaled"
     """`d1 scale` removes or adds a sampler, and reverts it."""
+    LOSE = "lost"
+    """A machine is cut off and all its processes are killed; another one replaces it."""
+    CUT = "cut"
+    """Nothing arrives or leaves, and no connection is closed."""
 
 
 class Trigger(StrEnum):
@@ -74,6 +82,7 @@ class Platform(StrEnum):
     OWN_RAY = "its own Ray"
     CLUSTER = "a cluster whose GCS keeps its state in Redis"
     MOVABLE_CLOCK = "a clock that can be moved"
+    TWO_MACHINES = "two machines"
 
 
 class FaultOutcome(StrEnum):
@@ -92,9 +101,15 @@ ROLES = {Target(role.value): role for role in Role} | {
     Target.BYTES: Role.LEARNER,
     Target.POOL: Role.SAMPLER,
 }
-"""Role whose processes a fault hits; without driver, disk and clock."""
+"""Role whose processes a fault hits, for the targets that have one."""
 MAY_END_RUN = {Target.CONTROLLER, Target.DRIVER, Target.RAYLET, Target.GCS}
 """Targets whose loss may end `d1 train`, to be resumed. After any other loss it must continue."""
+
+ON_MACHINES = (
+    *(Target.SAMPLER, Target.GRADER, Target.LEARNER, Target.CONTROLLER, Target.COORDINATOR, Target.STORE),
+    *(Target.DRIVER, Target.DISK, Target.BYTES, Target.POOL, Target.MACHINE, Target.LINK),
+)
+"""Targets of a session on two machines."""
 
 _SIGNALS = (FaultKind.KILL, FaultKind.STOP, FaultKind.TERM)
 _OTHER_KINDS = {
@@ -102,8 +117,15 @@ _OTHER_KINDS = {
     Target.CLOCK: FaultKind.JUMP,
     Target.BYTES: FaultKind.FLIP,
     Target.POOL: FaultKind.SCALE,
+    Target.MACHINE: FaultKind.LOSE,
+    Target.LINK: FaultKind.CUT,
 }
-_PLATFORMS = {Target.GCS_ON_REDIS: Platform.CLUSTER, Target.CLOCK: Platform.MOVABLE_CLOCK}
+_PLATFORMS = {
+    Target.GCS_ON_REDIS: Platform.CLUSTER,
+    Target.CLOCK: Platform.MOVABLE_CLOCK,
+    Target.MACHINE: Platform.TWO_MACHINES,
+    Target.LINK: Platform.TWO_MACHINES,
+}
 _TRIGGERED = (
     (Trigger.PUBLISHED, (Target.LEARNER, Target.COORDINATOR, Target.STORE, Target.DRIVER)),
     (Trigger.CHECKPOINT, (Target.LEARNER, Target.DRIVER, Target.COORDINATOR)),
@@ -111,8 +133,11 @@ _TRIGGERED = (
 )
 # d1 replaces these when they hang, so they may be stopped for ever.
 _REPLACED = {Target.SAMPLER, Target.GRADER, Target.LEARNER, Target.CONTROLLER, Target.COORDINATOR, Target.STORE}
+_LASTING = (FaultKind.STOP, FaultKind.FILL, FaultKind.SCALE, FaultKind.LOSE, FaultKind.CUT)
 _DELAY_S, _STOP_S, _FULL_S, _DOWN_S = (0.2, 4.0), (1.0, 10.0), (1.0, 6.0), (0.5, 8.0)
 _SCALED_S = (0.5, 15.0)
+# Ray counts a machine as lost after some of these cuts, and does not notice others.
+_LOST_S, _CUT_S = (1.0, 30.0), (0.2, 20.0)
 _JUMPS_S = (-7200.0, -60.0, 60.0, 7200.0)
 
 _Case = tuple[Target, FaultKind, Trigger]
@@ -136,15 +161,17 @@ class Fault:
     """Selects among several processes or bytes, in [0, 1)."""
     seconds: float | None
     """Duration, or the jump of the clock; None: for ever, or instantaneous."""
+    on_machines: bool = False
+    """Whether the run is on two machines where one would do."""
 
     @property
     def platform(self) -> Platform:
         """What the run must run on."""
-        return _PLATFORMS.get(self.target, Platform.OWN_RAY)
+        return _PLATFORMS.get(self.target, Platform.TWO_MACHINES if self.on_machines else Platform.OWN_RAY)
 
     def __str__(self) -> str:
         duration = ""
-        if self.kind in (FaultKind.STOP, FaultKind.FILL, FaultKind.SCALE):
+        if self.kind in _LASTING:
             duration = " for ever" if self.seconds is None else f" for {self.seconds:.1f} s"
         elif self.kind is FaultKind.JUMP:
             duration = f" by {self.seconds:+.0f} s"
@@ -152,8 +179,10 @@ class Fault:
         return f"{self.kind} {self.target}{duration}{trigger}"
 
 
-def schedule(num_faults: int, seed: int, targets: Collection[Target] = tuple(Target)) -> list[Fault]:
-    """Return the faults of a seed, sorted by platform.
+def schedule(
+    num_faults: int, seed: int, targets: Collection[Target] = tuple(Target), *, on_machines: bool = False
+) -> list[Fault]:
+    """Return the faults of a seed, sorted by platform. `on_machines`: on two machines where one would do.
 
     The first ones reach each target and each trigger once, the next ones send each signal to each role, and the rest
     is random.
@@ -167,7 +196,7 @@ def schedule(num_faults: int, seed: int, targets: Collection[Target] = tuple(Tar
     every = sorted(chosen)
     while len(chosen) < num_faults:
         chosen.append(draw.choice(every))
-    faults = [_fault(case, draw) for case in chosen[:num_faults]]
+    faults = [replace(_fault(case, draw), on_machines=on_machines) for case in chosen[:num_faults]]
     draw.shuffle(faults)
     faults.sort(key=lambda fault: list(Platform).index(fault.platform))
     return [replace(fault, number=number) for number, fault in enumerate(faults, start=1)]
@@ -200,6 +229,10 @@ def _fault(case: _Case, draw: Random) -> Fault:
         seconds = draw.uniform(*_SCALED_S)
     elif kind is FaultKind.FILL:
         seconds = draw.uniform(*_FULL_S)
+    elif kind is FaultKind.LOSE:
+        seconds = draw.uniform(*_LOST_S)
+    elif kind is FaultKind.CUT:
+        seconds = draw.uniform(*_CUT_S)
     elif kind is FaultKind.JUMP:
         seconds = draw.choice(_JUMPS_S)
     elif target is Target.GCS_ON_REDIS:

@@ -19,6 +19,7 @@ from benchmarks.processes.run_processes import MARK, Role, RunProcesses
 from tests.chaos.clock import MovableClock
 from tests.chaos.faults import Fault, FaultOutcome, Platform
 from tests.chaos.injection import EventTail, Injection, NotPossibleError, Surroundings, wait_for
+from tests.chaos.machine_pair import MachinePair
 from tests.chaos.platforms import Cluster, SmallDisk
 from tests.chaos.record import InjectedFault, Launch, RunRecord, read_history
 
@@ -98,7 +99,7 @@ class FaultyRun:
     def _set_up(self, stack: ExitStack) -> tuple[Surroundings, dict[str, str]]:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         environment[MARK] = self._processes.mark
-        disk = clock = cluster = None
+        disk = clock = cluster = machines = None
         stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
         try:
             disk = SmallDisk(self._directory, self._plan.disk_bytes)
@@ -112,6 +113,10 @@ class FaultyRun:
             cluster = Cluster(self._processes)
             stack.callback(cluster.close)
             environment |= cluster.environment
+        if self._platform is Platform.TWO_MACHINES:
+            # After the disk, so that both machines see it.
+            machines = MachinePair(self._processes)
+            stack.callback(machines.close)
         surroundings = Surroundings(
             processes=self._processes,
             run_dir=self._run_dir,
@@ -119,13 +124,15 @@ class FaultyRun:
             disk=disk,
             clock=clock,
             cluster=cluster,
+            machines=machines,
         )
         return surroundings, environment
 
     def _start(self) -> None:
         words = [*self._plan.command, f"name={self._name}", f"runs_dir={self._directory}"]
         words += ["--resume-or-start"] if self._launches else []
-        self._driver = ChildProcess(words, self._environment)
+        machines = self._surroundings.machines
+        self._driver = ChildProcess(words, self._environment) if machines is None else machines.start(words)
         self._progress_at_s = self._driver.began_s
 
     def _read_events(self) -> None:
@@ -145,7 +152,7 @@ class FaultyRun:
         for process in self._processes.living():
             process.signal(signal.SIGCONT)
         leftovers: list[str] = []
-        if self._surroundings.cluster is None:
+        if self._surroundings.cluster is None and self._surroundings.machines is None:
             deadline = time.monotonic() + self._plan.leftover_timeout_s
             while (left := self._processes.living()) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)

@@ -20,6 +20,7 @@ from deploy.errors import UserError
 from deploy.runs.scale_request import send_request
 from tests.chaos.clock import MovableClock
 from tests.chaos.faults import ROLES, Fault, FaultKind, Target, Trigger
+from tests.chaos.machine_pair import MachinePair
 from tests.chaos.platforms import Cluster, SmallDisk
 from tests.chaos.record import trained_files
 
@@ -49,7 +50,9 @@ class Surroundings:
     clock: MovableClock | None
     """Wall clock; None unless the platform has one."""
     cluster: Cluster | None
-    """Ray cluster; None if the run starts its own Ray."""
+    """Ray cluster of this machine; None unless the platform has one."""
+    machines: MachinePair | None = None
+    """Two machines with a Ray cluster; None unless they are the platform."""
 
 
 class EventTail:
@@ -133,6 +136,10 @@ class Injection:
                 self._living_process().signal_and_wait(signal.SIGKILL)
             case Target.POOL:
                 self.victim = self._scale_away()
+            case Target.MACHINE | Target.LINK:
+                assert surroundings.machines is not None, "its platform has them"
+                hit = surroundings.machines.lose if fault.target is Target.MACHINE else surroundings.machines.cut_link
+                self.victim = hit()
             case Target.DRIVER:
                 self.victim = f"process {self._driver.pid}"
                 self._driver.signal(_SIGNALS[fault.kind])
@@ -149,15 +156,18 @@ class Injection:
         return self.ended_s is not None
 
     def has_recovered(self, driver: ChildProcess) -> bool:
-        """Whether the role has all its processes, and none is stopped."""
+        """Whether the role has all its processes, or all roles after the loss of a machine, and none is stopped."""
         fault = self._fault
         if fault.target is Target.DRIVER:
             return driver is not self._driver or (fault.kind is not FaultKind.KILL and self._is_settled())
+        processes, sizes = self._surroundings.processes, self._surroundings.sizes
+        if fault.target in (Target.MACHINE, Target.LINK):
+            return processes.are_complete(sizes)
         if self._role is None:
             return True
         if fault.kind is FaultKind.TERM and not self._is_settled():
             return False
-        return self._surroundings.processes.are_complete({self._role: self._surroundings.sizes.get(self._role, 1)})
+        return processes.are_complete({self._role: sizes.get(self._role, 1)})
 
     def end(self) -> None:
         """End the fault, also one that lasts for ever."""
@@ -219,6 +229,10 @@ class Injection:
             self._process.signal(signal.SIGCONT)
         if surroundings.cluster is not None and fault.target is Target.GCS_ON_REDIS:
             surroundings.cluster.restart_gcs()
+        if surroundings.machines is not None and fault.target is Target.MACHINE:
+            surroundings.machines.replace()
+        if surroundings.machines is not None and fault.target is Target.LINK:
+            surroundings.machines.mend_link()
 
     def _living_process(self) -> Process:
         """Return the chosen process, or another one if it has ended meanwhile."""

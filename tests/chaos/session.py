@@ -16,6 +16,7 @@ from deploy.recipe.recipe import Recipe
 from tests.chaos.checker import CheckedRecipe, violations
 from tests.chaos.faults import Fault, Platform, Target, schedule
 from tests.chaos.faulty_run import ChaosPlan, FaultyRun, Log, run_reference
+from tests.chaos.machine_pair import MachinePair
 from tests.chaos.platforms import Cluster
 from tests.chaos.record import RunRecord, read_history
 
@@ -38,6 +39,8 @@ class SessionOptions:
     """Seed of their schedule."""
     targets: Collection[Target]
     """Targets of the faults."""
+    on_machines: bool = False
+    """Whether all runs are on two machines."""
     out: Path
     """New directory of the runs and the report."""
 
@@ -63,7 +66,7 @@ def run_session(options: SessionOptions, log: Log) -> SessionResult:
     reference, checked = read_history(options.out / _REFERENCE), _checked(recipe)
     records: list[RunRecord] = []
     found: list[str] = []
-    faults = schedule(options.num_faults, options.seed, options.targets)
+    faults = schedule(options.num_faults, options.seed, options.targets, on_machines=options.on_machines)
     reason = "not possible when it was its turn"
     try:
         for queue, platform in _queues(faults):
@@ -89,10 +92,11 @@ def run_session(options: SessionOptions, log: Log) -> SessionResult:
 def _queues(faults: list[Fault]) -> list[tuple[deque[Fault], Platform]]:
     """Return the faults of each platform that this machine has."""
     queues = [(deque(fault for fault in faults if fault.platform is platform), platform) for platform in Platform]
+    is_possible = {Platform.CLUSTER: Cluster.is_possible, Platform.TWO_MACHINES: MachinePair.is_possible}
     return [
         (queue, platform)
         for queue, platform in queues
-        if queue and (platform is not Platform.CLUSTER or Cluster.is_possible())
+        if queue and (platform not in is_possible or is_possible[platform]())
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.chaos.faults import FaultKind, Platform, Target, Trigger, schedule
+from tests.chaos.faults import ON_MACHINES, FaultKind, Platform, Target, Trigger, schedule
 
 
 def test_the_schedule_depends_on_the_seed_alone() -> None:
@@ -28,7 +28,7 @@ def test_30_faults_reach_every_target_and_trigger() -> None:
 
 
 def test_60_faults_send_every_signal_to_every_role() -> None:
-    others = {Target.DISK, Target.CLOCK, Target.BYTES, Target.POOL}
+    others = {Target.DISK, Target.CLOCK, Target.BYTES, Target.POOL, Target.MACHINE, Target.LINK}
     for seed in range(20):
         sent = {(fault.target, fault.kind) for fault in schedule(60, seed) if fault.target not in others}
         assert len(sent) == 3 * (len(Target) - len(others))
@@ -38,6 +38,12 @@ def test_faults_are_sorted_by_platform() -> None:
     platforms = [fault.platform for fault in schedule(60, 3)]
     assert platforms == sorted(platforms, key=list(Platform).index)
     assert set(platforms) == set(Platform)
+
+
+def test_a_session_on_two_machines_has_no_other_platform() -> None:
+    faults = schedule(40, 3, ON_MACHINES, on_machines=True)
+    assert {fault.platform for fault in faults} == {Platform.TWO_MACHINES}
+    assert {fault.target for fault in faults} == set(ON_MACHINES)
 
 
 def test_only_the_requested_targets_are_hit() -> None:

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -75,7 +75,7 @@ class Machine:
     def run(self, words: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
         """Run a command on the machine and return its output. The test fails if the command fails."""
         done = subprocess.run(
-            self._entered(words),
+            self.entered(words),
             env=dict(environment),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -91,7 +91,7 @@ class Machine:
     def start(self, words: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
         """Start a command on the machine; it ends with the machine at the latest."""
         started = subprocess.Popen(
-            self._entered(words),
+            self.entered(words),
             env=dict(environment),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -112,42 +112,67 @@ class Machine:
         for process, interface in ((self.pid, INTERFACE), (self._switch, self._port)):
             _tool(process, f"tc qdisc replace dev {interface} root tbf rate {rate} burst 256kb latency 50ms")
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not been stopped."""
+        return self._process.poll() is None
+
+    def cut_link(self) -> None:
+        """Cut its link: nothing arrives or leaves, and no connection is closed."""
+        _tool(self._switch, f"ip link set {self._port} down")
+
+    def mend_link(self) -> None:
+        """Connect it again."""
+        _tool(self._switch, f"ip link set {self._port} up")
+
     def stop(self) -> None:
         """Cut its link, and then kill all its processes at once: no peer sees a connection closed."""
-        if self._process.poll() is None:
+        if self.is_running:
             _tool(self._switch, f"ip link del {self._port}")
             _end(self._process)
         for started in self._started:
             started.wait(_STOP_TIMEOUT_S)
 
-    def _entered(self, words: Sequence[str]) -> list[str]:
+    def entered(self, words: Sequence[str]) -> list[str]:
+        """Return the command that runs `words` on the machine, in a child process."""
         namespaces = ["--net", "--uts", "--ipc", "--mount", "--pid"]
         return ["nsenter", f"--target={self.pid}", *namespaces, f"--wdns={ROOT}", *words]
 
 
+class Switch:
+    """A switch that connects machines."""
+
+    def __init__(self) -> None:
+        """Make it. The test skips where namespaces cannot be made. The caller must call `close`."""
+        for tool in ("ip", "tc", "unshare", "nsenter"):
+            if os.geteuid() != 0 or shutil.which(tool) is None:
+                pytest.skip("needs root, iproute2 and util-linux, for machines made of namespaces")
+        self._at_end, self._num_machines = ExitStack(), 0
+        process = _namespace(["--net"], [])
+        self._at_end.callback(_end, process)
+        self._inside = psutil.Process(process.pid).children()[0].pid
+        for command in ("link add switch type bridge", f"addr add {_SUBNET}.254/24 dev switch", "link set switch up"):
+            _tool(self._inside, f"ip {command}")
+
+    def add(self, name: str) -> Machine:
+        """Start a machine with this hostname and an address of its own."""
+        self._num_machines += 1
+        process = _namespace(_MACHINE, ["sh", "-c", _BOOT, "sh", name])
+        self._at_end.callback(_end, process)
+        machine = Machine(name, f"{_SUBNET}.{self._num_machines}", process, self._inside)
+        self._at_end.callback(machine.stop)
+        return machine
+
+    def close(self) -> None:
+        """Stop all machines."""
+        self._at_end.close()
+
+
 @contextmanager
 def machines(*names: str) -> Iterator[list[Machine]]:
-    """Start machines with these hostnames on one switch; stop those that are left at the end.
-
-    The test skips where namespaces cannot be made.
-    """
-    for tool in ("ip", "tc", "unshare", "nsenter"):
-        if os.geteuid() != 0 or shutil.which(tool) is None:
-            pytest.skip("needs root, iproute2 and util-linux, for machines made of namespaces")
-    with ExitStack() as at_end:
-        switch = _namespace(["--net"], [])
-        at_end.callback(_end, switch)
-        inside = psutil.Process(switch.pid).children()[0].pid
-        for command in ("link add switch type bridge", f"addr add {_SUBNET}.254/24 dev switch", "link set switch up"):
-            _tool(inside, f"ip {command}")
-        made = []
-        for number, name in enumerate(names, start=1):
-            process = _namespace(_MACHINE, ["sh", "-c", _BOOT, "sh", name])
-            at_end.callback(_end, process)
-            machine = Machine(name, f"{_SUBNET}.{number}", process, inside)
-            at_end.callback(machine.stop)
-            made.append(machine)
-        yield made
+    """Start machines with these hostnames on one switch; stop those that are left at the end."""
+    with closing(Switch()) as switch:
+        yield [switch.add(name) for name in names]
 
 
 def environment_on_machines(home: Path) -> dict[str, str]:
