@@ -19,6 +19,7 @@ import ray
 import redis
 
 from actors import NAMESPACE
+from actors.machines import num_machines
 from actors.registry.registry import URL_VARIABLE, check_registry
 
 ACTOR_NAME = "d1-registry"
@@ -140,11 +141,6 @@ def registry_url() -> str:
         raise RuntimeError(f"the embedded registry gave no address within {_ACTOR_TIMEOUT_S:.0f} s") from error
     except ray.exceptions.RayActorError as error:
         raise RuntimeError(f"the embedded registry did not start: {error}") from error
-
-
-def num_machines() -> int:
-    """Return the number of machines of the connected cluster."""
-    return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
 
 
 def free_port() -> int:

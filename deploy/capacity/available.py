@@ -79,7 +79,7 @@ def resources_of(address: str | None) -> Resources:
         return _this_machine()
     import ray
 
-    from actors.registry.server import num_machines
+    from actors.machines import num_machines
 
     now, most = ray.cluster_resources(), _most_by_autoscaler()
     total = {name: max(now.get(name, 0.0), most.get(name, 0.0)) for name in (*now, *most)}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from actors.run_log import DRIVER_LOG, METRICS, Event, RunLog, read_events
 from actors.spec import Phase, RunSpec
 from deploy.capacity.needs import checkpoint_bytes, needs_of
-from deploy.errors import EXIT_RUN_FAILED, RunFailedError, user_errors
+from deploy.errors import EXIT_RUN_FAILED, RunFailedError, UserError, user_errors
 from deploy.interrupts import terminated_by_sigterm, wait_for_interrupt, wait_until_done
 from deploy.job.following import checkpoint_on_stop, following
 from deploy.job.judges import judge_servers
@@ -137,8 +137,13 @@ class Driver:
         from ray.train import TrainingFailedError
 
         from actors.cluster import LearnerFailedError, start_actors, stop_actors
-        from actors.registry.server import num_machines
+        from actors.machines import machines_without, num_machines
 
+        if blind := machines_without(self.spec.run_dir):
+            raise UserError(
+                f"the run directory {self.spec.run_dir} does not exist on {', '.join(blind)}: all machines of the "
+                "cluster need it; take a runs_dir on a file system that they share"
+            )
         url = registry_of_cluster()
         store_bytes = needs_of(self.recipe, num_machines=num_machines()).object_store_bytes
         # A run of the same name may be under way, with actors of the same names.

@@ -37,6 +37,15 @@ alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if n
 actors = list_actors(limit=1000, timeout=90)
 print(json.dumps({"alive": alive, "actors": [[actor["class_name"], actor["node_id"]] for actor in actors]}))
 """
+WITHOUT = """
+import sys
+from pathlib import Path
+import ray
+ray.init(logging_level="ERROR", log_to_driver=False)
+from actors.machines import machines_without
+for directory in sys.argv[1:]:
+    print(machines_without(Path(directory)))
+"""
 # The actors on the worker that export a run's metrics.
 NUMBERS = """
 import ray
@@ -146,6 +155,16 @@ def test_a_submitted_run_uses_both_nodes_and_the_registry_on_redis(processes: Ra
     assert newest is not None
     assert newest.checkpoint == str(tmp_path / "pair" / "checkpoints" / "rl-000002")
     registry.close()
+
+
+def test_machines_that_do_not_see_a_directory_are_found(processes: RayProcesses, tmp_path: Path) -> None:
+    # The worker has a temporary directory of its own.
+    of_head = Path(processes.environment["HOME"]) / "of the head"
+    of_head.mkdir()
+    assert processes.python(WITHOUT, str(tmp_path), str(of_head)).splitlines()[-2:] == [
+        "[]",
+        f"['{processes.worker_ip}']",
+    ]
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""A run on two machines: learner workers and samplers on both, and the loss of one of them."""
+"""Runs on several machines: the loss of one, one that does not see the run directory, and a laptop that submits."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ class Cluster:
 
     head: Machine
     other: Machine
+    laptop: Machine
+    """A machine outside of the cluster."""
     environment: dict[str, str]
     """Environment of a driver on the head."""
 
@@ -71,26 +73,37 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with machines("head", "other") as (head, other), (tmp_path / "redis.log").open("wb") as log:
+    with machines("head", "other", "laptop") as (head, other, laptop), (tmp_path / "redis.log").open("wb") as log:
         password = os.urandom(16).hex()
         redis = [str(get_binary_path()), "--bind", head.address, "--port", str(REDIS_PORT), "--requirepass", password]
         environment = environment_on_machines(tmp_path) | PATIENCE
         environment["D1_REDIS_URL"] = f"redis://:{password}@{head.address}:{REDIS_PORT}/0"
         head.start([*redis, "--save", "", "--dir", str(tmp_path)], environment, log)
         ray = [str(BIN / "ray"), "start", "--num-cpus=3", "--object-store-memory=100000000"]
-        head.run([*ray, "--head", f"--port={RAY_PORT}", "--include-dashboard=true"], environment, 120)
+        dashboard = ["--include-dashboard=true", f"--dashboard-host={head.address}"]
+        head.run([*ray, "--head", f"--port={RAY_PORT}", *dashboard], environment, 120)
         address = f"{head.address}:{RAY_PORT}"
         other.run([*ray, f"--address={address}"], environment, 120)
-        yield Cluster(head, other, environment | {"RAY_ADDRESS": address})
+        yield Cluster(head, other, laptop, environment | {"RAY_ADDRESS": address})
+
+
+def command(subcommand: str, run_dir: Path, *more: str) -> list[str]:
+    """Return the words of `d1 train` or `d1 submit`."""
+    settings = [f"{name}={value}" for name, value in SETTINGS.items()]
+    words = [str(BIN / "d1"), subcommand, str(RECIPE), f"runs_dir={run_dir.parent}", f"name={run_dir.name}"]
+    return [*words, *settings, *more]
+
+
+def hide(machine: Machine, directory: Path, environment: dict[str, str]) -> None:
+    """Let a machine see an empty directory in place of one that the other machines share."""
+    machine.run(["mount", "-t", "tmpfs", "d1", str(directory)], environment, 20)
 
 
 @contextmanager
 def training(cluster: Cluster, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Train on the cluster, with the driver on the head; the test fails if that fails."""
-    settings = [f"{name}={value}" for name, value in SETTINGS.items()]
-    words = [str(BIN / "d1"), "train", str(RECIPE), f"runs_dir={run_dir.parent}", f"name={run_dir.name}", *settings]
     with (run_dir.parent / "train.log").open("w+b") as output:
-        driver = cluster.head.start(words, cluster.environment, output)
+        driver = cluster.head.start(command("train", run_dir), cluster.environment, output)
         yield driver
         status = driver.wait(600)
         output.seek(0)
@@ -116,3 +129,35 @@ def test_a_run_trains_on_two_machines_and_goes_on_without_one(cluster: Cluster, 
     rounds = {event["round"] for event in of_kind(run_dir, "round")}
     assert rounds == set(range(NUM_ROUNDS))
     assert any("learner" in event["what"] for event in of_kind(run_dir, "failure"))
+
+
+def test_a_machine_that_does_not_see_the_run_directory_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    hide(cluster.other, runs, cluster.environment)
+    with (tmp_path / "train.log").open("w+b") as output:
+        driver = cluster.head.start(command("train", runs / "blind"), cluster.environment, output)
+        assert driver.wait(300) == 2
+        output.seek(0)
+        said = output.read().decode()
+    assert f"the run directory {runs / 'blind'} does not exist on {cluster.other.address}: " in said, said
+    assert "Traceback" not in said
+
+
+def test_a_run_of_a_cluster_without_a_shared_disk_is_fetched(cluster: Cluster, tmp_path: Path) -> None:
+    """The laptop shares nothing with the cluster except a directory that stands for a bucket."""
+    runs, bucket = tmp_path / "runs", tmp_path / "bucket"
+    runs.mkdir()
+    bucket.mkdir()
+    hide(cluster.laptop, runs, cluster.environment)
+    url = f"file://{bucket}"
+    environment = cluster.environment | {"RAY_ADDRESS": f"http://{cluster.head.address}:8265"}
+    log = cluster.laptop.run(command("submit", runs / "far", f"checkpoint_url={url}"), environment, 600)
+    assert f"d1 runs fetch {url}/far" in log, log
+    assert "held-out accuracy after RL" in log, log
+    d1 = str(BIN / "d1")
+    look = f"cd {runs} && {d1} runs fetch {url}/far && {d1} status far && {d1} sample far 1423324000144130"
+    assert cluster.laptop.run(["ls", str(runs)], environment, 20) == ""
+    shown = cluster.laptop.run(["sh", "-c", look], environment, 120)
+    assert "SFT + RL" in shown, shown
+    assert "18 tokens" in shown, shown
