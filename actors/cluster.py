@@ -255,7 +255,7 @@ def train_worker(config: Mapping[str, Any]) -> None:
     if (tokens := ranks.broadcast_decision(client.report_start)) is None:
         return
     PROGRESS.start(spec.collective_timeout_s, may_compile=spec.sharding.compile)
-    heartbeat = Heartbeat(coordinator, ranks.rank)
+    heartbeat = Heartbeat(coordinator, ranks.rank, ranks.size)
     try:
         TrainingRun(spec.with_micro_batches(tokens), client, heartbeat, ranks).run()
     except LeaderFailedError:

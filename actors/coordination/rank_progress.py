@@ -12,7 +12,7 @@ from typing import Any
 
 from learner.parallel.progress import Place
 
-# Several times the interval of heartbeats, which are a second apart.
+# Several times the interval of heartbeats, which is a second for up to 200 ranks. For over 600 time passes slower here.
 _MAX_BETWEEN_HEARTBEATS_S = 3.0
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from actors.coordination.reporting.status import SILENT_S
 from actors.messages import Next, TrainedRound, WeightsId, WorkUnitKey
 from actors.spec import Phase
 from actors.training import run_client
-from actors.training.run_client import RunClient
+from actors.training.run_client import RunClient, heartbeat_interval_s
 
 SECOND = WeightsId(version=2, digest="2")
 TRAINED = TrainedRound(round=0, weights_id=SECOND, values={"loss": 1.0})
@@ -110,3 +111,10 @@ def test_a_failed_announcement_is_raised_by_the_next_call(client: Callable[..., 
     _publish(run)
     with pytest.raises(TimeoutError, match="no answer"):
         run.next_batch(1, SECOND)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 64, 1024])
+def test_heartbeats_neither_overload_the_coordinator_nor_look_like_silence(num_ranks: int) -> None:
+    interval_s = heartbeat_interval_s(num_ranks)
+    assert num_ranks / interval_s <= 200
+    assert 1.0 <= interval_s <= SILENT_S / 2
