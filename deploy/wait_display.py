@@ -23,7 +23,7 @@ class WaitDisplay:
         """Print to `console`, each line after `prefix`."""
         self._console, self._prefix = console, prefix
         self._lock = threading.Lock()
-        self._what = ""
+        self._what, self._quiet_until = "", 0.0
         self._ended: threading.Event | None = None
         self._spinner: Progress | None = None
 
@@ -51,6 +51,10 @@ class WaitDisplay:
         if self._spinner is not None:
             self._spinner.update(self._spinner.task_ids[0], description=what)
 
+    def postpone(self) -> None:
+        """Print no line for the next 5 s: another one has just said what is waited for."""
+        self._quiet_until = time.monotonic() + EVERY_S
+
     def end(self) -> None:
         """End the wait. Nothing is printed after this; a second call does nothing."""
         with self._lock:
@@ -64,7 +68,7 @@ class WaitDisplay:
         began, pause_s = time.monotonic(), first_after_s
         while not ended.wait(pause_s):
             with self._lock:
-                if not ended.is_set():
+                if not ended.is_set() and time.monotonic() >= self._quiet_until:
                     self._print(f"{self._what}: {time.monotonic() - began:.0f} s")
             pause_s = EVERY_S
 

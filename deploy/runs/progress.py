@@ -22,7 +22,7 @@ _LONGEST_PROMPT, _LONGEST_COMPLETION = 60, 160
 # A step that takes this many times as long as the one before it is reported.
 _UNUSUAL = 2.0
 # Events that can arrive at any time, and do not end a wait.
-_ASYNC_EVENTS = ("run", "status", "failure", "pause", "pause_end", "scale", "loaded")
+_ASYNC_EVENTS = ("run", "status", "waits", "failure", "pause", "pause_end", "scale", "loaded")
 _BETWEEN_PHASES = {
     "evaluation": "preparing the next stage",
     "sft_data": "preparing SFT",
@@ -69,6 +69,7 @@ class ProgressDisplay:
         match event["event"]:
             case "status" | "waits":
                 self._print(f"{'':10}  {printable(event['what'])}")
+                self._waiting.postpone()
             case "phase":
                 self._begin(event)
             case "sft" | "round" if self._phase is not None:

@@ -70,6 +70,19 @@ def test_a_wait_can_change_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(r"d1: waiting for port 8000: \d+ s", later[-1])
 
 
+def test_a_postponed_line_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EVERY_S", 0.01)
+    file = _File(1)
+    wait = _waiting(file)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 100.0)
+    wait.postpone()
+    wait.begin("starting")
+    assert not file.has_lines.wait(0.2)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 100.02)
+    assert file.has_lines.wait(60)
+    wait.end()
+
+
 def test_a_terminal_has_a_transient_spinner() -> None:
     file = _File(1)
     wait = _waiting(file, is_terminal=True)

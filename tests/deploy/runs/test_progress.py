@@ -193,6 +193,13 @@ def test_a_restart_of_the_learners_is_reported(recorder: Any, monkeypatch: pytes
     assert _waited_for(recorder.events, monkeypatch) == "restarting the learners"
 
 
+def test_what_the_coordinator_waits_for_ends_no_wait(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the coordinator has nothing more to say, the run may still wait."""
+    recorder.add("failure", what="a learner worker failed: OSError", attempt=1)
+    waits = {"event": "waits", "what": "learner rank 1 silent for 15 s"}
+    assert _waited_for([*recorder.events, waits], monkeypatch) == "restarting the learners"
+
+
 def test_a_background_checkpoint_ends_no_wait(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     first = next(index for index, event in enumerate(events) if event["event"] == "round")
     written = next(event for event in events if event["event"] == "checkpoint") | {"beside": True}
