@@ -94,8 +94,14 @@ class Coordinator:
             on_pause=log.note_pause,
             on_left=self._note_left,
         )
-        room_timeout_s = spec.learner.resource_timeout_s if len(spec.learner_sizes) > 1 else 0.0
-        self._supervisor = Supervisor(self._pools, store, log.note_failure, room_timeout_s)
+        sizes = spec.learner_sizes
+        self._supervisor = Supervisor(
+            self._pools,
+            store,
+            log.note_failure,
+            room_timeout_s=spec.learner.resource_timeout_s if len(sizes) > 1 else 0.0,
+            min_ranks=sizes[-1],
+        )
         self._evaluation = VersionEvaluator(spec, self._plan, self._pools, log.note_failure)
         self._rounds = OpenRounds(spec, self._plan, self._pools, log.note_failure)
         self._turn = SamplersTurn(self._rounds, self._pools, log.note_failure, is_colocated=spec.gpus.colocate)

@@ -87,6 +87,11 @@ class Pools:
                 self._outages.remove(pool)
                 self._resume()
 
+    def longest_outage(self) -> tuple[str, float]:
+        """Return the kind of the pool that has had no actor for longest, and for how many seconds."""
+        pool = max(self._both, key=ActorPool.outage_s)
+        return pool.kind, pool.outage_s()
+
     @property
     def _both(self) -> tuple[ActorPool, ActorPool]:
         return self._samplers, self._graders

@@ -22,13 +22,26 @@ class Supervisor:
     """Ends what hangs: pool actors, the weight store, the learner's ranks, and Ray Train's controller."""
 
     def __init__(
-        self, pools: Pools, store: Any, on_failure: Callable[[str, int], None], room_timeout_s: float = 0.0
+        self,
+        pools: Pools,
+        store: Any,
+        on_failure: Callable[[str, int], None],
+        *,
+        room_timeout_s: float = 0.0,
+        min_ranks: int = 1,
     ) -> None:
         """Take over pools and weight store. `on_failure` receives which actor is ended.
 
-        `room_timeout_s` is how long Ray Train's controller may wait for resources, without answering meanwhile.
+        Args:
+            pools: the pools.
+            store: the weight store.
+            on_failure: see above.
+            room_timeout_s: how long Ray Train's controller waits for resources, without answering meanwhile, before
+                the learner group shrinks. 0: it does not shrink.
+            min_ranks: its smallest size.
         """
         self._pools, self._store, self._on_failure = pools, store, on_failure
+        self._room_timeout_s, self._min_ranks, self._has_made_room = room_timeout_s, min_ranks, False
         self._controller_hung_s = _CONTROLLER_HUNG_S + room_timeout_s
         self.liveness = LivenessMonitor(self._end_hung)
         self.ranks: dict[int, RankProgress] = {}
@@ -42,6 +55,7 @@ class Supervisor:
                 self.liveness.probe(name, actor)
         self.liveness.sweep()
         self._end_stuck()
+        self._make_room()
 
     def heartbeat(self, rank: int, place: Place, actor: Any, node: str, controller: Any = None) -> None:
         """Register a heartbeat of a learner rank; rank 0 passes Ray Train's controller."""
@@ -95,10 +109,28 @@ class Supervisor:
         if not ended:
             return
         # The others fail or are ended next.
+        self._end(ended, f"{stuck_text(ended, self.ranks.values())}; the group is restarted")
+
+    def _make_room(self) -> None:
+        """Restart a learner group that may shrink, once, if a pool has had no actor for as long as the group may wait.
+
+        After the loss of a machine the group may have taken the last room, and would wait for that pool for ever. Ray
+        places an actor that is pending already before the new group.
+        """
+        kind, outage_s = self._pools.longest_outage()
+        if not self._room_timeout_s or outage_s <= self._room_timeout_s:
+            self._has_made_room = False
+        elif not self._has_made_room and not self._is_ending and len(self.ranks) > self._min_ranks:
+            self._has_made_room = True
+            what = f"no {kind} has been up for {outage_s:.0f} s: the learner group is restarted, to leave room for one"
+            self._end(list(self.ranks.values()), what)
+
+    def _end(self, ranks: list[RankProgress], what: str) -> None:
+        """End some ranks, and report why."""
         self._is_ending = True
-        self._on_failure(f"{stuck_text(ended, self.ranks.values())}; the group is restarted", 1)
-        self.liveness.forget(_CONTROLLER, *(f"{_RANK}{one.rank}" for one in ended))
-        for one in ended:
+        self._on_failure(what, 1)
+        self.liveness.forget(_CONTROLLER, *(f"{_RANK}{one.rank}" for one in ranks))
+        for one in ranks:
             ray.kill(one.actor, no_restart=True)
 
 

@@ -22,8 +22,9 @@ class _Case:
         self.now_s, self.said, self.ended = 0.0, list[str](), list[str]()
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(module.ray, "kill", lambda actor, **_: self.ended.append(actor))
-        pools: Any = SimpleNamespace(members=dict)
-        self.supervisor = Supervisor(pools, None, lambda what, _: self.said.append(what))
+        self.outage_s = 0.0
+        pools: Any = SimpleNamespace(members=dict, longest_outage=lambda: ("grader", self.outage_s))
+        self.supervisor = Supervisor(pools, None, lambda what, _: self.said.append(what), room_timeout_s=40.0)
         self.supervisor.liveness.probe = lambda *_: None  # type: ignore[method-assign]
         self.supervisor.liveness._now = lambda: self.now_s
         self.supervisor.liveness._swept_at = 0.0
@@ -124,3 +125,29 @@ def test_a_silent_rank_is_named_with_its_node_and_place(case: _Case) -> None:
         "learner rank 1 on node-1, last heard of in round 3: training, in an all-reduce, was silent for 46 s and is "
         "replaced"
     ]
+
+
+def test_a_group_that_may_shrink_makes_room_for_a_pool_once(case: _Case) -> None:
+    places = _place(8, activity="round 3: waiting for completions"), _place(8)
+    case.outage_s = 39.0
+    case.beat(*places)
+    assert case.ended == []
+    case.outage_s = 41.0
+    case.beat(*places)
+    assert case.ended == ["actor 0", "actor 1"]
+    assert case.said == ["no grader has been up for 41 s: the learner group is restarted, to leave room for one"]
+    # It may have another reason than room.
+    case.supervisor.learner_starting()
+    case.beat(*places)
+    assert len(case.ended) == 2
+    case.outage_s = 0.0
+    case.beat(*places)
+    case.outage_s = 41.0
+    case.beat(*places)
+    assert len(case.ended) == 4, "another outage"
+
+
+def test_the_smallest_group_makes_no_room(case: _Case) -> None:
+    case.outage_s = 41.0
+    case.beat(_place(8))
+    assert case.ended == []
