@@ -17,8 +17,10 @@ _NEWEST = 20
 class EventHistory:
     """Answers questions about the events so far: what is recorded already, and what a restarted learner repeats."""
 
-    def __init__(self) -> None:
-        """Begin without events."""
+    def __init__(self, *, is_restarted: bool = False) -> None:
+        """Begin without events. `is_restarted`: an earlier coordinator may have died as it answered a call, which Ray
+        then repeats."""
+        self.is_restarted = is_restarted
         self.evaluations = Evaluations()
         self.began_at: float | None = None
         """When the run began (unix time), which distinguishes runs of the same name; None if no event says so."""
@@ -71,6 +73,15 @@ class EventHistory:
         learner group started."""
         evaluations = self._of_group.evaluations if is_of_group else self.evaluations
         return any((one.label, one.policy_version) == (label, version) for one in evaluations.current)
+
+    def is_repeated(self, event: str, values: Mapping[str, Any]) -> bool:
+        """Whether a call that records this event is one that Ray repeats."""
+        return self.is_restarted and self.has_event(event, values)
+
+    def is_evaluated(self, version: int, label: str, *, is_new: bool) -> bool:
+        """Whether a version needs no evaluation under a label. For a new one only events since the learner started
+        count, and only those of a repeated call."""
+        return (self.is_restarted or not is_new) and self.has_evaluation(version, label, is_of_group=is_new)
 
     def repeated_work(self, position: Mapping[str, Any]) -> str:
         """Describe what a learner repeats that continues from a position."""

@@ -34,7 +34,7 @@ _SHARE_OF_TIME = 20
 # Float32 numbers of a checkpoint for each parameter, at most: weights, two moments, a reference.
 _NUM_COPIES, _FLOAT_BYTES = 4, 4
 # A checkpoint that a later stage starts from waits this long for room on the disk, and retries at this interval.
-_PATIENCE_S, _PAUSE_S = 600.0, 5.0
+_RETRY_S, _PAUSE_S = 600.0, 5.0
 # Range of sizes, in bytes, that are written in the background. Smaller ones take a second or so. For larger ones the
 # memory of rank 0 may not suffice. Shards have no upper limit: each rank copies its own.
 _MIN_BACKGROUND_BYTES, _MAX_BACKGROUND_BYTES = 250_000_000, 40_000_000_000
@@ -98,7 +98,7 @@ class Checkpointer:
             adapter: the stage's adapter, whole on rank 0, which is written instead of weights; None without LoRA.
             may_fail: whether the checkpoint is optional. Then a failure, as on a full disk, is only recorded, and the
                 write may still be in progress on return. A required one is on disk on return; it is retried for
-                `_PATIENCE_S`.
+                `_RETRY_S`.
 
         Raises OSError on rank 0, and the same or LeaderFailedError on the others, if a required one cannot be written;
         and as `collect_pending`.
@@ -112,7 +112,7 @@ class Checkpointer:
                 write = partial(self._is_written, contents, began)
                 self._background_writer.begin(what, contents.num_bytes, write)
             self._pending = position
-        elif self._is_written_now(contents, began, 0.0 if may_fail else _PATIENCE_S):
+        elif self._is_written_now(contents, began, 0.0 if may_fail else _RETRY_S):
             self.newest = position
         self._written_at = self._clock()
         self._write_s = self._written_at - began

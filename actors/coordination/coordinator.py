@@ -16,9 +16,8 @@ round, version, digest. After a restart the coordinator makes a new ledger from 
 the round again. It gets the same texts, because random draws are keyed by problem and sample, not by their order. All
 other state is in the run log and in `Session`.
 
-A background thread writes these (`actors/run_log.py`), so a slow disk does not delay heartbeats, work units and calls
-that change nothing. A call that changes run log or session is answered when the change is written, because Ray does not
-repeat a call that was answered. Failures of work units and pauses are not waited for.
+A background thread writes these (`actors/run_log.py`). A call that changes them is answered when the change is written,
+because Ray does not repeat a call that was answered. Failures of work units and pauses are not waited for.
 """
 
 from __future__ import annotations
@@ -81,27 +80,14 @@ class Coordinator:
             self._plan.solve_rates = SolveRates(spec.run_dir)
         session = Session.read(spec.run_dir, driver)
         is_restarted = session.num_coordinator_starts > 0
-        self._history = history = EventHistory()
+        self._history = history = EventHistory(is_restarted=is_restarted)
         self._log = log = RunLog(spec.run_dir, spec.wandb_project, is_going_on=is_restarted, on_event=history.add)
         self._session = SessionFile(spec.run_dir, session, log.replace)
         self._timeline = Timeline.read(spec.run_dir) if is_restarted else Timeline()
         self._announcer = Announcer(Registry(registry_url, spec.name), log, history, spec.run_dir, store_name)
-        self._pools = Pools(
-            pool_members(spec.name, samplers, session.pools.get("sampler")),
-            pool_members(spec.name, graders, session.pools.get("grader")),
-            spec.sampling_timeout_s,
-            spec.grading_timeout_s,
-            on_pause=log.note_pause,
-            on_left=self._note_left,
-        )
-        sizes = spec.learner_sizes
-        self._supervisor = Supervisor(
-            self._pools,
-            store,
-            log.note_failure,
-            room_timeout_s=spec.learner.resource_timeout_s if len(sizes) > 1 else 0.0,
-            min_ranks=sizes[-1],
-        )
+        given = {"sampler": samplers, "grader": graders}
+        self._pools = Pools.for_run(spec, given, session.pools, on_pause=log.note_pause, on_left=self._note_left)
+        self._supervisor = Supervisor.for_run(spec, self._pools, store, log.note_failure)
         self._evaluation = VersionEvaluator(spec, self._plan, self._pools, log.note_failure)
         self._rounds = OpenRounds(spec, self._plan, self._pools, log.note_failure)
         self._turn = SamplersTurn(self._rounds, self._pools, log.note_failure, is_colocated=spec.gpus.colocate)
@@ -147,8 +133,7 @@ class Coordinator:
 
     async def record(self, event: str, values: dict[str, Any]) -> None:
         """Append an event to the run log, and report checkpoints that may be served to the registry."""
-        # Ray repeats a call if this process dies as it answers.
-        if not (self._is_restarted and self._history.has_event(event, values)):
+        if not self._history.is_repeated(event, values):
             self._log.add(event, **values)
             self._timeline.add_event(event, values)
         await self._log.written()
@@ -180,10 +165,6 @@ class Coordinator:
     def _cancel_work(self) -> None:
         self._rounds.forget()
         self._evaluation.cancel_background()
-
-    @property
-    def _is_restarted(self) -> bool:
-        return self._session.current.num_coordinator_starts > 1
 
     # The learner group.
 
@@ -238,7 +219,7 @@ class Coordinator:
         self._turn.stop()
         await self._log.written()
         # After a restart of this process the first heartbeat may not have arrived yet.
-        return bool(self._supervisor.ranks) or self._is_restarted
+        return bool(self._supervisor.ranks) or self._history.is_restarted
 
     # The pools.
 
@@ -280,7 +261,7 @@ class Coordinator:
                 self._rounds.begin(round_index, weights_id)
                 # Lets the samplers start before the evaluation, and before this process waits for a disk.
                 await asyncio.sleep(0)
-                if label and not self._is_evaluated(weights_id.version, label, is_new=True):
+                if label and not self._history.is_evaluated(weights_id.version, label, is_new=True):
                     self._evaluation.start_background(weights_id, label, round_index + 0.5)
                 if trained is not None and summaries is not None:
                     await self._recorder.record(trained, summaries)
@@ -337,7 +318,7 @@ class Coordinator:
         Raises RuntimeError if all attempts at a work unit failed: an accuracy over fewer problems is not comparable.
         """
         version = weights_id.version
-        if self._is_evaluated(version, label, is_new=is_new):
+        if self._history.is_evaluated(version, label, is_new=is_new):
             return Next.CONTINUE
         began = time.monotonic()
         try:
@@ -361,13 +342,6 @@ class Coordinator:
         """Return the versions whose checkpoints must stay: the best, and one that an operator has pinned."""
         wanted = self._history.evaluations.best(), self._announcer.pinned()
         return [version for version in wanted if version is not None]
-
-    def _is_evaluated(self, version: int, label: str, *, is_new: bool) -> bool:
-        """Whether the log has this evaluation. For a new version only events since the learner started count, and only
-        after a restart of the coordinator, which may have died as it answered."""
-        if is_new and not self._is_restarted:
-            return False
-        return self._history.has_evaluation(version, label, is_of_group=is_new)
 
     async def status(self) -> RunStatus:
         """Return the current status of the run."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -18,6 +18,7 @@ from actors.coordination.pool import ActorPool
 from actors.coordination.reporting.status import SILENT_S, Assignment
 from actors.coordination.reporting.timeline import WorkSpan
 from actors.messages import WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
+from actors.spec import RunSpec
 from actors.weights.store import VersionMissingError
 from rewards import RewardUnavailableError
 
@@ -56,6 +57,29 @@ class Pools:
         self._num_paused = 0
         self._resumed_at = -math.inf
         self._outages: set[ActorPool] = set()
+
+    @classmethod
+    def for_run(
+        cls,
+        spec: RunSpec,
+        begun_with: Mapping[str, Mapping[str, Any]],
+        names: Mapping[str, Collection[str]],
+        *,
+        on_pause: Callable[[str | None], None],
+        on_left: Callable[[str], None],
+    ) -> Self:
+        """Take over a run's actors by kind: those that it began with, or after a resize those of `names`."""
+        samplers, graders = (
+            pool_members(spec.name, begun_with[kind], names.get(kind)) for kind in ("sampler", "grader")
+        )
+        return cls(
+            samplers,
+            graders,
+            spec.sampling_timeout_s,
+            spec.grading_timeout_s,
+            on_pause=on_pause,
+            on_left=on_left,
+        )
 
     @property
     def running_s(self) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import ray
 
 from actors.coordination.liveness import LivenessMonitor
 from actors.coordination.pools import Pools
 from actors.coordination.rank_progress import RankProgress, stuck, stuck_text
+from actors.spec import RunSpec
 from learner.parallel.progress import Place
 
 # Longer than for other actors: it does not answer while it starts or ends a group.
@@ -47,6 +48,13 @@ class Supervisor:
         self.ranks: dict[int, RankProgress] = {}
         """Progress of each rank of the learner, by rank."""
         self._is_ending = False
+
+    @classmethod
+    def for_run(cls, spec: RunSpec, pools: Pools, store: Any, on_failure: Callable[[str, int], None]) -> Self:
+        """Supervise a run, with what its recipe says about the size of the learner group."""
+        sizes = spec.learner_sizes
+        room_timeout_s = spec.learner.resource_timeout_s if len(sizes) > 1 else 0.0
+        return cls(pools, store, on_failure, room_timeout_s=room_timeout_s, min_ranks=sizes[-1])
 
     def sweep(self) -> None:
         """Probe new actors of the pools, and end hung ones. To be called as `LivenessMonitor.sweep`."""

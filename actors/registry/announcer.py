@@ -19,7 +19,7 @@ from actors.spec import Phase
 
 # The registry answers in a millisecond or two. A version's publisher waits for that, and so repeats the call if this
 # process dies meanwhile.
-_PATIENCE_S = 2.0
+_DELIVERY_TIMEOUT_S = 2.0
 
 
 class Announcer:
@@ -44,7 +44,7 @@ class Announcer:
         call = self._announcement(weights_id, phase, round_index)
         sending = self._enqueue(call)
         if not self._is_unreachable:
-            await asyncio.wait((sending,), timeout=_PATIENCE_S)
+            await asyncio.wait((sending,), timeout=_DELIVERY_TIMEOUT_S)
         return sending.done() and call not in self._queue
 
     def enqueue_first(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None:

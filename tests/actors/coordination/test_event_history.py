@@ -107,7 +107,7 @@ def _repeated_rounds(events: Sequence[Event]) -> int:
 @given(EVENTS)
 def test_the_history_answers_as_a_look_at_all_events(events: list[Event]) -> None:
     history, since = _history(events), _since_learner_start(events)
-    assert [(one.label, one.policy_version, one.num_correct) for one in history.evaluations.current] == [
+    assert [(one.label, one.policy_version, one.score.num_correct) for one in history.evaluations.current] == [
         (event["label"], event["policy_version"], event["num_correct"]) for event in _current_evaluations(events)
     ]
     assert history.evaluations.best() == Evaluations(events).best() == _best_version(events)

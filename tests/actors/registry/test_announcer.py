@@ -97,7 +97,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 @pytest.fixture
 def is_hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the announcer's timeout."""
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(module, "_DELIVERY_TIMEOUT_S", 0.01)
 
 
 async def _announce(announcer: Announcer, version: int) -> None:
@@ -162,7 +162,7 @@ def test_announcing_does_not_block_on_a_silent_registry(case: _Case) -> None:
 
 
 def test_a_publisher_waits_for_a_responsive_registry(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 60)
+    monkeypatch.setattr(module, "_DELIVERY_TIMEOUT_S", 60)
 
     async def scene() -> None:
         await _announce(case.announcer(), 1)
@@ -172,7 +172,7 @@ def test_a_publisher_waits_for_a_responsive_registry(case: _Case, monkeypatch: p
 
 
 def test_an_outage_is_reported_once_and_loses_nothing(case: _Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 60)
+    monkeypatch.setattr(module, "_DELIVERY_TIMEOUT_S", 60)
 
     async def scene() -> None:
         announcer = case.announcer()
@@ -202,7 +202,7 @@ def test_announce_returns_whether_the_registry_was_told(case: _Case, monkeypatch
         assert not await announcer.announce(weights_id, Phase.RL, 1), "in an outage nobody waits"
         case.registry.is_away = False
         await announcer.flush()
-        monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
+        monkeypatch.setattr(module, "_DELIVERY_TIMEOUT_S", 0.01)
         case.registry.may_answer.clear()
         assert not await announcer.announce(weights_id, Phase.RL, 1)
         case.registry.may_answer.set()

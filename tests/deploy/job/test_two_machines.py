@@ -39,8 +39,8 @@ SETTINGS = {
     "checkpoint_every_rounds": 2,
 }
 RAY_PORT, REDIS_PORT = 6379, 6400
-# Ray's patience with a silent machine, shorter than its defaults of about half a minute.
-PATIENCE = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000"}
+# Ray counts a machine as lost after seconds without an answer instead of half a minute.
+HEALTH_CHECKS = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000"}
 PLACED = """
 import json, ray
 ray.init(logging_level="ERROR")
@@ -76,7 +76,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with machines("head", "other", "laptop") as (head, other, laptop), (tmp_path / "redis.log").open("wb") as log:
         password = os.urandom(16).hex()
         redis = [str(get_binary_path()), "--bind", head.address, "--port", str(REDIS_PORT), "--requirepass", password]
-        environment = environment_on_machines(tmp_path) | PATIENCE
+        environment = environment_on_machines(tmp_path) | HEALTH_CHECKS
         environment["D1_REDIS_URL"] = f"redis://:{password}@{head.address}:{REDIS_PORT}/0"
         head.start([*redis, "--save", "", "--dir", str(tmp_path)], environment, log)
         ray = [str(BIN / "ray"), "start", "--num-cpus=3", "--object-store-memory=100000000"]

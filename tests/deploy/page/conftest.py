@@ -20,7 +20,7 @@ _FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-_PATIENCE_MS = 15_000
+_TIMEOUT_MS = 15_000
 
 
 # Not per session: Playwright's event loop runs as long as Playwright does, and tests of other files need their own.
@@ -34,7 +34,7 @@ def browser() -> Iterator[Browser]:
     if path is None:
         pytest.skip("needs Chromium; on Debian: apt install chromium")
     with sync_playwright() as playwright:
-        expect.set_options(timeout=_PATIENCE_MS)
+        expect.set_options(timeout=_TIMEOUT_MS)
         chromium = playwright.chromium.launch(executable_path=path, args=list(_FLAGS))
         yield chromium
         chromium.close()
@@ -89,7 +89,7 @@ def open_page(browser: Browser, url: str) -> Iterator[Callable[..., Page]]:
         def open_(path: str = "/", *, has_key: bool = True, expected: tuple[str, ...] = (), **options: object) -> Page:
             context = browser.new_context(**{"reduced_motion": "reduce", **options})
             stack.callback(context.close)
-            context.set_default_timeout(_PATIENCE_MS)
+            context.set_default_timeout(_TIMEOUT_MS)
             if has_key:
                 context.add_init_script(f"sessionStorage.setItem('d1.key', '{KEY}')")
             page = context.new_page()
