@@ -19,9 +19,9 @@ from benchmarks.processes.run_processes import MARK, Role, RunProcesses
 from tests.chaos.clock import MovableClock
 from tests.chaos.faults import Fault, FaultOutcome, Platform
 from tests.chaos.injection import EventTail, Injection, NotPossibleError, Surroundings, wait_for
-from tests.chaos.machine_pair import MachinePair
 from tests.chaos.platforms import Cluster, SmallDisk
 from tests.chaos.record import InjectedFault, Launch, RunRecord, read_history
+from tests.simulated.machine_pair import MachinePair
 
 Log = Callable[[str], None]
 _PROGRESS = {"sft", "sft_eval", "round", "evaluation", "checkpoint", "phase_end", "done"}

@@ -20,9 +20,9 @@ from deploy.errors import UserError
 from deploy.runs.scale_request import send_request
 from tests.chaos.clock import MovableClock
 from tests.chaos.faults import ROLES, Fault, FaultKind, Target, Trigger
-from tests.chaos.machine_pair import MachinePair
 from tests.chaos.platforms import Cluster, SmallDisk
 from tests.chaos.record import trained_files
+from tests.simulated.machine_pair import MachinePair
 
 _POLL_S = 0.001
 _COLLECTIVE_S = 1.0

@@ -16,9 +16,9 @@ from deploy.recipe.recipe import Recipe
 from tests.chaos.checker import CheckedRecipe, violations
 from tests.chaos.faults import Fault, Platform, Target, schedule
 from tests.chaos.faulty_run import ChaosPlan, FaultyRun, Log, run_reference
-from tests.chaos.machine_pair import MachinePair
 from tests.chaos.platforms import Cluster
 from tests.chaos.record import RunRecord, read_history
+from tests.simulated.machine_pair import MachinePair
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "chaos.yaml"
 _REFERENCE = "reference"
