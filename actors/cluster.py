@@ -15,6 +15,7 @@ from actors import NAMESPACE, actor_name
 from actors.coordination.coordinator import Coordinator
 from actors.grader import GraderWorker
 from actors.learner_room import placeable_workers
+from actors.machines import alive_nodes
 from actors.resources import (
     coordinator_resources,
     grader_resources,
@@ -109,7 +110,7 @@ def _store_node(num_bytes: int) -> str:
     largest object store.
     """
     here = ray.get_runtime_context().get_node_id()
-    rooms = {node["NodeID"]: node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]}
+    rooms = {node["NodeID"]: node["Resources"].get("object_store_memory", 0) for node in alive_nodes()}
     return here if rooms[here] >= num_bytes else max(rooms, key=lambda node: rooms[node])
 
 

@@ -17,7 +17,7 @@ _NEW_DIRECTORY_S = 10.0
 
 def num_machines() -> int:
     """Return the number of machines of the cluster."""
-    return len({node["NodeManagerAddress"] for node in _nodes()})
+    return len({node["NodeManagerAddress"] for node in alive_nodes()})
 
 
 def machines_without(directory: Path) -> list[str]:
@@ -28,7 +28,7 @@ def machines_without(directory: Path) -> list[str]:
     here = ray.get_runtime_context().get_node_id()
     look: Any = ray.remote(num_cpus=0)(_sees)
     asked = {}
-    for node in _nodes():
+    for node in alive_nodes():
         if node["NodeID"] != here and node["Resources"].get("CPU"):
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             asked[look.options(scheduling_strategy=there).remote(directory)] = node["NodeManagerAddress"]
@@ -36,7 +36,8 @@ def machines_without(directory: Path) -> list[str]:
     return sorted(asked[answer] for answer in answered if not _result(answer))
 
 
-def _nodes() -> list[dict[str, Any]]:
+def alive_nodes() -> list[dict[str, Any]]:
+    """Return the cluster's nodes that are alive, as `ray.nodes` describes them."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 

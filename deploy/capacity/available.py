@@ -99,16 +99,16 @@ def resources_of(address: str | None) -> Resources:
 
 def _largest_store(to_come: float) -> int:
     """Return the largest object store of a machine. `to_come` counts as one, since its machines are unknown."""
-    import ray
+    from actors.machines import alive_nodes
 
-    stores = (node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
+    stores = (node["Resources"].get("object_store_memory", 0) for node in alive_nodes())
     return int(max(to_come, *stores))
 
 
 def _machines() -> tuple[ClusterMachine, ...]:
-    import ray
+    from actors.machines import alive_nodes
 
-    found = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    found = [(node["NodeManagerAddress"], node["Resources"]) for node in alive_nodes()]
     return tuple(
         ClusterMachine(address, int(room.get("object_store_memory", 0)), has_gpu=room.get("GPU", 0) > 0)
         for address, room in found

