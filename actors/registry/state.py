@@ -79,8 +79,8 @@ class RegistryState:
 
     def load(self, numbers: Sequence[int]) -> None:
         """Read the metadata of several versions at once."""
-        known = self._stored.keys() | self.fields.keys()
-        self._load([name for name in map(version_field, numbers) if name not in known])
+        names = map(version_field, numbers)
+        self._load([name for name in names if name not in self._stored and name not in self.fields])
 
     def _load(self, names: Sequence[str]) -> None:
         if names and not self.is_of_new_run:
