@@ -175,26 +175,53 @@ class Forwards:
     def _part(self, rows: list[ActiveRow], columns_RK: Tensor, open_RK: Tensor) -> SlotLogits:
         """Compute the logits of rows of one kind."""
         index_N = self._scored_slots(open_RK)
-        if rows[0].kind is not ForwardKind.UNCACHED:
-            logits_NV = self._with_cache(rows, columns_RK, index_N)
-            return SlotLogits(logits_NV, index_N, torch.arange(len(index_N), device=index_N.device))
-        keys_R = [row.canvas_key for row in rows]
         first_of_key: dict[object, int] = {}
-        for index, key in enumerate(keys_R):
-            first_of_key.setdefault(key, index)
-        if len(first_of_key) == len(rows):
-            logits_NV = self._uncached(rows, columns_RK, index_N)
+        if self._shares_canvases(rows[0].kind):
+            for index, row in enumerate(rows):
+                first_of_key.setdefault(row.canvas_key, index)
+        if len(first_of_key) in (0, len(rows)):
+            logits_NV = self._computed(rows, columns_RK, index_N)
             return SlotLogits(logits_NV, index_N, torch.arange(len(index_N), device=index_N.device))
-        canvas_of_key = {key: canvas for canvas, key in enumerate(first_of_key)}
         first = list(first_of_key.values())
+        canvas_of_key = {key: canvas for canvas, key in enumerate(first_of_key)}
+        canvas_of_row = [canvas_of_key[row.canvas_key] for row in rows]
         first_U = self._tensor(first)
         shared_M = self._scored_slots(open_RK[first_U])
-        logits_MV = self._uncached([rows[row] for row in first], columns_RK[first_U], shared_M)
+        computed = [rows[index] for index in first]
+        logits_MV = self._computed(computed, columns_RK[first_U], shared_M)
+        if rows[0].kind is not ForwardKind.UNCACHED:
+            self._copy_cache(rows, [computed[canvas] for canvas in canvas_of_row])
         K = columns_RK.shape[1]
         place = torch.empty(len(first) * K, dtype=torch.int64, device=index_N.device)
         place[shared_M] = torch.arange(len(shared_M), device=index_N.device)
-        canvas_N = self._tensor([canvas_of_key[key] for key in keys_R])[index_N // K]
+        canvas_N = self._tensor(canvas_of_row)[index_N // K]
         return SlotLogits(logits_MV, index_N, place[canvas_N * K + index_N % K])
+
+    def _shares_canvases(self, kind: ForwardKind) -> bool:
+        """Whether rows with equal canvases share a forward, as the completions of a problem do in their first step.
+
+        A forward that fills the KV cache is shared if it runs the canvas from its first column. Not when compiled: each
+        number of rows is compiled separately.
+        """
+        if kind is ForwardKind.UNCACHED:
+            return True
+        return kind in (ForwardKind.REFRESH, ForwardKind.PREFILL) and not self._is_compiled
+
+    def _computed(self, rows: Sequence[ActiveRow], columns_RK: Tensor, scored_N: Tensor) -> Tensor:
+        """Compute the logits [N, V] of rows of one kind, each by itself."""
+        if rows[0].kind is ForwardKind.UNCACHED:
+            return self._uncached(rows, columns_RK, scored_N)
+        return self._with_cache(rows, columns_RK, scored_N)
+
+    def _copy_cache(self, rows: Sequence[ActiveRow], sources: Sequence[ActiveRow]) -> None:
+        """Copy the cached keys and values of each source row to its row."""
+        pairs = [(source, row) for source, row in zip(sources, rows, strict=True) if source is not row]
+        width = max(source.length for source, _ in pairs)
+        sources_C = self._tensor([source.slot for source, _ in pairs])
+        rows_C = self._tensor([row.slot for _, row in pairs])
+        for keys, values in self._kv_cache:
+            keys[rows_C, :width] = keys[sources_C, :width]
+            values[rows_C, :width] = values[sources_C, :width]
 
     def _scored_slots(self, open_RK: Tensor) -> Tensor:
         if self._is_static:

@@ -183,6 +183,19 @@ def test_a_step_runs_only_its_block_and_the_uncached_one_before(policy: Transfor
     assert whole.counts.num_tokens == 3 * 12 + 4 * (16 + 20 + 24)
 
 
+def test_the_completions_of_a_problem_share_the_forward_over_its_prompt(policy: Transformer) -> None:
+    """Between two other problems, so that the rows which share a forward are not the first ones."""
+    first, second, third = _requests(temperature=1.3, stop_ids=())[:3]
+    group = [replace(second, seed=seed) for seed in range(4)]
+    requests = [first, *group, third]
+    sampler, alone = Sampler(policy, 7), Sampler(policy, 7)
+    for request, completion in zip(requests, sampler.generate(requests), strict=True):
+        alone.generate([request])
+        _check_equal(completion, sample(policy, request))
+    # Three fewer forwards over the two blocks of the prompt and the third.
+    assert sampler.counts.num_rows == alone.counts.num_rows - 3
+
+
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_a_request_resumes_from_its_finished_blocks(policy: Transformer, engine: EngineConfig) -> None:
     """Resume at the end of every block, between other requests."""

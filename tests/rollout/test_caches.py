@@ -155,6 +155,19 @@ def test_a_cached_step_runs_fewer_tokens(policy: Transformer) -> None:
     assert tokens == {"none": 8 * 25, "prefix": 2 * 25 + 3 * 16 + 3 * 8, "dual": 2 * 25 + 6 * 8}
 
 
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_the_completions_of_a_problem_share_the_first_whole_forward(policy: Transformer, cache: str) -> None:
+    requests = _requests(SamplingParams(**BASE, cache=cache, stop_ids=()))[:2]
+    requests += [replace(requests[1], seed=seed) for seed in range(10, 13)]
+    sampler, alone = Sampler(policy, 0), Sampler(policy, 0)
+    for request, completion in zip(requests, sampler.generate(requests), strict=True):
+        (by_itself,) = alone.generate([request])
+        assert by_itself.token_ids.tolist() == completion.token_ids.tolist()
+        np.testing.assert_allclose(by_itself.commit_logp, completion.commit_logp, atol=1e-5)
+    # More where completions are still equal at the next block.
+    assert sampler.counts.num_rows <= alone.counts.num_rows - 3
+
+
 def test_each_layers_kv_cache_has_its_own_storage(policy: Transformer) -> None:
     """When a tensor is written to, a compiler copies everything in its storage: with shared storage, all blocks for
     each block."""
