@@ -14,9 +14,11 @@ from actors.spec import sampler_facts
 from deploy.capacity.gpus import GpuKind
 from deploy.capacity.memory import published_bytes
 from deploy.capacity.shape import num_adapters
+from learner.batch import RolloutBatch
+from learner.estimators import SamplerFacts
 from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.model.config import TransformerConfig
-from learner.planning.flops import full_group, planned_flops
+from learner.planning.flops import full_group, planned_canvases, planned_flops
 from learner.planning.sizes import ParameterCounts
 from rollout.planned_steps import PlannedSteps, planned_steps
 from rollout.request import SamplingParams
@@ -45,14 +47,27 @@ def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, with_recomput
 
     `with_recompute`: whether to include what activation checkpointing recomputes.
     """
-    learner, params = recipe.learner, recipe.rollout.params[0]
-    facts = sampler_facts(params, is_block_causal=shape.is_block_causal)
-    num_steps = sampler_facts(params).max_denoise_steps
-    group = full_group(learner.group_size, recipe.rollout.max_prompt_tokens, params.gen_length, num_steps)
-    recomputes = with_recompute and recipe.sharding.activation_checkpointing
+    learner, recomputes = recipe.learner, with_recompute and recipe.sharding.activation_checkpointing
+    facts, group = _group(recipe, shape)
     return learner.groups_per_round * planned_flops(
         learner, shape, recipe.model.lora, facts, group, recomputes=recomputes
     )
+
+
+def learning_canvases(recipe: RunConfig, shape: TransformerConfig) -> float:
+    """Count the canvases of a completion in an inner update; see `planned_canvases`."""
+    return planned_canvases(recipe.learner, shape, *_group(recipe, shape))
+
+
+def _group(recipe: RunConfig, shape: TransformerConfig) -> tuple[SamplerFacts, RolloutBatch]:
+    """Return a group that fills its canvases, and how it is sampled."""
+    params = recipe.rollout.params[0]
+    facts, num_steps = (
+        sampler_facts(params, is_block_causal=shape.is_block_causal),
+        sampler_facts(params).max_denoise_steps,
+    )
+    group = full_group(recipe.learner.group_size, recipe.rollout.max_prompt_tokens, params.gen_length, num_steps)
+    return facts, group
 
 
 def sft_flops(recipe: RunConfig, shape: TransformerConfig, num_documents: int) -> float:

@@ -12,6 +12,7 @@ from actors.resources import GpuSection
 from actors.run_config import RunConfig
 from deploy.capacity.flops import (
     evaluation_s,
+    learning_canvases,
     learning_flops,
     learning_s,
     publishing_s,
@@ -59,6 +60,8 @@ class Plan:
     """FLOP of sampling per round."""
     learning_flops: float
     """FLOP of learning per round."""
+    learning_canvases: float
+    """Canvases that an inner update runs for each completion, on average."""
     is_short_of_groups: bool
     """Whether more samplers would be idle, because a round has no more groups."""
     is_colocated: bool
@@ -107,6 +110,7 @@ def make_plan(recipe: RunConfig, num_gpus: int, kind: GpuKind) -> Plan:
         kind=kind,
         sampling_flops=sampling_flops(recipe, shape),
         learning_flops=learning_flops(recipe, shape),
+        learning_canvases=learning_canvases(recipe, shape),
         is_short_of_groups=_most_samplers(recipe) < num_gpus - (not is_colocated),
         is_colocated=is_colocated,
         splits=tuple(splits),

@@ -70,7 +70,8 @@ def _words(plan: Plan) -> list[Text]:
     more = [] if left_out <= 0 else [Text(f"{counted(left_out, 'slower split')} not shown.", style="dim")]
     derived = (
         f"All numbers are derived, not measured: {plan.sampling_flops / 1e15:.3g} PFLOP of sampling and "
-        f"{plan.learning_flops / 1e15:.3g} PFLOP of learning per round, at the utilization that an H200 "
+        f"{plan.learning_flops / 1e15:.3g} PFLOP of learning per round (canvases of a completion in "
+        f"an inner update: {plan.learning_canvases:.3g}), at the utilization that an H200 "
         f"reached, of {plan.kind.flop_per_s / 1e12:g} TFLOP/s; full canvases; without grading and loading."
     )
     more.append(Text(_beside_rounds(plan)))

@@ -62,6 +62,23 @@ def planned_flops(
     return total
 
 
+def planned_canvases(
+    config: LearnerConfig, shape: TransformerConfig, facts: SamplerFacts, group: RolloutBatch
+) -> float:
+    """Count the distinct canvases that an inner update runs for each completion of a group, on average.
+
+    Completions share canvases with equal tokens, so this can be less than 1. A block-causal policy has all states of a
+    completion in one canvas.
+    """
+    batch, updates = (
+        GroupedBatch.of(group),
+        [InnerUpdate(index, config.inner_updates) for index in range(config.inner_updates)],
+    )
+    corruptions = (config.estimator.corrupt(batch, update, facts) for update in updates)
+    num_canvases = sum(len(make_terms(batch, shape, corruption).views.ids) for corruption in corruptions)
+    return num_canvases / len(updates) / group.num_rows
+
+
 def full_group(num_rows: int, prompt_tokens: int, gen_length: int, num_steps: int) -> RolloutBatch:
     """Build a group whose completions fill their canvases, denoised from left to right in even shares.
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from actors.spec import sampler_facts
-from deploy.capacity.flops import learning_flops, sampling_flops
+from deploy.capacity.flops import learning_canvases, learning_flops, sampling_flops
 from deploy.capacity.shape import policy_shape
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
@@ -24,6 +24,7 @@ from rollout.config import EngineConfig
 from rollout.request import Request
 from rollout.sampler import Sampler
 
+RECIPES = Path(__file__).parents[3] / "recipes"
 SMALL = ("model={d_model: 32, num_layers: 2, num_heads: 2, mlp_hidden_size: 48}", "rollout.max_prompt_tokens=32")
 EXACT = "learner.estimator={name: trajectory, steps_per_segment: 1, law: sampler}"
 
@@ -71,6 +72,14 @@ def test_the_states_of_each_completion_of_a_group_are_counted(recipe_file: Path)
         for recipe in [_recipe(recipe_file, "learner.inner_updates=1", f"learner.group_size={size}", EXACT)]
     )
     assert 1.8 < four / two < 2
+
+
+@pytest.mark.parametrize(("name", "canvases"), [("tiny", (1 + 16 * 2) / 16), ("block", 1.0), ("sums", 1 / 16)])
+def test_completions_share_equal_canvases(name: str, canvases: float) -> None:
+    """tiny: three denoise steps, of which a group shares the first; block: all states in one canvas; sums: one-step
+    likelihoods without prompt masks."""
+    recipe = load_recipe(RECIPES / f"{name}.yaml", [])
+    assert learning_canvases(recipe, policy_shape(recipe)) == canvases
 
 
 @pytest.mark.filterwarnings("ignore:block_length .* is not the 4 slots")

@@ -325,6 +325,7 @@ def test_the_command_prints_tables_and_what_to_add_to_train(
     assert "A sampler on one H100" in ended.out
     assert "Best: device=cuda rollout.num_samplers=4 learner.num_workers=4\n" in ended.out
     assert "All numbers are derived" in ended.out
+    assert "30.9 PFLOP of learning per round (canvases of a completion in an inner update: 1)" in ended.out
     assert "Other phases, with the first split: an evaluation 8 min 43 s" in ended.out
     assert "publishing 0.7 s." in ended.out
     assert "Colocated on the same GPUs, a round takes 29 s: rollout.num_samplers=8 learner.num" in ended.out
