@@ -197,8 +197,10 @@ def _is_same(one: Completion, other: Completion) -> bool:
     return one.token_ids.tolist() == other.token_ids.tolist()
 
 
+FP8 = "exact quota, FP8"
 CACHE_CASES: dict[str, dict[str, Any]] = {
     "exact quota": {},
+    FP8: {},
     "prefix cache": {"cache": "prefix"},
     "dual cache": {"cache": "dual"},
     "dual cache, refresh every 4": {"cache": "dual", "cache_refresh_steps": 4},
@@ -216,7 +218,7 @@ def caches(weights: Path, rounds: int, device: str) -> list[Row]:
     samplers, all_requests = {}, {}
     for name, changes in CACHE_CASES.items():
         params = SamplingParams(**SCHEDULE, temperature=0.0, stop_ids=(), **changes)
-        samplers[name], all_requests[name] = Sampler(model, 0), requests_of(prompts, params)
+        samplers[name], all_requests[name] = _sampler(model, name), requests_of(prompts, params)
     results = {name: samplers[name].generate(all_requests[name]) for name in CACHE_CASES}
     counts = {name: asdict(samplers[name].counts) for name in CACHE_CASES}
     works = {name: (lambda name=name: samplers[name].generate(all_requests[name])) for name in CACHE_CASES}
@@ -240,12 +242,17 @@ def caches(weights: Path, rounds: int, device: str) -> list[Row]:
     ]
 
 
+def _sampler(model: Transformer, name: str) -> Sampler:
+    """Make a sampler. One in FP8 has a copy of the policy, whose layers it replaces."""
+    return Sampler(copy.deepcopy(model), 0, EngineConfig(fp8=True)) if name == FP8 else Sampler(model, 0)
+
+
 def _mismatch(model: Transformer, name: str) -> Row:
     """Compare recorded with replayed log-probabilities at temperature 1, and measure accuracy there: 32 requests."""
     prompts, answers, lengths = toy.problems(32, seed=11)
     params = SamplingParams(**SCHEDULE, temperature=1.0, **CACHE_CASES[name])
     requests = requests_of(prompts, params)
-    completions = Sampler(model, 0).generate(requests)
+    completions = _sampler(model, name).generate(requests)
     differences = [
         completion.commit_logp - replay(model, request, completion).logp
         for request, completion in zip(requests, completions, strict=True)

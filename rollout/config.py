@@ -6,13 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from learner.model.config import TransformerConfig
 from learner.model.deferred import torch
 from rollout.request import SamplingParams
 from rollout.schedule_config import ScheduleConfig, with_schedules
 
+_FP8_MULTIPLE = 16
+
 
 class EngineConfig(BaseModel):
-    """How a sampler computes. Nothing here changes what is sampled, except for the last bits of a logit."""
+    """How a sampler computes. Apart from `fp8`, nothing here changes more of a logit than its last bits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -20,6 +23,10 @@ class EngineConfig(BaseModel):
     """Completions denoised at a time. A finished one leaves, and a waiting one takes its slot (continuous batching)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of weights and activations. Probabilities and sampling are float32 in any case."""
+    fp8: bool = False
+    """Compute the linear layers of the blocks in FP8 (e4m3, with a scale for each row of weights and activations), on
+    GPUs of compute capability 8.9 or newer. The recorded log-probabilities are then those of the FP8 policy; the
+    learner's differ (`docs/benchmarks.md`). Weights are held in `dtype` too."""
     steps_per_sync: PositiveInt = 1
     """Denoise steps between checks for finished rows. More keep a GPU busy, but also run finished rows. With a KV cache
     it is 1."""
@@ -39,6 +46,23 @@ class EngineConfig(BaseModel):
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as a torch dtype."""
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+
+    def incompatibility(self, policy: TransformerConfig) -> str | None:
+        """Return an error message if a policy cannot compute so; None if it can."""
+        if policy.moe is not None and self.compile and self.dtype == "float32":
+            return "compile is true, and experts are compiled in bfloat16 only; take rollout.engine.dtype=bfloat16"
+        if not self.fp8:
+            return None
+        if policy.moe is not None:
+            return "fp8 is for linear layers, and this policy has experts: leave it out"
+        for layer in range(policy.num_layers):
+            for name, widths in policy.linear_layers(layer).items():
+                if any(width % _FP8_MULTIPLE for width in widths):
+                    return (
+                        f"fp8 needs layers whose widths are multiples of {_FP8_MULTIPLE}, and {name} maps {widths[0]} "
+                        f"to {widths[1]}: leave it out"
+                    )
+        return None
 
 
 class RolloutConfig(BaseModel):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from learner.model.attention.varlen import has_kernel
+from learner.model.fp8 import quantize_to_fp8
 from learner.model.kv_cache import KeysValues
 from learner.model.transformer import Transformer
 from rollout.batch_state import BatchState, RowState, on_device
@@ -42,11 +43,19 @@ class Sampler:
     """Samples completions from a policy, one version of it at a time."""
 
     def __init__(self, model: Transformer, policy_version: int, engine: EngineConfig | None = None) -> None:
-        """Sample from `model`, on its device. Its weights must not change while a batch is open."""
+        """Sample from `model`, on its device. Its weights must not change while a batch is open.
+
+        Raises ValueError if `engine.fp8` is set, and the policy or its device cannot compute in FP8.
+        """
         self.model = model
         self.policy_version = policy_version
         """Policy version that the next batch records in its completions; to be set together with the weights."""
         self._engine = engine or EngineConfig()
+        if self._engine.fp8:
+            if refusal := self._engine.incompatibility(model.config):
+                raise ValueError(refusal)
+            # Before the policy is compiled.
+            quantize_to_fp8(model)
         self._forward = partial(
             _compiled(model) if self._engine.compile else model, flex=self._engine.attention == "flex"
         )
@@ -97,6 +106,9 @@ class Sampler:
         return batch
 
     def _batch(self, max_rows: int | None, kv_cache: list[KeysValues] | None) -> SlotBatch:
+        if self._engine.fp8:
+            # The weights may have changed.
+            quantize_to_fp8(self.model)
         num_slots = self._engine.num_slots if max_rows is None else min(self._engine.num_slots, max(1, max_rows))
         return SlotBatch(self, self._forward, self._engine, num_slots, kv_cache)
 

@@ -153,6 +153,11 @@ def _sampling_parts(recipe: RunConfig, shape: TransformerConfig, num_versions: i
         Part("logits of the blocks", logits, f"{slots_help} or rollout.sampling.block_length"),
         Part("CUDA", _CONTEXT_BYTES),
     ]
+    if engine.fp8:
+        layers = (shape.linear_layers(layer).values() for layer in range(shape.num_layers))
+        num_weights = sum(inputs * outputs for of_layer in layers for inputs, outputs in of_layer)
+        # Versions of an adapter share their base.
+        parts.append(Part("FP8 weights", (1 if lora.rank else num_versions) * num_weights, "rollout.engine.fp8=false"))
     if lora.rank:
         # Versions share their base, and SFT's adapter.
         adapters = each * (num_versions - 1 + num_adapters(recipe)) * counts.adapter

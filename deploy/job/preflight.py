@@ -266,11 +266,8 @@ def _input_problems(recipe: Recipe, on_warning: Callable[[str], object] | None) 
         return
     lora, engine = recipe.model.lora, recipe.rollout.engine
     yield from filter(None, (lora.incompatibility(policy), recipe.sharding.incompatibility(policy, lora)))
-    if policy.moe is not None and engine.compile and engine.dtype == "float32":
-        yield (
-            "rollout.engine.compile is true, and experts are compiled in bfloat16 only; "
-            "take rollout.engine.dtype=bfloat16"
-        )
+    if refusal := engine.incompatibility(policy):
+        yield f"rollout.engine.{refusal}"
 
 
 def _package_and_transport_problems(recipe: Recipe) -> Iterator[str]:

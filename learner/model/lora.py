@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from learner.model.fp8 import Fp8Linear
 from learner.model.lora_config import TARGETS, LoraConfig
 from learner.model.quantized import Nf4Linear
 from learner.model.transformer import Transformer
@@ -80,6 +81,11 @@ class AdaptedLinear(nn.Module):
             down = x_NI @ a_RI.to(x.dtype).T
             sum_NO = _addmm(sum_NO, down, b_OR.to(x.dtype).T, scaling)
             down_NR = down if a_RI is self.lora_A else down_NR
+        if isinstance(self.base_layer, Fp8Linear):
+            wide_NO = self.base_layer.product(x_NI, torch.float32)
+            sum_NO = (wide_NO if sum_NO is None else wide_NO.add_(sum_NO)).to(x.dtype)
+            product = sum_NO.view(*x.shape[:-1], self.base_layer.out_features)
+            return product if self.base_layer.bias is None else product.add_(self.base_layer.bias), down_NR
         weight_IO = _weight(self.base_layer, x.dtype).T
         # Not a view: autograd forbids in-place writes to a view that a custom function returns.
         product = x.new_empty(*x.shape[:-1], weight_IO.shape[1])

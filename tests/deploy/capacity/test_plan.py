@@ -175,6 +175,13 @@ def test_each_part_shrinks_with_its_field(
     assert sizes[1] == pytest.approx(factor * sizes[0])
 
 
+def test_fp8_weights_are_held_beside_the_others(llada: Callable[..., Recipe]) -> None:
+    recipe = llada("rollout.engine.fp8=true")
+    sizes = {part.name: part.num_bytes for part in sampler_memory(recipe, policy_shape(recipe)).parts}
+    # One byte instead of two, and none of the embedding and the head.
+    assert 0.4 * sizes["weights"] < sizes["FP8 weights"] < 0.5 * sizes["weights"]
+
+
 S1K = (
     "sft.data=s1k.jsonl",
     "sft.num_steps=10",

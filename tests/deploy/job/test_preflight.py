@@ -393,6 +393,8 @@ def test_unsupported_settings_of_an_moe_policy_are_refused(
     assert problem == (
         "rollout.engine.compile is true, and experts are compiled in bfloat16 only; take rollout.engine.dtype=bfloat16"
     )
+    (problem,) = _problems(recipe_file, checkpoint, "rollout.engine.fp8=true")
+    assert problem == "rollout.engine.fp8 is for linear layers, and this policy has experts: leave it out"
     assert _problems(recipe_file, checkpoint, "sharding={compile: true, compute_dtype: bfloat16}") == []
     (problem,) = _problems(recipe_file, checkpoint, "sharding.compile=true")
     assert problem == (

@@ -1,0 +1,100 @@
+"""FP8 linear layers for inference: e4m3 weights and activations (arXiv 2209.05433), each row with its own scale.
+
+The products are accumulated in float32. A layer's weight also stays in the policy's precision, so that versions are
+loaded as without FP8.
+
+Shape letters: N rows, I inputs and O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from learner.model.transformer import Transformer
+
+_E4M3 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_E4M3).max
+# A row of zeros has this scale.
+_SMALLEST_SCALE = 1e-12
+_MIN_CAPABILITY = (8, 9)
+
+
+class Fp8Linear(nn.Linear):
+    """Linear layer that computes in FP8. It has no gradient."""
+
+    quantized: Tensor
+    """[O, I] e4m3."""
+    scales: Tensor
+    """[1, O] float32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """Make an FP8 layer with the parameters of `linear`; `quantize` must follow."""
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        # Not persistent: a state dict has the policy's weights.
+        self.register_buffer("quantized", torch.empty_like(self.weight, dtype=_E4M3), persistent=False)
+        self.register_buffer(
+            "scales", self.weight.new_empty(1, linear.out_features, dtype=torch.float32), persistent=False
+        )
+
+    def quantize(self) -> None:
+        """Quantize the weight anew, in place, so that recorded CUDA graphs stay valid."""
+        quantized, scales_O1 = quantized_rows(self.weight.detach())
+        self.quantized.copy_(quantized)
+        self.scales.copy_(scales_O1.T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., I] to [..., O], in the precision of x."""
+        product = self.product(x.flatten(0, -2), x.dtype).view(*x.shape[:-1], self.out_features)
+        return product if self.bias is None else product.add_(self.bias)
+
+    def product(self, x_NI: Tensor, dtype: torch.dtype) -> Tensor:
+        """Compute the product [N, O] without the bias, in bfloat16 or float32."""
+        if not len(x_NI):
+            return x_NI.new_empty(0, self.out_features, dtype=dtype)
+        x_e4m3, scales_N1 = quantized_rows(x_NI)
+        if dtype is torch.bfloat16:
+            return torch._scaled_mm(x_e4m3, self.quantized.T, scales_N1, self.scales, out_dtype=dtype)
+        # GPUs have no kernel with scales by row and a float32 result.
+        one = self.scales.new_ones(())
+        product: Tensor = torch._scaled_mm(x_e4m3, self.quantized.T, one, one, out_dtype=torch.float32)
+        return product.mul_(scales_N1).mul_(self.scales)
+
+
+def quantized_rows(matrix_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """Round the rows of a matrix to e4m3. Returns the rounded numbers and their scales [R, 1] in float32."""
+    wide = matrix_RI.float()
+    scales_R1 = (wide.abs().amax(dim=-1, keepdim=True) / _LARGEST).clamp_(min=_SMALLEST_SCALE)
+    return (wide / scales_R1).to(_E4M3), scales_R1
+
+
+@torch.no_grad()
+def quantize_to_fp8(model: Transformer) -> None:
+    """Make the linear layers of the blocks compute in FP8 with their current weights, in place.
+
+    To be called again after the weights have changed. Adapters beside these layers stay in the policy's precision.
+
+    Raises ValueError if the device cannot compute in FP8. `EngineConfig.incompatibility` checks the policy.
+    """
+    linear = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("blocks.")
+    ]
+    check_device(model.embed.weight.device)
+    for name, layer in linear:
+        in_fp8 = layer if isinstance(layer, Fp8Linear) else Fp8Linear(layer)
+        model.set_submodule(name, in_fp8)
+        in_fp8.quantize()
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError if a GPU cannot compute in FP8. CPUs can, which is slow and meant for tests."""
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _MIN_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        has, needs = (".".join(map(str, one)) for one in (capability, _MIN_CAPABILITY))
+        raise ValueError(
+            f"fp8 needs a GPU of compute capability {needs} (L4, L40S, H100 or newer), and {name} has {has}: leave it "
+            "out"
+        )
