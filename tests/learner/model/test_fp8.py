@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from learner.model import fp8
 from learner.model.adapter import Adapter
 from learner.model.config import TransformerConfig
-from learner.model.fp8 import Fp8Linear, quantize_to_fp8, quantized_rows
+from learner.model.fp8 import Fp8Linear, quantize_to_fp8, quantized_rows, scaled_product
 from learner.model.lora import copy_sharing_base, set_adapter
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
@@ -61,6 +61,22 @@ def test_a_layer_multiplies_the_rounded_numbers(dtype: torch.dtype, most: float)
     exact = x.double() @ linear.weight.double().T
     # e4m3 has four significant bits: a relative error of up to 1/16, half of it on average, in both factors.
     assert 0.01 < _distance(found - linear.bias, exact) < 0.06
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@torch.inference_mode()
+def test_the_kernel_computes_what_cpus_do(dtype: torch.dtype, most: float) -> None:
+    """PyTorch has the GPU's kernel for CPUs too; it is slow."""
+    _, in_fp8 = _layer(dtype)
+    x = torch.randn(5, 64, dtype=dtype)
+    found = scaled_product(*_kernel_arguments(x, in_fp8), dtype)
+    assert found.dtype is dtype
+    assert _distance(found, in_fp8.product(x, torch.float32)) < most
+
+
+def _kernel_arguments(x: Tensor, layer: Fp8Linear) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x_e4m3, scales = quantized_rows(x)
+    return x_e4m3, layer.quantized, scales, layer.scales
 
 
 @torch.inference_mode()
