@@ -8,7 +8,8 @@ weights, in memory once, and take turns: LLaDA-8B's shape in bfloat16 on a GPU, 
 speed-up is the median of pairs, with minimum and maximum.
 
 - `sampling`: the first d1's `generate`, and Fast-dLLM's samplers without a cache, with prefix and with dual cache.
-- `updating`: a round of the first d1's `compute_loss` on an adapter, with 12 inner updates.
+- `updating`: a round of the first d1's `compute_loss` on an adapter, with 12 inner updates. On a GPU also the memory
+  that the first round adds to weights and adapters.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _COLUMNS = {
         "seconds": "d1, s",
         "speed_up": "times as fast",
         "distance": "relative distance of the updates",
-        "peer_gigabytes": "peer, GB",
-        "gigabytes": "d1, GB",
+        "peer_gigabytes": "peer adds, GB",
+        "gigabytes": "d1 adds, GB",
     },
 }
 

@@ -65,14 +65,8 @@ def _compare(setting: Setting, dtype: torch.dtype, peers: Peers, num_rounds: int
         "peer": partial(theirs.update, batch, masks),
         "d1": partial(ours.update, batch, 0),
     }
-    peaks = {}
-    # The warm-up, which is also compared.
-    for name, work in works.items():
-        device = torch.device(setting.device)
-        free_unused_memory(device)
-        reset_peak_memory(device)
-        work()
-        peaks[name] = peak_memory_bytes(device) / 1e9 if device.type == "cuda" else None
+    # The warm-up, whose updates are compared.
+    added = {name: _added_gigabytes(work, torch.device(setting.device)) for name, work in works.items()}
     moved = _flat(ours.policy.adapter_on_rank_0()) - _flat(start)
     expected = _flat(theirs.adapter()) - _flat(start)
     taken = in_turn(works, num_rounds, setting.device)
@@ -83,9 +77,18 @@ def _compare(setting: Setting, dtype: torch.dtype, peers: Peers, num_rounds: int
         "seconds": sorted(taken["d1"])[num_rounds // 2],
         "speed_up": ratio(taken, "peer", "d1"),
         "distance": float((moved - expected).norm() / expected.norm()),
-        "peer_gigabytes": peaks["peer"],
-        "gigabytes": peaks["d1"],
+        "peer_gigabytes": added["peer"],
+        "gigabytes": added["d1"],
     }
+
+
+def _added_gigabytes(work: Callable[[], object], device: torch.device) -> float | None:
+    """Measure the peak memory of a GPU during `work`, above what is allocated before; None on a CPU."""
+    free_unused_memory(device)
+    reset_peak_memory(device)
+    before = peak_memory_bytes(device)
+    work()
+    return (peak_memory_bytes(device) - before) / 1e9 if device.type == "cuda" else None
 
 
 class FirstUpdate:
