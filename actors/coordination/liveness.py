@@ -58,9 +58,13 @@ class LivenessMonitor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._swept_at = now()
 
-    def probe(self, name: str, actor: Any, probe: Probe = ready, hung_s: float = HUNG_S) -> None:
-        """Probe an actor periodically from now on."""
-        self._actors[name] = _ActorLiveness(actor=actor, heard_at=self._now(), is_up=False, hung_s=hung_s)
+    def probe(
+        self, name: str, actor: Any, probe: Probe = ready, hung_s: float = HUNG_S, *, is_up: bool = False
+    ) -> None:
+        """Probe an actor periodically from now on. With `is_up` it is known to have started already."""
+        self._actors[name] = _ActorLiveness(
+            actor=actor, heard_at=self._now(), is_up=is_up, has_answered=is_up, hung_s=hung_s
+        )
         task = asyncio.get_running_loop().create_task(self._follow(name, probe))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -68,7 +68,8 @@ class Supervisor:
     def heartbeat(self, rank: int, place: Place, actor: Any, node: str, controller: Any = None) -> None:
         """Register a heartbeat of a learner rank; rank 0 passes Ray Train's controller."""
         if controller is not None and not self.liveness.is_watched(_CONTROLLER):
-            self.liveness.probe(_CONTROLLER, controller, _controller_answers, self._controller_hung_s)
+            # It is up, as it has started this rank: if it never answers, it hangs.
+            self.liveness.probe(_CONTROLLER, controller, _controller_answers, self._controller_hung_s, is_up=True)
         now = time.monotonic()
         if (progress := self.ranks.get(rank)) is None:
             progress = RankProgress(rank=rank, actor=actor, node=node, place=place, heard_at=now, activity_since=now)

@@ -833,9 +833,9 @@ def _place(activity: str) -> Place:
 class _Controller:
     """A fake of Ray Train's controller: it answers a given number of times, then never."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_answers: int = 1) -> None:
         self.get_training_failed_error = self
-        self.num_answers = 1
+        self.num_answers = num_answers
 
     def options(self, max_task_retries: int) -> _Controller:
         assert max_task_retries == 0
@@ -864,12 +864,13 @@ def test_a_controller_that_may_wait_for_resources_is_given_that_time_too(
     _run(scene())
 
 
-@pytest.mark.parametrize("beating", [True, False])
+@pytest.mark.parametrize(("beating", "num_answers"), [(True, 1), (True, 0), (False, 1)])
 def test_a_silent_controller_is_killed_unless_it_may_be_starting_ranks(
-    beating: bool, case: _Case, monkeypatch: pytest.MonkeyPatch
+    beating: bool, num_answers: int, case: _Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stopped controller would leave `d1 train` waiting forever after the learner ends."""
-    controller, ended = _Controller(), list[object]()
+    """A stopped controller would leave `d1 train` waiting forever after the learner ends. It may also stop right after
+    it has started the ranks."""
+    controller, ended = _Controller(num_answers), list[object]()
     monkeypatch.setattr(module.ray, "kill", lambda actor, **_: ended.append(actor))
     monkeypatch.setattr("actors.coordination.monitor._EVERY_S", 1e6)
 
