@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from learner.model.attention.varlen import has_kernel
-from learner.model.fp8 import quantize_to_fp8
 from learner.model.kv_cache import KeysValues
+from learner.model.quantization.fp8 import quantize_to_fp8
 from learner.model.transformer import Transformer
 from rollout.batch_state import BatchState, RowState, on_device
 from rollout.config import EngineConfig

@@ -43,7 +43,7 @@ from learner.model.families.raw_config import CONFIG, GENERATION_CONFIG
 from learner.model.lora import merge_adapters
 from learner.model.lora_config import BaseWeights
 from learner.model.networks import make_meta_model, parameter_dtypes
-from learner.model.quantized import linear_layers, set_dequantized
+from learner.model.quantization.nf4 import linear_layers, set_dequantized
 from learner.model.storage.hashing import checksums
 from learner.model.storage.references import write_references
 from learner.model.storage.throughput import ReportProgress

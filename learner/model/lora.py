@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from learner.model.fp8 import Fp8Linear
 from learner.model.lora_config import TARGETS, LoraConfig
-from learner.model.quantized import Nf4Linear
+from learner.model.quantization.fp8 import Fp8Linear
+from learner.model.quantization.nf4 import Nf4Linear
 from learner.model.transformer import Transformer
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"

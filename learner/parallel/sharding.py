@@ -38,7 +38,7 @@ from learner.model.lora import (
 from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.model.moe.experts import expert_biases
 from learner.model.networks import make_meta_model
-from learner.model.quantized import Nf4Linear, quantize_blocks, quantized_layers
+from learner.model.quantization.nf4 import Nf4Linear, quantize_blocks, quantized_layers
 from learner.model.storage.throughput import ReportProgress
 from learner.model.storage.weights import StoredWeights
 from learner.model.transformer import Transformer

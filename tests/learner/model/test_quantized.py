@@ -24,7 +24,7 @@ from learner.model.config import TransformerConfig
 from learner.model.lora import plain_name
 from learner.model.lora_config import LoraConfig
 from learner.model.networks import make_model
-from learner.model.quantized import Nf4Linear, quantized_layers
+from learner.model.quantization.nf4 import Nf4Linear, quantized_layers
 from learner.model.storage import throughput
 from learner.model.tokenizer import make_tokenizer
 from learner.model.transformer import Transformer, init_weights
