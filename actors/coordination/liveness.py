@@ -98,6 +98,9 @@ class LivenessMonitor:
         """Pass hung actors to `on_hung`. To be called every `PROBE_EVERY_S` seconds, or more often."""
         self._discount_stall()
         for name, liveness in list(self._actors.items()):
+            # `on_hung` may forget others.
+            if self._actors.get(name) is not liveness:
+                continue
             seconds = self._age(name)
             if seconds > (liveness.hung_s if liveness.is_up else START_S):
                 # Its replacement has to start first.

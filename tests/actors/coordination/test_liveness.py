@@ -111,3 +111,19 @@ def test_heartbeats_count_as_answers_and_forgotten_actors_are_not_monitored() ->
     case.watch.forget("learner rank 0", "learner rank 1")
     assert case.after(HUNG_S) == {}
     assert len(case.hung) == 1
+
+
+def test_the_end_of_one_actor_may_forget_another() -> None:
+    """As the end of a learner rank does with Ray Train's controller, which answers nothing while it replaces the
+    rank."""
+    case, ended = _Case(), list[str]()
+
+    def end(name: str, _actor: Any, _seconds: float) -> None:
+        ended.append(name)
+        case.watch.forget("controller")
+
+    case.watch = LivenessMonitor(end, lambda: case.time_s)
+    case.watch.record_heartbeat("rank 0", _Actor())
+    case.watch.record_heartbeat("controller", _Actor())
+    assert case.after(HUNG_S + 1) == {}
+    assert ended == ["rank 0"]
