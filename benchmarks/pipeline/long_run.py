@@ -149,7 +149,11 @@ def _row(spec: RunSpec, registry_url: str, mark: int, memory_bytes: int, round_c
         copy = spec.model_copy(update={"run_dir": Path(copies) / spec.name})
         shutil.copytree(spec.run_dir, copy.run_dir, symlinks=True)
         name = spec.name
-        commands = (["status", name], ["runs", "ls"], ["report", name, "--examples", "0"])
+        commands = (
+            ["status", name],
+            ["runs", "ls"],
+            ["report", name, "--examples", "0", "--out", f"{copies}/report.html"],
+        )
         status_s, list_s, report_s = (_command_cpu_s([*command, "--runs-dir", copies]) for command in commands)
         # A new process, as after a death of the coordinator.
         context = multiprocessing.get_context("spawn")
