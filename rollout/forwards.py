@@ -175,16 +175,16 @@ class Forwards:
     def _part(self, rows: list[ActiveRow], columns_RK: Tensor, open_RK: Tensor) -> SlotLogits:
         """Compute the logits of rows of one kind."""
         index_N = self._scored_slots(open_RK)
+        keys_R = [row.canvas_key for row in rows] if self._shares_canvases(rows[0].kind) else []
         first_of_key: dict[object, int] = {}
-        if self._shares_canvases(rows[0].kind):
-            for index, row in enumerate(rows):
-                first_of_key.setdefault(row.canvas_key, index)
+        for index, key in enumerate(keys_R):
+            first_of_key.setdefault(key, index)
         if len(first_of_key) in (0, len(rows)):
             logits_NV = self._computed(rows, columns_RK, index_N)
             return SlotLogits(logits_NV, index_N, torch.arange(len(index_N), device=index_N.device))
         first = list(first_of_key.values())
         canvas_of_key = {key: canvas for canvas, key in enumerate(first_of_key)}
-        canvas_of_row = [canvas_of_key[row.canvas_key] for row in rows]
+        canvas_of_row = [canvas_of_key[key] for key in keys_R]
         first_U = self._tensor(first)
         shared_M = self._scored_slots(open_RK[first_U])
         computed = [rows[index] for index in first]

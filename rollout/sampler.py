@@ -27,7 +27,7 @@ from torch import Tensor
 
 from learner.model.attention.varlen import has_kernel
 from learner.model.kv_cache import KeysValues
-from learner.model.quantization.fp8 import quantize_to_fp8
+from learner.model.quantization.fp8 import check_device, quantize_to_fp8
 from learner.model.transformer import Transformer
 from rollout.batch_state import BatchState, RowState, on_device
 from rollout.config import EngineConfig
@@ -54,8 +54,7 @@ class Sampler:
         if self._engine.fp8:
             if refusal := self._engine.incompatibility(model.config):
                 raise ValueError(refusal)
-            # Before the policy is compiled.
-            quantize_to_fp8(model)
+            check_device(next(model.parameters()).device)
         self._forward = partial(
             _compiled(model) if self._engine.compile else model, flex=self._engine.attention == "flex"
         )

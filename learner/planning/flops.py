@@ -40,7 +40,7 @@ def planned_flops(
     def forward(trained: LoraConfig, canvases: CanvasSums) -> float:
         return forward_flops(shape, trained, canvases).total
 
-    updates = [InnerUpdate(index, config.inner_updates) for index in range(config.inner_updates)]
+    updates = _inner_updates(config)
     keys = [estimator.mask_key(update) for update in updates]
     of_key = {
         key: CanvasSums.of(terms(update).views) for key, update in reversed(list(zip(keys, updates, strict=True)))
@@ -70,13 +70,14 @@ def planned_canvases(
     Completions share canvases with equal tokens, so this can be less than 1. A block-causal policy has all states of a
     completion in one canvas.
     """
-    batch, updates = (
-        GroupedBatch.of(group),
-        [InnerUpdate(index, config.inner_updates) for index in range(config.inner_updates)],
-    )
+    batch, updates = GroupedBatch.of(group), _inner_updates(config)
     corruptions = (config.estimator.corrupt(batch, update, facts) for update in updates)
     num_canvases = sum(len(make_terms(batch, shape, corruption).views.ids) for corruption in corruptions)
     return num_canvases / len(updates) / group.num_rows
+
+
+def _inner_updates(config: LearnerConfig) -> list[InnerUpdate]:
+    return [InnerUpdate(index, config.inner_updates) for index in range(config.inner_updates)]
 
 
 def full_group(num_rows: int, prompt_tokens: int, gen_length: int, num_steps: int) -> RolloutBatch:

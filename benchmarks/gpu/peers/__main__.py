@@ -29,7 +29,6 @@ from rich.console import Console
 from benchmarks.gpu.peers import sampling, updating
 from benchmarks.gpu.peers.checkouts import load_peers
 from benchmarks.gpu.setting import Row, Setting, full, tiny
-from benchmarks.measure import Ratio
 from benchmarks.models import CASES
 from benchmarks.sampler import table
 
@@ -81,7 +80,7 @@ def main() -> None:
             rows.append(row)
             if args.out is not None:
                 with args.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"part": name, **row}, default=_as_json) + "\n")
+                    file.write(json.dumps({"part": name, **row}, default=asdict) + "\n")
         console.print(table(name, [_shown(row) for row in rows], _COLUMNS[name]))
 
 
@@ -101,10 +100,6 @@ def _small() -> Setting:
 
 def _shown(row: Row) -> Row:
     return {**row, "distance": f"{row['distance']:.1e}"} if "distance" in row else row
-
-
-def _as_json(value: Ratio) -> dict[str, float]:
-    return asdict(value)
 
 
 def _arguments() -> argparse.Namespace:

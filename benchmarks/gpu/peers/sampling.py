@@ -20,9 +20,10 @@ from benchmarks.gpu.peers.checkouts import Generate, Peers
 from benchmarks.gpu.setting import Row, Setting, random_policy
 from benchmarks.measure import in_turn, ratio
 from benchmarks.models import make_prompts
+from benchmarks.sampler import requests_of
 from learner.model.transformer import Transformer
 from rollout.config import EngineConfig
-from rollout.request import Cache, Request, SamplingOrder, SamplingParams
+from rollout.request import Cache, SamplingOrder, SamplingParams
 from rollout.sampler import Sampler
 
 Sample = Callable[[Tensor, SamplingParams], Tensor]
@@ -105,8 +106,8 @@ def _threshold(setting: Setting, policy: Transformer) -> float:
 
 
 def _ours(sampler: Sampler, prompts: Tensor, params: SamplingParams) -> Tensor:
-    requests = [Request(prompt_ids=tuple(ids), params=params, seed=seed) for seed, ids in enumerate(prompts.tolist())]
-    return torch.from_numpy(np.stack([completion.token_ids for completion in sampler.generate(requests)]))
+    completions = sampler.generate(requests_of(prompts, params))
+    return torch.from_numpy(np.stack([completion.token_ids for completion in completions]))
 
 
 def _schedule_arguments(network: Any, params: SamplingParams) -> dict[str, Any]:

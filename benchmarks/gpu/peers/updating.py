@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,8 +74,8 @@ def _compare(setting: Setting, dtype: torch.dtype, peers: Peers, num_rounds: int
     return {
         "what": f"the first d1, {of_round.num_updates} updates, p_mask_prompt {p_mask_prompt:g}",
         "rows": of_round.num_rows,
-        "peer_seconds": sorted(taken["peer"])[num_rounds // 2],
-        "seconds": sorted(taken["d1"])[num_rounds // 2],
+        "peer_seconds": median(taken["peer"]),
+        "seconds": median(taken["d1"]),
         "speed_up": ratio(taken, "peer", "d1"),
         "distance": float((moved - expected).norm() / expected.norm()),
         "peer_gigabytes": added["peer"],

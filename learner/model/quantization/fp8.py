@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from learner.model.quantization.layers import replace_linear_layers
 from learner.model.transformer import Transformer
 
 _E4M3 = torch.float8_e4m3fn
@@ -84,18 +85,15 @@ def quantize_to_fp8(model: Transformer) -> None:
 
     To be called again after the weights have changed. Adapters beside these layers stay in the policy's precision.
 
-    Raises ValueError if the device cannot compute in FP8. `EngineConfig.incompatibility` checks the policy.
+    `check_device` and `EngineConfig.incompatibility` say whether the policy can.
     """
-    linear = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith("blocks.")
-    ]
-    check_device(model.embed.weight.device)
-    for name, layer in linear:
-        in_fp8 = layer if isinstance(layer, Fp8Linear) else Fp8Linear(layer)
-        model.set_submodule(name, in_fp8)
-        in_fp8.quantize()
+    replace_linear_layers(model, _quantized)
+
+
+def _quantized(linear: nn.Linear) -> Fp8Linear:
+    in_fp8 = linear if isinstance(linear, Fp8Linear) else Fp8Linear(linear)
+    in_fp8.quantize()
+    return in_fp8
 
 
 def check_device(device: torch.device) -> None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from learner.model.quantization.layers import replace_linear_layers
 from learner.model.transformer import Transformer
 
 _BLOCK = 64
@@ -81,10 +82,7 @@ def quantize_blocks(model: Transformer, device: torch.device) -> None:
 
     The results are on `device`. Only one unquantized layer at a time is copied there, as the whole model may not fit.
     """
-    for block in model.blocks:
-        for name, module in list(block.named_modules()):
-            if isinstance(module, nn.Linear):
-                block.set_submodule(name, Nf4Linear(module, device))
+    replace_linear_layers(model, lambda linear: Nf4Linear(linear, device))
 
 
 def linear_layers(model: Transformer) -> dict[str, nn.Linear]:
