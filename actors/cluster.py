@@ -255,7 +255,7 @@ def train_worker(config: Mapping[str, Any]) -> None:
     client = RunClient(coordinator, config["store"], spec.weight_transport)
     if (tokens := ranks.broadcast_decision(client.report_start)) is None:
         return
-    PROGRESS.start(spec.collective_timeout_s, may_compile=spec.sharding.compile)
+    PROGRESS.start(spec.collective_timeout_s, may_compile=bool(spec.sharding.compile))
     heartbeat = Heartbeat(coordinator, ranks.rank, ranks.size)
     try:
         TrainingRun(spec.with_micro_batches(tokens), client, heartbeat, ranks).run()

@@ -98,7 +98,7 @@ class SamplerWorker:
             self._sampler = self._make_sampler(weights_id.version, engine=self._engine)
         self._sampler.policy_version = weights_id.version
         sampler = self._sampler
-        if work_unit.is_long and self._engine.compile:
+        if work_unit.is_long and self._engine.compiles_policy:
             # Each new length would take minutes to compile, and keep memory for its width.
             not_compiled = self._engine.model_copy(update={"compile": False})
             sampler = self._make_sampler(weights_id.version, engine=not_compiled)

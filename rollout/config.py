@@ -33,8 +33,9 @@ class EngineConfig(BaseModel):
     attention: Literal["sdpa", "flex"] = "sdpa"
     """How rows of unequal length share a batch: `sdpa` masks their padding, or runs whole canvases back to back where a
     GPU kernel can; `flex` (FlexAttention) skips it. `flex` is meant for `compile` on a GPU."""
-    compile: bool = False
-    """Compile the policy (torch.compile; on a GPU with CUDA graphs). Takes minutes at the start, for each shape."""
+    compile: bool | Literal["elementwise"] = False
+    """Compile the policy (torch.compile; on a GPU with CUDA graphs). Takes minutes at the start, for each shape.
+    `elementwise`: only its norms, rotary positions, SwiGLUs and FP8 rounding, each to one kernel, in seconds."""
     block_cache: bool = True
     """KV cache of finished blocks, for block-causal policies. It is exact, and most steps then run only their block.
     Off, every step runs the canvas up to its block. A bidirectional policy has `sampling.cache`."""
@@ -43,13 +44,18 @@ class EngineConfig(BaseModel):
     Always on with a GPU."""
 
     @property
+    def compiles_policy(self) -> bool:
+        """Whether the whole policy is compiled, for each shape of a batch."""
+        return self.compile is True
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as a torch dtype."""
         return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
 
     def incompatibility(self, policy: TransformerConfig) -> str | None:
         """Return an error message if a policy cannot compute so; None if it can."""
-        if policy.moe is not None and self.compile and self.dtype == "float32":
+        if policy.moe is not None and self.compiles_policy and self.dtype == "float32":
             return "compile is true, and experts are compiled in bfloat16 only; take rollout.engine.dtype=bfloat16"
         if not self.fp8:
             return None

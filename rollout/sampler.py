@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from learner.model.attention.varlen import has_kernel
+from learner.model.elementwise import fuse_elementwise
 from learner.model.kv_cache import KeysValues
 from learner.model.quantization.fp8 import check_device, quantize_to_fp8
 from learner.model.transformer import Transformer
@@ -56,7 +57,7 @@ class Sampler:
                 raise ValueError(refusal)
             check_device(next(model.parameters()).device)
         self._forward = partial(
-            _compiled(model) if self._engine.compile else model, flex=self._engine.attention == "flex"
+            _compiled(model) if self._engine.compiles_policy else model, flex=self._engine.attention == "flex"
         )
         self.counts = ForwardCounts()
         self._kv_cache: list[KeysValues] = []
@@ -76,7 +77,7 @@ class Sampler:
         """
         # CUDA graphs of a compiled policy are bound to one KV cache, so each batch passes it on to the next, unless it
         # fails: a NaN in the cache would spread to later batches, for a mask gives it weight 0, and 0 times NaN is NaN.
-        kv_cache, self._kv_cache = (self._kv_cache if self._engine.compile else None), []
+        kv_cache, self._kv_cache = (self._kv_cache if self._engine.compiles_policy else None), []
         batch = self._batch(len(requests), kv_cache)
         for index, request in enumerate(requests):
             try:
@@ -108,6 +109,8 @@ class Sampler:
         if self._engine.fp8:
             # The weights may have changed.
             quantize_to_fp8(self.model)
+        if self._engine.compile == "elementwise":
+            fuse_elementwise(self.model)
         num_slots = self._engine.num_slots if max_rows is None else min(self._engine.num_slots, max(1, max_rows))
         return SlotBatch(self, self._forward, self._engine, num_slots, kv_cache)
 
@@ -154,7 +157,7 @@ class SlotBatch:
             sampler.counts,
             kv_cache=kv_cache,
             is_static=self._is_static,
-            is_compiled=engine.compile,
+            is_compiled=engine.compiles_policy,
             concatenates_rows=_concatenates_rows(model, engine),
         )
         self._constrained = ConstrainedRows(self.state, config)
@@ -410,7 +413,7 @@ def _concatenates_rows(model: Transformer, engine: EngineConfig) -> bool:
     """Whether rows of unequal length are run back to back. Needs a variable-length attention kernel, and no compiler,
     which would see another number of tokens in every step."""
     weight, config = model.embed.weight, model.config
-    is_eager = not engine.compile and engine.attention == "sdpa"
+    is_eager = not engine.compiles_policy and engine.attention == "sdpa"
     return is_eager and not config.is_block_causal and has_kernel(weight.device, weight.dtype, config.head_dim)
 
 

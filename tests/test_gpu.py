@@ -215,6 +215,25 @@ def test_a_compiled_update_equals_the_eager_one(policy: Transformer) -> None:
         torch.testing.assert_close(compiled.get_parameter(name), tensor, atol=1e-4, rtol=1e-3, msg=name)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore")
+def test_a_fused_policy_samples_and_learns_like_the_eager_one(policy: Transformer) -> None:
+    params = SamplingParams(gen_length=16, block_length=8, num_denoise_steps=8, temperature=0.0, cache="dual")
+    requests = [Request(prompt_ids=tuple(range(3, 6 + row)), params=params, seed=row) for row in range(4)]
+    half = copy.deepcopy(policy).to("cuda", torch.bfloat16)
+    eager = Sampler(half, 0).generate(requests)
+    fused = Sampler(copy.deepcopy(half), 0, EngineConfig(compile="elementwise")).generate(requests)
+    same = [one.token_ids == other.token_ids for one, other in zip(eager, fused, strict=True)]
+    assert sum(map(float, (row.mean() for row in same))) / 4 > 0.9, "fusion rounds otherwise"
+    batch, config = make_round(_ROUND), algorithm_config("diffu-grpo", **_OF_ROUND, filters={}, inner_updates=1)
+    metrics = [
+        Learner(ShardedPolicy(copy.deepcopy(policy).cuda(), None, sharding), config).update(batch, 0)
+        for sharding in (ShardingConfig(), ShardingConfig(compile="elementwise"))
+    ]
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-2, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_update_equals_that_on_the_cpu(policy: Transformer, placed: Placed, name: str) -> None:
     batch = make_round(_ROUND)

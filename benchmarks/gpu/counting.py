@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from learner.model.elementwise import PLAIN, Elementwise, ElementwiseModule
 
 _aten = torch.ops.aten
 _COPIES = {_aten._to_copy, _aten.copy_}
@@ -54,6 +59,11 @@ class OpCounter(TorchDispatchMode):
         self.num_bytes = 0
         """Bytes read and written by memory-bound operations: all but matmuls and attention."""
 
+    def add_kernel(self, tensors: list[Tensor]) -> None:
+        """Count one kernel that reads or writes each of these tensors once."""
+        self.num_launches += 1
+        self.num_bytes += sum(map(_bytes, tensors))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Function modes have already run: only the resulting operations arrive here.
@@ -87,6 +97,44 @@ class OpCounter(TorchDispatchMode):
             self.num_waits += any(index is not None and index.dtype is torch.bool for index in args[1])
         else:
             self.num_waits += kind in _WAITS
+
+
+def count_as_fused(model: nn.Module, counter: OpCounter) -> None:
+    """Count each elementwise function of a policy as one kernel, as `fuse_elementwise` compiles it, in place.
+
+    Its backward counts as one kernel, plus one for the gradient of a norm's weight, which is a sum over rows.
+    """
+    fused = Elementwise(*(partial(_OneKernel.apply, counter, getattr(PLAIN, one.name)) for one in fields(PLAIN)))
+    for module in model.modules():
+        if isinstance(module, ElementwiseModule):
+            module.elementwise = fused
+
+
+class _OneKernel(torch.autograd.Function):
+    """Stand-in for a fused function, with results of the right shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, counter: OpCounter, function: Callable[..., Any], *args: Any) -> Any:
+        given = [value for value in args if isinstance(value, Tensor)]
+        before = counter.num_launches, counter.num_bytes
+        # Clones, since a plain function may overwrite its inputs.
+        made = function(*(value.clone() if isinstance(value, Tensor) else value for value in args))
+        counter.num_launches, counter.num_bytes = before
+        counter.add_kernel(given + tree_leaves(made))
+        ctx.counter, ctx.is_tensor = counter, [isinstance(value, Tensor) for value in args]
+        ctx.save_for_backward(*given)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        saved = iter(ctx.saved_tensors)
+        needed = ctx.needs_input_grad[2:]
+        made = [torch.empty_like(next(saved)) if is_tensor else None for is_tensor in ctx.is_tensor]
+        made = [value if needs else None for value, needs in zip(made, needed, strict=True)]
+        new = [value for value in made if value is not None]
+        ctx.counter.add_kernel([*gradients, *ctx.saved_tensors, *new])
+        ctx.counter.num_launches += sum(value.ndim == 1 for value in new)
+        return None, None, *made
 
 
 def _is_there(value: Tensor) -> bool:

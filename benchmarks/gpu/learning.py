@@ -28,16 +28,18 @@ _NUM_GROUPS, _GROUP = 4, 8
 def learner(setting: Setting) -> Iterator[Row]:
     """Time updates of a LoRA adapter on the whole network, and of all weights of a network with fewer layers.
 
-    Also times rows of unequal length, padded and concatenated, and both updates compiled.
+    Also times rows of unequal length, padded and concatenated, and updates that are fused or compiled.
     """
     adapter = LoraConfig(rank=setting.rank, alpha=64)
-    yield _update(setting, adapter, is_compiled=False)
-    yield _update(setting.with_layers(setting.few_layers), FULL_FINE_TUNING, is_compiled=False)
+    few = setting.with_layers(setting.few_layers)
+    yield _update(setting, adapter, ShardingConfig())
+    yield _update(few, FULL_FINE_TUNING, ShardingConfig())
+    yield _update(setting, adapter, ShardingConfig(compile="elementwise"))
     # An upper bound for GSM8K's prompts.
-    yield from _ragged(replace(setting.with_layers(setting.few_layers), prompt_tokens=256))
+    yield from _ragged(replace(few, prompt_tokens=256))
     # Last, because its compile time is unknown.
-    yield _update(setting.with_layers(setting.few_layers), FULL_FINE_TUNING, is_compiled=True)
-    yield _update(setting, adapter, is_compiled=True)
+    yield _update(few, FULL_FINE_TUNING, ShardingConfig(compile=True))
+    yield _update(setting, adapter, ShardingConfig(compile=True))
 
 
 def _ragged(setting: Setting) -> Iterator[Row]:
@@ -83,7 +85,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _update(setting: Setting, lora: LoraConfig, *, is_compiled: bool) -> Row:
+def _update(setting: Setting, lora: LoraConfig, sharding: ShardingConfig) -> Row:
     of_round = rounds.Setting(
         shape=setting.shape,
         prompt_tokens=setting.prompt_tokens,
@@ -94,7 +96,7 @@ def _update(setting: Setting, lora: LoraConfig, *, is_compiled: bool) -> Row:
         device=setting.device,
     )
     model, device = random_policy(setting, torch.bfloat16), torch.device(setting.device)
-    policy = ShardedPolicy(model, None, ShardingConfig(compile=is_compiled), lora=lora)
+    policy = ShardedPolicy(model, None, sharding, lora=lora)
     trained = Learner(policy, rounds.learner_config(of_round), SamplerFacts(has_reproducible_logps=False))
     batch = rounds.make_round(of_round)
     # The previous row may have left a policy in a reference cycle, which would count as used memory.
@@ -103,9 +105,10 @@ def _update(setting: Setting, lora: LoraConfig, *, is_compiled: bool) -> Row:
     seconds = taken_s(setting, lambda: trained.update(batch, 0), rounds=1)
     stated = peak_flop_per_s(device)
     what = f"an adapter of rank {lora.rank}" if lora.rank else "every weight"
+    way = {False: "eager", "elementwise": "fused", True: "compiled"}[sharding.compile]
     return {
         "what": f"two updates of {what}, {setting.shape.num_layers} layers, {batch.num_rows} canvases of "
-        f"{setting.canvas_tokens}, {'compiled' if is_compiled else 'eager'}",
+        f"{setting.canvas_tokens}, {way}",
         "seconds": seconds,
         "canvas_tokens_per_s": 2 * batch.num_rows * setting.canvas_tokens / seconds,
         "tflop_per_s": trained.model_flops / seconds / 1e12,

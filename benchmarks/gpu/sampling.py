@@ -58,27 +58,34 @@ def precision(setting: Setting) -> Iterator[Row]:
 
 
 def sampler(setting: Setting) -> Iterator[Row]:
-    """Measure tokens per second and milliseconds per step by batch size: eager, compiled, and with a KV cache."""
+    """Measure tokens per second and milliseconds per step by batch size: eager, fused, compiled, with a KV cache."""
     model, short = random_policy(setting, torch.bfloat16), setting.of_two_blocks()
     whole = limit(masked_head=True, restricted=True)
     # Compiled last: it takes longest and may hit the time limit.
     cached = {"cache": "dual"}
-    ways: dict[str, tuple[bool, dict[str, Any]]] = {
-        "eager": (False, {}),
-        "dual cache": (False, cached),
-        "dual cache, compiled": (True, cached),
-        "eager, an adapter": (False, {}),
-        "dual cache, an adapter": (False, cached),
-        "dual cache, compiled, an adapter": (True, cached),
-        "compiled, an adapter": (True, {}),
-        "compiled": (True, {}),
+    fused, fp8 = {"compile": "elementwise"}, {"compile": "elementwise", "fp8": True}
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "eager": ({}, {}),
+        "dual cache": ({}, cached),
+        "fused": (fused, {}),
+        "dual cache, fused": (fused, cached),
+        "fused, FP8": (fp8, {}),
+        "dual cache, compiled": ({"compile": True}, cached),
+        "eager, an adapter": ({}, {}),
+        "dual cache, an adapter": ({}, cached),
+        "dual cache, compiled, an adapter": ({"compile": True}, cached),
+        "compiled, an adapter": ({"compile": True}, {}),
+        "compiled": ({"compile": True}, {}),
     }
     adapted, adapter = copy_sharing_base(model), random_adapter(model, setting.rank)
     set_adapter(adapted, adapter.matrices, adapter.scaling)
-    for name, (is_compiled, changes) in ways.items():
+    for name, (engine, changes) in ways.items():
         for slots in setting.slots:
-            sampled = adapted if "an adapter" in name else model
-            policy = Sampler(sampled, 0, EngineConfig(num_slots=slots, dtype="bfloat16", compile=is_compiled))
+            # A copy: fusion and FP8 change a policy in place.
+            sampled = copy_sharing_base(adapted if "an adapter" in name else model)
+            policy = Sampler(
+                sampled, 0, EngineConfig.model_validate({"num_slots": slots, "dtype": "bfloat16", **engine})
+            )
             # Warm up with the same tensor shapes, so that all of them are compiled.
             policy.generate(short.requests(slots, num_denoise_steps=4, **changes))
             spent = seconds(partial(policy.generate, short.requests(slots, **changes)), setting.device)

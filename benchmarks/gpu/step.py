@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.step [--slots 48] [--temperature 0.9]
 
 The sampler follows its eager GPU code paths in bfloat16, on torch's meta device (tensors without values). The table has
-a row for prompts of equal length, one for unequal lengths, and one for a dual cache.
+rows for prompts of equal length, of unequal lengths, and for a dual cache: plain, and with fused elementwise functions
+(`rollout.engine.compile=elementwise`), each counted as one kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.gpu.counting import OpCounter
+from benchmarks.gpu.counting import OpCounter, count_as_fused
 from benchmarks.gpu.setting import Row, Setting, full
 from benchmarks.models import empty_policy
 from learner.model.attention import varlen
@@ -73,13 +74,17 @@ class _WithoutValues(TorchFunctionMode):
         return torch.empty_like(queries)
 
 
-def count_step(setting: Setting, requests: list[Request], dtype: torch.dtype = torch.bfloat16) -> Row:
+def count_step(
+    setting: Setting, requests: list[Request], dtype: torch.dtype = torch.bfloat16, *, is_fused: bool = False
+) -> Row:
     """Count the operations of one denoise step, after the step that admits the requests."""
     model = empty_policy(setting.shape, setting.canvas_tokens, "meta", dtype)
+    counter = OpCounter()
+    if is_fused:
+        count_as_fused(model, counter)
     # There is no GPU to query, so assume that the kernel for rows of unequal length is available.
     with patch.object(sampler, "has_kernel", lambda *_: True):
         batch = Sampler(model, 0, EngineConfig(num_slots=len(requests), static_shapes=True)).open(requests)
-    counter = OpCounter()
     with (
         _WithoutValues(counter, requests) as answers,
         patch.object(varlen, "has_kernel", lambda *_: True),
@@ -100,14 +105,19 @@ def count_step(setting: Setting, requests: list[Request], dtype: torch.dtype = t
 
 
 def rows(setting: Setting, slots: int, **changes: Any) -> list[Row]:
-    """Build the table: `slots` rows of equal length, of unequal length, and with a dual cache."""
+    """Build the table: `slots` rows of equal length, of unequal length, and with a dual cache; plain and fused."""
     equal = setting.requests(slots, **changes)
     ragged = [replace(one, prompt_ids=one.prompt_ids[row % _RAGGED :]) for row, one in enumerate(equal)]
     cached = setting.requests(slots, cache="dual", **changes)
+    cases = {
+        f"{slots} rows of {setting.canvas_tokens}": equal,
+        f"{slots} rows, up to {_RAGGED - 1} shorter": ragged,
+        f"{slots} rows, dual cache": cached,
+    }
     return [
-        {"what": f"{slots} rows of {setting.canvas_tokens}", **count_step(setting, equal)},
-        {"what": f"{slots} rows, up to {_RAGGED - 1} shorter", **count_step(setting, ragged)},
-        {"what": f"{slots} rows, dual cache", **count_step(setting, cached)},
+        {"what": what + ", fused" * is_fused, **count_step(setting, requests, is_fused=is_fused)}
+        for what, requests in cases.items()
+        for is_fused in (False, True)
     ]
 
 

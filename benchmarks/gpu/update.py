@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu.update [--tokens 16384 65536] [--groups 32] [--group 8]
 
-It compares rows of unequal length padded (with a mask) and concatenated. It counts forward and backward of every
+It compares rows of unequal length padded (with a mask), concatenated, and concatenated with fused elementwise functions
+(`sharding.compile=elementwise`), each counted as one kernel. It counts forward and backward of every
 micro-batch on torch's meta device (tensors without values): eager, bfloat16, all weights trained. Prompt lengths have
 GSM8K's distribution.
 """
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from benchmarks import rounds
-from benchmarks.gpu.counting import OpCounter
+from benchmarks.gpu.counting import OpCounter, count_as_fused
 from benchmarks.gpu.setting import Row
 from benchmarks.models import LLADA_8B, Shape, empty_policy
 from learner.estimators import Terms, token_logps
@@ -83,10 +84,17 @@ class _WithoutValues(TorchFunctionMode):
         return attended
 
 
-def count_sweep(model: Transformer, terms: Terms, max_tokens: int, *, concatenates_rows: bool) -> Row:
-    """Count the operations of forward and backward over the micro-batches of these terms."""
+def count_sweep(
+    model: Transformer, terms: Terms, max_tokens: int, *, concatenates_rows: bool, is_fused: bool = False
+) -> Row:
+    """Count the operations of forward and backward over the micro-batches of these terms.
+
+    `is_fused`: with fused elementwise functions; the model then stays so.
+    """
     micros = make_micro_batches(terms, terms.rows, max_tokens, concatenates_rows=concatenates_rows).terms
     counter = OpCounter()
+    if is_fused:
+        count_as_fused(model, counter)
     # There is no GPU to query, so assume that the kernel is available.
     with (
         _WithoutValues(counter) as answers,
@@ -99,7 +107,8 @@ def count_sweep(model: Transformer, terms: Terms, max_tokens: int, *, concatenat
     tokens = sum(int(micro.views.lengths.sum()) for micro in micros)
     slots = tokens if concatenates_rows else sum(micro.views.ids.numel() for micro in micros)
     return {
-        "what": f"at most {max_tokens:,} tokens, {'back to back' if concatenates_rows else 'padded'}",
+        "what": f"at most {max_tokens:,} tokens, {'back to back' if concatenates_rows else 'padded'}"
+        + ", fused" * is_fused,
         "micro_batches": len(micros),
         "slots": slots,
         "padding": 1 - tokens / slots,
@@ -112,10 +121,18 @@ def count_sweep(model: Transformer, terms: Terms, max_tokens: int, *, concatenat
 
 
 def rows(setting: rounds.Setting, budgets: list[int]) -> list[Row]:
-    """Build the table: the same canvases padded and concatenated, by micro-batch size in tokens."""
-    model = empty_policy(setting.shape, setting.canvas_tokens, "meta", torch.bfloat16)
-    terms = rounds.ragged_terms(setting, model.config)
-    return [count_sweep(model, terms, most, concatenates_rows=spares) for most in budgets for spares in (False, True)]
+    """Build the table: the same canvases padded, concatenated, and with fused functions, by micro-batch size."""
+    plain, fused = (empty_policy(setting.shape, setting.canvas_tokens, "meta", torch.bfloat16) for _ in range(2))
+    terms = rounds.ragged_terms(setting, plain.config)
+    return [
+        row
+        for most in budgets
+        for row in (
+            count_sweep(plain, terms, most, concatenates_rows=False),
+            count_sweep(plain, terms, most, concatenates_rows=True),
+            count_sweep(fused, terms, most, concatenates_rows=True, is_fused=True),
+        )
+    ]
 
 
 def setting_of(shape: Shape, num_groups: int, group_size: int) -> rounds.Setting:

@@ -104,7 +104,7 @@ def completion_s(
     recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, params: SamplingParams, num_rows: int
 ) -> float:
     """Estimate the seconds per completion when `num_rows` are denoised at a time."""
-    seconds, layers, is_compiled = 0.0, shape.num_layers, recipe.rollout.engine.compile
+    seconds, layers, is_compiled = 0.0, shape.num_layers, recipe.rollout.engine.compiles_policy
     rate = _SAMPLING_SHARE[is_compiled] * kind.flop_per_s
     for steps in _steps_of(recipe, shape, params):
         computing_s = num_rows * _step_flops(recipe, shape, params, steps) / rate
@@ -153,4 +153,4 @@ def publishing_s(recipe: RunConfig, shape: TransformerConfig) -> float | None:
 
 
 def _learning_rate(recipe: RunConfig, kind: GpuKind) -> float:
-    return _LEARNING_SHARE[recipe.sharding.compile] * kind.flop_per_s
+    return _LEARNING_SHARE[recipe.sharding.compiles_blocks] * kind.flop_per_s

@@ -31,17 +31,18 @@ from learner.model.attention.masks import (
     positions_in_documents,
     within_documents,
 )
-from learner.model.attention.rotary import is_inference, rope_tables, rotate
+from learner.model.attention.rotary import rope_tables
 from learner.model.attention.rows import RaggedRows
 from learner.model.attention.varlen import VarlenAttention
 from learner.model.config import TransformerConfig
+from learner.model.elementwise import ElementwiseModule, rms_norm
 from learner.model.kv_cache import KVCache, LayerKVCache
 from learner.model.moe.experts import SparseMLP
 from learner.model.scoring import score_targets
 from learner.model.targets import Targets
 
 
-class Attention(nn.Module):
+class Attention(ElementwiseModule):
     """Attention of the queried slots over the whole canvas, with rotary positions."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -54,25 +55,30 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.d_model, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.d_model, kv_width, bias=config.qkv_bias)
         self.out_proj = nn.Linear(config.attention_width, config.d_model, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
 
     def forward(
         self, x_BLD: Tensor, inputs: AttentionInputs, queried: Queries | None, kv_cache: LayerKVCache | None
     ) -> Tensor:
         """Compute the attention output [B, L, D], or [N, D] of `queried`, before the residual addition."""
-        k_BKLE = rotate(self.k_norm(self._heads(self.k_proj(x_BLD), self.num_kv_heads)), inputs.rope)
+        k_BKLE = self._placed(self._heads(self.k_proj(x_BLD), self.num_kv_heads), self.k_norm, inputs.rope)
         v_BKLE = self._heads(self.v_proj(x_BLD), self.num_kv_heads)
         if kv_cache is not None:
             k_BKLE, v_BKLE = kv_cache.update(inputs.columns, k_BKLE, v_BKLE)
         rope = inputs.rope
         if queried is not None:
             x_BLD, rope = queried.of_rows(x_BLD), queried.of_rope(rope)
-        q_BHQE = rotate(self.q_norm(self._heads(self.q_proj(x_BLD), self.num_heads)), rope)
+        q_BHQE = self._placed(self._heads(self.q_proj(x_BLD), self.num_heads), self.q_norm, rope)
         mask = inputs.mask if queried is None else inputs.query_mask
         mixed_BHQE = self._attend(q_BHQE, k_BKLE, v_BKLE, mask)
         mixed_BQD = mixed_BHQE.transpose(1, 2).flatten(2)
         return self.out_proj(mixed_BQD if queried is None else queried.scored(mixed_BQD))
+
+    def _placed(self, x_BHLE: Tensor, norm: RMSNorm | None, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Normalize queries or keys, where the family does, and rotate them by their positions."""
+        weight_E, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return self.elementwise.norm_and_rotate(x_BHLE, weight_E, eps, *rope)
 
     def _attend(self, q_BHQE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, mask: AttentionMask) -> Tensor:
         if isinstance(mask, VarlenAttention):
@@ -92,7 +98,7 @@ class Attention(nn.Module):
         return x_BLD.unflatten(-1, (num_heads, self.head_dim)).transpose(1, 2)
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(ElementwiseModule):
     """SwiGLU feed-forward layer: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, width: int, hidden: int) -> None:
@@ -102,26 +108,20 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if is_inference():
-            # In place, as no gradient needs the inputs: saves two of the widest activations.
-            return self.down_proj(F.silu(gate, inplace=True).mul_(up))
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.elementwise.gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm with a faster CPU path for inference."""
+    """RMSNorm with a faster CPU path for inference (`rms_norm`)."""
+
+    eps: float
 
     def forward(self, x: Tensor) -> Tensor:
         """Divide each vector by its root mean square, and multiply it by the weight."""
-        if x.device.type == "cpu" and is_inference():
-            # PyTorch has no fused CPU kernel: it allocates two more tensors as wide as x.
-            mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
-            return (x * mean_square.add_(self.eps).rsqrt_()).mul_(self.weight)
-        return super().forward(x)
+        return rms_norm(x, self.weight, self.eps)
 
 
-class Block(nn.Module):
+class Block(ElementwiseModule):
     """One transformer block: the unit that FSDP shards."""
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
@@ -140,9 +140,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """Compute the residual stream after this block: [B, L, D], or [N, D] of `queried`."""
         mixed = self.attn(self.attn_norm(x_BLD), inputs, queried, kv_cache)
-        # In place: the attention output is a new tensor, and no gradient needs its value before the addition.
-        x = mixed.add_(x_BLD if queried is None else queried.scored(queried.of_rows(x_BLD)))
-        after: Tensor = self.mlp(self.mlp_norm(x))
+        residual = x_BLD if queried is None else queried.scored(queried.of_rows(x_BLD))
+        x, normed = self.elementwise.add_and_norm(mixed, residual, self.mlp_norm.weight, self.mlp_norm.eps)
+        after: Tensor = self.mlp(normed)
         # Not in place for experts: their output is a view, and an in-place addition would remove FSDP's hook.
         return after + x if isinstance(self.mlp, SparseMLP) else after.add_(x)
 

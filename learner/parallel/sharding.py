@@ -24,6 +24,7 @@ from learner.hardware import indexed_device
 from learner.model.adapter import Adapter
 from learner.model.attention.varlen import has_kernel
 from learner.model.config import TransformerConfig
+from learner.model.elementwise import fuse_elementwise
 from learner.model.lora import (
     adapted_layers,
     adapter_names,
@@ -66,8 +67,10 @@ def _fsdp_options(config: ShardingConfig) -> dict[str, Any]:
 
 def _wrap_blocks(model: Transformer, config: ShardingConfig) -> None:
     """Apply compilation and checkpointing to the blocks, inside FSDP's wrapper."""
-    if config.compile:
+    if config.compiles_blocks:
         compile_blocks(model)
+    elif config.compile == "elementwise":
+        fuse_elementwise(model)
     if config.activation_checkpointing:
         for block in model.blocks:
             # Inside FSDP's wrapper, a block is gathered once for both the recomputed forward and the backward.
@@ -173,7 +176,7 @@ class ShardedPolicy:
         dtype (`has_kernel`). Otherwise rows are padded: attention row by row would launch one kernel per row on a GPU,
         and change the bits of a loss on a CPU.
         """
-        is_eager = not self._sharding.compile
+        is_eager = not self._sharding.compiles_blocks
         may_look_anywhere = not self.config.is_block_causal
         return is_eager and may_look_anywhere and has_kernel(self.device, self._compute_dtype, self.config.head_dim)
 

@@ -31,12 +31,18 @@ class ShardingConfig(BaseModel):
     activation_checkpointing: bool = False
     """Keep only the input of each block, and recompute the rest in the backward pass: less memory, the same gradients,
     about a third more time."""
-    compile: bool = False
+    compile: bool | Literal["elementwise"] = False
     """Compile the forward and backward of each block (torch.compile). All blocks share a few graphs, for micro-batches
     of any size. The first steps take minutes. Experts need `compute_dtype: bfloat16`, and `model.lora.base_weights:
-    nf4` needs `activation_checkpointing`."""
+    nf4` needs `activation_checkpointing`. `elementwise`: only norms, rotary positions and SwiGLUs, each to one kernel,
+    in seconds and without these conditions."""
     cpu_offload: bool = False
     """Keep weights and AdamW's moments in host memory, and step there. Only with `device: cuda`."""
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Whether whole blocks are compiled, for padded micro-batches."""
+        return self.compile is True
 
     def sums_locally(self, num_trained: int, lora: LoraConfig, num_workers: int) -> bool:
         """Whether workers sum the gradients of an optimizer step's micro-batches before they reduce them, once.
@@ -48,8 +54,8 @@ class ShardingConfig(BaseModel):
         return num_workers > 1 and (bool(lora.rank) or 4 * num_trained <= MAX_LOCAL_GRADIENT_BYTES)
 
     def incompatibility(self, policy: TransformerConfig, lora: LoraConfig) -> str | None:
-        """Return why a policy cannot be compiled with these settings; None if it can, or `compile` is off."""
-        if not self.compile:
+        """Return why a policy cannot be compiled with these settings; None if it can, or its blocks are not."""
+        if not self.compiles_blocks:
             return None
         if policy.moe is not None and self.compute_dtype == "float32":
             return (

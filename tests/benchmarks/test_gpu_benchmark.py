@@ -56,9 +56,11 @@ def test_every_stage_measures(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Compilation is skipped: it takes half a minute and is tested elsewhere."""
     monkeypatch.setattr(rollout_sampler, "_compiled", lambda model: model)
     monkeypatch.setattr(sharding, "compile_blocks", lambda model: None)
+    for module in (sharding, rollout_sampler):
+        monkeypatch.setattr(module, "fuse_elementwise", lambda model: None)
     rows = list(STAGES[name].rows(tiny("cpu")))
     assert (
-        len(rows) == {"ceilings": 10, "precision": 4, "sampler": 16, "learner": 6, "publishing": 3, "engine": 3}[name]
+        len(rows) == {"ceilings": 10, "precision": 4, "sampler": 22, "learner": 7, "publishing": 3, "engine": 3}[name]
     )
     for row in rows:
         numbers = {key: value for key, value in row.items() if key not in ("what", "of_stated", "of_limit", "mfu")}
@@ -119,15 +121,17 @@ def test_the_full_setting_is_llada_8b_and_takes_at_most_ten_minutes() -> None:
 
 
 def test_a_step_needs_no_attention_mask() -> None:
-    equal, ragged, cached = rows(tiny("meta"), 3, temperature=0.9)
-    assert [row["masked"] for row in (equal, ragged, cached)] == [0, 0, 0]
-    assert [row["attention"] for row in (equal, ragged, cached)] == [2, 2, 2]
-    assert [row["waits"] for row in (equal, ragged, cached)] == [1, 1, 1]
+    steps = rows(tiny("meta"), 3, temperature=0.9)
+    assert [(row["masked"], row["attention"], row["waits"]) for row in steps] == [(0, 2, 1)] * 6
+    for plain, fused in zip(steps[::2], steps[1::2], strict=True):
+        # In each of two layers: rotation of queries and keys, residual and norm, SwiGLU.
+        assert plain["launches"] - fused["launches"] == 2 * ((3 - 1) * 2 + 1 + 1)
+        assert fused["gigabytes"] < plain["gigabytes"]
 
 
 def test_packed_rows_have_neither_padding_nor_mask() -> None:
     setting = update.setting_of(tiny("meta").shape, 8, 2)
-    padded, back_to_back = update.rows(setting, [3000])
+    padded, back_to_back, fused = update.rows(setting, [3000])
     assert padded["slots"] * (1 - padded["padding"]) == pytest.approx(back_to_back["slots"])
     assert padded["padding"] > 0.03
     assert padded["micro_batches"] > back_to_back["micro_batches"], "more of them fit"
@@ -135,7 +139,7 @@ def test_packed_rows_have_neither_padding_nor_mask() -> None:
     for row in (padded, back_to_back):
         assert (row["attention"], row["waits"]) == (2 * row["micro_batches"], 0)
     for fewer in ("launches", "gigabytes"):
-        assert back_to_back[fewer] < padded[fewer]
+        assert fused[fewer] < back_to_back[fewer] < padded[fewer]
 
 
 def test_only_device_operations_are_counted() -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from learner.model.elementwise import ElementwiseModule
 from learner.model.moe.config import MoEConfig
 
 
@@ -94,7 +95,7 @@ class Router(nn.Module):
         return self
 
 
-class Experts(nn.Module):
+class Experts(ElementwiseModule):
     """The SwiGLUs of all experts."""
 
     def __init__(self, width: int, config: MoEConfig) -> None:
@@ -105,7 +106,7 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor, ends_E: Tensor) -> Tensor:
         """Map rows [T, D], sorted by expert, to [T, D]; `ends_E` (int32) is the exclusive end of each expert's rows."""
         gate_TM, up_TM = self.gate_up_proj(x_TD, ends_E).chunk(2, dim=-1)
-        down_TD: Tensor = self.down_proj(F.silu(gate_TM) * up_TM, ends_E)
+        down_TD: Tensor = self.down_proj(self.elementwise.gated(gate_TM, up_TM), ends_E)
         return down_TD
 
 

@@ -11,17 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from learner.model.elementwise import ElementwiseModule, quantized_rows
 from learner.model.quantization.layers import replace_linear_layers
 from learner.model.transformer import Transformer
 
-_E4M3 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_E4M3).max
-# A row of zeros has this scale.
-_SMALLEST_SCALE = 1e-12
 _MIN_CAPABILITY = (8, 9)
 
 
-class Fp8Linear(nn.Linear):
+class Fp8Linear(nn.Linear, ElementwiseModule):
     """Linear layer that computes in FP8. It has no gradient."""
 
     quantized: Tensor
@@ -34,7 +31,7 @@ class Fp8Linear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         # Not persistent: a state dict has the policy's weights.
-        self.register_buffer("quantized", torch.empty_like(self.weight, dtype=_E4M3), persistent=False)
+        self.register_buffer("quantized", torch.empty_like(self.weight, dtype=torch.float8_e4m3fn), persistent=False)
         self.register_buffer(
             "scales", self.weight.new_empty(1, linear.out_features, dtype=torch.float32), persistent=False
         )
@@ -52,7 +49,7 @@ class Fp8Linear(nn.Linear):
 
     def product(self, x_NI: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the product [N, O] without the bias, in bfloat16 or float32."""
-        x_e4m3, scales_N1 = quantized_rows(x_NI)
+        x_e4m3, scales_N1 = self.elementwise.quantized_rows(x_NI)
         if x_NI.is_cuda:
             return scaled_product(x_e4m3, self.quantized, scales_N1, self.scales, dtype)
         # PyTorch's kernel for CPUs is a thousand times as slow as this.
@@ -70,13 +67,6 @@ def scaled_product(
     one = scales_N1.new_ones(())
     product: Tensor = torch._scaled_mm(x_e4m3, quantized_OI.T, one, one, out_dtype=torch.float32)
     return product.mul_(scales_N1).mul_(scales_1O)
-
-
-def quantized_rows(matrix_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """Round the rows of a matrix to e4m3. Returns the rounded numbers and their scales [R, 1] in float32."""
-    wide = matrix_RI.float()
-    scales_R1 = (wide.abs().amax(dim=-1, keepdim=True) / _LARGEST).clamp_(min=_SMALLEST_SCALE)
-    return (wide / scales_R1).to(_E4M3), scales_R1
 
 
 @torch.no_grad()

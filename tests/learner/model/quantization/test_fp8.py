@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from learner.model.adapter import Adapter
 from learner.model.config import TransformerConfig
+from learner.model.elementwise import quantized_rows
 from learner.model.lora import copy_sharing_base, set_adapter
 from learner.model.networks import make_model
 from learner.model.quantization import fp8
-from learner.model.quantization.fp8 import Fp8Linear, quantize_to_fp8, quantized_rows, scaled_product
+from learner.model.quantization.fp8 import Fp8Linear, quantize_to_fp8, scaled_product
 from learner.model.transformer import Transformer, init_weights
 from rollout.config import EngineConfig
 from rollout.request import Request, SamplingParams
