@@ -49,7 +49,7 @@ class LearnerConfig(BaseModel):
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW's."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """AdamW's."""
+    """AdamW's, of matrices and embeddings; norms and biases have none."""
     max_grad_norm: PositiveFloat = 0.2
     """Gradients are clipped to this global norm."""
     max_staleness: NonNegativeInt = 0

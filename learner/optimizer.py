@@ -31,15 +31,24 @@ class StepResult(NamedTuple):
 
 
 class PolicyOptimizer:
-    """AdamW with gradient clipping; learning rate and clipping norm are given at each step."""
+    """AdamW with gradient clipping; learning rate and clipping norm are given at each step.
+
+    Weight decay is for matrices, embeddings among them, and not for norms and biases, as in the trainers of
+    transformers and TRL.
+    """
 
     def __init__(self, policy: ShardedPolicy, *, betas: tuple[float, float], weight_decay: float) -> None:
         self._policy = policy
         self._parameters = policy.trained_parameters
         # On a GPU, fusing runs one kernel for all parameters; on CPUs it would only change the rounding.
         self._is_fused = next(iter(self._parameters.values())).device.type == "cuda"
+        parameters = self._parameters.values()
+        groups = [
+            {"params": [one for one in parameters if one.ndim > 1], "weight_decay": weight_decay},
+            {"params": [one for one in parameters if one.ndim <= 1], "weight_decay": 0.0},
+        ]
         self._adamw = torch.optim.AdamW(
-            self._parameters.values(), lr=0.0, betas=betas, weight_decay=weight_decay, fused=self._is_fused
+            [group for group in groups if group["params"]], lr=0.0, betas=betas, fused=self._is_fused
         )
 
     def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:

@@ -66,7 +66,7 @@ class SftConfig(BaseModel):
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's (d1's)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """AdamW's."""
+    """AdamW's, of matrices and embeddings; norms and biases have none."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
 

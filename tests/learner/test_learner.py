@@ -10,8 +10,10 @@ from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, OneStepConfig, SamplerFacts, TrajectoryConfig, make_terms, token_logps
 from learner.learner import Learner
+from learner.model.config import TransformerConfig
 from learner.model.lora import set_adapter
 from learner.model.lora_config import LoraConfig
+from learner.model.networks import make_model
 from learner.model.transformer import Transformer
 from learner.objectives import ClippedRatioConfig
 from learner.optimizer import PolicyOptimizer, StepResult
@@ -210,6 +212,22 @@ def test_loading_the_initial_optimizer_state_clears_the_moments(policy: Transfor
     assert optimizer.full_state()
     optimizer.load_full_state(before)
     assert optimizer.full_state() == before == {}
+
+
+def test_norms_and_biases_have_no_weight_decay(config: TransformerConfig) -> None:
+    model = make_model(
+        TransformerConfig(**config.model_dump() | {"family": "dream", "qkv_bias": True, "predicts_next": True})
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer = PolicyOptimizer(ShardedPolicy(model, None), betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer.step(0.5, 1.0, torch.tensor(0.0))
+    found = {name: float(parameter.detach().mean()) for name, parameter in model.named_parameters()}
+    expected = {name: 1.0 if name.endswith(("norm.weight", "bias")) else 0.95 for name in found}
+    assert found == pytest.approx(expected)
+    assert set(expected.values()) == {1.0, 0.95}
 
 
 def test_a_plan_marks_micro_batches_without_scored_tokens(policy: Transformer, rollouts: RolloutBatch) -> None:
