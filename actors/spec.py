@@ -67,7 +67,7 @@ class RunSpec(RunConfig):
         return self.model.lora if alpha is None else self.model.lora.model_copy(update={"alpha": alpha})
 
 
-def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> SamplerFacts:
+def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False, is_fp8: bool = False) -> SamplerFacts:
     """Return what a learner must know about completions that are sampled with these parameters."""
     is_whole = params.top_p == 1 and params.top_k == 0 and not params.cfg_scale
     return SamplerFacts(
@@ -77,6 +77,7 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False) -> S
         forbidden_ids=params.forbidden_ids,
         has_reproducible_logps=is_whole and params.cache is Cache.NONE,
         has_exact_logps=params.logp_exact,
+        is_fp8=is_fp8,
         # The other schedules have no acceptance test, or one that the first slot always passes.
         has_fallback=params.threshold is not None or params.schedule is Schedule.FACTOR,
         has_varying_steps=not params.has_even_shares or params.edits,

@@ -14,7 +14,12 @@ from learner.objectives import Loss
 from learner.parallel.sharding import ShardedPolicy
 
 _RATIO = "ratio"
-_TRL = {_RATIO: "ratio_mean", "clip_ratio/low": "clip_ratio/low_mean", "clip_ratio/high": "clip_ratio/high_mean"}
+_TRL = {
+    _RATIO: "ratio_mean",
+    "sampler_ratio": "sampler_ratio_mean",
+    "clip_ratio/low": "clip_ratio/low_mean",
+    "clip_ratio/high": "clip_ratio/high_mean",
+}
 
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:

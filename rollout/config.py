@@ -15,7 +15,7 @@ _FP8_MULTIPLE = 16
 
 
 class EngineConfig(BaseModel):
-    """How a sampler computes. Apart from `fp8`, nothing here changes more of a logit than its last bits."""
+    """How a sampler computes. Apart from `fp8` and `dtype`, nothing here changes more of a logit than its last bits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -25,8 +25,8 @@ class EngineConfig(BaseModel):
     """Precision of weights and activations. Probabilities and sampling are float32 in any case."""
     fp8: bool = False
     """Compute the linear layers of the blocks in FP8 (e4m3, with a scale for each row of weights and activations), on
-    GPUs of compute capability 8.9 or newer. The recorded log-probabilities are then those of the FP8 policy; the
-    learner's differ (`docs/benchmarks.md`). Weights are held in `dtype` too."""
+    GPUs of compute capability 8.9 or newer. The recorded log-probabilities are then those of the FP8 policy, so set
+    `learner.objective.max_sampler_ratio` (`docs/benchmarks.md`). Weights are held in `dtype` too."""
     steps_per_sync: PositiveInt = 1
     """Denoise steps between checks for finished rows. More keep a GPU busy, but also run finished rows. With a KV cache
     it is 1."""

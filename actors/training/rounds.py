@@ -48,7 +48,11 @@ def _make_learner(context: RunContext) -> Learner:
     if spec.model.lora.rank and not has_begun:
         # RL has its own adapter: the policy without it is the KL reference.
         context.begin_adapter(Phase.RL)
-    facts = sampler_facts(spec.rollout.params[0], is_block_causal=context.policy.config.is_block_causal)
+    facts = sampler_facts(
+        spec.rollout.params[0],
+        is_block_causal=context.policy.config.is_block_causal,
+        is_fp8=spec.rollout.engine.fp8,
+    )
     learner = Learner(context.policy, spec.learner, facts, _teacher(context))
     if has_begun:
         _restore(context, learner)

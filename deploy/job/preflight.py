@@ -236,7 +236,8 @@ def _refusals(recipe: Recipe, shape: TransformerConfig | None) -> Iterator[str]:
                 check_params(params, shape)
         except FieldError as error:
             yield f"rollout.sampling: {error}{place}"
-        if refusal := recipe.learner.incompatibility(sampler_facts(params, is_block_causal=is_block_causal)):
+        facts = sampler_facts(params, is_block_causal=is_block_causal, is_fp8=recipe.rollout.engine.fp8)
+        if refusal := recipe.learner.incompatibility(facts):
             yield f"learner.{refusal}{place}"
 
 

@@ -38,6 +38,8 @@ class SamplerFacts:
     """Whether the learner can reproduce the recorded log-probabilities: no cache, no guidance, the whole vocabulary."""
     has_exact_logps: bool = True
     """Whether they are also those of the sampling distribution: slots are selected before their tokens are sampled."""
+    is_fp8: bool = False
+    """Whether the sampler computes in FP8, so that the recorded log-probabilities are of another policy."""
     has_fallback: bool = False
     """Whether a step can find no slot that meets its criterion, commit one anyway, and record it in `fallback`."""
     has_varying_steps: bool = False

@@ -73,6 +73,10 @@ class ClippedRatioConfig(BaseModel):
     old: Literal["learner", "sampler"] = "learner"
     """The denominator of the ratio: the learner's likelihoods at the start of the round, under the same masks; or those
     that the sampler recorded, if the estimator scores each token in the state in which it was committed."""
+    max_sampler_ratio: Annotated[float, Field(ge=1)] | None = None
+    """Truncated importance sampling: weight each unit's loss by its likelihood under the learner at the start of the
+    round over the sampler's record, at most this (Flash-RL: 2). It corrects for FP8 samplers and older policies; null:
+    off. Needs the estimator that `old: sampler` needs."""
     kl: Kl = Kl.K3
     """The estimate of the KL penalty."""
     kl_against: Literal["reference", "old"] = "reference"
@@ -97,6 +101,14 @@ class ClippedRatioConfig(BaseModel):
             raise ValueError("order_temperature needs level: sequence; an order is no single token's")
         if self.order_temperature is not None and self.old == "sampler":
             raise ValueError("order_temperature needs old: learner; samplers record no logits")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_of_tokens(self) -> ClippedRatioConfig:
+        if self.max_sampler_ratio is not None and self.old == "sampler":
+            raise ValueError("max_sampler_ratio needs old: learner; old: sampler has the sampler's record in its ratio")
+        if self.max_sampler_ratio is not None and self.order_temperature is not None:
+            raise ValueError("max_sampler_ratio excludes order_temperature; samplers record no order's likelihood")
         return self
 
     @model_validator(mode="after")
@@ -132,29 +144,49 @@ class ClippedRatioConfig(BaseModel):
 
     def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
         """Return why it does not fit: a ratio to the sampler's record needs scores in the same states, at any lag."""
+        use = self._use_of_record
         own = (
-            "objective.old is sampler: the estimator must be trajectory with steps_per_segment: 1, law: sampler "
+            f"{use}: the estimator must be trajectory with steps_per_segment: 1, law: sampler "
             "and no p_mask_prompt, or its likelihoods are not comparable with the recorded ones"
         )
-        takes_recorded = self.old == "sampler"
         return shared_incompatibility(
             self,
             estimator,
             max_staleness,
-            own=own if takes_recorded and not estimator.facts.matches_sampler_record else None,
+            own=own if use and not estimator.facts.matches_sampler_record else None,
             takes_order=self.order_temperature is not None,
-            takes_stale=takes_recorded,
+            takes_stale=use is not None,
         )
 
     def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return why the ratio cannot use the sampler's record, if it is configured to; None if it can."""
+        use = self._use_of_record
+        if use is None:
+            return None
         if self.old == "sampler" and not (sampler.has_reproducible_logps and sampler.has_exact_logps):
             return (
-                "objective.old is sampler; a sampler with a cache, guidance, top_p, top_k or sample_then_select "
+                f"{use}; a sampler with a cache, guidance, top_p, top_k or sample_then_select "
                 "does not record the likelihoods that replay"
             )
-        if self.old == "sampler" and sampler.temperature == 0:
-            return "objective.old is sampler; at rollout.sampling.temperature 0 nothing is drawn"
+        # Any distribution that tokens were sampled from can be corrected for, a cached or a restricted one too.
+        if not sampler.has_exact_logps:
+            return f"{use}; a sampler with sample_then_select does not record the likelihoods that it samples with"
+        if sampler.temperature == 0:
+            return f"{use}; at rollout.sampling.temperature 0 nothing is drawn"
+        if sampler.is_fp8 and self.old == "sampler":
+            return (
+                "objective.old is sampler, and clipping ratios to an FP8 sampler's likelihoods harms the policy; take "
+                "learner.objective.old=learner and learner.objective.max_sampler_ratio=2"
+            )
+        return None
+
+    @property
+    def _use_of_record(self) -> str | None:
+        """The setting that takes the sampler's recorded likelihoods; None: no setting does."""
+        if self.old == "sampler":
+            return "objective.old is sampler"
+        if self.max_sampler_ratio is not None:
+            return f"objective.max_sampler_ratio is {self.max_sampler_ratio:g}"
         return None
 
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
@@ -169,8 +201,14 @@ class ClippedRatioConfig(BaseModel):
             new_N, old_N = (order_logps(terms, logits_N, self.order_temperature) for logits_N in (logps.new, old_N))
             log_ratios.append(self._value(terms.weights * (new_N - old_N), units, rows))
         surrogates = [self._surrogate(log_ratio_U, rows.advantages[units.rows]) for log_ratio_U in log_ratios]
-        total = (torch.stack([loss_U for loss_U, _ in surrogates]).sum(dim=0) * units.importance).sum()
+        total_U = torch.stack([loss_U for loss_U, _ in surrogates]).sum(dim=0)
         per_unit = {name: torch.cat([found[name] for _, found in surrogates]) for name in surrogates[0][1]}
+        if self.max_sampler_ratio is not None:
+            log_weight_U = self._value(terms.token_weights * (logps.old - logps.sampled), units, rows)
+            weight_U = clamp_log_ratios(log_weight_U).exp().clamp(max=self.max_sampler_ratio)
+            total_U = total_U * weight_U
+            per_unit["sampler_ratio"] = weight_U
+        total = (total_U * units.importance).sum()
         if self.kl_coef > 0:
             against_N = logps.old if self.kl_against == "old" else logps.reference
             assert against_N is not None, "the learner has a reference where needs_reference says so"

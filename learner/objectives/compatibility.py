@@ -37,8 +37,9 @@ def shared_incompatibility(
     if max_staleness and not takes_stale:
         return (
             f"max_staleness is {max_staleness}: completions of an older policy are corrected for by what the "
-            "sampler recorded, so that objective.old must be sampler (with estimator trajectory, "
-            "steps_per_segment: 1 and law: sampler), or the objective trajectory_balance, or max_staleness 0"
+            "sampler recorded, so that objective.old must be sampler or objective.max_sampler_ratio set (with "
+            "estimator trajectory, steps_per_segment: 1 and law: sampler), or the objective trajectory_balance, or "
+            "max_staleness 0"
         )
     if facts.scores_order != takes_order:
         return "objective.order_temperature and estimator.scores_order need each other"

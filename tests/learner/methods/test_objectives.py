@@ -97,6 +97,64 @@ def test_kl_pulls_towards_the_reference(kind: Kl, value: float, slope: float) ->
     assert new.grad.item() == pytest.approx(0.5 * slope)
 
 
+def test_truncated_importance_sampling_weights_each_units_loss() -> None:
+    """By the learner's old likelihood over the sampler's record, at most the limit; the KL penalty is not weighted."""
+    log_weights, advantages = torch.tensor([0.0, 0.5, 5.0, -1.0]), torch.tensor([1.0, -0.5, 0.7, 0.2])
+    new, old = torch.tensor([-1.0, -2.0, -0.5, -3.0], requires_grad=True), torch.tensor([-1.1, -2.1, -0.4, -3.0])
+    terms = _terms([1] * 4, torch.ones(4))
+    logps = Logps(new=new, old=old, reference=old - 1, sampled=old - log_weights)
+    plain, weighted = (
+        config.loss(terms, logps, _rows(advantages))
+        for config in (CONFIG, CONFIG.model_copy(update={"max_sampler_ratio": 2.0}))
+    )
+    weights = torch.tensor([1.0, math.exp(0.5), 2.0, math.exp(-1.0)])
+    torch.testing.assert_close(weighted.per_unit["sampler_ratio"], weights)
+    ratios = (new - old).exp()
+    surrogates = -torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.3) * advantages)
+    penalty = 0.5 * plain.per_unit["kl"].sum()
+    assert plain.total.item() == pytest.approx((surrogates.sum() + penalty).item())
+    assert weighted.total.item() == pytest.approx(((weights * surrogates).sum() + penalty).item())
+    without_kl = CONFIG.model_copy(update={"kl_coef": 0.0, "max_sampler_ratio": 2.0})
+    without_kl.loss(terms, logps, _rows(advantages)).total.backward()
+    torch.testing.assert_close(new.grad, -weights * ratios.detach() * advantages)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"old": "sampler"}, "max_sampler_ratio needs old: learner"),
+        ({"level": "sequence", "order_temperature": 1.0}, "max_sampler_ratio excludes order_temperature"),
+    ],
+)
+def test_truncated_importance_sampling_needs_the_learners_ratio(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        ClippedRatioConfig.model_validate({"max_sampler_ratio": 2.0} | settings)
+
+
+def test_ratios_to_an_fp8_samplers_record_are_refused() -> None:
+    exact = {"name": "trajectory", "steps_per_segment": 1, "law": "sampler"}
+    settings = {"num_rounds": 1, "max_staleness": 1, "estimator": exact}
+    in_fp8 = SamplerFacts(is_fp8=True)
+    recorded = LearnerConfig.model_validate(settings | {"objective": {"name": "clipped_ratio", "old": "sampler"}})
+    assert recorded.incompatibility(SamplerFacts()) is None
+    said = recorded.incompatibility(in_fp8)
+    assert said is not None
+    assert said.endswith("take learner.objective.old=learner and learner.objective.max_sampler_ratio=2")
+    truncated = LearnerConfig.model_validate(
+        settings | {"objective": {"name": "clipped_ratio", "max_sampler_ratio": 2.0}}
+    )
+    assert truncated.incompatibility(in_fp8) is None
+    assert truncated.incompatibility(SamplerFacts(has_reproducible_logps=False)) is None, "with a KV cache"
+    said = truncated.incompatibility(SamplerFacts(has_exact_logps=False))
+    assert said is not None
+    assert said.startswith("objective.max_sampler_ratio is 2; a sampler with sample_then_select")
+    with pytest.raises(ValidationError, match="max_sampler_ratio is 2: the estimator must be trajectory"):
+        LearnerConfig.model_validate(
+            settings
+            | {"estimator": {"name": "one_step"}, "objective": {"name": "clipped_ratio", "max_sampler_ratio": 2}}
+        )
+
+
 def test_k3_and_k2_are_never_negative() -> None:
     difference = torch.linspace(-3, 3, 31)
     assert (kl_estimate(Kl.K3, difference) >= 0).all()
@@ -136,8 +194,8 @@ def test_a_likelihood_of_the_correct_completions_is_a_mean_over_completions(sett
 
 @pytest.mark.parametrize("baseline", [0.0, 0.5, -3.0])
 def test_tbas_loss_equals_its_code(baseline: float) -> None:
-    """bbartoldson/TBA, src/tba_trainer_gsm8k.py, for one prompt. log Z absorbs any reward offset that a group
-    shares."""
+    """bbartoldson/TBA, commit f2613ab: src/tba_trainer_gsm8k.py, for one prompt. log Z absorbs any reward offset that a
+    group shares."""
     new = torch.tensor([-1.5, -3.5, -0.7, -2.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.7, -3.3, -0.9, -2.4], dtype=torch.float64)
     rows = _rows(torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64) - baseline)
