@@ -205,6 +205,19 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
             "normalize_by": "row_sum",
         },
     },
+    # 8 steps of each completion, in four optimizer steps.
+    "egspo": {
+        "inner_updates": 4,
+        "group_size": 8,
+        "estimator": {
+            "name": "trajectory",
+            "steps_per_segment": 1,
+            "num_sampled": 2,
+            "proposal": "top_entropy",
+            "slots": "denoised",
+        },
+        "objective": {"name": "clipped_ratio", "level": "part", "clip_low": 0.2, "clip_high": 0.5},
+    },
     "justgrpo": {
         "inner_updates": 1,
         "group_size": 16,

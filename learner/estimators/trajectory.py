@@ -7,7 +7,8 @@ of the trajectory (CJ-GRPO). With a sampler whose blocks have one slot, it is th
 
 Longer segments cost fewer forwards: d2's StepMerge (arXiv 2509.21474), which with one segment is diffu-GRPO's estimate,
 TraceRL's slices (arXiv 2509.06949), and LightningRL's blocks (arXiv 2603.13319). Sampled segments cost fewer still.
-They are importance-weighted to stay unbiased (AGRPO), or taken as representative of all (MAPG, arXiv 2607.15200).
+They are importance-weighted to stay unbiased (AGRPO), or taken as representative of all (MAPG, arXiv 2607.15200), or
+those of the highest entropy alone (EGSPO, arXiv 2603.12554).
 
 Shape letters: B rows, L completion slots, R canvases, K segments of the row with the most.
 """
@@ -62,9 +63,10 @@ class TrajectoryConfig(BaseModel):
     """Initial denoise steps whose tokens are always shown and not scored; the segments begin after them (MAPG: 1)."""
     num_sampled: PositiveInt | None = None
     """Segments of each completion, of those with a token to score, that are sampled at every update; null: all."""
-    proposal: Literal["uniform", "entropy"] = "uniform"
-    """How segments are sampled: uniformly without replacement, or in proportion to the entropy of the distributions
-    that their tokens were sampled from (AGRPO)."""
+    proposal: Literal["uniform", "entropy", "top_entropy"] = "uniform"
+    """How segments are sampled: uniformly without replacement; or in proportion to the entropy of the distributions
+    that their tokens were sampled from (AGRPO). `top_entropy` does not sample: the first update takes the segments of
+    highest mean entropy of their tokens' softmax, the second the next ones (EGSPO)."""
     slots: Literal["text", "denoised"] = "text"
     """The slots that are scored: the text's, up to and including its first end of text; or all denoised ones, in the
     steps up to the last that commits anything but an end of text (AGRPO)."""
@@ -129,8 +131,7 @@ class TrajectoryConfig(BaseModel):
         has_scored_BK = torch.zeros(batch.num_rows, num_segments, dtype=torch.bool, device=segment_BL.device)
         rows_N, slots_N = scored_BL.nonzero(as_tuple=True)
         has_scored_BK[rows_N, segment_BL[rows_N, slots_N]] = True
-        entropy_BK = torch.zeros_like(has_scored_BK, dtype=torch.float32)
-        entropy_BK.scatter_add_(1, segment_BL.clamp(min=0), batch.commit_law_entropy * covered_BL)
+        entropy_BK = self._entropies(batch, segment_BL.clamp(min=0), covered_BL, num_segments)
         importance_BK = self._importance(batch, has_scored_BK, entropy_BK, update)
         rows_R, parts_R = (importance_BK > 0).nonzero(as_tuple=True)
         segment_RL = segment_BL[rows_R]
@@ -259,6 +260,16 @@ class TrajectoryConfig(BaseModel):
         kept_B = (batch.completion_lengths * self.uncertain_share).ceil().long()
         return is_text & (rank_BL < kept_B[:, None])
 
+    def _entropies(self, batch: GroupedBatch, segment_BL: Tensor, covered_BL: Tensor, num_segments: int) -> Tensor:
+        """Return the entropy of each segment's tokens, [B, K] float32 in nats: their sum, or for `top_entropy` mean."""
+        is_top = self.proposal == "top_entropy"
+        entropy_BL = batch.commit_entropy if is_top else batch.commit_law_entropy
+        sums_BK = entropy_BL.new_zeros(batch.num_rows, num_segments)
+        sums_BK.scatter_add_(1, segment_BL, entropy_BL * covered_BL)
+        if not is_top:
+            return sums_BK
+        return sums_BK / torch.zeros_like(sums_BK).scatter_add_(1, segment_BL, covered_BL.float()).clamp(min=1)
+
     def _importance(
         self, batch: GroupedBatch, has_scored_BK: Tensor, entropy_BK: Tensor, update: InnerUpdate
     ) -> Tensor:
@@ -278,6 +289,8 @@ class TrajectoryConfig(BaseModel):
             return has_scored_BK.float()
         if self.proposal == "uniform":
             return _sample_uniformly(batch.sample_keys, has_scored_BK, self.num_sampled, update)
+        if self.proposal == "top_entropy":
+            return _ranked(entropy_BK, has_scored_BK, self.num_sampled, update)
         # The floor gives segments without entropy a chance, or the estimate would be biased. It also bounds their
         # importance weight, which would dominate all others.
         weight_BK = (entropy_BK + _MIN_ENTROPY) * has_scored_BK
@@ -293,6 +306,13 @@ class TrajectoryConfig(BaseModel):
         """Return how many tokens each scored one represents, [R, L] float32: its row's, over those that are scored."""
         num_scored_B = torch.zeros_like(batch.completion_lengths).index_add_(0, rows_R, scored_RL.sum(dim=1))
         return (self.sizes(batch) / num_scored_B)[rows_R][:, None].expand_as(scored_RL)
+
+
+def _ranked(entropy_BK: Tensor, has_scored_BK: Tensor, num_taken: int, update: InnerUpdate) -> Tensor:
+    """Take `num_taken` scored segments in the order of falling entropy, the update's share of it: [B, K] float32."""
+    order_BK = entropy_BK.masked_fill(~has_scored_BK, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    rank_BK = order_BK.argsort(dim=1) - update.index * num_taken
+    return (has_scored_BK & (rank_BK >= 0) & (rank_BK < num_taken)).float()
 
 
 def _sample_uniformly(sample_keys: Tensor, has_scored_BK: Tensor, num_sampled: int, update: InnerUpdate) -> Tensor:

@@ -50,6 +50,7 @@ class Row:
     draws: list[Draw]
     sampled: list[float]
     tokens: list[int]
+    entropy: list[float]
     law_entropy: list[float]
     says_something: list[bool]
     """Whether each slot's token is not an end of text."""
@@ -106,6 +107,7 @@ def rows_of(
                 draws=draws,
                 sampled=batch.commit_logp[row].tolist(),
                 tokens=batch.completion_ids[row].tolist(),
+                entropy=batch.commit_entropy[row].tolist(),
                 law_entropy=batch.commit_law_entropy[row].tolist(),
                 says_something=[
                     bool(batch.truncated[row]) or token != policies[0].config.eos_token_id
@@ -488,15 +490,20 @@ def _ratio_elbo(row: Row, name: str) -> Tensor:
     ) / torch.tensor(4.0, dtype=torch.float64)
 
 
+def _denoised_by_steps(row: Row) -> list[list[int]]:
+    """Return the slots that each step committed, up to the last step that commits anything but ends of text."""
+    said = [step for step, says in zip(row.steps, row.says_something, strict=True) if says and step >= 0]
+    return [[slot for slot in range(row.width) if row.steps[slot] == step] for step in range(max(said, default=-1) + 1)]
+
+
 def agrpo(rows: list[Row]) -> Tensor:
     """The mean over a completion's steps of the sum over each step's committed tokens. It is estimated from steps
     sampled where the cumulative share of entropy passes (start + 0), (start + 1), ... of the draws. Old likelihoods are
     the sampler's."""
     total = torch.zeros((), dtype=torch.float64)
     for row, advantage, start in zip(rows, group_mean(rows), starts, strict=True):
-        said = [step for step, says in zip(row.steps, row.says_something, strict=True) if says and step >= 0]
-        num_steps = max(said, default=-1) + 1
-        of_steps = [[slot for slot in range(row.width) if row.steps[slot] == step] for step in range(num_steps)]
+        of_steps = _denoised_by_steps(row)
+        num_steps = len(of_steps)
         entropies = [1e-2 + sum(row.law_entropy[slot] for slot in slots) for slots in of_steps]
         drawn, passed = {}, 0.0
         for step, entropy in enumerate(entropies):
@@ -517,6 +524,29 @@ starts: list[float] = []
 """Input of `agrpo`: the uniform number of each row."""
 num_drawn = {"value": 0}
 """Input of `agrpo`: the number of sampled steps."""
+
+
+def egspo(rows: list[Row]) -> Tensor:
+    """Each update takes the two steps of highest mean entropy that earlier updates have not taken."""
+    values = []
+    for row, advantage in zip(rows, group_mean(rows), strict=True):
+        of_steps = _denoised_by_steps(row)
+        means = [sum(row.entropy[slot] for slot in slots) / len(slots) for slots in of_steps]
+        ranked = sorted(range(len(of_steps)), key=lambda step: -means[step])
+        first = 2 * update_index["value"]
+        assert [draw.part for draw in row.draws] == sorted(ranked[first : first + 2])
+        for draw in row.draws:
+            assert draw.scored == of_steps[draw.part]
+            new, old, reference = (
+                torch.stack([of_policy[slot] for slot in draw.scored]).sum()
+                for of_policy in (draw.new, draw.old, draw.reference)
+            )
+            values.append(ppo((new - old).exp(), advantage, 0.2, 0.5) + 0.04 * k3(new, reference))
+    return torch.stack(values).mean()
+
+
+update_index = {"value": 0}
+"""Input of `egspo`: the index of the inner update."""
 
 
 def justgrpo(rows: list[Row]) -> Tensor:
@@ -684,6 +714,7 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "stabledrl": stabledrl,
     "dmpo": dmpo,
     "agrpo": agrpo,
+    "egspo": egspo,
     "justgrpo": justgrpo,
     "forkgrpo": forkgrpo,
     "vrpo": vrpo,

@@ -31,6 +31,7 @@ from learner.parallel.sharding import ShardedPolicy
 from tests.learner import slow
 from tests.learner.batches import batch_of
 from tests.learner.methods import test_algorithms
+from tests.learner.methods.test_golden import SOURCES
 from tests.learner.worked_example import ROW, BlockStartConfig, block_start
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +145,20 @@ def test_the_table_and_the_page_name_every_algorithm() -> None:
         assert f"**`{name}`**" in page
         for paper in re.findall(r"\d{4}\.\d{5}", row["paper"]):
             assert f"arXiv {paper}" in page, name
+
+
+def test_the_table_names_the_code_that_the_golden_numbers_are_from() -> None:
+    tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "learner" / "methods").glob("test_*.py")]
+    for name, row in _rows().items():
+        source = re.fullmatch(r"\[(\S+/\S+)\]\(https://github\.com/\1\) ([0-9a-f]{7})", row["golden numbers from"])
+        if name in SOURCES:
+            assert source
+            assert (source[1], source[2]) == (SOURCES[name].repository, SOURCES[name].commit[:7])
+        elif source:
+            assert any(source[1] in test and source[2] in test for test in tests), name
+        else:
+            assert row["golden numbers from"] == "paper only"
+            assert name in ("vrpo", "forkgrpo")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

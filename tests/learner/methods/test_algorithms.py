@@ -152,6 +152,7 @@ def test_loss_and_gradient_equal_the_papers_formula(
         rows = slow.rows_of(
             (new, old, reference), grouped, corruption, sampler.temperature if name in ("agrpo", "tba") else None
         )
+        slow.update_index["value"] = update.index
         slow.minibatch |= {"index": step % config.num_minibatches, "count": config.num_minibatches}
         _tell(name, config, grouped, update)
         loss = slow.SLOW[name](rows)

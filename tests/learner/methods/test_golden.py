@@ -59,6 +59,8 @@ class Source:
     """Whether the policies are block-causal: blocks are then counted from the first column."""
     changes: Mapping[str, object] | None = None
     """Overrides of the objective, which switch off parts that only one implementation has."""
+    loss_divisor: float = 1.0
+    """A constant that their loss is divided by and ours is not."""
     std: tuple[int, float] | None = None
     """For advantages divided by a standard deviation: what their code subtracts from the number of completions before
     it divides by it, and what it adds to the deviation."""
@@ -163,6 +165,16 @@ SOURCES: Mapping[str, Source] = {
         commit="96af1a47b4a8177e2b1d0e94d669786af4a7ba23",
         functions="DMPO/dmpo_trainer.py: _generate_and_score_completions, compute_log_prob_elbo, compute_loss",
     ),
+    # Without stepwise advantages (lambda1 0). Theirs is divided by the tokens of a step, and also scores the fill.
+    "egspo": Source(
+        repository="vishnutez/egspo-dllm-rl",
+        commit="a7d618b5fe25f3af78913e1160d7fd5e290cf000",
+        functions="egspo/egspo_trainer.py: _generate_and_score_completions, _get_per_token_logps_unbiased, "
+        "compute_loss",
+        lengths=FULL,
+        slots_per_step=2,
+        loss_divisor=2.0,
+    ),
     # The completions fill the canvas, since theirs scores tokens after the text too. It is on-policy.
     "justgrpo": Source(
         repository="LeapLabTHU/JustGRPO",
@@ -255,15 +267,28 @@ def example(source: Source) -> RolloutBatch:
     # Within a block of 4 the commit order is 2, 0, 3, 1.
     order = torch.tensor([1, 3, 0, 2]) if source.block_length == BLOCK else torch.zeros(1, dtype=torch.int64)
     steps = slots // source.block_length * source.block_length + order[slots % source.block_length]
+    step_BL = (steps // source.slots_per_step).expand(num_rows, SLOTS)
+    prompts = (torch.arange(NUM_GROUPS * PROMPT).view(NUM_GROUPS, PROMPT) * 5 % 6).repeat_interleave(GROUP, 0)
     rewards = torch.tensor([1.0, 0.25, 0.5, 0.125, 0.75, 2.0, 0.5, 0.0])
     return batch_of(
-        prompts=(torch.arange(NUM_GROUPS * PROMPT).view(NUM_GROUPS, PROMPT) * 5 % 6).repeat_interleave(GROUP, 0),
+        prompts=prompts,
         completions=ids,
         lengths=lengths,
-        steps=(steps // source.slots_per_step).expand(num_rows, SLOTS),
+        steps=step_BL,
+        commit_entropy=entropies(prompts, ids, step_BL),
         rewards=rewards,
         group_ids=torch.arange(NUM_GROUPS).repeat_interleave(GROUP),
     )
+
+
+def entropies(prompt_BP: Tensor, completion_BL: Tensor, step_BL: Tensor) -> Tensor:
+    """Return the entropy of the sampling policy's softmax at each slot when it was committed, [B, L] float32."""
+    found_BL = torch.zeros(completion_BL.shape)
+    for step in range(int(step_BL.max()) + 1):
+        canvas_BS = torch.cat((prompt_BP, completion_BL.masked_fill(step_BL >= step, MASK)), dim=1)
+        logp_BLV = Table(0).logits(canvas_BS)[:, PROMPT:].log_softmax(-1).detach()
+        found_BL = torch.where(step_BL == step, -(logp_BLV.exp() * logp_BLV).sum(dim=-1).float(), found_BL)
+    return found_BL
 
 
 def config(name: str) -> LearnerConfig:
@@ -306,12 +331,13 @@ def test_loss_and_gradient_equal_the_public_code(name: str) -> None:
     recorder = Recorder(policy.module, SOURCES[name].distances)  # type: ignore[arg-type]
     learner.optimizer = recorder  # type: ignore[assignment]
     metrics = learner.update(example(SOURCES[name]), 0)
-    losses = golden["losses"]
+    divisor = SOURCES[name].loss_divisor
+    losses = [divisor * loss for loss in golden["losses"]]
     assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5, abs=1e-6)
     assert len(recorder.gradients) == len(golden["gradients"])
     for gradient, expected in zip(recorder.gradients, map(torch.tensor, golden["gradients"]), strict=True):
-        difference = (gradient.flatten() - expected).abs().max()
-        assert difference < 1e-5 * expected.abs().max()
+        difference = (gradient.flatten() - divisor * expected).abs().max()
+        assert difference < 1e-5 * divisor * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if "advantages" in GOLDEN[name]])
