@@ -111,7 +111,7 @@ def _cells(line: str) -> list[str]:
 
 def _percent(trials: Sequence[Result] | None) -> str:
     pooled = None if trials is None else _that_counts([trial.at_seconds for trial in trials])
-    return "" if pooled is None else f"{100 * pooled.accuracy:.1f}"
+    return "-" if pooled is None else f"{100 * pooled.accuracy:.1f}"
 
 
 def _by_row(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:

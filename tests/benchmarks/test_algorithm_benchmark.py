@@ -197,8 +197,8 @@ def test_accuracies_are_written_into_the_table_of_algorithms(tmp_path: Path) -> 
         "before\n\n"
         "| algorithm | paper | ours, % of countdown | ours, % of sudoku |\n"
         "|---|---|---:|---:|\n"
-        "| `spg` | a |  | 22.5 |\n"
-        "| `bgpo` | b | 1.0 |  |\n"
+        "| `spg` | a | - | 22.5 |\n"
+        "| `bgpo` | b | 1.0 | - |\n"
         "\nafter\n"
     )
     path.write_text("no table")

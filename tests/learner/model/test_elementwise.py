@@ -265,14 +265,15 @@ def test_fp8_layers_are_fused_too(config: TransformerConfig, captured: list[torc
 
 @pytest.mark.usefixtures("captured")
 def test_exceeding_the_graph_limit_raises(config: TransformerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # torch's default, restored after the test.
     model = _model(config)
     fuse_elementwise(model)
-    model(torch.arange(30).view(3, 10))
-    monkeypatch.setattr(elementwise, "_MAX_GRAPHS", 1)
-    # A single row needs other graphs.
-    with pytest.raises(FailOnRecompileLimitHit):
-        model(torch.arange(10).view(1, 10))
+    # The limit is restored after the test.
+    with torch._dynamo.config.patch(recompile_limit=8):
+        model(torch.arange(30).view(3, 10))
+        monkeypatch.setattr(elementwise, "_MAX_GRAPHS", 1)
+        # A single row needs other graphs.
+        with pytest.raises(FailOnRecompileLimitHit):
+            model(torch.arange(10).view(1, 10))
 
 
 def test_a_policy_with_fused_functions_may_have_experts_in_float32(moe_config: TransformerConfig) -> None:

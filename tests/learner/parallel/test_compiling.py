@@ -158,10 +158,10 @@ def test_exceeding_the_graph_limit_raises_in_every_thread(
     config: TransformerConfig, counted: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backward pass that recomputes a block runs in another thread, and since torch 2.13 the limit is per thread."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # torch's default, restored after the test.
     monkeypatch.setattr(compiling, "_MAX_GRAPHS", 2)
     policy = _policy(config, compile=True)
-    with ThreadPoolExecutor(1) as thread:
+    # The limit is restored after the test.
+    with torch._dynamo.config.patch(recompile_limit=8), ThreadPoolExecutor(1) as thread:
         thread.submit(_logps, policy, 3, 10, 4).result()
         assert len(counted) == 2
         with pytest.raises(FailOnRecompileLimitHit):
