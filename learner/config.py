@@ -54,8 +54,9 @@ class LearnerConfig(BaseModel):
     """Gradients are clipped to this global norm."""
     max_staleness: NonNegativeInt = 0
     """Policy lag: a round trains on completions at most this many policy versions old; 0 is exactly synchronous. Above
-    0 samplers run while the learner trains. `objective.old` must then be `sampler`, so that the importance ratio is to
-    the policy that sampled, or the objective `trajectory_balance`, whose minimum does not depend on that policy."""
+    0 samplers run while the learner trains. The importance ratio must then be to the policy that sampled
+    (`objective.old: sampler`), or the loss be weighted by it (`objective.max_sampler_ratio`), or the objective be
+    `trajectory_balance`, whose minimum does not depend on that policy."""
     algorithm: str = DEFAULT
     """A row of `docs/algorithms.md`: the defaults of `advantage`, `filters`, `estimator`, `objective`, `inner_updates`,
     `num_minibatches` and `group_size` where this section does not set them."""
@@ -104,7 +105,22 @@ class LearnerConfig(BaseModel):
     def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return why this configuration cannot learn from completions of such a sampler; None if it can."""
         parts = (self.objective.sampler_incompatibility, self.filters.incompatibility, self.estimator.incompatibility)
-        return next((why for incompatibility in parts if (why := incompatibility(sampler)) is not None), None)
+        if why := next((why for incompatibility in parts if (why := incompatibility(sampler)) is not None), None):
+            return why
+        return self._idle_update(sampler.max_denoise_steps)
+
+    def _idle_update(self, max_denoise_steps: int) -> str | None:
+        """Return that the last inner update would have no denoise step left to train on; None if it has one."""
+        if self.estimator.name != "trajectory" or self.estimator.proposal != "top_entropy":
+            return None
+        num_taken = self.estimator.num_sampled or 0
+        if (self.inner_updates - 1) * num_taken < max_denoise_steps - self.estimator.num_shown_steps:
+            return None
+        return (
+            f"inner_updates is {self.inner_updates}, each takes {num_taken} other denoise steps of a completion "
+            f"(estimator.num_sampled), and rollout.sampling has at most {max_denoise_steps}: nothing would be left for "
+            f"the last one; take learner.inner_updates={max(1, -(-max_denoise_steps // num_taken))}"
+        )
 
     def lr_at(self, round_index: int) -> float:
         """Return the learning rate of a round."""

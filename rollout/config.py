@@ -25,8 +25,9 @@ class EngineConfig(BaseModel):
     """Precision of weights and activations. Probabilities and sampling are float32 in any case."""
     fp8: bool = False
     """Compute the linear layers of the blocks in FP8 (e4m3, with a scale for each row of weights and activations), on
-    GPUs of compute capability 8.9 or newer. The recorded log-probabilities are then those of the FP8 policy, so set
-    `learner.objective.max_sampler_ratio` (`docs/benchmarks.md`). Weights are held in `dtype` too."""
+    GPUs of compute capability 8.9 or newer. The recorded log-probabilities are then those of the FP8 policy:
+    with the estimator `trajectory`, set `learner.objective.max_sampler_ratio` (`docs/benchmarks.md`). Weights are held
+    in `dtype` too."""
     steps_per_sync: PositiveInt = 1
     """Denoise steps between checks for finished rows. More keep a GPU busy, but also run finished rows. With a KV cache
     it is 1."""

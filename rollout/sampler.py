@@ -46,6 +46,8 @@ class Sampler:
     def __init__(self, model: Transformer, policy_version: int, engine: EngineConfig | None = None) -> None:
         """Sample from `model`, on its device. Its weights must not change while a batch is open.
 
+        `engine.fp8` and `engine.compile: elementwise` change the layers of `model` in place, for all its users.
+
         Raises ValueError if `engine.fp8` is set, and the policy or its device cannot compute in FP8.
         """
         self.model = model

@@ -84,7 +84,7 @@ class LocalRun:
         self._plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
         self._grader = GraderWorker(self._spec.task, self._spec.reward, checkpoint)
         self.policy = load_policy(checkpoint)
-        self._facts = sampler_facts(self._spec.rollout.params[0])
+        self._facts = sampler_facts(self._spec.rollout.params[0], is_fp8=self._spec.rollout.engine.fp8)
         self._learner = Learner(ShardedPolicy(self.policy, None), self._spec.learner, self._facts)
         self._newest: RolloutBatch | None = None
         self._is_stale = staleness > 0

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from actors.spec import sampler_facts
 from benchmarks.algorithms.local_run import LocalRun, Trained, make_sft_checkpoint
 from benchmarks.algorithms.report import Result
 from deploy.recipe.overrides import load_recipe
@@ -149,6 +150,9 @@ def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
     settings = base.learner.model_dump(exclude={"num_workers", "max_staleness"})
     if trial.row != RECIPE_ROW:
         settings = {name: settings[name] for name in _NOT_OF_A_METHOD} | {"algorithm": trial.row}
+    if trial.row == "egspo":
+        # Each update takes two steps of a completion, and none may be left without.
+        settings["inner_updates"] = min(4, -(-sampler_facts(base.rollout.sampling).max_denoise_steps // 2))
     settings |= {"num_workers": 1, "num_rounds": 1, "final_lr_fraction": 1.0, "num_warmup_rounds": _WARMUP_ROUNDS}
     learner = LearnerConfig.model_validate(settings)
     sizes = {

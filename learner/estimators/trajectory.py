@@ -7,8 +7,8 @@ of the trajectory (CJ-GRPO). With a sampler whose blocks have one slot, it is th
 
 Longer segments cost fewer forwards: d2's StepMerge (arXiv 2509.21474), which with one segment is diffu-GRPO's estimate,
 TraceRL's slices (arXiv 2509.06949), and LightningRL's blocks (arXiv 2603.13319). Sampled segments cost fewer still.
-They are importance-weighted to stay unbiased (AGRPO), or taken as representative of all (MAPG, arXiv 2607.15200), or
-those of the highest entropy alone (EGSPO, arXiv 2603.12554).
+They are importance-weighted to stay unbiased (AGRPO), or taken as representative of all (MAPG, arXiv 2607.15200).
+EGSPO (arXiv 2603.12554) trains only the steps of the highest entropy.
 
 Shape letters: B rows, L completion slots, R canvases, K segments of the row with the most.
 """
@@ -64,9 +64,9 @@ class TrajectoryConfig(BaseModel):
     num_sampled: PositiveInt | None = None
     """Segments of each completion, of those with a token to score, that are sampled at every update; null: all."""
     proposal: Literal["uniform", "entropy", "top_entropy"] = "uniform"
-    """How segments are sampled: uniformly without replacement; or in proportion to the entropy of the distributions
-    that their tokens were sampled from (AGRPO). `top_entropy` does not sample: the first update takes the segments of
-    highest mean entropy of their tokens' softmax, the second the next ones (EGSPO)."""
+    """How segments are chosen: at random, uniformly without replacement, or in proportion to the entropy of the
+    distributions that their tokens were sampled from (AGRPO). With `top_entropy` the first update takes the segments
+    of highest mean entropy of their tokens' softmax, the second the next ones (EGSPO)."""
     slots: Literal["text", "denoised"] = "text"
     """The slots that are scored: the text's, up to and including its first end of text; or all denoised ones, in the
     steps up to the last that commits anything but an end of text (AGRPO)."""
@@ -102,6 +102,12 @@ class TrajectoryConfig(BaseModel):
             raise ValueError(
                 f"weigh: value takes the drawn tokens for all: proposal must be uniform, not {self.proposal}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _counted_if_ranked(self) -> TrajectoryConfig:
+        if self.proposal == "top_entropy" and (self.num_sampled is None or self.weigh != "loss"):
+            raise ValueError("proposal: top_entropy needs num_sampled, the segments of an update, and weigh: loss")
         return self
 
     @property

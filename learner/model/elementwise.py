@@ -109,7 +109,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(function, fullgraph=True)
 
     def run(*args: Tensor | float | None) -> Any:
-        # Set at each call, because the limit is one per thread, autograd's too.
+        if torch.compiler.is_compiling():
+            # Within a policy that is compiled as a whole.
+            return function(*args)
+        # Set at each call: torch 2.11 has no limit per function, and torch 2.13 has one per thread, autograd's too.
         torch._dynamo.config.recompile_limit = _MAX_GRAPHS
         for tensor in args:
             if isinstance(tensor, Tensor):

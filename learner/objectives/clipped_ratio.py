@@ -204,7 +204,8 @@ class ClippedRatioConfig(BaseModel):
         total_U = torch.stack([loss_U for loss_U, _ in surrogates]).sum(dim=0)
         per_unit = {name: torch.cat([found[name] for _, found in surrogates]) for name in surrogates[0][1]}
         if self.max_sampler_ratio is not None:
-            log_weight_U = self._value(terms.token_weights * (logps.old - logps.sampled), units, rows)
+            # Of whole units: a mean per slot, as in `per_slot`, would not weigh completions by their likelihood.
+            log_weight_U = units.sum(terms.token_weights * (logps.old - logps.sampled))
             weight_U = clamp_log_ratios(log_weight_U).exp().clamp(max=self.max_sampler_ratio)
             total_U = total_U * weight_U
             per_unit["sampler_ratio"] = weight_U

@@ -46,6 +46,7 @@ LACKING = {
     "blocks of 1 slot": {"block_length": 2},
     "a threshold": {"has_fallback": False},
     "two denoise steps": {"max_denoise_steps": 1},
+    "seven denoise steps": {"max_denoise_steps": 6},
     "steps that vary": {"has_varying_steps": False},
     "a bidirectional policy": {"is_block_causal": True},
 }
@@ -166,6 +167,8 @@ def test_the_table_says_what_an_algorithm_needs_of_the_sampler(name: str) -> Non
     config = _config(name)
     assert config.incompatibility(FITTING) is None
     lacking = [need for need, facts in LACKING.items() if config.incompatibility(replace(FITTING, **facts))]  # type: ignore[arg-type]
+    if "seven denoise steps" in lacking:
+        lacking.remove("two denoise steps")
     assert ", ".join(lacking) == _rows()[name]["needs"]
 
 

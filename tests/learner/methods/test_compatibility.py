@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import cast
 
 import pytest
+from pydantic import ValidationError
 
-from learner.estimators import Estimator, EstimatorFacts, RowValue, SamplerFacts
+from learner.config import LearnerConfig
+from learner.estimators import Estimator, EstimatorFacts, RowValue, SamplerFacts, TrajectoryConfig
 from learner.objectives import (
     ClippedRatioConfig,
     DistributionMatchingConfig,
@@ -97,3 +99,22 @@ def test_only_ratios_to_recorded_log_probs_depend_on_the_samplers_record(sampler
     recorded = ClippedRatioConfig(old="sampler")
     assert why in str(recorded.sampler_incompatibility(sampler))
     assert recorded.sampler_incompatibility(SamplerFacts()) is None
+
+
+@pytest.mark.parametrize(("num_steps", "is_refused"), [(3, True), (6, True), (7, False), (128, False)])
+def test_every_update_of_egspo_has_denoise_steps_left(num_steps: int, is_refused: bool) -> None:
+    """Four updates take two steps each."""
+    said = LearnerConfig.model_validate({"algorithm": "egspo", "num_rounds": 1}).incompatibility(
+        SamplerFacts(max_denoise_steps=num_steps)
+    )
+    assert (said is not None) is is_refused
+    if said is not None:
+        updates = int(said.rsplit("=", 1)[1])
+        fitting = LearnerConfig.model_validate({"algorithm": "egspo", "num_rounds": 1, "inner_updates": updates})
+        assert fitting.incompatibility(SamplerFacts(max_denoise_steps=num_steps)) is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_sampled": 2, "weigh": "mean"}])
+def test_ranked_segments_are_counted_and_not_averaged(settings: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="top_entropy needs num_sampled"):
+        TrajectoryConfig.model_validate({"steps_per_segment": 1, "proposal": "top_entropy"} | settings)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from pydantic import ValidationError
 from learner.advantages import Advantage, Filters, Rewards, group_advantages, zero_variance_share
 from learner.config import LearnerConfig
 from learner.estimators import SamplerFacts
+from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.estimators.views import SOFTMAX, Views
 from learner.objectives import ClippedRatioConfig, Kl, Logps, Loss, RowFacts, TrajectoryBalanceConfig
@@ -117,6 +119,16 @@ def test_truncated_importance_sampling_weights_each_units_loss() -> None:
     without_kl = CONFIG.model_copy(update={"kl_coef": 0.0, "max_sampler_ratio": 2.0})
     without_kl.loss(terms, logps, _rows(advantages)).total.backward()
     torch.testing.assert_close(new.grad, -weights * ratios.detach() * advantages)
+
+
+def test_truncated_importance_sampling_weighs_completions_by_their_whole_likelihood() -> None:
+    """Also where the ratio is a mean per slot."""
+    old = torch.zeros(4)
+    terms, rows = _terms([3, 1], torch.ones(4)), replace(_rows(torch.ones(2)), sizes=torch.tensor([3.0, 1.0]))
+    logps = Logps(new=old, old=old, reference=old, sampled=old - 0.2)
+    config = ClippedRatioConfig(level=Level.ROW, kl_coef=0.0, max_sampler_ratio=2.0)
+    weights = torch.tensor([math.exp(0.6), math.exp(0.2)])
+    torch.testing.assert_close(config.loss(terms, logps, rows).per_unit["sampler_ratio"], weights)
 
 
 @pytest.mark.parametrize(

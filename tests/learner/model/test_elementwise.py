@@ -238,6 +238,15 @@ def test_a_fused_learner_takes_the_same_step(
         torch.testing.assert_close(fused[name], weight, atol=0.01 * moved, rtol=0, msg=name)
 
 
+@pytest.mark.usefixtures("captured")
+def test_a_fused_policy_can_be_compiled_as_a_whole(config: TransformerConfig) -> None:
+    plain, fused = _model(config), _model(config)
+    fuse_elementwise(fused)
+    ids = torch.arange(30).view(3, 10)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(fused, fullgraph=True)(ids), plain(ids), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_a_fused_sampler_samples_the_same(
     cache: str, config: TransformerConfig, captured: list[torch.fx.GraphModule]
