@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +48,13 @@ class ReferenceUpdate:
         self.settings = settings or UpdateSettings()
         self.model, self.net = model, ReferenceNet(model)
         self.reference_net = ReferenceNet(copy.deepcopy(model).requires_grad_(False))
+        # As transformers' trainer does: no weight decay for norms and biases.
+        groups: list[dict[str, Any]] = [
+            {"params": [one for one in model.parameters() if one.ndim > 1]},
+            {"params": [one for one in model.parameters() if one.ndim == 1], "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            groups,
             lr=self.settings.lr,
             betas=self.settings.betas,
             weight_decay=self.settings.weight_decay,

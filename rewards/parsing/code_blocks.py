@@ -15,12 +15,13 @@ _OPENING = re.compile(
 )
 _FENCE = r"^[ \t>]*(?P<fence>`{3,}+|~{3,}+)[ \t]*(?P<info>[^\s`<][^`\n]*)?(?:<[^\n]*)?$"
 _CLOSING = re.compile(_FENCE, re.MULTILINE)
+# Atomic groups instead of possessive quantifiers, which Python 3.11.2 matches wrongly around alternatives (gh-106052).
 # Closed strings, comments, unclosed strings, and fences, which count only outside of strings.
 _PYTHON_LEXEME = re.compile(
-    r'"""(?:[^"\\]|\\.|"(?!""))*+"""'
-    r"|'''(?:[^'\\]|\\.|'(?!''))*+'''"
-    r'|"(?!"")(?:[^"\\\n]|\\.)*+"'
-    r"|'(?!'')(?:[^'\\\n]|\\.)*+'"
+    r'"""(?>(?:[^"\\]|\\.|"(?!""))*)"""'
+    r"|'''(?>(?:[^'\\]|\\.|'(?!''))*)'''"
+    r'|"(?!"")(?>(?:[^"\\\n]|\\.)*)"'
+    r"|'(?!'')(?>(?:[^'\\\n]|\\.)*)'"
     r"|#[^\n]*+"
     r"|(?P<unclosed>\"\"\"|''')|" + _FENCE,
     re.MULTILINE | re.DOTALL,
