@@ -73,7 +73,7 @@ def _value(field: dict[str, Any]) -> str:
     if "const" in field:
         return f"`{field['const']}`"
     if "enum" in field:
-        return " or ".join(f"`{choice}`" for choice in field["enum"])
+        return " or ".join(f"`{choice}`" if isinstance(choice, str) else json.dumps(choice) for choice in field["enum"])
     limits = [f"{sign} {field[name]:g}" for name, sign in _LIMITS.items() if name in field]
     kind = "path" if field.get("format") == "path" else _TYPES[field["type"]]
     return ", ".join([kind, *limits])

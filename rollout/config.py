@@ -34,7 +34,7 @@ class EngineConfig(BaseModel):
     attention: Literal["sdpa", "flex"] = "sdpa"
     """How rows of unequal length share a batch: `sdpa` masks their padding, or runs whole canvases back to back where a
     GPU kernel can; `flex` (FlexAttention) skips it. `flex` is meant for `compile` on a GPU."""
-    compile: bool | Literal["elementwise"] = False
+    compile: Literal[False, True, "elementwise"] = False
     """Compile the policy (torch.compile; on a GPU with CUDA graphs). Takes minutes at the start, for each shape.
     `elementwise`: only its norms, rotary positions, SwiGLUs and FP8 rounding, each to one kernel, in seconds."""
     block_cache: bool = True

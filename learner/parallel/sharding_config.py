@@ -31,7 +31,7 @@ class ShardingConfig(BaseModel):
     activation_checkpointing: bool = False
     """Keep only the input of each block, and recompute the rest in the backward pass: less memory, the same gradients,
     about a third more time."""
-    compile: bool | Literal["elementwise"] = False
+    compile: Literal[False, True, "elementwise"] = False
     """Compile the forward and backward of each block (torch.compile). All blocks share a few graphs, for micro-batches
     of any size. The first steps take minutes. Experts need `compute_dtype: bfloat16`, and `model.lora.base_weights:
     nf4` needs `activation_checkpointing`. `elementwise`: only norms, rotary positions and SwiGLUs, each to one kernel,
