@@ -1,7 +1,7 @@
 """Elementwise operations of a block between its matrix products, plain or each compiled to one kernel.
 
 Plain, every addition, product and conversion of precision is a kernel of its own that reads and writes whole
-activations. `fuse_elementwise` compiles the four functions below (torch.compile), which takes a second for each kind of
+activations. `fuse_elementwise` compiles the four functions below (torch.compile), which takes seconds for each kind of
 input instead of minutes for the policy. Samplers and learners use the same functions. Compiled, they compute in float32
 and round once, so in bfloat16 they are at least as close to float64 as the plain ones.
 """
