@@ -3,7 +3,7 @@
 Plain, every addition, product and conversion of precision is a kernel of its own that reads and writes whole
 activations. `fuse_elementwise` compiles the four functions below (torch.compile), which takes seconds for each kind of
 input instead of minutes for the policy. Samplers and learners use the same functions. Compiled, they compute in float32
-and round once, so in bfloat16 they are at least as close to float64 as the plain ones.
+and round once.
 """
 
 from __future__ import annotations
