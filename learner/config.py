@@ -113,13 +113,13 @@ class LearnerConfig(BaseModel):
         """Return that the last inner update would have no denoise step left to train on; None if it has one."""
         if self.estimator.name != "trajectory" or self.estimator.proposal != "top_entropy":
             return None
-        num_taken = self.estimator.num_sampled or 0
-        if (self.inner_updates - 1) * num_taken < max_denoise_steps - self.estimator.num_shown_steps:
+        num_taken, num_steps = self.estimator.num_sampled or 0, max_denoise_steps - self.estimator.num_shown_steps
+        if (self.inner_updates - 1) * num_taken < num_steps:
             return None
         return (
             f"inner_updates is {self.inner_updates}, each takes {num_taken} other denoise steps of a completion "
-            f"(estimator.num_sampled), and rollout.sampling has at most {max_denoise_steps}: nothing would be left for "
-            f"the last one; take learner.inner_updates={max(1, -(-max_denoise_steps // num_taken))}"
+            f"(estimator.num_sampled), and at most {num_steps} are scored: nothing would be left for the last one; "
+            f"take learner.inner_updates={-(-num_steps // num_taken)}"
         )
 
     def lr_at(self, round_index: int) -> float:

@@ -19,6 +19,7 @@ from benchmarks.algorithms.local_run import LocalRun, Trained, make_sft_checkpoi
 from benchmarks.algorithms.report import Result
 from deploy.recipe.overrides import load_recipe
 from deploy.recipe.recipe import Recipe
+from learner.algorithms import ALGORITHMS
 from learner.config import LearnerConfig
 from rewards import RewardConfig
 from rollout.config import RolloutConfig
@@ -151,8 +152,9 @@ def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
     if trial.row != RECIPE_ROW:
         settings = {name: settings[name] for name in _NOT_OF_A_METHOD} | {"algorithm": trial.row}
     if trial.row == "egspo":
-        # Each update takes two steps of a completion, and none may be left without.
-        settings["inner_updates"] = min(4, -(-sampler_facts(base.rollout.sampling).max_denoise_steps // 2))
+        # Each update takes other steps of a completion, and none may be left without.
+        own, num_steps = ALGORITHMS["egspo"], sampler_facts(base.rollout.sampling).max_denoise_steps
+        settings["inner_updates"] = min(own["inner_updates"], -(-num_steps // own["estimator"]["num_sampled"]))
     settings |= {"num_workers": 1, "num_rounds": 1, "final_lr_fraction": 1.0, "num_warmup_rounds": _WARMUP_ROUNDS}
     learner = LearnerConfig.model_validate(settings)
     sizes = {

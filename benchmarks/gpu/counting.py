@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from learner.model.elementwise import PLAIN, Elementwise, ElementwiseModule
+from learner.model.elementwise import PLAIN, Elementwise, set_elementwise
 
 _aten = torch.ops.aten
 _COPIES = {_aten._to_copy, _aten.copy_}
@@ -105,9 +105,7 @@ def count_as_fused(model: nn.Module, counter: OpCounter) -> None:
     Its backward counts as one kernel, plus one for the gradient of a norm's weight, which is a sum over rows.
     """
     fused = Elementwise(*(partial(_OneKernel.apply, counter, getattr(PLAIN, one.name)) for one in fields(PLAIN)))
-    for module in model.modules():
-        if isinstance(module, ElementwiseModule):
-            module.elementwise = fused
+    set_elementwise(model, fused)
 
 
 class _OneKernel(torch.autograd.Function):

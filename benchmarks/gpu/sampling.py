@@ -81,8 +81,10 @@ def sampler(setting: Setting) -> Iterator[Row]:
     set_adapter(adapted, adapter.matrices, adapter.scaling)
     for name, (engine, changes) in ways.items():
         for slots in setting.slots:
-            # A copy: fusion and FP8 change a policy in place.
-            sampled = copy_sharing_base(adapted if "an adapter" in name else model)
+            sampled = adapted if "an adapter" in name else model
+            if "fused" in name:
+                # Fusion and FP8 change a policy in place.
+                sampled = copy_sharing_base(sampled)
             policy = Sampler(
                 sampled, 0, EngineConfig.model_validate({"num_slots": slots, "dtype": "bfloat16", **engine})
             )

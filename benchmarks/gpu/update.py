@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.update [--tokens 16384 65536] [--groups 32] [--group 8]
 
 It compares rows of unequal length padded (with a mask), concatenated, and concatenated with fused elementwise functions
-(`sharding.compile=elementwise`), each counted as one kernel. It counts forward and backward of every
-micro-batch on torch's meta device (tensors without values): eager, bfloat16, all weights trained. Prompt lengths have
-GSM8K's distribution.
+(`sharding.compile=elementwise`), each counted as one kernel. It counts forward and backward of every micro-batch on
+torch's meta device (tensors without values): eager, bfloat16, all weights trained. Prompt lengths have GSM8K's
+distribution.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ and round once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from learner.model.attention.rotary import is_inference, rotate
 
-_MAX_GRAPHS = 128
+MAX_GRAPHS = 128
 """Limit of compiled graphs of a function. They differ in gradients, precision, widths of the network, and axes of size
-1. Exceeding it is an error, because a fallback to plain functions would go unnoticed."""
+1. Exceeding it is an error, because a fallback to eager functions would go unnoticed."""
 _E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3 = torch.finfo(_E4M3).max
 # A row of zeros has this scale.
@@ -88,9 +88,25 @@ def fuse_elementwise(model: nn.Module) -> None:
 
     Not for layers that are compiled as a whole, in which these functions are fused already.
     """
+    set_elementwise(model, _compiled_functions())
+
+
+def set_elementwise(model: nn.Module, functions: Elementwise) -> None:
+    """Make the layers of a policy call these functions, in place."""
     for module in model.modules():
         if isinstance(module, ElementwiseModule):
-            module.elementwise = _compiled_functions()
+            module.elementwise = functions
+
+
+def allow_any_sizes(tensors: Iterable[Tensor]) -> None:
+    """Prepare a call of a compiled function: the sizes of its inputs are symbolic from the first call on.
+
+    The last axis of a floating-point tensor is a width of the network, which stays constant.
+    """
+    # Set at each call: torch 2.11 has no limit per function, and torch 2.13 has one per thread, autograd's too.
+    torch._dynamo.config.recompile_limit = MAX_GRAPHS
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim - tensor.is_floating_point())))
 
 
 @cache
@@ -105,18 +121,14 @@ def _compiled_functions() -> Elementwise:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for tensors of any size but the last axis, which is a width of the network."""
+    """Compile a function for tensors of any size."""
     compiled = torch.compile(function, fullgraph=True)
 
     def run(*args: Tensor | float | None) -> Any:
         if torch.compiler.is_compiling():
             # Within a policy that is compiled as a whole.
             return function(*args)
-        # Set at each call: torch 2.11 has no limit per function, and torch 2.13 has one per thread, autograd's too.
-        torch._dynamo.config.recompile_limit = _MAX_GRAPHS
-        for tensor in args:
-            if isinstance(tensor, Tensor):
-                torch._dynamo.maybe_mark_dynamic(tensor, list(range(tensor.ndim - 1)))
+        allow_any_sizes(one for one in args if isinstance(one, Tensor))
         return compiled(*args)
 
     return run

@@ -2,6 +2,11 @@
 
 Batch sizes are symbolic: one graph serves micro-batches of any number of rows, any width and any number of scored
 slots. The network's numbers (heads, widths, adapter scaling) are constants.
+
+There is a graph for each way in which a process may run a block, at most `MAX_GRAPHS`. Ways differ in the block (under
+LoRA the first has an input without gradient, the last runs on scored slots, some have experts), gradients, adapters,
+the attention mask, and a single row, slot or token, for which torch compiles separately. SFT, an evaluation and two
+rounds of a small policy took 16, with an adapter 19.
 """
 
 from __future__ import annotations
@@ -12,14 +17,8 @@ from types import MethodType
 import torch
 from torch import Tensor
 
+from learner.model.elementwise import allow_any_sizes
 from learner.model.transformer import AttentionInputs, Block, Queries, Transformer
-
-_MAX_GRAPHS = 128
-"""Limit of graphs; there is one for each way in which a process may run a block. Ways differ in the block (under LoRA
-the first has an input without gradient, the last runs on scored slots, some have experts), gradients, adapters, the
-attention mask, and a single row, slot or token, for which torch compiles separately. SFT, an evaluation and two rounds
-of a small policy took 16, with an adapter 19. Exceeding the limit is an error, because a fallback to eager blocks would
-go unnoticed."""
 
 
 def compile_blocks(model: Transformer) -> None:
@@ -40,12 +39,7 @@ def _with_dynamic_sizes(compiled: Callable[..., Tensor]) -> Callable[..., Tensor
     def forward(
         block: Block, x_BLD: Tensor, inputs: AttentionInputs, queried: Queries | None, _kv_cache: None
     ) -> Tensor:
-        # Set at each call: torch 2.11 has no limit per function, and torch 2.13 has one per thread, autograd's too.
-        torch._dynamo.config.recompile_limit = _MAX_GRAPHS
-        for tensor in (x_BLD, *_tensors(inputs, queried)):
-            # The last axis of a floating-point tensor is a width of the network, which is constant.
-            sizes = range(tensor.ndim - tensor.is_floating_point())
-            torch._dynamo.maybe_mark_dynamic(tensor, list(sizes))
+        allow_any_sizes((x_BLD, *_tensors(inputs, queried)))
         # `dynamic=True` would make every number symbolic, under FSDP the network's too.
         return compiled(block, x_BLD, inputs, queried, None)
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from learner.batch import GroupedBatch, RolloutBatch
+from tests.learner.captured_graphs import compile_by_capture, graphs
 
 BLOCK_LENGTH = 4
 
@@ -50,3 +53,13 @@ def rollouts() -> RolloutBatch:
 def grouped(rollouts: RolloutBatch) -> GroupedBatch:
     """The same batch with group indices of its rows."""
     return GroupedBatch.of(rollouts)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """The graphs of the test, counted in torch.compile's backend."""
+    monkeypatch.setattr(torch, "compile", compile_by_capture)
+    torch._dynamo.reset()
+    graphs.clear()
+    yield graphs
+    torch._dynamo.reset()

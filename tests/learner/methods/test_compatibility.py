@@ -114,6 +114,13 @@ def test_every_update_of_egspo_has_denoise_steps_left(num_steps: int, is_refused
         assert fitting.incompatibility(SamplerFacts(max_denoise_steps=num_steps)) is None
 
 
+def test_shown_steps_are_not_left_for_egspos_updates() -> None:
+    settings = {"algorithm": "egspo", "num_rounds": 1, "estimator": {"num_shown_steps": 1}}
+    said = LearnerConfig.model_validate(settings).incompatibility(SamplerFacts(max_denoise_steps=7))
+    assert said is not None
+    assert said.endswith("take learner.inner_updates=3")
+
+
 @pytest.mark.parametrize("settings", [{}, {"num_sampled": 2, "weigh": "mean"}])
 def test_ranked_segments_are_counted_and_not_averaged(settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="top_entropy needs num_sampled"):

@@ -41,25 +41,6 @@ LORA = LoraConfig(rank=4, alpha=8)
 IDS = torch.arange(36).view(3, 12)
 
 
-@pytest.fixture(params=["llada", "dream"])
-def base(request: pytest.FixtureRequest, config: TransformerConfig) -> Transformer:
-    """A random policy; Dream's has nonzero biases."""
-    shape = config.model_copy(
-        update={
-            "family": request.param,
-            "qkv_bias": request.param == "dream",
-            "predicts_next": request.param == "dream",
-        }
-    )
-    model = make_model(shape)
-    init_weights(model, seed=0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.1)
-    return model
-
-
 def _with_adapter(base: Transformer, lora: LoraConfig = LORA) -> ShardedPolicy:
     return ShardedPolicy(copy.deepcopy(base), None, lora=lora, seed=7)
 

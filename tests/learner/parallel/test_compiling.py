@@ -6,7 +6,6 @@ Graphs are captured and then run eagerly, which costs a second each. The nightly
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,16 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from learner.batch import RolloutBatch
 from learner.learner import Learner
+from learner.model import elementwise
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.model.networks import make_model
 from learner.model.targets import Targets
 from learner.model.transformer import init_weights
-from learner.parallel import compiling
 from learner.parallel.sharded_tensors import gathered, on_cpu
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 from learner.parallel.sharding_config import ShardingConfig
+from tests.learner.captured_graphs import compile_by_capture, graphs
 from tests.learner.methods.test_algorithms import Recorder, algorithm_config, algorithm_sampler, moved
 from tests.ranks import run_ranks
 
@@ -48,28 +48,6 @@ CASES: dict[str, tuple[str, dict[str, Any], LoraConfig, dict[str, bool]]] = {
 }
 SHARES = ((4, 10, 3), (5, 13, 2))
 """Rows, width and queried slots of each rank's batch."""
-graphs: list[torch.fx.GraphModule] = []
-_compile = torch.compile
-
-
-def captured(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
-    """A backend that counts graphs and leaves them unchanged."""
-    graphs.append(graph)
-    return graph.forward
-
-
-def _captured(function: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-    return _compile(function, **options, backend=captured)
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
-    """The graphs of the test, counted in torch.compile's backend."""
-    monkeypatch.setattr(torch, "compile", _captured)
-    torch._dynamo.reset()
-    graphs.clear()
-    yield graphs
-    torch._dynamo.reset()
 
 
 def _policy(
@@ -158,7 +136,7 @@ def test_exceeding_the_graph_limit_raises_in_every_thread(
     config: TransformerConfig, counted: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A backward pass that recomputes a block runs in another thread, and since torch 2.13 the limit is per thread."""
-    monkeypatch.setattr(compiling, "_MAX_GRAPHS", 2)
+    monkeypatch.setattr(elementwise, "MAX_GRAPHS", 2)
     policy = _policy(config, compile=True)
     # The limit is restored after the test.
     with torch._dynamo.config.patch(recompile_limit=8), ThreadPoolExecutor(1) as thread:
@@ -205,7 +183,7 @@ def test_compiled_updates_equal_eager_ones_with_few_graphs(
 def _rank(rank: int, port_file: str, config: TransformerConfig, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
-    torch.compile = _captured  # type: ignore[assignment]
+    torch.compile = compile_by_capture  # type: ignore[assignment]
     sharding = {"activation_checkpointing": True, "compute_dtype": "bfloat16" if config.moe else "float32"}
     found = {}
     for name, is_compiled in (("eager", False), ("compiled", True)):

@@ -27,10 +27,11 @@ from learner.model.networks import make_model
 from learner.model.quantization.nf4 import Nf4Linear, quantized_layers
 from learner.model.storage import throughput
 from learner.model.tokenizer import make_tokenizer
-from learner.model.transformer import Transformer, init_weights
+from learner.model.transformer import Transformer
 from learner.parallel.loading import load_by_rows
 from learner.parallel.sharding import ShardedPolicy, make_mesh
 from learner.parallel.sharding_config import ShardingConfig
+from tests.learner.policies import perturbed_policy
 from tests.ranks import run_ranks
 
 with warnings.catch_warnings():
@@ -42,30 +43,6 @@ RL = LearnerConfig(num_rounds=2, group_size=4, groups_per_round=3, inner_updates
 LORA = LoraConfig(rank=4, alpha=8, targets=("q_proj", "down_proj"), base_weights="nf4")
 CPU = torch.device("cpu")
 IDS = torch.arange(36).view(3, 12)
-
-
-@pytest.fixture(params=["llada", "dream"])
-def base(request: pytest.FixtureRequest, config: TransformerConfig) -> Transformer:
-    """A random policy; Dream's has nonzero biases."""
-    return _base(
-        config.model_copy(
-            update={
-                "family": request.param,
-                "qkv_bias": request.param == "dream",
-                "predicts_next": request.param == "dream",
-            }
-        )
-    )
-
-
-def _base(config: TransformerConfig) -> Transformer:
-    model = make_model(config)
-    init_weights(model, seed=0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.1)
-    return model
 
 
 def _policy(base: Transformer, *, on_ranks: bool = False, sharding: ShardingConfig | None = None) -> ShardedPolicy:
@@ -238,7 +215,7 @@ def _rank(
     dist.init_process_group("gloo", init_method=f"file://{port_file}", rank=rank, world_size=2)
     read = load_by_rows(checkpoint, make_mesh("cpu"), ShardingConfig(), device=CPU, lora=LORA, seed=7)
     found = _trained(read, batch)
-    half = _policy(_base(config), on_ranks=True, sharding=ShardingConfig(compute_dtype="bfloat16"))
+    half = _policy(perturbed_policy(config), on_ranks=True, sharding=ShardingConfig(compute_dtype="bfloat16"))
     found["half"] = Learner(half, RL).update(batch, 0)
     if rank == 0:
         torch.save(found, out)
@@ -252,9 +229,9 @@ def _trained(policy: ShardedPolicy, batch: RolloutBatch) -> dict[str, Any]:
 
 def test_two_ranks_equal_one_process(config: TransformerConfig, rollouts: RolloutBatch, tmp_path: Path) -> None:
     out = tmp_path / "out.pt"
-    _save(_base(config), tmp_path / "it")
+    _save(perturbed_policy(config), tmp_path / "it")
     run_ranks(_rank, str(tmp_path / "at"), config, tmp_path / "it", rollouts, out, num=2)
-    sharded, single = torch.load(out, weights_only=True), _trained(_policy(_base(config)), rollouts)
+    sharded, single = torch.load(out, weights_only=True), _trained(_policy(perturbed_policy(config)), rollouts)
     assert sharded["metrics"] == pytest.approx(single["metrics"], rel=1e-3, abs=1e-5)
     for part in ("weights", "adapter"):
         assert sharded[part].keys() == single[part].keys()
