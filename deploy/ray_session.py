@@ -109,13 +109,14 @@ def connect_with_retries(connect: Callable[[], Any], num_tries: int) -> Any:
     """
     for attempt in range(1, num_tries + 1):
         before = descendants(os.getpid())
-        try:
-            return connect()
-        except Exception as error:  # Ray raises a plain one if one of its processes does not start.
-            _clean_up_after(before)
-            if attempt == num_tries:
-                raise RunFailedError(_why_no_ray(error)) from error
+        # Around the whole try: the error holds Ray's process handles, and the end of `except` deletes it.
         with ignoring_resource_warnings():
+            try:
+                return connect()
+            except Exception as error:  # Ray raises a plain one if one of its processes does not start.
+                _clean_up_after(before)
+                if attempt == num_tries:
+                    raise RunFailedError(_why_no_ray(error)) from error
             gc.collect()
     raise AssertionError("a try returns or raises")
 
@@ -125,8 +126,7 @@ def _clean_up_after(before: Collection[int]) -> None:
     import ray
 
     started = descendants(os.getpid()).difference(before)
-    with ignoring_resource_warnings():
-        ray.shutdown()
+    ray.shutdown()
     kill_descendants(spared=before)
     for pid in started:
         # Already reaped by Ray, or not our child.
