@@ -54,6 +54,9 @@ class PolicyOptimizer:
     def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
         """Clip the accumulated gradients to a global norm, step, and clear them.
 
+        Nothing is learned from a gradient of zero, as of equal rewards or of no scored token. No step is taken then:
+        momentum and weight decay alone would move the policy.
+
         The host synchronises with the device once, for loss and norm together.
 
         Args:
@@ -80,7 +83,8 @@ class PolicyOptimizer:
             )
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        self._adamw.step()
+        if found.grad_norm > 0:
+            self._adamw.step()
         self._adamw.zero_grad()
         return found
 

@@ -56,10 +56,15 @@ def test_rewarded_completions_become_likelier(policy: Transformer, rollouts: Rol
 
 
 def test_equal_rewards_do_not_change_the_policy(policy: Transformer, rollouts: RolloutBatch) -> None:
-    config = _config(objective=ClippedRatioConfig(kl_coef=0.0), weight_decay=0.0)
+    """A round without a gradient steps neither on the momentum of the rounds before nor by weight decay."""
+    learner = Learner(ShardedPolicy(policy, None), _config(objective=ClippedRatioConfig(kl_coef=0.0), weight_decay=0.1))
+    learner.update(rollouts, 0)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
-    metrics = Learner(ShardedPolicy(policy, None), config).update(replace(rollouts, rewards=torch.ones(12)), 0)
+    moments = {name: tensor.clone() for name, tensor in learner.state().items()}
+    metrics = learner.update(replace(rollouts, rewards=torch.ones(12)), 1)
     assert metrics["frac_reward_zero_std"] == 1
+    assert metrics["grad_norm"] == 0
+    assert all(torch.equal(tensor, moments[name]) for name, tensor in learner.state().items())
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
 
 
@@ -221,7 +226,8 @@ def test_norms_and_biases_have_no_weight_decay(config: TransformerConfig) -> Non
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
-            parameter.grad = torch.zeros_like(parameter)
+            # AdamW's epsilon makes a step of such a gradient negligible; of zero there would be no step.
+            parameter.grad = torch.full_like(parameter, 1e-20)
     optimizer = PolicyOptimizer(ShardedPolicy(model, None), betas=(0.9, 0.99), weight_decay=0.1)
     optimizer.step(0.5, 1.0, torch.tensor(0.0))
     found = {name: float(parameter.detach().mean()) for name, parameter in model.named_parameters()}
