@@ -10,7 +10,7 @@ multiples of that: a row that ends no better than SFT is retried at each further
 
 A run is evaluated when it reaches the common budget of completions, and again at that of CPU seconds. Results are saved
 in `--results`, and a second call resumes from them. The default folder has the data of docs/results.md. Runs with
-changed recipes (`--set task.shaping=0`) have separate results.
+changed recipes (`--set task.shaping=0`) or methods (`--set learner.objective.kl_coef=0.04`) have separate results.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--out", type=Path, default=_OUT, help="where the SFT checkpoints go")
     parser.add_argument("--results", type=Path, default=_RESULTS)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the recipes")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="changes to the recipes and rows")
     parser.add_argument("--docs", type=Path, help="the folder whose results.md and algorithms.md to write them into")
     args = parser.parse_args()
     if args.set and (args.results == _RESULTS or args.out == _OUT):

@@ -17,7 +17,7 @@ import torch
 from actors.spec import sampler_facts
 from benchmarks.algorithms.local_run import LocalRun, Trained, make_sft_checkpoint
 from benchmarks.algorithms.report import Result
-from deploy.recipe.overrides import load_recipe
+from deploy.recipe.overrides import load_recipe, parse_override, set_key
 from deploy.recipe.recipe import Recipe
 from learner.algorithms import ALGORITHMS
 from learner.config import LearnerConfig
@@ -31,6 +31,7 @@ RECIPE_ROW = "recipe"
 _FORK = ScheduleConfig(schedule=Schedule.LEFT_TO_RIGHT, threshold=0.8)
 _NOT_OF_A_METHOD = ("micro_batch_tokens", "betas", "weight_decay", "max_grad_norm")
 _WARMUP_ROUNDS, _LAST = 10, 10
+_LEARNER = "learner."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +48,7 @@ class Trial:
     rate: float = 1.0
     """Factor of the learning rate."""
     overrides: tuple[str, ...] = ()
-    """Overrides of the recipe's fields."""
+    """Overrides of the recipe's fields; those of `learner` change the row's method."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,9 +132,10 @@ def try_row(trial: Trial, budget: Budget) -> Result:
 
 
 def base_recipe(trial: Trial) -> Recipe:
-    """Return the recipe of the trial's task, with its seed."""
+    """Return the recipe of the trial's task, with its seed, before the row's changes to the learner."""
     name = f"{trial.task}-{trial.seed}"
-    words = [f"runs_dir={trial.out}", f"name={name}", f"seed={trial.seed}", *trial.overrides]
+    others = [text for text in trial.overrides if not text.startswith(_LEARNER)]
+    words = [f"runs_dir={trial.out}", f"name={name}", f"seed={trial.seed}", *others]
     return load_recipe(Path(trial.recipe), words)
 
 
@@ -156,6 +158,9 @@ def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
         own, num_steps = ALGORITHMS["egspo"], sampler_facts(base.rollout.sampling).max_denoise_steps
         settings["inner_updates"] = min(own["inner_updates"], -(-num_steps // own["estimator"]["num_sampled"]))
     settings |= {"num_workers": 1, "num_rounds": 1, "final_lr_fraction": 1.0, "num_warmup_rounds": _WARMUP_ROUNDS}
+    for key, value in map(parse_override, trial.overrides):
+        if key.startswith(_LEARNER):
+            set_key(settings, key.removeprefix(_LEARNER), value)
     learner = LearnerConfig.model_validate(settings)
     sizes = {
         "groups_per_round": max(1, round(budget.of_round / learner.group_size)),

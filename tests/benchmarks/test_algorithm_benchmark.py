@@ -18,6 +18,7 @@ from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, base_recipe, 
 from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import make_spec
 from learner.algorithms import ALGORITHMS
+from learner.objectives import SandwichConfig
 
 ROOT = Path(__file__).parents[2]
 BUDGET = Budget(num_completions=24, cpu_s=0.0, of_round=12)
@@ -52,6 +53,17 @@ def test_every_rows_learner_is_compatible_with_its_sampler(row: str, task: str, 
         num_updates = {"sudoku": 2, "countdown": 3}[task] if row == "egspo" else own.get("inner_updates", 12)
         assert learner.inner_updates == num_updates
         assert learner.lr == pytest.approx(5e-4 / (learner.inner_updates * own.get("num_minibatches", 1)) ** 0.5)
+
+
+def test_changes_to_the_learner_are_made_to_the_rows_own_method(tmp_path: Path) -> None:
+    changes = ("learner.objective.beta=1.1", "learner.num_warmup_rounds=40", "sft.num_steps=7")
+    trial = Trial(
+        task="sudoku", recipe=str(ROOT / TASKS["sudoku"]), row="spg-eubo", seed=0, out=str(tmp_path), overrides=changes
+    )
+    recipe = recipe_of(trial, base_recipe(trial), Budget(num_completions=1, cpu_s=1, of_round=512))
+    assert isinstance(recipe.learner.objective, SandwichConfig)
+    assert (recipe.learner.objective.beta, recipe.learner.objective.mix) == (1.1, 1.0)
+    assert (recipe.learner.num_warmup_rounds, recipe.sft.num_steps) == (40, 7)
 
 
 def test_a_trial_ends_when_both_budgets_are_spent(small: Path, tmp_path: Path) -> None:
