@@ -200,7 +200,8 @@ class ClippedRatioConfig(BaseModel):
         if self.order_temperature is not None:
             new_N, old_N = (order_logps(terms, logits_N, self.order_temperature) for logits_N in (logps.new, old_N))
             log_ratios.append(self._value(terms.weights * (new_N - old_N), units, rows))
-        surrogates = [self._surrogate(log_ratio_U, rows.advantages[units.rows]) for log_ratio_U in log_ratios]
+        advantages_U = rows.advantages_of(terms, units)
+        surrogates = [self._surrogate(log_ratio_U, advantages_U) for log_ratio_U in log_ratios]
         total_U = torch.stack([loss_U for loss_U, _ in surrogates]).sum(dim=0)
         per_unit = {name: torch.cat([found[name] for _, found in surrogates]) for name in surrogates[0][1]}
         if self.max_sampler_ratio is not None:

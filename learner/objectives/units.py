@@ -46,6 +46,9 @@ class RowFacts:
     """[B] int64: 0, 1, ... over all groups of an optimizer step."""
     sizes: Tensor
     """[B] float32: completion slots that the estimator's value of the row covers; at least 1."""
+    slot_advantages: Tensor | None = None
+    """[B, L] float32: the advantage of each slot's commit, where advantages differ by denoise step; None: `advantages`
+    are those of all slots."""
     log_weights: Tensor | None = None
     """[B] float32, nats: the reference's value of each row minus the old policy's, if the objective weighs rows."""
     correct: Tensor
@@ -67,6 +70,13 @@ class RowFacts:
     def values(self, terms: Terms, values_N: Tensor) -> Tensor:
         """Return the weighted sum of each row's terms, [B]."""
         return torch.zeros_like(self.advantages).index_add(0, terms.rows, terms.weights * values_N)
+
+    def advantages_of(self, terms: Terms, units: Units) -> Tensor:
+        """Return the advantage of each unit, [U]: its row's, or the mean of its slots'."""
+        if self.slot_advantages is None:
+            return self.advantages[units.rows]
+        counts_U = units.sum(torch.ones_like(terms.weights))
+        return units.sum(self.slot_advantages[terms.rows, terms.slots]) / counts_U
 
     def shares(self, terms: Terms) -> Tensor:
         """Return the weight of each row in the loss, [B]; 0 for one without terms."""
