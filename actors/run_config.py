@@ -288,6 +288,15 @@ class RunConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _value_model(self) -> RunConfig:
+        if self.learner.value is not None and self.model.lora.base_weights == "nf4":
+            raise ValueError(
+                "learner.value is a second network with a copy of the policy's weights, and 4-bit weights cannot be "
+                "copied: take model.lora.base_weights=full"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _gpus(self) -> RunConfig:
         gpus, num_workers, num_samplers = self.gpus, self.learner.num_workers, self.rollout.num_samplers
         if self.device == "cpu" and gpus != GpuSection():

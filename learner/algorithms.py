@@ -11,7 +11,7 @@ from typing import Any
 DEFAULT = "diffu-grpo"
 """The algorithm of a recipe that names none."""
 
-METHOD = ("advantage", "filters", "estimator", "objective", "max_staleness", "imitation_coef")
+METHOD = ("advantage", "filters", "estimator", "objective", "value", "max_staleness", "imitation_coef")
 """Settings that belong to an algorithm, and not to a task or a machine. `max_staleness` is one of them, because few
 algorithms can correct for off-policy completions."""
 
@@ -94,6 +94,22 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
             "kl_sums_tokens": True,
             "normalize_by": "part",
         },
+    },
+    "tracerl-value": {
+        "inner_updates": 1,
+        "num_minibatches": 16,
+        "group_size": 16,
+        "advantage": "correct_z",
+        "filters": {"min_accuracy": 0.2, "max_accuracy": 0.8},
+        "estimator": {"name": "trajectory", "steps_per_segment": 1},
+        "objective": {
+            "name": "clipped_ratio",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_against": "old",
+            "kl_coef": 0.01,
+        },
+        "value": {"gamma": 1.0, "lam": 1.0, "clip": 0.2},
     },
     "cj-grpo": {
         "inner_updates": 1,

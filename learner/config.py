@@ -11,6 +11,7 @@ from learner.algorithms import DEFAULT, with_algorithm
 from learner.estimators import EstimatorConfig, OneStepConfig, SamplerFacts
 from learner.objectives import ClippedRatioConfig, ObjectiveConfig
 from learner.objectives.base import Coefficient
+from learner.value.config import ValueConfig
 
 
 class LearnerConfig(BaseModel):
@@ -68,6 +69,9 @@ class LearnerConfig(BaseModel):
     """The likelihood estimator: which corrupted canvases are run."""
     objective: ObjectiveConfig = ClippedRatioConfig()
     """The loss."""
+    value: ValueConfig | None = None
+    """The value model: a second network that predicts the return of each state, as the baseline of its step. The
+    `advantage` is then the reward at the last step. null: a completion's advantage is that of all its steps."""
     imitation_coef: Coefficient = 0.0
     """Weight of SFT's denoising loss on the round's correct completions, at every update; 0 is off. Its random masks
     cover all states of a decode; `objective.nll_coef` is confined to the estimator's own canvases."""
@@ -87,6 +91,8 @@ class LearnerConfig(BaseModel):
     def _fitting(self) -> LearnerConfig:
         if (why := self.objective.incompatibility(self.estimator, self.max_staleness)) is not None:
             raise ValueError(why)
+        if self.value is not None and (why := self.value.incompatibility(self.estimator, self.objective)) is not None:
+            raise ValueError(why)
         if self.objective.tilts_by_reward and self.advantage is not Advantage.GROUP_MEAN:
             raise ValueError(
                 f"objective {self.objective.name} tilts the reference by the reward: advantage must be group_mean, the "
@@ -104,7 +110,8 @@ class LearnerConfig(BaseModel):
 
     def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return why this configuration cannot learn from completions of such a sampler; None if it can."""
-        parts = (self.objective.sampler_incompatibility, self.filters.incompatibility, self.estimator.incompatibility)
+        parts = [self.objective.sampler_incompatibility, self.filters.incompatibility, self.estimator.incompatibility]
+        parts += [] if self.value is None else [self.value.sampler_incompatibility]
         if why := next((why for incompatibility in parts if (why := incompatibility(sampler)) is not None), None):
             return why
         return self._idle_update(sampler.max_denoise_steps)

@@ -8,7 +8,7 @@ Gradients accumulate over micro-batches and equal those of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,6 +30,8 @@ from learner.parallel.teacher import Teacher
 from learner.probes import mask_variance, sampling_gap
 from learner.round import WEIGHING, Round, StepPlan, concatenate_values, scored_logps
 from learner.update_metrics import UpdateMetrics, batch_metrics
+from learner.value.config import value_shape
+from learner.value.model import ValueModel, ValueTargets
 
 Metrics = dict[str, float]
 
@@ -76,6 +78,7 @@ class Learner:
         self.teacher: Teacher | None = None
         if isinstance(config.objective, DistillationConfig):
             self.teacher = teacher or Teacher.of_policy(policy, config.objective)
+        self.value = None if config.value is None else ValueModel(policy, config)
 
     def update(self, batch: RolloutBatch, round_index: int) -> Metrics:
         """Train on one round: `inner_updates` sweeps through it, of `num_minibatches` optimizer steps each.
@@ -92,7 +95,7 @@ class Learner:
         self._flops = 0.0
         if work.num_rows:
             probed |= mask_variance(self.policy, self.config, self._sampler, batch)
-            self._train(work, batch, metrics, lr)
+            self._train(work, batch, metrics, round_index)
         self.model_flops = self.policy.sum_over_ranks(torch.tensor([self._flops], dtype=torch.float64)).item()
         return (
             batch_metrics(batch)
@@ -114,15 +117,19 @@ class Learner:
             yield from self.reference.tensors()
         if self.teacher is not None:
             yield from self.teacher.model.tensors()
+        if self.value is not None:
+            yield from self.value.tensors()
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a resumed run needs besides the weights: the optimizer, and a reference that is synced.
+        """Return what a resumed run needs besides the weights: the optimizer, a synced reference, and the value model.
 
         They are the live tensors, sharded as the policy.
         """
         state = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.state().items()}
         if self.reference is not None and self.config.reference_sync_rounds:
             state |= {f"reference/{name}": tensor for name, tensor in self.reference.weights.items()}
+        if self.value is not None:
+            state |= {f"value/{name}": tensor for name, tensor in self.value.state().items()}
         return state
 
     def full_state(self) -> dict[str, Tensor]:
@@ -131,26 +138,33 @@ class Learner:
 
     def load_full_state(self, state: Mapping[str, Rows]) -> None:
         """Restore the whole state, each rank its rows."""
-        parts: dict[str, dict[str, Rows]] = {"optimizer": {}, "reference": {}}
+        parts: dict[str, dict[str, Rows]] = {"optimizer": {}, "reference": {}, "value": {}}
         for name, tensor in state.items():
             part, _, rest = name.partition("/")
             parts[part][rest] = tensor
         self.optimizer.load_full_state(parts["optimizer"])
         if self.reference is not None and parts["reference"]:
             self.reference.load_full_weights(parts["reference"])
+        if self.value is not None and parts["value"]:
+            self.value.load_full_state(parts["value"])
 
-    def _train(self, work: Round, batch: RolloutBatch, metrics: UpdateMetrics, lr: float) -> None:
+    def _train(self, work: Round, batch: RolloutBatch, metrics: UpdateMetrics, round_index: int) -> None:
         """Take all steps of a round, or none."""
-        minibatches = work.minibatches()
+        minibatches, lr = work.minibatches(), self.config.lr_at(round_index)
         if self.config.objective.precomputes_row_weights:
             self._weigh_rows(minibatches)
+        targets = self._value_targets(minibatches, metrics)
         cached = self._precomputed_logps(minibatches)
         correct: list[Round] = []
         if self.config.imitation_coef and bool(batch.correct.any()):
             correct = demonstrations(self.policy, self.config, self._sampler, batch).minibatches()
         num_steps = self.config.inner_updates * len(minibatches)
-        # A single step that fails is not taken.
-        with self.optimizer.rollback() if num_steps > 1 else nullcontext():
+        with ExitStack() as undone:
+            # A single step that fails is not taken.
+            if num_steps > 1 or self.value is not None:
+                undone.enter_context(self.optimizer.rollback())
+            if self.value is not None:
+                undone.enter_context(self.value.optimizer.rollback())
             for index in range(self.config.inner_updates):
                 for place, some in enumerate(minibatches):
                     plan = some.plan(index)
@@ -161,6 +175,20 @@ class Learner:
                     if imitated is not None:
                         self._backward_imitation(imitated, index, metrics)
                     metrics.add_step(self._step(metrics, lr))
+                    if self.value is not None:
+                        shape = value_shape(self.policy.config)
+                        self._flops += update_flops(shape, self.policy.lora, plan.canvases)
+                        metrics.add_value_step(self.value.step(plan, targets[place], round_index))
+
+    def _value_targets(self, minibatches: list[Round], metrics: UpdateMetrics) -> list[ValueTargets]:
+        if self.value is None:
+            return []
+        shape = value_shape(self.policy.config)
+        plans = (some.plan(0) for some in minibatches)
+        self._flops += sum(forward_flops(shape, self.policy.lora, plan.canvases).total for plan in plans)
+        targets, found = self.value.set_targets(minibatches)
+        metrics.set_value_metrics(found)
+        return targets
 
     def _weigh_rows(self, minibatches: list[Round]) -> None:
         for some in minibatches:

@@ -11,6 +11,7 @@ from torch import Tensor
 from learner.advantages import Rewards, group_spreads, zero_variance_share
 from learner.batch import RolloutBatch, to_device_async
 from learner.objectives import Loss
+from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy
 
 _RATIO = "ratio"
@@ -52,6 +53,8 @@ class UpdateMetrics:
         self._update_loss = torch.zeros((), device=policy.device)
         self._grad_norms: list[float] = []
         self._num_imitations = 0
+        self._value_steps: list[StepResult] = []
+        self._value_metrics: dict[str, float] = {}
 
     def add(self, loss: Loss, new_N: Tensor | None, *, counts: bool) -> None:
         """Add the metrics of some terms; weightless terms (`counts` is false) add only names, which all ranks share.
@@ -93,6 +96,14 @@ class UpdateMetrics:
         """Count an optimizer step."""
         self._grad_norms.append(grad_norm)
 
+    def add_value_step(self, step: StepResult) -> None:
+        """Count an optimizer step of the value model."""
+        self._value_steps.append(step)
+
+    def set_value_metrics(self, metrics: dict[str, float]) -> None:
+        """Set the metrics of the value model's predictions, which are over all ranks."""
+        self._value_metrics = metrics
+
     def means(self) -> dict[str, float]:
         """Average the metrics over all ranks; empty if nothing was trained on. A collective."""
         if not self._grad_norms:
@@ -113,7 +124,14 @@ class UpdateMetrics:
             metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
         steps = {"loss": num_steps, "imitation_loss": self._num_imitations}
         losses = {name: sums[name][0] / count for name, count in steps.items() if name in sums}
-        return metrics | losses | {"grad_norm": sum(self._grad_norms) / num_steps}
+        return metrics | losses | self._of_value() | {"grad_norm": sum(self._grad_norms) / num_steps}
+
+    def _of_value(self) -> dict[str, float]:
+        if not self._value_steps:
+            return {}
+        losses, norms = zip(*self._value_steps, strict=True)
+        count = len(self._value_steps)
+        return self._value_metrics | {"value/loss": sum(losses) / count, "value/grad_norm": sum(norms) / count}
 
     def _add(self, name: str, values: Tensor) -> None:
         total = values.double().sum()

@@ -85,7 +85,7 @@ class LocalRun:
         self._grader = GraderWorker(self._spec.task, self._spec.reward, checkpoint)
         self.policy = load_policy(checkpoint)
         self._facts = sampler_facts(self._spec.rollout.params[0], is_fp8=self._spec.rollout.engine.fp8)
-        self._learner = Learner(ShardedPolicy(self.policy, None), self._spec.learner, self._facts)
+        self.learner = Learner(ShardedPolicy(self.policy, None), self._spec.learner, self._facts)
         self._newest: RolloutBatch | None = None
         self._is_stale = staleness > 0
         self._versions = deque([self._version()], maxlen=staleness + 1)
@@ -100,14 +100,10 @@ class LocalRun:
         while True:
             began_s = time.process_time()
             scored = self._round(num_rounds)
-            policy = self.policy.config
-            num_slots = self._spec.rollout.sampling.max_slots(is_block_causal=policy.is_block_causal)
-            batch = collate(scored, num_slots, policy.eos_token_id, GroupSelection.of(self._spec))
-            if batch is None:
-                raise RuntimeError(f"no completion of round {num_rounds} could be graded")
+            batch = self._batch(scored)
             solved = outcomes_of((one.work_unit.problems, one.grades) for one in scored)
             self._plan.record_outcomes(num_rounds, solved)
-            metrics, self._newest = self._learner.update(batch, num_rounds), batch
+            metrics, self._newest = self.learner.update(batch, num_rounds), batch
             self._versions.append(self._version())
             spent_s += time.process_time() - began_s
             num_rounds += 1
@@ -119,10 +115,14 @@ class LocalRun:
                 metrics=metrics,
             )
 
+    def sample(self, round_index: int) -> RolloutBatch:
+        """Sample and grade a round of the current policy, without training on it."""
+        return self._batch(self._round(round_index))
+
     def likelihood_gap(self) -> float | None:
         """Return the likelihood gap, in nats per token, of the newest round under the policy that trained on it."""
         assert self._newest is not None, "a round comes first"
-        return likelihood_gap(self._learner.policy, self._spec.learner, self._facts, self._newest)
+        return likelihood_gap(self.learner.policy, self._spec.learner, self._facts, self._newest)
 
     def evaluate(self, schedules: Sequence[SamplingParams]) -> dict[str, tuple[Score, float]]:
         """Measure held-out accuracy at temperature 0, and the mean number of denoise steps, by schedule."""
@@ -131,6 +131,14 @@ class LocalRun:
     def _version(self) -> Transformer:
         """Return a snapshot of the current policy, or the policy itself if staleness is 0."""
         return copy.deepcopy(self.policy) if self._is_stale else self.policy
+
+    def _batch(self, scored: Sequence[ScoredWorkUnit]) -> RolloutBatch:
+        policy = self.policy.config
+        num_slots = self._spec.rollout.sampling.max_slots(is_block_causal=policy.is_block_causal)
+        batch = collate(scored, num_slots, policy.eos_token_id, GroupSelection.of(self._spec))
+        if batch is None:
+            raise RuntimeError("no completion of a round could be graded")
+        return batch
 
     def _round(self, round_index: int) -> list[ScoredWorkUnit]:
         """Sample and grade a round's work units in sequence, with extra groups if the recipe uses dynamic sampling."""

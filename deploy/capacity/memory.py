@@ -187,6 +187,8 @@ class _Stage(NamedTuple):
     """Whether a copy of the policy is held as the reference."""
     has_teacher: bool = False
     """Whether a teacher is held, which is assumed to be as large as the policy."""
+    has_value: bool = False
+    """Whether a value model is held and trained."""
 
 
 def _stages(recipe: RunConfig, num_workers: int) -> Iterator[_Stage]:
@@ -209,6 +211,7 @@ def _stages(recipe: RunConfig, num_workers: int) -> Iterator[_Stage]:
             has_sft_adapter=after_sft,
             has_reference=learner.objective.needs_reference and not lora.rank,
             has_teacher=learner.objective.needs_teacher,
+            has_value=learner.value is not None,
         )
     if recipe.control.enabled:
         yield _Stage("a learner worker in the control", of_sft, sft_helps, has_sft_adapter=after_sft)
@@ -248,6 +251,10 @@ def _weights(recipe: RunConfig, counts: ParameterCounts, of_copy: int, stage: _S
     """Yield the weights that are held for the whole stage, if a copy of the policy is on `of_copy` workers."""
     lora, each = recipe.model.lora, bytes_of(recipe.sharding.compute_dtype)
     policy = counts.policy / of_copy
+    if stage.has_value:
+        # Its weights, and gradient and moments of those that are trained.
+        trained = FLOAT32 * (1 + _MOMENTS) * counts.trained / of_copy
+        yield Part("the value model", FLOAT32 * policy + trained, _MORE_WORKERS)
     if stage.has_teacher:
         yield Part("the teacher", each * policy, _MORE_WORKERS)
     if not lora.rank:

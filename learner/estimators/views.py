@@ -152,6 +152,13 @@ def token_hidden_states(model: Transformer, views: Views, device: torch.device) 
     return head_input_MD[to_device_async(views.scored, device)]
 
 
+def token_values(model: Transformer, views: Views, device: torch.device) -> Tensor:
+    """Compute a value network's output at each scored token's slot, [N], on its device; `views` are on the CPU."""
+    rows, keywords = _rows(views, device)
+    values_M1: Tensor = model(*rows, **keywords)
+    return values_M1[to_device_async(views.scored, device), 0]
+
+
 _Rows = tuple[tuple["Tensor | None", ...], dict[str, Any]]
 """Arguments of `Transformer.forward`: ids, lengths, queries and which of these are scored; and keyword arguments."""
 

@@ -268,6 +268,10 @@ class ShardedPolicy:
         """Restore what `adapter_on_rank_0` returned."""
         self._load({name: adapter[name] for name in self._parameters() if is_adapter(name)})
 
+    def load_trained(self, weights: Mapping[str, Rows]) -> None:
+        """Load the trained parameters, each rank its rows."""
+        self._load({name: weights[name] for name in self.trained_parameters})
+
     def reset_adapter(self, start: Adapter | None = None, lora: LoraConfig | None = None) -> None:
         """Reset the adapter to zero effect, and set the frozen `start` adapter. Without LoRA, do nothing.
 
@@ -295,6 +299,13 @@ class ShardedPolicy:
         """
         model = make_meta_model(config).requires_grad_(False).to(self._compute_dtype)
         return ShardedPolicy(model, self.mesh, self._sharding, device=self.device)
+
+    def sharded_like(self, model: Transformer) -> ShardedPolicy:
+        """Shard another network, on the meta device, as this one, and give it an adapter of the same shape.
+
+        Its weights are not initialised.
+        """
+        return ShardedPolicy(model, self.mesh, self._sharding, lora=self.lora, seed=self._seed, device=self.device)
 
     def gathered_head(self) -> Tensor:
         """Gather the matrix of the output layer, [V, D], on the policy's device. A collective."""

@@ -17,6 +17,7 @@ from learner.model.config import TransformerConfig
 from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.parallel.teacher import completed_texts
 from learner.round import WEIGHING
+from learner.value.config import value_shape
 
 
 def planned_flops(
@@ -56,6 +57,10 @@ def planned_flops(
         # The teacher is taken to have the policy's shape. In each update it scores each completion once, without masks.
         texts = (completed_texts(terms(update), batch, shape.pad_token_id) for update in updates)
         total += sum(forward(FULL_FINE_TUNING, CanvasSums.of(views)) for views in texts)
+    if config.value is not None:
+        # Its predictions at the start of the round, and an update beside each of the policy's.
+        total += forward_flops(value_shape(shape), lora, of_key[keys[0]]).total
+        total += sum(update_flops(value_shape(shape), lora, of_key[key], recomputes=recomputes) for key in keys)
     if objective.precomputes_row_weights:
         weighed = CanvasSums.of(terms(InnerUpdate(WEIGHING, config.inner_updates)).views)
         total += forward(lora, weighed) + forward(FULL_FINE_TUNING, weighed)

@@ -423,8 +423,35 @@ def tracerl(rows: list[Row]) -> Tensor:
     return torch.stack(slices).mean()
 
 
+def tracerl_value(rows: list[Row]) -> Tensor:
+    """The loss of one optimizer step on its share of the rows, with the step-level advantages of VALUES."""
+    z_scores = []
+    for group in groups_of(rows):
+        accuracy = sum(row.correct for row in group) / len(group)
+        std = math.sqrt(sum((row.correct - accuracy) ** 2 for row in group) / len(group))
+        z_scores += [(row.correct - accuracy) / (std + 1e-4) for row in group]
+    begin, end = (math.ceil(len(rows) * (minibatch["index"] + past) / minibatch["count"]) for past in (0, 1))
+    tokens = []
+    for index in range(begin, end):
+        draws = sorted(rows[index].draws, key=lambda draw: draw.part)
+        reward, later_value, later_advantage = z_scores[index], 0.0, 0.0
+        for draw in reversed(draws):
+            values = [VALUES[index][draw.part][slot] for slot in draw.scored]
+            behind = GAMMA_LAM["gamma"] * (later_value + GAMMA_LAM["lam"] * later_advantage)
+            for slot, value in zip(draw.scored, values, strict=True):
+                gain = ppo((draw.new[slot] - draw.old[slot]).exp(), reward - value + behind, 0.2, 0.2)
+                tokens.append(gain + 0.01 * k3(draw.new[slot], draw.old[slot]))
+            later_value = sum(values) / len(values)
+            later_advantage = reward - later_value + behind
+            reward = 0.0
+    return torch.stack(tokens).mean()
+
+
+VALUES: list[dict[int, list[float]]] = []
+"""Input of `tracerl_value`: the value of each slot of each row, by the part of its canvas."""
+GAMMA_LAM = {"gamma": 1.0, "lam": 1.0}
 minibatch = {"index": 0, "count": 1}
-"""Input of `tracerl`: the index of the step in a sweep, and their number."""
+"""Input of both: the index of the step in a sweep, and their number."""
 
 
 def cj_grpo(rows: list[Row]) -> Tensor:
@@ -707,6 +734,7 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "gdpo": gdpo,
     "stepmerge": stepmerge,
     "tracerl": tracerl,
+    "tracerl-value": tracerl_value,
     "cj-grpo": cj_grpo,
     "mapg": mapg,
     "bgpo": bgpo,

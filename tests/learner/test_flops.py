@@ -42,6 +42,18 @@ def _first_blocks_spare(model: Transformer, lora: LoraConfig, num_tokens: int) -
     return 2.0 * num_tokens * (width * (width + 2 * key_value) + 3 * width * lora.rank)
 
 
+def test_a_value_models_flops_count(
+    policy: Transformer, rollouts: RolloutBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its predictions at the start of the round, and an update beside each of the policy's."""
+    monkeypatch.setattr("learner.learner.mask_variance", lambda *_: {})
+    config = _config(algorithm="cj-grpo", value={}, inner_updates=2, estimator={"steps_per_segment": 4})
+    learner = Learner(ShardedPolicy(policy, None), config, SamplerFacts(has_reproducible_logps=False))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        learner.update(_even(rollouts), 0)
+    assert learner.model_flops == pytest.approx(float(counter.get_total_flops()), rel=1e-12)
+
+
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["whole", "adapter"])
 def test_the_flops_of_an_update_equal_pytorchs_count(
     policy: Transformer, rollouts: RolloutBatch, lora: LoraConfig, monkeypatch: pytest.MonkeyPatch

@@ -40,6 +40,7 @@ def _recipe(recipe_file: Path, *overrides: str) -> Recipe:
         ("learner.algorithm=diffu-grpo", "learner.num_minibatches=2", "learner.inner_updates=2"),
         ("learner.algorithm=tba",),
         ("learner.algorithm=spg", "learner.group_size=2"),
+        ("learner.algorithm=cj-grpo", "learner.value={}", "learner.group_size=2", "learner.inner_updates=2"),
         ("learner.algorithm=dmpo", "learner.group_size=2"),
         ("learner.algorithm=opdlm", "learner.group_size=2", "learner.num_minibatches=1"),
         ("model.lora={rank: 4}", "learner.inner_updates=2"),

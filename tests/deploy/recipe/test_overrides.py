@@ -124,6 +124,12 @@ def test_reference_sync_is_refused_with_lora(recipe_file: Path) -> None:
         load_recipe(recipe_file, ["learner.reference_sync_rounds=5", "model.lora.rank=8"])
 
 
+def test_a_value_model_of_4_bit_weights_is_refused(recipe_file: Path) -> None:
+    words = ["learner.algorithm=cj-grpo", "learner.value={}", "model.lora={rank: 4, base_weights: nf4}"]
+    with pytest.raises(UserError, match=r"4-bit weights cannot be copied: take model\.lora\.base_weights=full"):
+        load_recipe(recipe_file, words)
+
+
 def test_sft_samples_need_the_policy_on_its_device(recipe_file: Path) -> None:
     samples = ["device=cuda", "sft.num_eval=3", "sft.num_samples=2"]
     with pytest.raises(UserError, match=r"sft\.num_samples is 2, and with sharding\.cpu_offload the learner has no"):
@@ -158,9 +164,12 @@ REFUSED_OVERRIDES = {
     "sharding.workers_per_copy=3": (
         "sharding.workers_per_copy 3 does not divide learner.num_workers 2, and every copy has as many; take",
     ),
+    "learner.value={}": ("value needs estimator trajectory, which keeps the record of denoise steps, not one_step",),
+    "learner.value={lam: 1.1}": ("learner.value.lam is 1.1; it should be at most 1",),
+    "learner={num_rounds: 1, algorithm: cj-grpo, value: {lr: 0}}": ("value.lr is 0; it should be greater than 0",),
     "learner.groupsize=4": ("learner.groupsize is no key of a recipe", "did you mean learner.group_size?"),
     "lerner.lr=1": ("lerner is no key of a recipe", "did you mean learner?"),
-    "lr=3": ("did you mean sft.lr or learner.lr?",),
+    "lr=3": ("did you mean sft.lr or learner.lr or learner.value.lr?",),
     "task.prompt=d1": ("task.prompt is no key of this task, which has heldout_fraction, modulus, name, num_terms",),
     "blabla=3": ("blabla is no key of a recipe, which has checkpoint_every_rounds,",),
     "seed=x": ("override seed=x", "seed is 'x'; it should be a whole number"),

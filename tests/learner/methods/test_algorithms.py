@@ -16,7 +16,7 @@ from learner.algorithms import ALGORITHMS
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.counter import uniform
-from learner.estimators import InnerUpdate, SamplerFacts, random_masks
+from learner.estimators import Corruption, InnerUpdate, SamplerFacts, random_masks
 from learner.estimators.trajectory import CHOICE_KEY
 from learner.learner import Learner
 from learner.model.networks import make_model
@@ -24,6 +24,7 @@ from learner.model.transformer import Transformer
 from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy
 from learner.round import WEIGHING
+from learner.value.model import ValueTransformer
 from tests.learner import slow
 
 SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True, has_varying_steps=True)
@@ -37,7 +38,9 @@ def algorithm_sampler(name: str) -> SamplerFacts:
 def algorithm_config(name: str, **changes: object) -> LearnerConfig:
     """Return the algorithm's config for two optimizer steps, scaled to the fixture's completions."""
     settings: dict[str, object] = {"algorithm": name, "num_rounds": 1, "inner_updates": 2, "lr": 1e-3}
-    if name == "tracerl":
+    if name == "tracerl-value":
+        settings["value"] = {"gamma": 0.9, "lam": 0.8}
+    if name.startswith("tracerl"):
         # The fixture's rewards are not accuracies, and its completions have only four steps.
         settings |= {"filters": {"min_accuracy": 0.0, "max_accuracy": 1.0}, "estimator": {"steps_per_segment": 2}}
         # Its two steps are minibatches of a single sweep.
@@ -115,6 +118,8 @@ def _gradients(
         moved(moved(learner.reference.module))
     if learner.teacher is not None:
         moved(moved(learner.teacher.model.module))
+    if learner.value is not None:
+        moved(learner.value.network.module)
     recorder = Recorder(model, move)
     learner.optimizer = recorder  # type: ignore[assignment]
     metrics = learner.update(batch, 0)
@@ -145,6 +150,10 @@ def test_loss_and_gradient_equal_the_papers_formula(
         slow.rhos[:] = slow.rho(slow.rows_of((first, old, reference), grouped, masks))
     if name == "opdlm":
         slow.TEACHER[:] = _causal_logps(reference, grouped)
+    if name == "tracerl-value":
+        masks = config.estimator.corrupt(grouped, InnerUpdate(0, 1), sampler)
+        slow.VALUES[:] = values_of(moved_value_network(policy).double(), grouped, masks)
+        slow.GAMMA_LAM |= {"gamma": 0.9, "lam": 0.8}
     losses = []
     for step, new in enumerate((first, second)):
         update = InnerUpdate(step // config.num_minibatches, config.inner_updates)
@@ -162,6 +171,26 @@ def test_loss_and_gradient_equal_the_papers_formula(
     assert recorder.loss == pytest.approx(sum(losses) / 2, rel=2e-5, abs=1e-5)
     _assert_gradients(recorder, [first, second])
     assert any(float(gradient.abs().max()) > 1e-5 for gradient in recorder.gradients[1].values())
+
+
+def moved_value_network(policy: Transformer) -> Transformer:
+    """Return the value network that `_gradients` trains: the policy with a head of zeros, moved once."""
+    network = ValueTransformer(policy.config)
+    backbone = {name: weight for name, weight in policy.state_dict().items() if name != "head.weight"}
+    network.load_state_dict(backbone | {"head.weight": torch.zeros(1, policy.config.d_model)})
+    return moved(network)
+
+
+@torch.no_grad()
+def values_of(network: Transformer, batch: GroupedBatch, corruption: Corruption) -> list[dict[int, list[float]]]:
+    """Return the value of each slot of each row, by the part of its canvas, computed one canvas at a time."""
+    assert corruption.parts is not None
+    found: list[dict[int, list[float]]] = [{} for _ in range(batch.num_rows)]
+    for row, part, masked in zip(corruption.rows.tolist(), corruption.parts.tolist(), corruption.masked, strict=True):
+        prompt = batch.prompt_ids[row, : batch.prompt_lengths[row]]
+        completion = batch.completion_ids[row].masked_fill(masked, network.config.mask_token_id)
+        found[row][part] = network(torch.cat((prompt, completion))[None])[0, len(prompt) :, 0].tolist()
+    return found
 
 
 def _causal_logps(model: Transformer, batch: GroupedBatch) -> list[Tensor]:
@@ -261,9 +290,10 @@ def _coefficients() -> list[tuple[str, str, str]]:
     return [
         (name, section, key)
         for name, row in ALGORITHMS.items()
-        for section in ("estimator", "objective")
+        for section in ("estimator", "objective", "value")
         for key, value in row.get(section, {}).items()
-        if isinstance(value, int | float) and key != "requires_block_length"
+        # The clip of values acts on the value model, and so on the policy's next round.
+        if isinstance(value, int | float) and key != "requires_block_length" and (section, key) != ("value", "clip")
     ]
 
 

@@ -391,7 +391,7 @@ class _Recorder:
 def _gradients(policy: ShardedPolicy, name: str, batch: RolloutBatch, num_minibatches: int) -> dict[str, object]:
     settings = {"algorithm": name, "num_rounds": 1, "inner_updates": 2, "micro_batch_tokens": 60}
     settings["num_minibatches"] = num_minibatches
-    if name == "tracerl":
+    if name.startswith("tracerl"):
         settings["filters"] = {"min_accuracy": 0.0, "max_accuracy": 1.0}
     if name in IMITATING or num_minibatches > 1:
         settings["imitation_coef"] = 0.2

@@ -1,0 +1,1 @@
+"""Value model: step-level returns and advantages from a learned baseline (TraceRL)."""
