@@ -61,9 +61,10 @@ class Rewards:
     """[B] int64; rows of one problem share it."""
 
     @classmethod
-    def of(cls, batch: RolloutBatch) -> Rewards:
-        """Take the rewards of a batch."""
-        return cls(total=batch.rewards, parts=batch.reward_parts, correct=batch.correct, groups=batch.group_ids)
+    def of(cls, batch: RolloutBatch, *, outcome_only: bool = False) -> Rewards:
+        """Take the rewards of a batch. `outcome_only`: without those of single blocks."""
+        total = batch.rewards if batch.outcome_rewards is None or not outcome_only else batch.outcome_rewards
+        return cls(total=total, parts=batch.reward_parts, correct=batch.correct, groups=batch.group_ids)
 
 
 class Filters(BaseModel):

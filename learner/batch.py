@@ -87,6 +87,11 @@ class RolloutBatch(CompletionBatch):
     """[B] int64: forward passes that the completion took part in."""
     policy_versions: Tensor
     """[B] int64: the version that sampled the row."""
+    process_rewards: Tensor | None = None
+    """[B, L] float32: the reward of each block, which `rewards` includes, at the slots of the text that the block's
+    last step committed; 0 elsewhere. None if no grader rewards blocks."""
+    outcome_rewards: Tensor | None = None
+    """[B] float32: `rewards` without those of blocks. None if no grader rewards blocks."""
     writes: Tensor | None = None
     """[B, E, 3] int64: denoise step, slot and token of every write in order, only under token editing. The fields above
     then describe the final tokens. -1 after a row's last write."""

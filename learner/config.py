@@ -71,7 +71,8 @@ class LearnerConfig(BaseModel):
     """The loss."""
     value: ValueConfig | None = None
     """The value model: a second network that predicts the return of each state, as the baseline of its step. The
-    `advantage` is then the reward at the last step. null: a completion's advantage is that of all its steps."""
+    `advantage` is then the reward at the last step, and rewards of blocks are added at each block's last step. null: a
+    completion's advantage is that of all its steps."""
     imitation_coef: Coefficient = 0.0
     """Weight of SFT's denoising loss on the round's correct completions, at every update; 0 is off. Its random masks
     cover all states of a decode; `objective.nll_coef` is confined to the estimator's own canvases."""
@@ -93,6 +94,11 @@ class LearnerConfig(BaseModel):
             raise ValueError(why)
         if self.value is not None and (why := self.value.incompatibility(self.estimator, self.objective)) is not None:
             raise ValueError(why)
+        if self.value is not None and self.advantage in (Advantage.PART_Z, Advantage.ROUND_PART_Z):
+            raise ValueError(
+                f"value needs an advantage of the whole reward, such as group_z, not {self.advantage}: its rewards of "
+                "blocks are a part of their own"
+            )
         if self.objective.tilts_by_reward and self.advantage is not Advantage.GROUP_MEAN:
             raise ValueError(
                 f"objective {self.objective.name} tilts the reference by the reward: advantage must be group_mean, the "

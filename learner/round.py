@@ -193,7 +193,8 @@ class Round:
 
 
 def _select(batch: RolloutBatch, config: LearnerConfig) -> Selection:
-    rewards = Rewards.of(batch)
+    # A value model takes the rewards of blocks by step.
+    rewards = Rewards.of(batch, outcome_only=config.value is not None)
     kept_B = config.filters.keeps(rewards, batch.truncated, batch.speeds())
     return kept_B, group_advantages(rewards, config.advantage)
 

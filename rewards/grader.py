@@ -9,10 +9,10 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from rewards.problem import Grade, Outcome, Task
-from rewards.sample import Sample
+from rewards.sample import Sample, TextBlock
 from rewards.tasks.registry import TaskConfig, make_task
 from rewards.terms.registry import AnyTermConfig, make_term
-from rewards.terms.term import NoValue, Value
+from rewards.terms.term import BlockValues, NoValue, Value
 
 TermName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,39}$")]
 
@@ -69,7 +69,9 @@ class Grader:
         for name, term in self._terms.items():
             values = term.values([samples[index] for index in graded])
             for index, value in zip(graded, values, strict=True):
-                grades[index] = _with_term(grades[index], name, self._reward.terms[name].weight, value)
+                grades[index] = _with_term(
+                    grades[index], name, self._reward.terms[name].weight, value, samples[index].blocks
+                )
             graded = [index for index in graded if grades[index].outcome is Outcome.GRADED]
         is_zeroed = self._reward.ungraded == "zero"
         return [grade if grade.outcome is Outcome.GRADED else _ungraded(grade, is_zeroed) for grade in grades]
@@ -96,12 +98,17 @@ def task_grade(task: Task, sample: Sample) -> Grade:
         return Grade(reward=0.0, parts={}, correct=False, outcome=Outcome.ERROR, detail=detail)
 
 
-def _with_term(grade: Grade, name: str, weight: float, value: Value) -> Grade:
+def _with_term(grade: Grade, name: str, weight: float, value: Value, blocks: Sequence[TextBlock]) -> Grade:
     if isinstance(value, NoValue):
         return replace(grade, outcome=Outcome.ERROR, detail=f"{name}: {value.detail}")
+    if isinstance(value, BlockValues):
+        before = grade.block_rewards or [(block.end, 0.0) for block in blocks]
+        added = zip(before, value.values, strict=True)
+        grade = replace(grade, block_rewards=tuple((end, reward + weight * own) for (end, reward), own in added))
+        value = sum(value.values)
     parts = {**grade.parts, name: weight * value}
     return replace(grade, parts=parts, reward=sum(parts.values()))
 
 
 def _ungraded(grade: Grade, is_zeroed: bool) -> Grade:
-    return replace(grade, reward=0.0, parts={}, is_zeroed=is_zeroed)
+    return replace(grade, reward=0.0, parts={}, block_rewards=None, is_zeroed=is_zeroed)

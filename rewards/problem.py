@@ -85,6 +85,9 @@ class Grade:
     items: tuple[int, int] | None = None
     """(number right, total) if accuracy counts parts of a problem (the empty cells of a Sudoku); None if it counts
     problems."""
+    block_rewards: tuple[tuple[int, float], ...] | None = None
+    """Rewards of single blocks of the completion, which `reward` includes: tokens up to the block's end, and its
+    reward. None if no term rewards blocks."""
     is_zeroed: bool = False
     """Whether it counts as a reward of 0 although it could not be graded (`reward.ungraded: zero`)."""
 

@@ -8,6 +8,16 @@ from typing import Any
 from rewards.problem import Problem, chat
 
 
+@dataclass(frozen=True, slots=True)
+class TextBlock:
+    """The text that the sampler denoised as one block."""
+
+    text: str
+    """Its text, up to the completion's end. A character whose bytes are in two blocks is U+FFFD in both."""
+    end: int
+    """Tokens of the completion up to the end of the block."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One completion of a problem, as graders see it."""
@@ -24,6 +34,8 @@ class Sample:
     """Maximum number of tokens."""
     is_truncated: bool
     """Whether it reached `max_tokens` without an end of text."""
+    blocks: tuple[TextBlock, ...] = ()
+    """The sampler's blocks, in order, for rewards of single blocks; empty for an evaluation."""
 
     def reward_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of custom rewards as JSON values; see docs/rewards.md."""
@@ -37,4 +49,5 @@ class Sample:
             "num_tokens": self.num_tokens,
             "num_forwards": self.num_forwards,
             "is_truncated": self.is_truncated,
+            "blocks": [block.text for block in self.blocks],
         }

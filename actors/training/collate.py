@@ -62,8 +62,27 @@ def collate(
         fallback=_padded([completion.fallback for completion in completions], num_slots),
         num_forwards=torch.tensor([completion.num_forwards for completion in completions]),
         policy_versions=torch.tensor([completion.policy_version for completion in completions]),
+        **_process_rewards(completions, grades, num_slots),
         **_writes([completion.writes for completion in completions if completion.writes is not None]),
     )
+
+
+def _process_rewards(
+    completions: Sequence[Completion], grades: Sequence[Grade], num_slots: int
+) -> dict[str, torch.Tensor]:
+    """Collate the rewards of blocks: each is of the slots that its block's last step committed (dLLM-RL)."""
+    if all(grade.block_rewards is None for grade in grades):
+        return {}
+    rewards = torch.zeros(len(grades), num_slots)
+    for row, (completion, grade) in enumerate(zip(completions, grades, strict=True)):
+        begin = 0
+        for end, reward in grade.block_rewards or ():
+            steps = torch.tensor(completion.step_map[begin:end])
+            rewards[row, begin:end] = torch.where(steps == steps.max(), reward, 0.0)
+            begin = end
+    sums = [sum(reward for _, reward in grade.block_rewards or ()) for grade in grades]
+    outcomes = [grade.reward - of_blocks for grade, of_blocks in zip(grades, sums, strict=True)]
+    return {"process_rewards": rewards, "outcome_rewards": torch.tensor(outcomes)}
 
 
 def _writes(edited: Sequence[Writes]) -> dict[str, torch.Tensor]:

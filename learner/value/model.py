@@ -129,6 +129,8 @@ class ValueModel:
 
         steps_BL, old_BL = placed(terms.parts[counted_N], -1), placed(values_N, 0.0)
         rewards_BL = outcome_rewards(some.rows.advantages, steps_BL)
+        if some.batch.process_rewards is not None:
+            rewards_BL = rewards_BL + some.batch.process_rewards
         found = step_targets(old_BL, rewards_BL, steps_BL, gamma=self._config.gamma, lam=self._config.lam)
         some.rows = replace(some.rows, slot_advantages=found.advantages)
         return_N = found.returns[rows_N, slots_N].double()

@@ -32,8 +32,8 @@ class FunctionConfig(TermConfig):
     """Selects this term."""
     path: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
     """`package.module:function`. It is called with the keyword arguments `problem_id`, `messages`, `completion`,
-    `answer`, `metadata`, `num_tokens`, `num_forwards` and `is_truncated`, and returns a number, or None if it has no
-    value."""
+    `answer`, `metadata`, `num_tokens`, `num_forwards`, `is_truncated` and `blocks`. It returns a number, a list with
+    one for each of the blocks, or None if it has no value."""
     directory: Path = Path()
     """Directory that is searched for the module after the installed ones; by default the one where d1 is started. On a
     cluster: a path that exists on all machines."""
@@ -77,7 +77,7 @@ class FunctionTerm:
             given = self._function(**sample.reward_arguments())
         except Exception as error:
             return NoValue(detail=f"{self._path} raised {type(error).__name__}: {error}")
-        return as_value(given, self._path)
+        return as_value(given, self._path, len(sample.blocks))
 
 
 def load_function(config: FunctionConfig) -> Callable[..., Any]:

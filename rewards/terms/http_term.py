@@ -67,17 +67,18 @@ class HttpTerm:
             body = self._endpoint.post_json({"samples": [sample.reward_arguments() for sample in samples]})
         except RequestRejectedError as error:
             return [NoValue(detail=str(error))] * len(samples)
-        return _values_of(body, len(samples), self._config.url)
+        return _values_of(body, samples, self._config.url)
 
 
-def _values_of(body: bytes, count: int, url: str) -> list[Value]:
-    """Parse a body `{"values": [...]}`, which has a number for each sample, or null for no value."""
+def _values_of(body: bytes, samples: Sequence[Sample], url: str) -> list[Value]:
+    """Parse a body `{"values": [...]}`: for each sample a number, a list with one for each block, or null for none."""
+    count = len(samples)
     try:
         values = json.loads(body)["values"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
     else:
         if isinstance(values, list) and len(values) == count:
-            return [as_value(value, url) for value in values]
+            return [as_value(value, url, len(of.blocks)) for value, of in zip(values, samples, strict=True)]
         problem = f"values is a list of {len(values)}" if isinstance(values, list) else "values is no list"
     return [NoValue(detail=f'{url} should answer {{"values": [...]}} with {count} values; {problem[:200]}')] * count

@@ -32,7 +32,15 @@ class NoValue:
     """One sentence that says what went wrong."""
 
 
-Value = float | NoValue
+@dataclass(frozen=True, slots=True)
+class BlockValues:
+    """A value for each block of a sample (process rewards); the term's value is their sum."""
+
+    values: tuple[float, ...]
+    """By block, in order."""
+
+
+Value = float | BlockValues | NoValue
 
 
 class Term(Protocol):
@@ -66,9 +74,21 @@ class TermConfig(BaseModel):
         return self
 
 
-def as_value(given: object, source: str) -> Value:
-    """Validate a value returned by external code: a finite number, or a `NoValue` that says what `source` returned
-    instead."""
+def as_value(given: object, source: str, num_blocks: int) -> Value:
+    """Validate a value returned by external code: a finite number, or a list with one for each block of the sample.
+
+    Returns a `NoValue` that says what `source` returned if it is anything else.
+    """
+    if not isinstance(given, list | tuple):
+        return _as_number(given, source)
+    if len(given) != num_blocks:
+        return NoValue(detail=f"{source} gave {len(given)} numbers for a completion of {num_blocks} blocks")
+    numbers = [_as_number(one, source) for one in given]
+    missing = next((one for one in numbers if isinstance(one, NoValue)), None)
+    return missing or BlockValues(tuple(one for one in numbers if isinstance(one, float)))
+
+
+def _as_number(given: object, source: str) -> float | NoValue:
     if given is None:
         return NoValue(detail=f"{source} gave no value")
     try:

@@ -1,6 +1,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -14,6 +15,7 @@ from actors.plan import RunPlan
 from actors.spec import RunSpec
 from actors.training.collate import collate
 from actors.training.dynamic_sampling import EVERY_GROUP, GroupSelection
+from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
 from rewards import Grade, Outcome, RewardConfig
 from rollout.request import Completion, FinishReason
@@ -176,6 +178,46 @@ def test_terms_see_the_completion_that_was_sampled_and_only_in_the_rounds(spec: 
     evaluated = replace(work_unit, key=WorkUnitKey(round=EVALUATION_ROUND, index=0))
     (grade, *_) = grader.grade(evaluated, [completion] * 8)[0].grades
     assert list(grade.parts) == ["digits"]
+
+
+@pytest.mark.parametrize(("prompt", "ends"), [(4, [4, 7]), (5, [3, 7])])
+def test_rewards_of_blocks_reach_the_slots_of_their_last_steps(
+    prompt: int, ends: list[int], spec: RunSpec, plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 4 slots; those of a block-causal policy are counted from the prompt's first token."""
+    is_causal = prompt == 5
+    shape = load_config(spec.initial_checkpoint).model_copy(update={"block_length": 4 if is_causal else None})
+    monkeypatch.setattr("actors.grader.load_config", lambda _: shape)
+    source = "def {}(blocks, **rest):\n    return [len(block) + {} for block in blocks]\n"
+    (tmp_path / "of_blocks.py").write_text(source.format("first", 0) + source.format("second", 100))
+    terms = {
+        name: {"kind": "function", "path": f"of_blocks:{name}", "directory": str(tmp_path), "weight": weight}
+        for name, weight in (("first", 2.0), ("second", 0.5))
+    }
+    grader = GraderWorker(spec.task, RewardConfig.model_validate({"terms": terms}), spec.initial_checkpoint)
+    work_unit = plan.round_work_unit(0, 0)
+    params = work_unit.requests[0].params.model_copy(update={"block_length": 4})
+    requests = tuple(replace(one, prompt_ids=(2,) * prompt, params=params) for one in work_unit.requests)
+    tokens = [7, 8, 9, 10, 7, 8, 1, 1]
+    steps = np.array([0, 1, 1, 1, 3, 2, 3, 3], dtype=np.int32)
+    completion = replace(_completion(tokens, version=0), step_map=steps)
+    scored, _ = grader.grade(replace(work_unit, requests=requests), [completion] * 8)
+    lengths = [len(grader._tokenizer.decode(some)) for some in (tokens[: ends[0]], tokens[ends[0] : ends[1]])]
+    rewards = first, second = [2.0 * length + 0.5 * (length + 100) for length in lengths]
+    grade = scored.grades[0]
+    assert grade.block_rewards is not None
+    assert [end for end, _ in grade.block_rewards] == ends
+    assert [reward for _, reward in grade.block_rewards] == pytest.approx(rewards)
+    assert grade.reward == pytest.approx(sum(rewards) + grade.parts["digits"])
+    batch = collate([scored], num_slots=8, eos_id=1, selection=EVERY_GROUP)
+    assert batch is not None
+    assert batch.process_rewards is not None
+    assert batch.outcome_rewards is not None
+    # Slot 3 was committed in step 1, before the second block of the block-causal policy was at its last step, 3.
+    of_slot_3 = 0 if is_causal else first
+    expected = [0, first, first, of_slot_3, second, 0, second, 0]
+    assert batch.process_rewards[0].tolist() == pytest.approx(expected)
+    assert batch.outcome_rewards.tolist() == pytest.approx([grade.parts["digits"]] * batch.num_rows)
 
 
 def test_rows_are_in_the_order_of_their_groups_whatever_the_work_units(plan: RunPlan) -> None:

@@ -23,6 +23,7 @@ from learner.model.transformer import Transformer
 from learner.optimizer import StepResult
 from learner.parallel.sharded_tensors import gather_on_rank_0
 from learner.parallel.sharding import ShardedPolicy
+from learner.round import Round
 from learner.value.advantages import outcome_rewards, step_targets
 from learner.value.model import clipped_value_loss
 from tests.learner.methods.test_algorithms import moved, moved_value_network, values_of
@@ -161,6 +162,25 @@ def test_its_gradient_equals_plain_loops_in_float64(
     assert num_clipped > 0
 
 
+def test_rewards_of_blocks_count_from_their_step_on(policy: Transformer, rollouts: RolloutBatch) -> None:
+    """A head of zeros predicts 0: a token's advantage is the sum of what follows."""
+    process = torch.zeros(12, 8)
+    # The slots of the first block's last step, at most, and a reward of 2 for it.
+    is_last = (rollouts.step_map == 1) & rollouts.completion_mask()
+    process[is_last] = 2.0
+    batch = replace(rollouts, process_rewards=process, outcome_rewards=rollouts.rewards - 2.0)
+    learner = _learner(policy, _config(advantage="group_mean", num_minibatches=1, value={}))
+    work = Round(learner.policy, learner.config, SAMPLER, batch)
+    assert learner.value is not None
+    (targets,), _ = learner.value.set_targets([work])
+    outcome = rollouts.rewards - rollouts.rewards.view(3, 4).mean(dim=1).repeat_interleave(4)
+    before_it = (rollouts.step_map <= 1) & is_last.any(dim=1, keepdim=True)
+    expected = (outcome[:, None] + 2.0 * before_it).masked_fill(~rollouts.completion_mask(), 0.0)
+    assert work.rows.slot_advantages is not None
+    assert torch.allclose(work.rows.slot_advantages, expected, atol=1e-6)
+    assert torch.allclose(targets.returns, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=2, alpha=4)], ids=["whole", "adapter"])
 def test_it_learns_to_predict_returns(policy: Transformer, rollouts: RolloutBatch, lora: LoraConfig) -> None:
     # Rewards that the states tell: of completions that begin with a small token.
@@ -223,6 +243,7 @@ def test_its_learning_rate_is_its_own_and_follows_the_schedule(policy: Transform
         ({"estimator": {"name": "one_step"}}, "value needs estimator trajectory, which keeps the record of denoise"),
         ({"estimator": {"num_sampled": 2}}, "value needs all steps of a completion"),
         ({"objective": {"level": "sequence"}}, "a ratio of whole completions has a single advantage"),
+        ({"advantage": "part_z"}, "value needs an advantage of the whole reward, such as group_z, not part_z"),
         ({"objective": {"name": "trajectory_balance"}, "advantage": "group_mean"}, "not trajectory_balance"),
     ],
 )

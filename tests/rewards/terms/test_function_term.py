@@ -12,8 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from rewards import Sample
+from rewards.sample import TextBlock
 from rewards.terms.function_term import FunctionConfig, FunctionTerm
-from rewards.terms.term import NoValue
+from rewards.terms.term import BlockValues, NoValue
 
 _NUMBERS = itertools.count()
 
@@ -45,8 +46,21 @@ def test_the_function_is_called_with_each_samples_facts(
         "num_tokens": 6,
         "num_forwards": 3,
         "is_truncated": False,
+        "blocks": [],
     }
     assert (seen[1]["completion"], seen[1]["num_tokens"], seen[1]["is_truncated"]) == ("b", 8, True)
+
+
+def test_a_list_is_a_value_for_each_block(
+    config: Callable[[str], FunctionConfig], sample: Callable[..., Sample]
+) -> None:
+    own = config("def value(blocks, **rest):\n    return [float(block) for block in blocks[:2]]")
+    blocks = [(TextBlock("1", 4), TextBlock(text, 6)) for text in ("2.5", "nan")]
+    three = (*blocks[0], TextBlock("3", 7))
+    found = FunctionTerm(own).values([sample(blocks=some) for some in (*blocks, three)])
+    assert found[0] == BlockValues((1.0, 2.5))
+    assert found[1] == NoValue(detail=f"{own.path} gave nan (float) and no finite number")
+    assert found[2] == NoValue(detail=f"{own.path} gave 2 numbers for a completion of 3 blocks")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +70,8 @@ def test_the_function_is_called_with_each_samples_facts(
         ("float('nan')", r"gave nan \(float\) and no finite number"),
         ("10 ** 400", r"gave 10+ \(int\) and no finite number"),
         ("'1'", r"gave '1' \(str\) and no finite number"),
-        ("[1.0]", r"gave \[1.0\] \(list\) and no finite number"),
+        ("{1.0}", r"gave \{1.0\} \(set\) and no finite number"),
+        ("[1.0]", r"gave 1 numbers for a completion of 0 blocks"),
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
     ],
 )
