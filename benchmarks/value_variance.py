@@ -1,8 +1,8 @@
 """Variance of the policy gradient: a value model's step-level advantages against the group's, at equal rollouts.
 
-    python -m benchmarks.value_variance [--rounds 0 20 50 100] [--batches 48]
+    python -m benchmarks.value_variance [--recipe recipes/sums.yaml] [--rounds 50 100 200] [--batches 48]
 
-A run on Sudoku trains the policy by the exact trajectory (`cj-grpo`) with a value model. After the given rounds the
+A run trains the policy by the exact trajectory (`cj-grpo`) with a value model. After the given rounds the
 policy samples batches that nothing is trained on. Each batch gives two gradients of the same completions: with their
 group's z-scores, and with the value model's advantages. The table has tr(S) / |G|^2, the variance of a batch's gradient
 over the squared mean gradient (the gradient noise scale in batches; McCandlish et al., arXiv 1812.06162).
@@ -99,7 +99,8 @@ def gradients(learner: Learner, batches: list[RolloutBatch], *, with_value: bool
 def main() -> None:
     """Train, measure after the given rounds, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", nargs="+", type=int, default=[20, 50, 100, 200], help="when to measure")
+    parser.add_argument("--recipe", type=Path, default=Path("recipes/sums.yaml"))
+    parser.add_argument("--rounds", nargs="+", type=int, default=[50, 100, 200], help="when to measure")
     parser.add_argument("--batches", type=int, default=48, help="batches of 256 completions")
     parser.add_argument("--rate", type=float, default=0.25, help="multiple of the recipe's learning rate")
     parser.add_argument("--seed", type=int, default=0)
@@ -108,8 +109,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     trial = Trial(
-        task="sudoku",
-        recipe="recipes/tiny.yaml",
+        task=args.recipe.stem,
+        recipe=str(args.recipe),
         row="cj-grpo",
         seed=args.seed,
         out=str(args.out.resolve()),
