@@ -25,6 +25,25 @@ _ORDER_KEY, _SAMPLE_KEY, MASK_KEY, _SCHEDULE_KEY = 11, 12, 13, 14
 _MAX_CACHED = 16
 
 
+class EpochOrder:
+    """Order in which the rounds of a run take its items: shuffled anew in every epoch."""
+
+    def __init__(self, num_items: int, seed: int) -> None:
+        """Order `num_items` items by the run's seed."""
+        self._num_items, self._seed = num_items, seed
+        self._orders: dict[int, list[int]] = {}
+
+    def item_at(self, position: int) -> tuple[int, int]:
+        """Return the index of the item at a position of the whole run, and its epoch."""
+        epoch, place = divmod(position, self._num_items)
+        if epoch not in self._orders:
+            if len(self._orders) > _MAX_CACHED:
+                del self._orders[next(iter(self._orders))]
+            order = partial(fold, fold(self._seed, _ORDER_KEY, epoch))
+            self._orders[epoch] = sorted(range(self._num_items), key=order)
+        return self._orders[epoch][place], epoch
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RoundPlan:
     """Candidate groups of a round, and their work units."""
@@ -50,13 +69,13 @@ class RunPlan:
         self._spec, self._params = spec, spec.rollout.params
         self._tokenizer = tokenizer
         self._prompts: dict[str, tuple[int, ...]] = {}
-        self._orders: dict[int, list[int]] = {}
         self._round_plans: dict[int, _RoundPlan] = {}
         self.solve_rates = SolveRates()
         self.num_overlong = 0
         # The split is by solution and not by seed, so the held-out and validation sets are the same for every run.
         self.train = self._encode_and_filter(task.problems(Split.TRAIN, spec.num_train_problems, spec.seed))
         self.heldout = self._encode(task.problems(Split.HELDOUT, spec.evaluation.num_problems, seed=0))
+        self._order = EpochOrder(len(self.train), spec.seed)
         num_validation = spec.evaluation.num_validation
         self.validation = (
             self._encode(task.problems(Split.VALIDATION, num_validation, seed=0)) if num_validation else []
@@ -209,13 +228,8 @@ class RunPlan:
         return _RoundPlan(problems=problems, work_units=[*at_first, *consecutive_batches(range(whole, most), size)])
 
     def _problem_at(self, position: int) -> tuple[Problem, int]:
-        epoch, place = divmod(position, len(self.train))
-        if epoch not in self._orders:
-            if len(self._orders) > _MAX_CACHED:
-                del self._orders[next(iter(self._orders))]
-            order = partial(fold, fold(self._spec.seed, _ORDER_KEY, epoch))
-            self._orders[epoch] = sorted(range(len(self.train)), key=order)
-        return self.train[self._orders[epoch][place]], epoch
+        index, epoch = self._order.item_at(position)
+        return self.train[index], epoch
 
     def _request(self, problem: Problem, params: SamplingParams, seed: int) -> Request:
         return Request(prompt_ids=self._prompts[problem.problem_id], params=params, seed=seed)

@@ -211,9 +211,14 @@ class RunConfig(BaseModel):
         return int(self.learner.groups_per_round * self.rollout.max_oversampling)
 
     @property
+    def sampled_groups_per_round(self) -> int:
+        """Groups that a round samples, before any is replaced; none if it trains on stored pairs."""
+        return self.learner.groups_per_round if self.learner.pairs is None else 0
+
+    @property
     def work_units_per_round(self) -> int:
         """Work units of a round, before any group is replaced."""
-        return -(-self.learner.groups_per_round // self.groups_per_work_unit)
+        return -(-self.sampled_groups_per_round // self.groups_per_work_unit)
 
     @property
     def sft_tokens(self) -> int:
@@ -248,7 +253,7 @@ class RunConfig(BaseModel):
     def _consistent(self) -> RunConfig:
         if self.sft.data is None and self.sft.num_steps:
             self._check_labels()
-        if self.max_groups_per_round > self.num_train_problems:
+        if self.max_groups_per_round > self.num_train_problems and self.sampled_groups_per_round:
             oversampling = self.rollout.max_oversampling
             times = f" times rollout.max_oversampling {oversampling:g}" if oversampling > 1 else ""
             raise ValueError(

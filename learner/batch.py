@@ -84,7 +84,7 @@ class RolloutBatch(CompletionBatch):
     fallback: Tensor
     """[B, L] bool: committed only because a step commits at least one."""
     num_forwards: Tensor
-    """[B] int64: forward passes that the completion took part in."""
+    """[B] int64: forward passes that the completion took part in; 0 if it was stored and not sampled."""
     policy_versions: Tensor
     """[B] int64: the version that sampled the row."""
     process_rewards: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from learner.advantages import Advantage, Filters
 from learner.algorithms import DEFAULT, with_algorithm
 from learner.estimators import EstimatorConfig, OneStepConfig, SamplerFacts
-from learner.objectives import ClippedRatioConfig, ObjectiveConfig
+from learner.objectives import ClippedRatioConfig, ObjectiveConfig, PreferenceConfig
 from learner.objectives.base import Coefficient
 from learner.value.config import ValueConfig
 
@@ -27,12 +28,17 @@ class LearnerConfig(BaseModel):
     does. Absent: it waits for all `num_workers`."""
     resource_timeout_s: PositiveFloat = 300.0
     """Seconds that the learner waits for the resources of all its ranks, where `min_workers` allows fewer."""
+    pairs: Path | None = None
+    """Stored preference pairs for the objective `preference`: a file, a directory or a dataset of the hub, as
+    `sft.data`. Rounds then train on these instead of completions, and samplers and graders work for evaluations only.
+    Rows have `prompt`, `chosen` and `rejected`, or `chosen` and `rejected` as whole conversations. Absent: rounds train
+    on graded completions."""
     num_rounds: NonNegativeInt
     """Rounds to train; each publishes one policy version."""
     groups_per_round: PositiveInt = 16
-    """Problems per round (P)."""
+    """Problems per round (P), or `pairs`."""
     group_size: Annotated[int, Field(ge=2)] = 6
-    """Completions per problem (G). At least 2, because the advantage compares them."""
+    """Completions per problem (G). At least 2, because the advantage compares them. With `pairs` it is 2."""
     inner_updates: PositiveInt = 12
     """Sweeps through each round's completions (mu), each of `num_minibatches` optimizer steps."""
     num_minibatches: PositiveInt = 1
@@ -86,7 +92,10 @@ class LearnerConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _filled_in(cls, section: Any) -> Any:
-        return with_algorithm(section) if isinstance(section, dict) else section
+        if not isinstance(section, dict):
+            return section
+        # A pair is a group of two, whatever group size the recipe has for completions.
+        return with_algorithm(section) | ({"group_size": 2} if section.get("pairs") is not None else {})
 
     @model_validator(mode="after")
     def _fitting(self) -> LearnerConfig:
@@ -104,6 +113,19 @@ class LearnerConfig(BaseModel):
                 f"objective {self.objective.name} tilts the reference by the reward: advantage must be group_mean, the "
                 f"reward up to a constant of the group, not {self.advantage}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _stored(self) -> LearnerConfig:
+        if self.pairs is None:
+            return self
+        if not isinstance(self.objective, PreferenceConfig):
+            raise ValueError(
+                f"pairs is {self.pairs}, and objective {self.objective.name} learns from graded completions; take the "
+                "objective preference (learner.algorithm=vrpo), or leave pairs out"
+            )
+        if self.filters != Filters():
+            raise ValueError("filters select among graded completions, and pairs has none; leave one of them out")
         return self
 
     @model_validator(mode="after")

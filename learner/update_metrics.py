@@ -24,18 +24,22 @@ _TRL = {
 
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Compute the metrics of a round's completions."""
+    """Compute the metrics of a round's completions; stored ones have no sampler's record and no rewards of a task."""
     rewards = Rewards.of(batch)
     lengths_B = batch.completion_lengths.float()
     is_text = batch.completion_mask()
-    return {
-        "reward_std": group_spreads(rewards).mean().item(),
-        "frac_reward_zero_std": zero_variance_share(rewards),
-        "entropy": (batch.commit_entropy * is_text).sum().item() / is_text.sum().item(),
+    lengths = {
         "completions/mean_length": lengths_B.mean().item(),
         "completions/max_length": lengths_B.max().item(),
         "completions/clipped_ratio": batch.truncated.float().mean().item(),
-        "tokens_per_forward": lengths_B.sum().item() / max(1, int(batch.num_forwards.sum())),
+    }
+    if not (num_forwards := int(batch.num_forwards.sum())):
+        return lengths
+    return lengths | {
+        "reward_std": group_spreads(rewards).mean().item(),
+        "frac_reward_zero_std": zero_variance_share(rewards),
+        "entropy": (batch.commit_entropy * is_text).sum().item() / is_text.sum().item(),
+        "tokens_per_forward": lengths_B.sum().item() / num_forwards,
     }
 
 

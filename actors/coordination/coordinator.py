@@ -284,7 +284,7 @@ class Coordinator:
         """
         if self._is_published(trained):
             return True  # A repeated call.
-        summaries = summaries or self._rounds.summaries(trained.round)
+        summaries = self._rounds.summaries(trained.round) if summaries is None else summaries
         if summaries is None:
             return False
         self._recorder.release(trained, summaries)
@@ -302,7 +302,7 @@ class Coordinator:
 
     async def announce(self, weights_id: WeightsId, phase: Phase, round_index: int) -> None:
         """Announce a new version in the weight store to samplers, which prefetch it, and to registry and service."""
-        if phase is Phase.RL and round_index < self._spec.learner.num_rounds:
+        if phase is Phase.RL and self._rounds.is_sampled(round_index):
             self._pools.prefetch(weights_id)
         is_told = await self._announcer.announce(weights_id, phase, round_index)
         untold = {} if is_told else {**asdict(weights_id), "phase": phase, "round": round_index}

@@ -156,7 +156,7 @@ class Ledger:
         self._ready = {key for key in self._ready if key.round != round_index}
         self._failed = {key for key in self._failed if key.round != round_index}
         self._sizes.pop(round_index)
-        self._num_done.pop(round_index)
+        del self._num_done[round_index]
         self.next_round, self.version = round_index + 1, version
         self._admit()
 

@@ -37,22 +37,17 @@ class RoundRecorder:
 
     def release(self, trained: TrainedRound, by_key: Mapping[WorkUnitKey, WorkUnitSummary]) -> None:
         """Let later rounds begin: record which problems of this one were solved, and remove it from the ledger."""
-        outcomes = outcomes_of((self._plan.work_unit_problems(key), summary.grades) for key, summary in by_key.items())
-        self._log.add_solve_rates(line_of(trained.round, outcomes))
-        self._plan.record_outcomes(trained.round, outcomes)
+        if by_key:
+            outcomes = outcomes_of((self._plan.work_unit_problems(key), one.grades) for key, one in by_key.items())
+            self._log.add_solve_rates(line_of(trained.round, outcomes))
+            self._plan.record_outcomes(trained.round, outcomes)
         self._rounds.publish(trained.round, trained.weights_id)
 
     async def record(self, trained: TrainedRound, by_key: Mapping[WorkUnitKey, WorkUnitSummary]) -> None:
         """Write a round to the run log, on disk when this returns, and to samples, metrics and timeline."""
-        plan, summaries, values = self._plan, list(by_key.values()), trained.values
-        version = trained.weights_id.version
-        stats = round_stats([plan.group_ids(key) for key in by_key], summaries, self._rounds.selection)
+        values, version = trained.values, trained.weights_id.version
+        stats = self._stats_of_sampled(by_key, version - 1) if by_key else _stats_of_stored(values)
         seconds = values["sampling_s"] + values["training_s"] + values["publish_s"]
-        self._log.add_samples(
-            readable_samples(
-                by_key, _SAMPLES_PER_ROUND, lambda key: plan.round_work_unit(key.round, key.index), plan.prompt_text
-            )
-        )
         event = self._log.add(
             "round",
             round=trained.round,
@@ -60,13 +55,30 @@ class RoundRecorder:
             **stats,
             num_retries=self._rounds.num_retries,
             pools=self._pools.use(),
-            **_staleness(summaries, version - 1),
             **values,
             tokens_per_s=round(stats["mean_tokens"] * stats["num_completions"] / seconds, 1),
         )
         self._gauges.show(event)
         self._timeline.add_round(trained.round, values)
         await self._log.written()
+
+    def _stats_of_sampled(self, by_key: Mapping[WorkUnitKey, WorkUnitSummary], newest: int) -> dict[str, Any]:
+        """Return the statistics of a round's completions, of which a few are written to samples."""
+        plan, summaries = self._plan, list(by_key.values())
+        self._log.add_samples(
+            readable_samples(
+                by_key, _SAMPLES_PER_ROUND, lambda key: plan.round_work_unit(key.round, key.index), plan.prompt_text
+            )
+        )
+        stats = round_stats([plan.group_ids(key) for key in by_key], summaries, self._rounds.selection)
+        return stats | _staleness(summaries, newest)
+
+
+def _stats_of_stored(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the statistics of a round that trained on stored pairs: nothing was sampled or graded."""
+    # A round that was skipped has no metrics.
+    mean_tokens = values.get("completions/mean_length", 0.0)
+    return {"num_completions": int(values["num_trained_completions"]), "mean_tokens": mean_tokens}
 
 
 def round_stats(

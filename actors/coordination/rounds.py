@@ -51,6 +51,10 @@ class OpenRounds:
         """Attempts beyond the first, since the ledger was made."""
         return 0 if self._ledger is None else self._ledger.num_retries
 
+    def is_sampled(self, round_index: int) -> bool:
+        """Return whether samplers work for this round: one of the run, unless the rounds train on stored pairs."""
+        return round_index < self._spec.learner.num_rounds and self._plan.work_units_per_round > 0
+
     def counts(self) -> dict[str, int]:
         """Return the number of work units by state."""
         return {} if self._ledger is None else self._ledger.counts()
@@ -97,7 +101,7 @@ class OpenRounds:
             raise RuntimeError(f"the learner has restarted and no longer needs round {round_index}")
         await self._wait_for(ledger, round_index)
         ready = ledger.ready(round_index)
-        if not ready:
+        if not ready and self.is_sampled(round_index):
             raise RuntimeError(
                 f"round {round_index} has no completions: all its work units failed. {self._last_failure}"
             )

@@ -1,8 +1,14 @@
-"""RL rounds on one learner worker: pull a round's batch, update the policy, publish the next version."""
+"""RL rounds on one learner worker: pull a round's batch, update the policy, publish the next version.
+
+A batch is of graded completions, or of stored preference pairs. With these the coordinator's rounds have no work units,
+and its answers only pace the run: stops, background evaluations, and the record of the round before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -13,11 +19,14 @@ from actors.training.collate import collate
 from actors.training.context import RunContext
 from actors.training.dynamic_sampling import GroupSelection
 from actors.training.limits import StopRequestedError
+from actors.training.pairs import PairBatches, load_pairs
 from actors.training.round_update import RoundUpdate
 from learner.batch import RolloutBatch
+from learner.estimators import SamplerFacts
 from learner.learner import Learner
 from learner.model.checkpoint_files import learner_files
 from learner.model.storage.shards import read_shards
+from learner.model.tokenizer import ChatTokenizer
 from learner.objectives import DistillationConfig
 from learner.parallel.teacher import Teacher
 
@@ -25,10 +34,11 @@ from learner.parallel.teacher import Teacher
 def run_rounds(context: RunContext) -> None:
     """Run all remaining rounds, starting from the SFT checkpoint or the initial one."""
     num_rounds = context.spec.learner.num_rounds
+    pairs = _load_pairs(context)
     learner = _make_learner(context)
     context.learner_tensors = learner.tensors
     context.record("phase", phase=Phase.RL, num_steps=num_rounds)
-    rounds = Rounds(context, RoundUpdate(context, learner))
+    rounds = Rounds(context, RoundUpdate(context, learner), pairs)
     for round_index in range(context.position.round, num_rounds):
         rounds.run(round_index)
         context.learner = learner
@@ -48,15 +58,39 @@ def _make_learner(context: RunContext) -> Learner:
     if spec.model.lora.rank and not has_begun:
         # RL has its own adapter: the policy without it is the KL reference.
         context.begin_adapter(Phase.RL)
+    learner = Learner(context.policy, spec.learner, _facts(context), _teacher(context))
+    if has_begun:
+        _restore(context, learner)
+    return learner
+
+
+def _facts(context: RunContext) -> SamplerFacts:
+    """Return how the completions of the rounds are sampled; stored ones have no record that replays."""
+    spec = context.spec
     facts = sampler_facts(
         spec.rollout.params[0],
         is_block_causal=context.policy.config.is_block_causal,
         is_fp8=spec.rollout.engine.fp8,
     )
-    learner = Learner(context.policy, spec.learner, facts, _teacher(context))
-    if has_begun:
-        _restore(context, learner)
-    return learner
+    return facts if spec.learner.pairs is None else replace(facts, has_reproducible_logps=False)
+
+
+def _load_pairs(context: RunContext) -> PairBatches | None:
+    """Load the stored pairs on rank 0, which sends each round's to the others; None there, and without pairs."""
+    spec, batches = context.spec, list[PairBatches]()
+    if spec.learner.pairs is None:
+        return None
+
+    def load() -> dict[str, Any]:
+        data = load_pairs(spec, ChatTokenizer(spec.initial_checkpoint))
+        batches.append(PairBatches(spec, data, context.policy.config, _facts(context)))
+        return data.facts
+
+    context.pulse.doing = "reading the preference pairs"
+    facts = context.ranks.broadcast_decision(load)
+    if context.position.phase is not Phase.RL:
+        context.record("pairs", **facts)
+    return batches[0] if batches else None
 
 
 def _teacher(context: RunContext) -> Teacher | None:
@@ -99,8 +133,9 @@ def _between_rounds(context: RunContext) -> None:
 class Rounds:
     """Executor of single rounds."""
 
-    def __init__(self, context: RunContext, update: RoundUpdate) -> None:
-        self._context, self._update = context, update
+    def __init__(self, context: RunContext, update: RoundUpdate, pairs: PairBatches | None = None) -> None:
+        """Train with `update`: on stored `pairs`, which rank 0 has, or without them on sampled completions."""
+        self._context, self._update, self._pairs = context, update, pairs
 
     def run(self, round_index: int) -> None:
         """Run one round: sample, update, publish the version, and report it for the run log."""
@@ -135,11 +170,15 @@ class Rounds:
             background = context.evaluator.background
             label = "" if background is None else background.label
             what, work_units[:] = context.client.next_batch(round_index, context.publisher.newest, label)
-            sampling, policy = context.spec.rollout.sampling, context.policy.config
-            num_slots = sampling.max_slots(is_block_causal=policy.is_block_causal)
-            selection = GroupSelection.of(context.spec)
-            batch = collate(work_units, num_slots, policy.eos_token_id, selection) if what is Next.CONTINUE else None
+            batch = self._batch(round_index, work_units) if what is Next.CONTINUE else None
             return what, {} if batch is None else batch.given()
 
         tensors = context.publisher.request_with_republish(lambda: context.ranks.broadcast_tensors(ask))
         return RolloutBatch(**tensors) if tensors else None, work_units
+
+    def _batch(self, round_index: int, work_units: Sequence[ScoredWorkUnit]) -> RolloutBatch | None:
+        if self._pairs is not None:
+            return self._pairs.of_round(round_index)
+        sampling, policy = self._context.spec.rollout.sampling, self._context.policy.config
+        num_slots = sampling.max_slots(is_block_causal=policy.is_block_causal)
+        return collate(work_units, num_slots, policy.eos_token_id, GroupSelection.of(self._context.spec))

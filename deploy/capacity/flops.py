@@ -39,7 +39,7 @@ def sampling_flops(recipe: RunConfig, shape: TransformerConfig) -> float:
         for params in recipe.rollout.params
         for steps in _steps_of(recipe, shape, params)
     )
-    return recipe.learner.groups_per_round * recipe.learner.group_size * total / len(recipe.rollout.params)
+    return recipe.sampled_groups_per_round * recipe.learner.group_size * total / len(recipe.rollout.params)
 
 
 def learning_flops(recipe: RunConfig, shape: TransformerConfig, *, with_recompute: bool = False) -> float:
@@ -118,7 +118,7 @@ def completion_s(
 
 def sampling_s(recipe: RunConfig, shape: TransformerConfig, kind: GpuKind, num_samplers: int) -> float:
     """Estimate the seconds of a round's completions on one GPU, in the work units of `num_samplers` samplers."""
-    completions = recipe.learner.groups_per_round * recipe.learner.group_size
+    completions = recipe.sampled_groups_per_round * recipe.learner.group_size
     work_unit = recipe.groups_per_work_unit_for(num_samplers) * recipe.learner.group_size
     num_rows = min(recipe.rollout.engine.num_slots, work_unit)
     each = [completion_s(recipe, shape, kind, params, num_rows) for params in recipe.rollout.params]

@@ -125,7 +125,7 @@ class Driver:
         ):
             self.on_event({"event": "status", "what": f"Ray is up; dashboard http://{ray.dashboard_url}"})
             self._wait_for("starting the registry")
-            has_judges = Phase.RL in spec.phases
+            has_judges = Phase.RL in spec.phases and spec.sampled_groups_per_round > 0
             with judge_servers(self.recipe.reward, spec.run_dir, self.on_event) if has_judges else nullcontext():
                 self.run_on_ray(ray.dashboard_url, keep_store=self.serve and not ray.is_ours)
             if self.serve and ray.is_ours:

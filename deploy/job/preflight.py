@@ -146,7 +146,7 @@ def _pool_problems(recipe: Recipe) -> Iterator[str]:
     rollout, learner = recipe.rollout, recipe.learner
     at_a_time = learner.max_staleness + 1
     work_units = recipe.work_units_per_round * at_a_time
-    if recipe.device == "cpu" or not learner.num_rounds or work_units >= rollout.num_samplers:
+    if recipe.device == "cpu" or not (learner.num_rounds and work_units) or work_units >= rollout.num_samplers:
         return
     more = -(-rollout.num_samplers // at_a_time)
     also = f" learner.num_workers={work_units}" if recipe.gpus.colocate else ""

@@ -132,7 +132,7 @@ class Scaler:
     def _notes(self, changes: dict[Kind, tuple[int, int]]) -> Iterator[str]:
         _, samplers = changes.get("samplers", (0, 0))
         work_units = self._recipe.work_units_per_round * (self._recipe.learner.max_staleness + 1)
-        if samplers > work_units:
+        if samplers > work_units > 0:
             yield (
                 f"the rounds of this recipe have {counted(work_units, 'work unit')} at a time, so that "
                 f"{counted(samplers - work_units, 'sampler')} will be idle except in evaluations; a recipe with "

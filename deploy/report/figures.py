@@ -25,6 +25,10 @@ _Shown = TypeVar("_Shown")
 
 _SIZE = (4.8, 3.0)
 _SERIES = (
+    ("reward", "Reward", "mean reward of a completion"),
+    ("correct", "Share correct", "share of training completions"),
+    ("preferred", "Preferred", "share of pairs"),
+    ("margin", "Margin of the preferred", "beta times nats"),
     ("kl", "KL to the reference", "nats per token"),
     ("entropy", "Entropy at commit", "nats"),
     ("clip_ratio/region_mean", "Clipped tokens", "share of tokens"),
@@ -77,15 +81,13 @@ def plots(runs: Runs) -> Iterator[Plot]:
 
 def _plots_of_rounds(runs: Runs) -> Iterator[Plot]:
     note = "Faintly each round, and the moving mean over a twentieth of the rounds."
-    yield plot("Reward", note, _series_of("reward", "mean reward of a completion"), runs)
-    yield plot("Share correct", note, _series_of("correct", "share of training completions"), runs)
-    for name, history in runs.items():
-        if any(event.get("reward_parts") for event in history.rounds.values()):
-            yield plot(f"Parts of the reward: {name}", "Moving means.", _parts, {name: history})
     for key, title, unit in _SERIES:
         # Not every method has each of them.
         if any(key in event for history in runs.values() for event in history.rounds.values()):
             yield plot(title, note, _series_of(key, unit), runs)
+    for name, history in runs.items():
+        if any(event.get("reward_parts") for event in history.rounds.values()):
+            yield plot(f"Parts of the reward: {name}", "Moving means.", _parts, {name: history})
 
 
 def plot(title: str, note: str, draw: Callable[[Axes, _Shown], None], shown: _Shown) -> Plot:

@@ -26,6 +26,7 @@ _ASYNC_EVENTS = ("run", "status", "waits", "failure", "pause", "pause_end", "sca
 _BETWEEN_PHASES = {
     "evaluation": "preparing the next stage",
     "sft_data": "preparing SFT",
+    "pairs": "preparing the rounds",
     "phase_end": "writing a checkpoint",
     "checkpoint": "evaluating",
 }
@@ -177,6 +178,13 @@ def _examples(event: Event) -> str:
     return f"{event['num_examples']} examples of {event['mean_tokens']:.0f} tokens{held_out}{overlong}; {padding}"
 
 
+def _pairs(event: Event) -> str:
+    """Describe the stored preference pairs of the rounds."""
+    overlong = f", {event['num_overlong']} with too long a prompt" if event["num_overlong"] else ""
+    chosen, rejected = event["mean_chosen_tokens"], event["mean_rejected_tokens"]
+    return f"{event['num_pairs']} pairs: {chosen:.0f} tokens chosen, {rejected:.0f} rejected{overlong}"
+
+
 def _evaluation(event: Event) -> str:
     score = Score(num_correct=event["num_correct"], num_problems=event["num_problems"])
     at = f" at {event['schedule']}" if "schedule" in event else ""
@@ -200,6 +208,9 @@ def _facts(event: Event, validation_loss: float | None) -> str:
     if event["event"] == "sft":
         validation = "" if validation_loss is None else f"validation {metric(validation_loss)}  "
         return f"loss {metric(event['loss'])}  {validation}{rate}"
+    if "reward" not in event:
+        # Stored pairs; a round that was skipped has no metrics.
+        return f"preferred {100 * event.get('preferred', 0):.0f} %  margin {metric(event.get('margin', 0))}  {rate}"
     divergence = f"divergence {metric(event['teacher_divergence'])}  " if "teacher_divergence" in event else ""
     return f"{divergence}reward {event['reward']:.3f}  correct {100 * event['correct']:.0f} %  {rate}"
 
@@ -243,6 +254,7 @@ def _stopped_at(event: Event) -> str:
 
 _FORMATTERS: dict[str, Callable[[Event], str]] = {
     "sft_data": _examples,
+    "pairs": _pairs,
     "sft_eval": lambda event: f"validation loss after {event['step']} steps: {metric(event['loss'])}",
     "sft_samples": _samples,
     "evaluation": _evaluation,

@@ -15,6 +15,7 @@ from actors.plan import RunPlan
 from actors.run_config import RunConfig
 from actors.run_log import CHECKPOINTS, RECIPE
 from actors.spec import Phase, RunSpec
+from actors.training.pairs import load_pairs
 from actors.training.sft.data import load_sft_data
 from deploy.errors import UserError, user_errors
 from deploy.recipe.overrides import flat_fields, load_recipe, resolved_yaml
@@ -89,6 +90,7 @@ def _of_any_directory(recipe: Recipe) -> Recipe:
     task = recipe.task.with_absolute_paths() if isinstance(recipe.task, DataSources) else recipe.task
     sft = recipe.sft.model_copy(update={"data": recipe.sft.data and absolute_source(recipe.sft.data)})
     learner = recipe.learner
+    learner = learner.model_copy(update={"pairs": learner.pairs and absolute_source(learner.pairs)})
     if isinstance(learner.objective, DistillationConfig) and learner.objective.teacher is not None:
         objective = learner.objective.model_copy(update={"teacher": learner.objective.teacher.absolute()})
         learner = learner.model_copy(update={"objective": objective})
@@ -158,6 +160,7 @@ def check_resumable(recipe: Recipe, spec: RunSpec) -> None:
         raise UserError(f"there is no run to resume in {spec.run_dir}; start it without --resume")
     with user_errors(ValueError):
         check_unchanged(spec.initial_checkpoint)
+        _check_pairs(spec)
     began, now = (
         flat_fields(_of_any_directory(one).model_dump(mode="json"))
         for one in (load_recipe(spec.run_dir / RECIPE, []), recipe)
@@ -292,8 +295,15 @@ def _check_plan(spec: RunSpec, tokenizer: ChatTokenizer, policy: TransformerConf
     plan.evaluation_work_units(spec.evaluation.params(spec.rollout.sampling)[0], policy, problems=plan.validation)
     if Phase.SFT in spec.phases:
         load_sft_data(spec, plan, tokenizer)
+    _check_pairs(spec, tokenizer)
     if Phase.RL in spec.phases and isinstance(spec.learner.objective, DistillationConfig):
         _check_teacher(spec, spec.learner.objective.teacher, policy)
+
+
+def _check_pairs(spec: RunSpec, tokenizer: ChatTokenizer | None = None) -> None:
+    """Raise ValueError unless the rounds can train on the recipe's stored pairs, if it has any."""
+    if Phase.RL in spec.phases and spec.learner.pairs is not None:
+        load_pairs(spec, tokenizer or ChatTokenizer(spec.initial_checkpoint))
 
 
 def _check_teacher(spec: RunSpec, directory: Path | None, policy: TransformerConfig) -> None:

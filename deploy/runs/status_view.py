@@ -7,6 +7,7 @@ characters made visible.
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -186,13 +187,14 @@ def _curves(run: Run) -> Iterator[tuple[str, str]]:
     series = {
         "reward": history.series("reward"),
         "share correct": history.series("correct"),
+        "preferred": history.series("preferred"),
         "SFT loss": [step["loss"] for step in history.steps.get("sft", [])],
         "held-out loss": [evaluated["loss"] for evaluated in history.sft_losses.get("sft", [])],
         "validation %": [100 * item.score.accuracy for item in history.validation],
         "held-out %": accuracies,
     }
     for name, values in series.items():
-        if values:
+        if any(map(math.isfinite, values)):
             yield name, f"{metric(values[0]):>7} {sparkline(values)} {metric(values[-1])}"
 
 

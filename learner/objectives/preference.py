@@ -1,4 +1,4 @@
-"""DPO on differences of the ELBO, over preference pairs from graded groups (VRPO, LLaDA 1.5).
+"""DPO on differences of the ELBO, over preference pairs, stored or from graded groups (VRPO, LLaDA 1.5).
 
 See arXiv 2505.19223.
 
@@ -64,7 +64,8 @@ class PreferenceConfig(BaseModel):
         gain_B, share_B = rows.values(terms, logps.new - logps.reference), rows.shares(terms)
         better_K, worse_K = _pairs(rows.advantages, rows.groups, share_B > 0)
         if not len(better_K):
-            return Loss(total=(gain_B * 0).sum(), per_unit={"preferred": gain_B.detach()[:0]})
+            nothing = gain_B.detach()[:0]
+            return Loss(total=(gain_B * 0).sum(), per_unit={"preferred": nothing, "margin": nothing})
         margin_K = self.beta * (gain_B[better_K] - gain_B[worse_K])
         group_K = rows.groups[better_K]
         # Not `bincount`, which synchronises the host with the GPU.
@@ -72,7 +73,7 @@ class PreferenceConfig(BaseModel):
         share_K = share_B[better_K] / pairs_G[group_K]
         return Loss(
             total=(-torch.nn.functional.logsigmoid(margin_K) * share_K).sum(),
-            per_unit={"preferred": (margin_K.detach() > 0).float()},
+            per_unit={"preferred": (margin_K.detach() > 0).float(), "margin": margin_K.detach()},
         )
 
 

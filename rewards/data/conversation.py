@@ -25,7 +25,7 @@ def parse_conversation(value: object, name: str) -> tuple[Message, ...]:
     meaning = "what the policy is asked"
     if isinstance(value, str):
         found = json_in(value)
-        if not _is_turns(found):
+        if not is_turns(found):
             if value.lstrip().startswith(("[{'role'", "[{'content'")):
                 raise ValueError(f"{name} is a list as Python prints it; it should be a text, or turns written as JSON")
             return user_turn(text_of(value, name, meaning))
@@ -48,7 +48,7 @@ def turns_of(messages: object, what: str, name: str = "messages") -> tuple[Messa
 
     Raises ValueError if it is not a conversation.
     """
-    if isinstance(messages, str) and _is_turns(found := json_in(messages)):
+    if isinstance(messages, str) and is_turns(found := json_in(messages)):
         messages = found
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{name} is {preview(messages)}; it should be a list that {what}")
@@ -68,7 +68,7 @@ def text_of(value: object, name: str, meaning: str) -> str:
     return value
 
 
-def _is_turns(value: object) -> bool:
+def is_turns(value: object) -> bool:
     """Return whether it is a list of objects, each of which has a role."""
     return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) and "role" in turn for turn in value)
 

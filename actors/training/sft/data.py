@@ -17,7 +17,7 @@ from learner.sft.documents import Documents, TokenizedExample, make_documents
 from learner.sft.packing import packed_padding_share, padding_share
 from rewards import Problem
 from rewards.data.demonstrations import Demonstration, read_demonstrations
-from rewards.problem import chat
+from rewards.problem import Message, chat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,7 +132,8 @@ def _of_file(spec: RunSpec, tokenizer: ChatTokenizer) -> tuple[list[TokenizedExa
         if demonstration.is_text:
             kept += _chunks(demonstration.completion, tokenizer, limit)
             continue
-        prompt, completion = _encode(demonstration, tokenizer)
+        prompt = encode_prompt(demonstration.messages, demonstration.place, tokenizer)
+        completion = tuple(tokenizer.encode_plain(demonstration.completion))
         if len(prompt) + len(completion) > limit:
             num_overlong += 1
             if sft.overlong == "drop" or len(prompt) >= limit:
@@ -170,12 +171,12 @@ def _chunks(text: str, tokenizer: ChatTokenizer, limit: int) -> list[_Keyed]:
     ]
 
 
-def _encode(demonstration: Demonstration, tokenizer: ChatTokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def encode_prompt(messages: Sequence[Message], place: str, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+    """Encode the conversation of a row. Raises ValueError with its place if the chat template refuses it."""
     try:
-        prompt = tokenizer.encode_chat(chat(demonstration.messages))
+        return tuple(tokenizer.encode_chat(chat(messages)))
     except TemplateError as error:
-        raise ValueError(f"{demonstration.place}: the policy's chat template refuses it: {error}") from error
-    return tuple(prompt), tuple(tokenizer.encode_plain(demonstration.completion))
+        raise ValueError(f"{place}: the policy's chat template refuses it: {error}") from error
 
 
 def _hold_out(examples: Sequence[_Keyed], num_eval: int) -> tuple[list[TokenizedExample], list[TokenizedExample]]:

@@ -19,13 +19,14 @@ from actors.coordination.coordinator import Coordinator
 from actors.coordination.reporting.status import RunStatus
 from actors.messages import Next, TrainedRound, WeightsId, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.resources import GpuSection
-from actors.run_log import read_events
+from actors.run_log import SOLVE_RATES, read_events
 from actors.spec import Phase, RunSpec
 from actors.weights.store import VersionMissingError
 from learner.parallel.progress import Place
 from rewards import Grade, SumsConfig
 
 NOWHERE = "redis://127.0.0.1:1/0"
+NOTHING = {"num_trained_completions": 0.0}
 VALUES = {"sampling_s": 0.1, "training_s": 0.1, "publish_s": 0.1}
 
 
@@ -228,6 +229,42 @@ def test_a_round_reported_with_the_next_request_is_on_disk_before_the_answer(cas
         what, references = await coordinator.next_batch(1, _weights_id(2), _trained(0))
         assert (what, len(references)) == (Next.CONTINUE, coordinator._plan.work_units_per_round)
         assert [event["round"] for event in case.events("round")] == [0]
+
+    _run(scene())
+
+
+def test_rounds_on_stored_pairs_need_no_sampler_and_are_recorded_once_whenever_the_coordinator_dies(
+    case: _Case,
+) -> None:
+    learner = case.spec.learner.model_copy(update={"pairs": Path("pairs.jsonl")})
+    case.spec = case.spec.model_copy(update={"learner": learner})
+    values = VALUES | {"num_trained_completions": 10.0, "completions/mean_length": 6.0, "preferred": 0.7}
+    trained = [
+        TrainedRound(round=index, weights_id=_weights_id(index + 2), values=values if index else VALUES | NOTHING)
+        for index in (0, 1)
+    ]
+
+    async def scene() -> None:
+        first = case.coordinator()
+        assert await first.next_batch(0, _weights_id(1)) == (Next.CONTINUE, [])
+        await first.announce(_weights_id(2), Phase.RL, 1)
+        # It dies before it hears of the round, of which the learner has no summaries to repeat.
+        second = case.coordinator()
+        assert await second.next_batch(1, _weights_id(2), trained[0]) == (Next.REPORT, [])
+        assert not await second.published(trained[0], None)
+        assert await second.published(trained[0], {})
+        assert await second.next_batch(1, _weights_id(2), trained[0]) == (Next.CONTINUE, [])
+        assert await second.published(trained[1], None)
+        assert (case.sampler.asked, case.sampler.prefetch.prefetched) == ([], [])
+        skipped, event = case.events("round")
+        assert (skipped["num_completions"], skipped["tokens_per_s"]) == (0, 0)
+        assert (event["num_completions"], event["mean_tokens"], event["tokens_per_s"]) == (10, 6.0, 200.0)
+        assert event["preferred"] == 0.7
+        assert not {"reward", "correct", "mean_staleness", "num_failed_groups"} & event.keys()
+        assert (case.spec.run_dir / SOLVE_RATES).read_text() == "", "nothing was solved"
+        # Evaluations still are sampled.
+        assert await second.evaluate(_weights_id(3), "rl", 2, True) is Next.CONTINUE
+        assert case.sampler.asked
 
     _run(scene())
 

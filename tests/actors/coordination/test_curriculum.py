@@ -181,6 +181,6 @@ def test_the_order_of_the_problems_is_kept_for_few_epochs(spec: RunSpec) -> None
     plan, again = _plan(spec), _plan(spec)
     num_rounds = 40 * len(plan.train) // spec.learner.groups_per_round
     seen = [_problem_ids(plan, index) for index in range(num_rounds)]
-    assert len(plan._orders) < 20
+    assert len(plan._order._orders) < 20
     assert [_problem_ids(plan, index) for index in (0, 1)] == seen[:2]
     assert _problem_ids(again, num_rounds - 1) == seen[-1]

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from learner.estimators import SamplerFacts
 from learner.estimators.groupings import Level
 from learner.estimators.terms import Terms
 from learner.estimators.views import SOFTMAX, Views
-from learner.objectives import ClippedRatioConfig, Kl, Logps, Loss, RowFacts, TrajectoryBalanceConfig
+from learner.objectives import ClippedRatioConfig, Kl, Logps, Loss, PreferenceConfig, RowFacts, TrajectoryBalanceConfig
 from learner.objectives.clipped_ratio import kl_estimate
 
 CONFIG = ClippedRatioConfig(clip_low=0.2, clip_high=0.3, kl_coef=0.5)
@@ -404,3 +405,34 @@ def test_a_mean_over_parts_is_accepted_for_unsplit_units(estimator: dict[str, ob
 def test_scores_order_needs_whole_completions_and_unshaped_logits(settings: dict[str, object], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         ClippedRatioConfig.model_validate({"order_temperature": 1.0} | settings)
+
+
+def test_the_margin_is_beta_times_how_much_more_the_better_completion_gained() -> None:
+    """TRL's rewards/margins and rewards/accuracies, of the implicit rewards of DPO."""
+    new, reference = torch.tensor([-1.0, -3.0, -2.0]), torch.tensor([-2.0, -2.5, -2.5])
+    logps = Logps(new=new, old=new, reference=reference, sampled=new)
+    config = PreferenceConfig(beta=0.2)
+
+    def metrics(*advantages: float) -> dict[str, list[float]]:
+        loss = config.loss(_terms([1] * 3, torch.full((3,), 1 / 3)), logps, _rows(torch.tensor(advantages)))
+        return {name: values.tolist() for name, values in loss.per_unit.items()}
+
+    # The gains are 1, -0.5 and 0.5.
+    found = metrics(1.0, 0.0, 0.0)
+    assert found["margin"] == pytest.approx([0.3, 0.1])
+    assert found["preferred"] == [1.0, 1.0]
+    found = metrics(0.0, 1.0, 0.0)
+    assert found["margin"] == pytest.approx([-0.3, -0.2])
+    assert found["preferred"] == [0.0, 0.0]
+    assert metrics(1.0, 1.0, 1.0) == {"preferred": [], "margin": []}
+
+
+def test_stored_pairs_are_groups_of_two_for_a_preference_objective_without_filters() -> None:
+    settings = {"num_rounds": 1, "algorithm": "vrpo", "pairs": "pairs.jsonl", "group_size": 6}
+    config = LearnerConfig.model_validate(settings)
+    assert (config.pairs, config.group_size) == (Path("pairs.jsonl"), 2)
+    assert LearnerConfig.model_validate(settings | {"pairs": None}).group_size == 6
+    with pytest.raises(ValidationError, match="objective clipped_ratio learns from graded completions; take the"):
+        LearnerConfig.model_validate(settings | {"algorithm": "espo"})
+    with pytest.raises(ValidationError, match="filters select among graded completions, and pairs has none"):
+        LearnerConfig.model_validate(settings | {"filters": {"min_accuracy": 0.1}})
