@@ -274,7 +274,7 @@ class RunConfig(BaseModel):
                 f"learner.reference_sync_rounds {self.learner.reference_sync_rounds} moves the KL reference, which "
                 "with model.lora.rank is the policy without its adapter and stays; take 0 for one of the two"
             )
-        if self.learner.objective.needs_teacher and self.rollout.max_oversampling > 1:
+        if self.learner.objective.name == "distillation" and self.rollout.max_oversampling > 1:
             raise ValueError(
                 f"rollout.max_oversampling is {self.rollout.max_oversampling:g} and replaces groups whose rewards are "
                 f"all equal, and learner.objective {self.learner.objective.name} looks at no reward: take 1"

@@ -73,6 +73,7 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False, is_f
     return SamplerFacts(
         temperature=params.temperature,
         block_length=params.block_length,
+        num_blocks=params.num_blocks,
         max_denoise_steps=_max_denoise_steps(params, is_block_causal=is_block_causal),
         forbidden_ids=params.forbidden_ids,
         has_reproducible_logps=is_whole and params.cache is Cache.NONE,

@@ -81,6 +81,8 @@ class Filters(BaseModel):
     min_speed_range: Annotated[float, Field(ge=0)] = 0.0
     """Leave out groups whose completions differ by less than this in tokens per forward: they carry no signal about
     speed (LightningRL: 0.01). Needs a schedule with a variable number of denoise steps."""
+    first_correct: bool = False
+    """Keep the first correct completion of each group alone, and no completion of a group without one (d-OPSD)."""
     truncated: bool = False
     """Leave out completions that reach the length limit without an end of text. They still count in the group's mean.
     """
@@ -105,6 +107,9 @@ class Filters(BaseModel):
             kept_B &= means.of(((rewards.total - means.of(rewards.total)).abs() > 1e-6).float()) > 0
         if self.min_speed_range:
             kept_B &= means.greatest(speeds_B) + means.greatest(-speeds_B) >= self.min_speed_range - 1e-6
+        if self.first_correct:
+            place_B = torch.arange(len(kept_B), device=kept_B.device).masked_fill(~rewards.correct, len(kept_B))
+            kept_B &= rewards.correct & (place_B == -means.greatest(-place_B))
         return kept_B & ~truncated_B if self.truncated else kept_B
 
 

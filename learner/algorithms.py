@@ -282,6 +282,20 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         "estimator": {"name": "block_states", "scores_end": False},
         "objective": {"name": "distillation", "reverse_kl": 0.0},
     },
+    "d-opsd": {
+        "inner_updates": 4,
+        "group_size": 8,
+        "filters": {"first_correct": True},
+        "estimator": {"name": "step_states"},
+        "objective": {
+            "name": "distillation",
+            "reverse_kl": 1.0,
+            "top_k": 20,
+            "renormalize_top_k": True,
+            "pointwise_clip": 0.05,
+            "future_share": 0.25,
+        },
+    },
 }
 """By name: settings of the recipe's section `learner`. Learning rates and batch sizes are left to the recipe, because
 published ones are for 8 B parameters and eight GPUs."""

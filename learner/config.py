@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from learner.advantages import Advantage, Filters
 from learner.algorithms import DEFAULT, with_algorithm
-from learner.estimators import EstimatorConfig, OneStepConfig, SamplerFacts
+from learner.estimators import EstimatorConfig, OneStepConfig, SamplerFacts, num_states
 from learner.objectives import ClippedRatioConfig, ObjectiveConfig, PreferenceConfig
 from learner.objectives.base import Coefficient
 from learner.value.config import ValueConfig
@@ -142,19 +142,23 @@ class LearnerConfig(BaseModel):
         parts += [] if self.value is None else [self.value.sampler_incompatibility]
         if why := next((why for incompatibility in parts if (why := incompatibility(sampler)) is not None), None):
             return why
-        return self._idle_update(sampler.max_denoise_steps)
+        return self._idle_update(sampler)
 
-    def _idle_update(self, max_denoise_steps: int) -> str | None:
+    def _idle_update(self, sampler: SamplerFacts) -> str | None:
         """Return that the last inner update would have no denoise step left to train on; None if it has one."""
-        if self.estimator.name != "trajectory" or self.estimator.proposal != "top_entropy":
+        if self.estimator.name == "step_states":
+            num_taken, num_steps, of_what = 1, num_states(sampler), "at least 1 other denoise step of a completion"
+        elif self.estimator.name == "trajectory" and self.estimator.proposal == "top_entropy":
+            num_taken = self.estimator.num_sampled or 0
+            num_steps = sampler.max_denoise_steps - self.estimator.num_shown_steps
+            of_what = f"{num_taken} other denoise steps of a completion (estimator.num_sampled)"
+        else:
             return None
-        num_taken, num_steps = self.estimator.num_sampled or 0, max_denoise_steps - self.estimator.num_shown_steps
         if (self.inner_updates - 1) * num_taken < num_steps:
             return None
         return (
-            f"inner_updates is {self.inner_updates}, each takes {num_taken} other denoise steps of a completion "
-            f"(estimator.num_sampled), and at most {num_steps} are scored: nothing would be left for the last one; "
-            f"take learner.inner_updates={-(-num_steps // num_taken)}"
+            f"inner_updates is {self.inner_updates}, each takes {of_what}, and at most {num_steps} are scored: nothing "
+            f"would be left for the last one; take learner.inner_updates={-(-num_steps // num_taken)}"
         )
 
     def lr_at(self, round_index: int) -> float:

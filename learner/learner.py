@@ -24,6 +24,7 @@ from learner.model.lora_config import FULL_FINE_TUNING
 from learner.objectives import DistillationConfig, Loss
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.micro_batches import loss_gradient
+from learner.parallel.self_teacher import SelfTeacher
 from learner.parallel.sharded_tensors import Rows, gather_on_rank_0
 from learner.parallel.sharding import ShardedPolicy
 from learner.parallel.teacher import Teacher
@@ -59,7 +60,8 @@ class Learner:
     ) -> None:
         """Prepare to train `policy` on completions of such a `sampler`.
 
-        `teacher` is the teacher of distillation; None: a copy of the current policy with causal attention.
+        `teacher` is the autoregressive teacher of distillation; None: the current policy with causal attention, or the
+        reference if the objective makes the policy its own teacher.
         Raises ValueError if the algorithm cannot learn from such completions.
         """
         self.policy = policy
@@ -75,9 +77,13 @@ class Learner:
         self.reference: ShardedPolicy | None = None
         if config.objective.needs_reference and not policy.lora.rank:
             self.reference = policy.frozen_copy()
-        self.teacher: Teacher | None = None
+        self.teacher: Teacher | SelfTeacher | None = None
         if isinstance(config.objective, DistillationConfig):
-            self.teacher = teacher or Teacher.of_policy(policy, config.objective)
+            self.teacher = (
+                teacher or Teacher.of_policy(policy, config.objective)
+                if config.objective.needs_teacher
+                else SelfTeacher(policy, self.reference, config.objective, self._sampler)
+            )
         self.value = None if config.value is None else ValueModel(policy, config)
 
     def update(self, batch: RolloutBatch, round_index: int) -> Metrics:
@@ -115,7 +121,7 @@ class Learner:
         yield from self.optimizer.tensors()
         if self.reference is not None:
             yield from self.reference.tensors()
-        if self.teacher is not None:
+        if isinstance(self.teacher, Teacher):
             yield from self.teacher.model.tensors()
         if self.value is not None:
             yield from self.value.tensors()
@@ -306,7 +312,8 @@ class Learner:
 
     def _reference_logps(self, plan: StepPlan) -> Tensor | None:
         objective = self.config.objective
-        return self._of_reference(plan) if objective.needs_reference and not objective.precomputes_row_weights else None
+        is_compared = objective.needs_reference and not objective.precomputes_row_weights and self.teacher is None
+        return self._of_reference(plan) if is_compared else None
 
     def _of_reference(self, plan: StepPlan) -> Tensor:
         self._count_forward(plan, is_reference=True)

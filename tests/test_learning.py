@@ -76,8 +76,8 @@ def _sampling(name: str) -> SamplingParams:
     return SamplingParams.model_validate(settings | {"temperature": 1.0, "forbidden_ids": (11,)})
 
 
-# Every method that uses rewards.
-NAMES = [name for name in ALGORITHMS if name != "opdlm"]
+# Every method without a teacher: a random policy has nothing to teach.
+NAMES = [name for name in ALGORITHMS if ALGORITHMS[name]["objective"]["name"] != "distillation"]
 # The first method with each estimator and objective; variants of it run nightly.
 FIRST = {(ALGORITHMS[name]["estimator"]["name"], ALGORITHMS[name]["objective"]["name"]): name for name in NAMES[::-1]}
 

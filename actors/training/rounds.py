@@ -96,7 +96,7 @@ def _load_pairs(context: RunContext) -> PairBatches | None:
 def _teacher(context: RunContext) -> Teacher | None:
     """Load the objective's teacher, if it needs one. Raises ValueError if its checkpoint cannot be read."""
     objective = context.spec.learner.objective
-    if not isinstance(objective, DistillationConfig):
+    if not isinstance(objective, DistillationConfig) or not objective.needs_teacher:
         return None
     context.pulse.doing = "loading the teacher"
     directory = objective.teacher or context.spec.initial_checkpoint

@@ -188,6 +188,10 @@ def _rollout_of(row: str, rollout: RolloutConfig) -> RolloutConfig:
         sampling = _FORK.of(sampling)
     elif row == "lightningrl":
         sampling = ScheduleConfig(threshold=0.9).of(sampling)
+    elif row == "d-opsd":
+        # Its teacher looks at later blocks, and the recipes have one. Steps stay as close to theirs as blocks allow.
+        length, num_steps = (6, 6) if sampling.gen_length % 6 == 0 else (2, 5)
+        sampling = sampling.model_copy(update={"block_length": length, "num_denoise_steps": num_steps})
     else:
         return rollout
     return rollout.model_copy(update={"sampling": sampling, "schedules": None})

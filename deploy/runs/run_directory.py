@@ -296,8 +296,9 @@ def _check_plan(spec: RunSpec, tokenizer: ChatTokenizer, policy: TransformerConf
     if Phase.SFT in spec.phases:
         load_sft_data(spec, plan, tokenizer)
     _check_pairs(spec, tokenizer)
-    if Phase.RL in spec.phases and isinstance(spec.learner.objective, DistillationConfig):
-        _check_teacher(spec, spec.learner.objective.teacher, policy)
+    objective = spec.learner.objective
+    if Phase.RL in spec.phases and isinstance(objective, DistillationConfig) and objective.needs_teacher:
+        _check_teacher(spec, objective.teacher, policy)
 
 
 def _check_pairs(spec: RunSpec, tokenizer: ChatTokenizer | None = None) -> None:

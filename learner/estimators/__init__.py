@@ -10,12 +10,19 @@ from learner.estimators.block_states import BlockStatesConfig
 from learner.estimators.elbo import ElboConfig, MaskCounts
 from learner.estimators.one_step import OneStepConfig
 from learner.estimators.random_masks import RandomMasksConfig
+from learner.estimators.step_states import StepStatesConfig, num_states, shown_future
 from learner.estimators.terms import Corruption, Terms, make_terms, unit_keys
 from learner.estimators.trajectory import TrajectoryConfig
 from learner.estimators.views import Views, deduplicated_views, token_hidden_states, token_logps
 
 EstimatorConfig = Annotated[
-    OneStepConfig | RandomMasksConfig | ElboConfig | BlockMasksConfig | TrajectoryConfig | BlockStatesConfig,
+    OneStepConfig
+    | RandomMasksConfig
+    | ElboConfig
+    | BlockMasksConfig
+    | TrajectoryConfig
+    | BlockStatesConfig
+    | StepStatesConfig,
     Field(discriminator="name"),
 ]
 """Config of any estimator, discriminated by `name`."""
@@ -35,11 +42,14 @@ __all__ = [
     "RowValue",
     "SamplerFacts",
     "ScoredSlots",
+    "StepStatesConfig",
     "Terms",
     "TrajectoryConfig",
     "Views",
     "deduplicated_views",
     "make_terms",
+    "num_states",
+    "shown_future",
     "token_hidden_states",
     "token_logps",
     "unit_keys",

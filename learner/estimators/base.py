@@ -30,6 +30,8 @@ class SamplerFacts:
     """Tokens are sampled from softmax(logits / temperature)."""
     block_length: int = 32
     """Slots of a block."""
+    num_blocks: int = 4
+    """Blocks of a canvas."""
     max_denoise_steps: int = 128
     """Maximum denoise steps of a completion."""
     forbidden_ids: tuple[int, ...] = ()
@@ -97,6 +99,8 @@ class EstimatorFacts:
     """Whether a token can be scored in more than one draw or segment of its completion."""
     splits_rows: bool = False
     """Whether a completion can be scored in more than one draw or segment."""
+    parts_are_steps: bool = False
+    """Whether the number of a part is the denoise step before which its canvas stood."""
 
 
 class ScoredSlots(StrEnum):

@@ -137,12 +137,18 @@ def token_logps(
         excludes_mask_id=distribution.excludes_mask_id,
         forbidden_ids=distribution.forbidden_ids,
         float32_head=distribution.float32_head,
-        teacher=None
-        if teacher is None
-        else replace(teacher, head_input=teacher.head_input[to_device_async(order_N, device)]),
+        teacher=None if teacher is None else _reordered(teacher, order_N, device),
     )
     logps_N: Tensor = model(*rows, targets=targets, **keywords)
     return torch.empty_like(logps_N).scatter(0, to_device_async(order_N, device), logps_N)
+
+
+def _reordered(teacher: TeacherStates, order_N: Tensor, device: torch.device) -> TeacherStates:
+    """Return a teacher's states in another order of the target tokens."""
+    chosen_K = teacher.chosen
+    if chosen_K is not None:
+        chosen_K = to_device_async(order_N.argsort(), device)[chosen_K]
+    return replace(teacher, head_input=teacher.head_input[to_device_async(order_N, device)], chosen=chosen_K)
 
 
 def token_hidden_states(model: Transformer, views: Views, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ Shape letters: M scored slots, C slots of a chunk, D width, V vocabulary, N targ
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,11 +34,20 @@ def score_targets(x_MD: Tensor, weight_VD: Tensor, targets: Targets) -> Tensor:
     For targets with `is_logit` the result is the logit. With a teacher (`teacher`) it is the divergence.
     """
     if targets.teacher is not None:
-        # Per target token, not per slot: the teachers of one slot's targets may have different contexts.
-        divergences_N: Tensor = _Divergences.apply(x_MD[targets.slot], weight_VD, targets, targets.teacher)
-        return divergences_N
+        return _divergences(x_MD, weight_VD, targets, targets.teacher)
     logps_N: Tensor = _TargetLogps.apply(x_MD, weight_VD, targets)
     return logps_N
+
+
+def _divergences(x_MD: Tensor, weight_VD: Tensor, targets: Targets, teacher: TeacherStates) -> Tensor:
+    """Compute the divergence [N] of each target token, 0 of those that are not chosen."""
+    # Per target token, not per slot: the teachers of one slot's targets may have different contexts.
+    if teacher.chosen is None:
+        divergences_N: Tensor = _Divergences.apply(x_MD[targets.slot], weight_VD, targets, teacher)
+        return divergences_N
+    some = replace(teacher, head_input=teacher.head_input[teacher.chosen])
+    divergences_K: Tensor = _Divergences.apply(x_MD[targets.slot[teacher.chosen]], weight_VD, targets, some)
+    return divergences_K.new_zeros(len(targets.slot)).index_copy(0, teacher.chosen, divergences_K)
 
 
 class _TargetLogps(torch.autograd.Function):
@@ -127,39 +137,63 @@ def _policy_and_teacher(
 ) -> tuple[Tensor, Tensor]:
     """Compute [C, V] the policy's log-probabilities, and the teacher's minus them; 0 for ids without probability."""
     ours_CV = _log_softmax(_logits(x_CD, weight_VD, targets))
-    log_ratio_CV = _log_softmax(_logits(head_input_CD, teacher.weight, targets)) - ours_CV
+    theirs_CV = _log_softmax(_logits(head_input_CD, teacher.weight, targets))
+    if teacher.renormalizes and (is_left_out_CV := _outside_top_k(theirs_CV, teacher.top_k)) is not None:
+        ours_CV = ours_CV.masked_fill_(is_left_out_CV, -torch.inf).log_softmax(dim=1)
+        theirs_CV = theirs_CV.masked_fill_(is_left_out_CV, -torch.inf).log_softmax(dim=1)
+        return ours_CV, (theirs_CV - ours_CV).masked_fill_(ours_CV.isneginf(), 0.0)
+    log_ratio_CV = theirs_CV - ours_CV
     for excluded in _excluded(targets):
         log_ratio_CV[:, excluded] = 0.0
     return ours_CV, log_ratio_CV
+
+
+def _outside_top_k(theirs_CV: Tensor, top_k: int | None) -> Tensor | None:
+    """Return the ids outside the teacher's top k, [C, V] bool; None if there are none."""
+    if top_k is None or top_k >= theirs_CV.shape[1]:
+        return None
+    # By log-probabilities: most probabilities of a confident teacher underflow to 0 in float32, and would tie.
+    is_left_out_CV = torch.ones_like(theirs_CV, dtype=torch.bool)
+    return is_left_out_CV.scatter_(1, theirs_CV.topk(top_k, dim=1).indices, value=False)
 
 
 def _top_k_probabilities(ours_CV: Tensor, log_ratio_CV: Tensor, teacher: TeacherStates) -> tuple[Tensor, Tensor]:
     """Compute the probabilities [C, V] of policy and teacher; 0 outside the teacher's top k."""
     theirs_CV = ours_CV + log_ratio_CV
     ours_CV = ours_CV.exp()
-    if teacher.top_k is not None and teacher.top_k < theirs_CV.shape[1]:
-        is_left_out_CV = torch.ones_like(theirs_CV, dtype=torch.bool)
-        # By log-probabilities: most probabilities of a confident teacher underflow to 0 in float32, and would tie.
-        is_left_out_CV.scatter_(1, theirs_CV.topk(teacher.top_k, dim=1).indices, value=False)
+    if (is_left_out_CV := _outside_top_k(theirs_CV, teacher.top_k)) is not None:
         ours_CV.masked_fill_(is_left_out_CV, 0.0)
         theirs_CV.masked_fill_(is_left_out_CV, -torch.inf)
     return ours_CV, theirs_CV.exp_()
 
 
+def _summands(ours: Tensor, theirs: Tensor, log_ratio_CV: Tensor, reverse_kl: float) -> Tensor:
+    """Compute each id's part of the divergence, [C, V], in nats."""
+    return (theirs * (1 - reverse_kl)).sub_(ours, alpha=reverse_kl).mul_(log_ratio_CV)
+
+
 def _divergence(ours_CV: Tensor, log_ratio_CV: Tensor, teacher: TeacherStates) -> Tensor:
     """Compute the divergence [C], in nats."""
     ours, theirs = _top_k_probabilities(ours_CV, log_ratio_CV, teacher)
-    return (theirs.mul_(1 - teacher.reverse_kl).sub_(ours, alpha=teacher.reverse_kl) * log_ratio_CV).sum(dim=1)
+    summands_CV = _summands(ours, theirs, log_ratio_CV, teacher.reverse_kl)
+    if teacher.pointwise_clip is not None:
+        summands_CV.clamp_(max=teacher.pointwise_clip)
+    return summands_CV.sum(dim=1)
 
 
 def _divergence_gradient(ours_CV: Tensor, log_ratio_CV: Tensor, teacher: TeacherStates) -> Tensor:
     """Compute the derivative [C, V] of the divergence by the policy's tempered logits.
 
-    The derivative by its log-probabilities is -(1 - w) p(teacher) + w p(policy) (1 - more). The log softmax subtracts
-    from it each id's probability times its sum.
+    The derivative by its log-probabilities is -(1 - w) p(teacher) + w p(policy) (1 - more), and 0 where a summand is
+    clipped. The log softmax subtracts from it each id's probability times its sum.
     """
     ours, theirs = _top_k_probabilities(ours_CV, log_ratio_CV, teacher)
+    is_clipped_CV = None
+    if teacher.pointwise_clip is not None:
+        is_clipped_CV = _summands(ours, theirs, log_ratio_CV, teacher.reverse_kl) > teacher.pointwise_clip
     gradient_CV = ours.mul_(1 - log_ratio_CV).mul_(teacher.reverse_kl).sub_(theirs, alpha=1 - teacher.reverse_kl)
+    if is_clipped_CV is not None:
+        gradient_CV.masked_fill_(is_clipped_CV, 0.0)
     return gradient_CV.addcmul_(ours_CV.exp(), gradient_CV.sum(dim=1, keepdim=True), value=-1.0)
 
 

@@ -30,6 +30,12 @@ class TeacherStates:
     """The divergence is (1 - reverse_kl) KL(teacher || policy) + reverse_kl KL(policy || teacher)."""
     top_k: int | None
     """Both terms are summed over this many of the teacher's most likely tokens; None: over the whole vocabulary."""
+    renormalizes: bool = False
+    """Whether both distributions are those of the policy and the teacher among these tokens alone."""
+    pointwise_clip: float | None = None
+    """Maximum of a single token's summand, nats; greater ones have no gradient. None: no maximum."""
+    chosen: Tensor | None = None
+    """[K] int64, distinct: the target tokens whose divergence counts; that of the others is 0. None: all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

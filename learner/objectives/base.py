@@ -94,7 +94,7 @@ class Objective(Protocol):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether terms are compared with a teacher's distributions: `Logps.new` then holds divergences."""
+        """Whether a teacher is needed: a model besides policy and reference, which terms are compared with."""
 
     @property
     def precomputes_row_weights(self) -> bool:

@@ -1,9 +1,10 @@
-"""On-policy distillation of a diffusion policy from an autoregressive teacher (OPDLM).
+"""On-policy distillation of a diffusion policy, from an autoregressive teacher (OPDLM) or from itself (d-OPSD).
 
-At each masked slot of the policy's own decoding states, the loss is the divergence from the teacher's distribution
-(arXiv 2606.06712, and its code). The teacher reads the completed text and predicts each slot from the tokens before it.
-Both distributions are over the whole vocabulary. No gradient flows through the samples, and rewards do not enter the
-loss.
+At each masked slot of the policy's own decoding states, the loss is the divergence from the teacher's distribution. In
+OPDLM (arXiv 2606.06712, and its code) the teacher reads the completed text, and predicts each slot from the tokens
+before it. In d-OPSD (arXiv 2606.18195, and its code) it is the policy that RL started from, in the same state, with
+some slots of later blocks filled in from the completion. No gradient flows through the samples, and rewards do not
+enter the loss.
 
 Shape letters: N terms, U units, B rows.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from learner.estimators.base import Estimator, SamplerFacts
 from learner.estimators.groupings import Level
@@ -25,7 +26,8 @@ from learner.objectives.units import Normalize, RowFacts, units_of
 
 
 class DistillationConfig(BaseModel):
-    """The divergence from a teacher at each scored slot: the mean over completions of each one's mean over slots."""
+    """The divergence from a teacher at each scored slot: the mean over completions of each one's mean over slots, or
+    under `future_share` over denoise steps, of the sum over the step's slots."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -34,10 +36,7 @@ class DistillationConfig(BaseModel):
     compares_groups: ClassVar[bool] = False
     weigh_by_length: ClassVar[bool] = False
     needs_old: ClassVar[bool] = False
-    needs_reference: ClassVar[bool] = False
     tilts_by_reward: ClassVar[bool] = False
-    needs_teacher: ClassVar[bool] = True
-    level: ClassVar[Level] = Level.TOKEN
     normalize_by: ClassVar[Normalize] = Normalize.ROW
 
     name: Literal["distillation"] = "distillation"
@@ -50,10 +49,46 @@ class DistillationConfig(BaseModel):
     """The loss of a slot is (1 - reverse_kl) KL(teacher || policy) + reverse_kl KL(policy || teacher)."""
     top_k: PositiveInt | None = None
     """Sum both terms over only this many of the teacher's most likely tokens (OPDLM at 4B and 8B: 16); null: all."""
+    renormalize_top_k: bool = False
+    """Compare the distributions of policy and teacher among the `top_k` tokens alone, instead of leaving terms out of
+    the sum (d-OPSD)."""
+    pointwise_clip: PositiveFloat | None = None
+    """Maximum of a single token's term of the sum, nats: greater ones count as this, without gradient (d-OPSD: 0.05).
+    null: no maximum."""
+    future_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The teacher is the policy that the rounds began with, and sees this share of the slots of later blocks, as the
+    completion fills them (d-OPSD: 0.25). Of each state as many slots count as the sampler committed there: those where
+    the teacher's highest logit is greatest. Needs `estimator: {name: step_states}`; null: an autoregressive teacher."""
+
+    @model_validator(mode="after")
+    def _one_teacher(self) -> DistillationConfig:
+        if self.teacher is not None and self.future_share is not None:
+            raise ValueError(f"future_share makes the policy its own teacher, and teacher is {self.teacher}: drop one")
+        if self.renormalize_top_k and self.top_k is None:
+            raise ValueError("renormalize_top_k needs top_k, the tokens that are left")
+        return self
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the teacher is another model than policy and reference."""
+        return self.future_share is None
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy that the rounds began with is the teacher."""
+        return self.future_share is not None
+
+    @property
+    def level(self) -> Level:
+        """A scored slot, or with the policy as teacher the slots of a denoise step."""
+        return Level.TOKEN if self.future_share is None else Level.PART
 
     def incompatibility(self, estimator: Estimator, max_staleness: int) -> str | None:
-        """Return the reason if the general checks fail; it works on any scored slots."""
-        return shared_incompatibility(self, estimator, max_staleness)
+        """Return the reason if the general checks fail; an autoregressive teacher works on any scored slots."""
+        own = None
+        if estimator.facts.parts_are_steps != (self.future_share is not None):
+            own = "objective.future_share and estimator step_states need each other"
+        return shared_incompatibility(self, estimator, max_staleness, own=own)
 
     def sampler_incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return None: it uses no record of the sampler."""

@@ -11,10 +11,12 @@ import torch
 
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms
+from learner.estimators import InnerUpdate, SamplerFacts, Terms, Views, make_terms
 from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
+from learner.objectives import DistillationConfig
+from learner.parallel.self_teacher import teacher_views
 from learner.parallel.teacher import completed_texts
 from learner.round import WEIGHING
 from learner.value.config import value_shape
@@ -29,10 +31,12 @@ def planned_flops(
     *,
     recomputes: bool,
 ) -> float:
-    """Count the FLOP of all inner updates on a group, with old and reference likelihoods.
+    """Count the FLOP of all inner updates on a group, with old and reference likelihoods, or a teacher's distributions.
 
     `recomputes`: whether to include what activation checkpointing recomputes.
     """
+    if config.filters.first_correct:
+        group = group.select(slice(0, 1))
     batch, estimator, objective = GroupedBatch.of(group), config.estimator, config.objective
 
     def terms(update: InnerUpdate) -> Terms:
@@ -51,12 +55,12 @@ def planned_flops(
         # Without those that the first step gives for free.
         total += sum(forward(lora, canvases) for key, canvases in of_key.items() if key != keys[0])
         total += (1 - 1 / config.num_minibatches) * forward(lora, of_key[keys[0]])
-    if objective.needs_reference and not objective.precomputes_row_weights:
+    if isinstance(objective, DistillationConfig):
+        # An autoregressive teacher is taken to have the policy's shape, and scores each completion once in each update.
+        taught = (_of_teacher(terms(update), batch, shape, objective, facts) for update in updates)
+        total += sum(forward(FULL_FINE_TUNING, CanvasSums.of(views)) for views in taught)
+    elif objective.needs_reference and not objective.precomputes_row_weights:
         total += sum(forward(FULL_FINE_TUNING, canvases) for canvases in of_key.values())
-    if objective.needs_teacher:
-        # The teacher is taken to have the policy's shape. In each update it scores each completion once, without masks.
-        texts = (completed_texts(terms(update), batch, shape.pad_token_id) for update in updates)
-        total += sum(forward(FULL_FINE_TUNING, CanvasSums.of(views)) for views in texts)
     if config.value is not None:
         # Its predictions at the start of the round, and an update beside each of the policy's.
         total += forward_flops(value_shape(shape), lora, of_key[keys[0]]).total
@@ -79,6 +83,15 @@ def planned_canvases(
     corruptions = (config.estimator.corrupt(batch, update, facts) for update in updates)
     num_canvases = sum(len(make_terms(batch, shape, corruption).views.ids) for corruption in corruptions)
     return num_canvases / len(updates) / group.num_rows
+
+
+def _of_teacher(
+    terms: Terms, batch: GroupedBatch, shape: TransformerConfig, objective: DistillationConfig, facts: SamplerFacts
+) -> Views:
+    """Return the canvases that a teacher runs on: completed texts, or with the policy as teacher its states."""
+    if objective.needs_teacher:
+        return completed_texts(terms, batch, shape.pad_token_id)
+    return teacher_views(terms, batch, shape, objective, facts)[0]
 
 
 def _inner_updates(config: LearnerConfig) -> list[InnerUpdate]:

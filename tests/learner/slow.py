@@ -722,6 +722,53 @@ def opdlm(rows: list[Row]) -> Tensor:
     return torch.stack(losses).mean()
 
 
+FUTURES: list[dict[int, tuple[int, Tensor]]] = []
+"""For each row, by denoise step: how many slots it committed, and the logits [L, V] of the reference, which sees some
+tokens of later blocks."""
+
+
+def self_taught(
+    reference: Transformer, batch: GroupedBatch, corruption: Corruption, shown: Tensor
+) -> list[dict[int, tuple[int, Tensor]]]:
+    """Run the reference on each canvas with the slots `shown` [R, L] filled in too."""
+    found: list[dict[int, tuple[int, Tensor]]] = [{} for _ in range(batch.num_rows)]
+    assert corruption.parts is not None
+    for canvas, (row, step) in enumerate(zip(corruption.rows.tolist(), corruption.parts.tolist(), strict=True)):
+        prompt, completion = batch.prompt_ids[row, : batch.prompt_lengths[row]], batch.completion_ids[row].clone()
+        for slot, is_masked in enumerate(corruption.masked[canvas].tolist()):
+            if is_masked and not shown[canvas, slot]:
+                completion[slot] = reference.config.mask_token_id
+        logits = reference(torch.cat((prompt, completion))[None])[0, len(prompt) :].detach()
+        found[row][step] = (batch.step_map[row].tolist().count(step), logits)
+    return found
+
+
+def d_opsd(rows: list[Row]) -> Tensor:
+    """The mean over completions of the mean over states of the sum over slots of KL(policy || teacher) among the
+    teacher's 20 most likely tokens, each token's term at most 0.05. Of the block's masked slots those count where the
+    teacher's highest logit is greatest, as many as the step committed."""
+    losses = []
+    for row, futures in zip(rows, FUTURES, strict=True):
+        values = []
+        for draw in row.draws:
+            count, logits = futures[draw.part]
+            (block,) = {slot // 4 for slot, step in enumerate(row.steps) if step == draw.part}
+            assert block == 0, "no state of the last block"
+            assert draw.masked == [slot for slot, step in enumerate(row.steps) if step < 0 or step >= draw.part]
+            waiting = [slot for slot in draw.masked if slot // 4 == block]
+            taken = sorted(waiting, key=lambda slot: -float(logits[slot].max()))[:count]
+            value = torch.zeros((), dtype=torch.float64)
+            for slot in taken:
+                best = sorted(range(logits.shape[1]), key=lambda token: -float(logits[slot, token]))[:20]
+                ours, theirs = draw.new_logits[slot, best].log_softmax(-1), logits[slot, best].log_softmax(-1)
+                for our, their in zip(ours, theirs, strict=True):
+                    term = our.exp() * (our - their)
+                    value = value + torch.minimum(term, torch.tensor(0.05))
+            values.append(value)
+        losses.append(torch.stack(values).mean() if values else torch.zeros(()))
+    return torch.stack(losses).mean()
+
+
 SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "diffu-grpo": diffu_grpo,
     "diffu-grpo-parity": diffu_grpo_parity,
@@ -749,4 +796,5 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "lightningrl": lightningrl,
     "tba": tba,
     "opdlm": opdlm,
+    "d-opsd": d_opsd,
 }

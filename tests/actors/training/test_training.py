@@ -457,12 +457,25 @@ def test_a_learner_that_sleeps_while_samplers_work_trains_as_one_that_does_not(
         assert _files(sharing, name) == _files(alone, name), name
 
 
-def test_a_teacher_is_what_the_run_started_from_after_a_stop_too(spec: RunSpec, tmp_path: Path) -> None:
-    """With an adapter trained on the policy, on 4-bit weights where these are supported."""
+@pytest.mark.parametrize(
+    ("algorithm", "lora"),
+    [
+        # With an adapter trained on the policy, on 4-bit weights where these are supported.
+        ({"algorithm": "opdlm", "estimator": {"name": "block_states"}, "num_minibatches": 1}, [*LORAS][-1]),
+        ({"algorithm": "d-opsd", "estimator": {"name": "step_states"}, "filters": {"first_correct": False}}, "whole"),
+        ({"algorithm": "d-opsd", "estimator": {"name": "step_states"}, "filters": {"first_correct": False}}, "adapter"),
+    ],
+)
+def test_a_teacher_is_what_the_run_started_from_after_a_stop_too(
+    algorithm: dict[str, object], lora: str, spec: RunSpec, tmp_path: Path
+) -> None:
     changes = {
         "phases": (Phase.SFT, Phase.RL),
-        "learner": _learner(algorithm="opdlm", estimator={"name": "block_states"}, num_minibatches=1, num_rounds=2),
-        "model": ModelSection(lora=LORAS[[*LORAS][-1]]),
+        "learner": _learner(**algorithm, num_rounds=2),
+        "model": ModelSection(lora=LORAS[lora]),
+        "rollout": spec.rollout.model_copy(
+            update={"sampling": spec.rollout.sampling.model_copy(update={"block_length": 4})}
+        ),
         "sft": SftConfig(num_labels=10, num_steps=2, batch_size=8, lr=3e-3),
         "evaluation": EvaluationConfig(num_problems=2),
     }

@@ -69,6 +69,11 @@ NEEDS = {
         "evaluation.schedules=null",
     ],
     "forkgrpo": ["rollout.sampling.schedule=left_to_right", "rollout.sampling.threshold=0.8"],
+    "d-opsd": [
+        "rollout.sampling.block_length=6",
+        "rollout.sampling.num_denoise_steps=6",
+        "evaluation.schedules=null",
+    ],
     "lightningrl": ["rollout.sampling.threshold=0.9", "reward.terms.fast={kind: speed}"],
 }
 

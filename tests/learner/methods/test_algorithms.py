@@ -16,13 +16,14 @@ from learner.algorithms import ALGORITHMS
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.counter import uniform
-from learner.estimators import Corruption, InnerUpdate, SamplerFacts, random_masks
+from learner.estimators import Corruption, InnerUpdate, SamplerFacts, random_masks, shown_future
 from learner.estimators.trajectory import CHOICE_KEY
 from learner.learner import Learner
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer
 from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.teacher import Teacher
 from learner.round import WEIGHING
 from learner.value.model import ValueTransformer
 from tests.learner import slow
@@ -53,6 +54,9 @@ def algorithm_config(name: str, **changes: object) -> LearnerConfig:
         settings["estimator"] = {"num_segments": 2, "num_sampled": 1}
     if name == "opdlm":
         settings["num_minibatches"] = 1
+    if name == "d-opsd":
+        # All completions are trained on, as by the other methods.
+        settings["filters"] = {"first_correct": False}
     return LearnerConfig.model_validate(settings | changes)
 
 
@@ -116,7 +120,7 @@ def _gradients(
     learner = Learner(ShardedPolicy(model, None), config, sampler)
     if learner.reference is not None:
         moved(moved(learner.reference.module))
-    if learner.teacher is not None:
+    if isinstance(learner.teacher, Teacher):
         moved(moved(learner.teacher.model.module))
     if learner.value is not None:
         moved(learner.value.network.module)
@@ -161,6 +165,9 @@ def test_loss_and_gradient_equal_the_papers_formula(
         rows = slow.rows_of(
             (new, old, reference), grouped, corruption, sampler.temperature if name in ("agrpo", "tba") else None
         )
+        if name == "d-opsd":
+            shown = shown_future(grouped.select(corruption.rows), corruption.parts, 0.25, sampler)
+            slow.FUTURES[:] = slow.self_taught(reference, grouped, corruption, shown)
         slow.update_index["value"] = update.index
         slow.minibatch |= {"index": step % config.num_minibatches, "count": config.num_minibatches}
         _tell(name, config, grouped, update)
@@ -353,9 +360,10 @@ def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
     _check_micro_batches(name, policy, rollouts, algorithm_sampler(name), (14, 40))
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "mapg"])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("mapg", "d-opsd")])
 def test_every_algorithm_trains_a_block_causal_policy(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
-    """All methods except mapg, which compares slots of different blocks. Micro-batches also split a row's draws."""
+    """All methods except mapg and d-opsd, which look at slots of later blocks. Micro-batches also split a row's
+    draws."""
     causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
     causal.load_state_dict(policy.state_dict())
     sampler = replace(algorithm_sampler(name), is_block_causal=True)

@@ -25,7 +25,7 @@ from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
-from learner.model.scoring import Targets
+from learner.model.scoring import Targets, score_targets
 from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy
 from learner.round import WEIGHING
@@ -175,6 +175,17 @@ SOURCES: Mapping[str, Source] = {
         slots_per_step=2,
         loss_divisor=2.0,
     ),
+    # Each problem has a correct completion, since theirs counts problems without one too. The first ones have an even
+    # number of states, since theirs drops those that it cannot divide by the updates.
+    "d-opsd": Source(
+        repository="xingzhejun/d-OPSD",
+        commit="1b55cf3f8ca47b856c7c2b203c2091bfe4b5e087",
+        functions="d-opsd/d_opsd_trainer.py: _generate_and_score_completions, compute_loss, generalized_jsd_loss",
+        lengths=(16, 5, 9, 2, 10, 16, 3, 12),
+        slots_per_step=2,
+        distances=(1.0,),
+        changes={"top_k": 5},
+    ),
     # The completions fill the canvas, since theirs scores tokens after the text too. It is on-policy.
     "justgrpo": Source(
         repository="LeapLabTHU/JustGRPO",
@@ -214,11 +225,25 @@ class Table(nn.Module):
         nearness_SS = 0.5 ** (place_S[:, None] - place_S).abs().double()
         return nearness_SS @ self.weight[ids_BS]
 
-    def forward(self, ids: Tensor, lengths: Tensor, queries: Tensor, scored: Tensor, *, targets: Targets) -> Tensor:
-        """Score tokens as `Transformer` does: [N] float32."""
+    def forward(
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        queries: Tensor,
+        scored: Tensor,
+        *,
+        targets: Targets | None = None,
+        before_head: bool = False,
+    ) -> Tensor:
+        """Score tokens as `Transformer` does: [N] float32, or return the head's input. The head is the identity."""
         rows_B1 = torch.arange(len(ids))[:, None]
-        logps_MV = self.logits(ids)[rows_B1, queries].flatten(0, 1)[scored].log_softmax(-1)
-        return logps_MV[targets.slot, targets.token].float()
+        logits_MV = self.logits(ids)[rows_B1, queries].flatten(0, 1)[scored]
+        if targets is None:
+            assert before_head
+            return logits_MV
+        if targets.teacher is not None:
+            return score_targets(logits_MV, torch.eye(VOCAB, dtype=torch.float64), targets)
+        return logits_MV.log_softmax(-1)[targets.slot, targets.token].float()
 
 
 def table(number: int, distance: float = 1.0) -> Tensor:
@@ -236,6 +261,9 @@ class TablePolicy(ShardedPolicy):
 
     def frozen_copy(self) -> TablePolicy:
         return TablePolicy(2)
+
+    def gathered_head(self) -> Tensor:
+        return torch.eye(VOCAB, dtype=torch.float64)
 
 
 class Recorder:

@@ -446,10 +446,10 @@ def test_every_algorithms_gradient_is_independent_of_the_number_of_ranks(
                 )
 
 
-# Steps with LoRA: likelihoods of single tokens, of whole completions with the adapter-off reference, and bounds
-# compared within a group.
+# Steps with LoRA: likelihoods of single tokens, of whole completions with the adapter-off reference, bounds compared
+# within a group, and divergences from the adapter-off policy.
 
-ADAPTED = ("stepmerge", "espo", "stabledrl")
+ADAPTED = ("stepmerge", "espo", "stabledrl", "d-opsd")
 
 
 def _adapted(config: TransformerConfig, batch: RolloutBatch, *, on_ranks: bool) -> dict[str, dict[str, Any]]:
