@@ -11,11 +11,14 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from actors.columnar import Completions
 from actors.messages import EVALUATION_ROUND, ScoredWorkUnit, WorkUnit, WorkUnitSummary
 from learner.model.checkpoint_files import load_config
 from learner.model.tokenizer import ChatTokenizer
-from rewards import Grader, Problem, RewardConfig, Sample, TaskConfig
+from rewards import Grade, Grader, Problem, RewardConfig, Sample, TaskConfig
 from rewards.sample import TextBlock
 from rollout.canvas import Canvas
 from rollout.renoising.request import RenoisedCompletion, RenoisingRequest
@@ -45,9 +48,59 @@ class GraderWorker:
         samples = self._samples(work_unit, completions)
         is_evaluation = work_unit.key.round == EVALUATION_ROUND
         grades = self._grader.evaluate(samples) if is_evaluation else self._grader.grade(samples)
+        step_rewards = None
+        if any(completion.step_answers is not None for completion in completions):
+            step_rewards = self._step_rewards(completions, samples, grades)
+            # The learner needs their rewards alone.
+            completions = [replace(completion, step_answers=None) for completion in completions]
         texts = [sample.text for sample in samples]
         summary = WorkUnitSummary.of(completions, grades, texts, self._grader.take_costs())
-        return ScoredWorkUnit(work_unit=work_unit, completions=Completions(completions), summary=summary), summary
+        scored = ScoredWorkUnit(
+            work_unit=work_unit, completions=Completions(completions), summary=summary, step_rewards=step_rewards
+        )
+        return scored, summary
+
+    def _step_rewards(
+        self, completions: Sequence[Completion], samples: Sequence[Sample], grades: Sequence[Grade]
+    ) -> tuple[NDArray[np.float32], ...]:
+        """Grade the completions' step answers as if each were its completion, equal texts of a completion once.
+
+        Returns the rewards of each completion by denoise step, NaN where there is no answer or none that can be graded.
+        """
+        of_text = {(row, sample.text): grade for row, (sample, grade) in enumerate(zip(samples, grades, strict=True))}
+        asked: dict[tuple[int, str], Sample] = {}
+        rewards, texts = [], []
+        for row, (completion, sample) in enumerate(zip(completions, samples, strict=True)):
+            rewards.append(np.full(int(completion.step_map.max(initial=-1)) + 1, np.nan, dtype=np.float32))
+            for step, answer in self._step_samples(completion, sample):
+                texts.append((row, step, answer.text))
+                if (row, answer.text) not in of_text:
+                    asked[row, answer.text] = answer
+        of_text |= zip(asked, self._grader.grade([*asked.values()]), strict=True)
+        for row, step, text in texts:
+            if of_text[row, text].counts:
+                rewards[row][step] = of_text[row, text].reward
+        return tuple(rewards)
+
+    def _step_samples(self, completion: Completion, sample: Sample) -> list[tuple[int, Sample]]:
+        """Return the denoise step and the grader's input of each step answer; `sample` is that of the completion."""
+        answers = completion.step_answers
+        if answers is None:
+            return []
+        return [
+            (
+                int(step),
+                replace(
+                    sample,
+                    text=self._tokenizer.decode(token_ids[:num_tokens].tolist()),
+                    num_tokens=int(num_tokens),
+                    is_truncated=not ended,
+                ),
+            )
+            for step, token_ids, num_tokens, ended in zip(
+                answers.steps, answers.token_ids, answers.num_tokens, answers.ended, strict=True
+            )
+        ]
 
     def _samples(self, work_unit: WorkUnit, completions: Sequence[Completion]) -> list[Sample]:
         asked = zip(work_unit.problems, work_unit.requests, completions, strict=True)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rewards import Grade, Outcome, Problem
 from rollout.request import Completion, Request
 
@@ -141,6 +144,9 @@ class ScoredWorkUnit:
     """Its completions, in the order of the requests."""
     summary: WorkUnitSummary
     """Grades and statistics for the coordinator; reported again from here if the coordinator restarts."""
+    step_rewards: tuple[NDArray[np.float32], ...] | None = None
+    """The rewards of each completion's step answers by denoise step, NaN where nothing was graded; None if no request
+    asks for any (`Request.num_step_answers`)."""
 
     @property
     def grades(self) -> tuple[Grade, ...]:

@@ -6,7 +6,7 @@ It is a pure function of the run's seed and, with a curriculum, of the rewards s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from actors.batching import balanced_batches, consecutive_batches, evaluation_batches
@@ -118,7 +118,8 @@ class RunPlan:
             params = self._params[fold(spec.seed, _SCHEDULE_KEY, *problem_key) % len(self._params)]
             for sample in range(spec.learner.group_size):
                 problems.append(problem)
-                requests.append(self._request(problem, params, fold(spec.seed, _SAMPLE_KEY, *problem_key, sample)))
+                request = self._request(problem, params, fold(spec.seed, _SAMPLE_KEY, *problem_key, sample))
+                requests.append(replace(request, num_step_answers=spec.learner.num_step_answers))
         return WorkUnit(
             key=WorkUnitKey(round=round_index, index=index),
             problems=tuple(problems),

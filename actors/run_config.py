@@ -202,8 +202,9 @@ class RunConfig(BaseModel):
 
     @property
     def grading_timeout_s(self) -> float:
-        """Timeout for grading one work unit: `grading.timeout_s`, plus the time limit of each completion."""
-        return self.grading.timeout_s + self.max_requests_per_work_unit * self.task.max_grading_s
+        """Timeout for grading one work unit: `grading.timeout_s`, plus the time limit of each text."""
+        num_texts = self.max_requests_per_work_unit * (1 + self.learner.num_step_answers)
+        return self.grading.timeout_s + num_texts * self.task.max_grading_s
 
     @property
     def max_groups_per_round(self) -> int:
@@ -356,7 +357,9 @@ class RunConfig(BaseModel):
 
     def _term_refusal(self, term: TermConfig) -> str | None:
         """Return why a reward term does not fit the rest of the config; None if it does."""
-        gen_length, limit_s, count = self.rollout.sampling.gen_length, self.grading.timeout_s, self.rollout.batch_size
+        gen_length, limit_s = self.rollout.sampling.gen_length, self.grading.timeout_s
+        count = self.rollout.batch_size * (1 + self.learner.num_step_answers)
+        texts = "completions and step answers" if self.learner.num_step_answers else "completions"
         if isinstance(term, LengthPenaltyConfig) and term.buffer_tokens > gen_length:
             return f".buffer_tokens {term.buffer_tokens} exceeds rollout.sampling.gen_length {gen_length}"
         if isinstance(term, RemoteTermConfig) and term.total_timeout_s > limit_s:
@@ -367,7 +370,7 @@ class RunConfig(BaseModel):
         rate = term.requests_per_minute if isinstance(term, JudgeConfig) else None
         if rate is not None and count * 60 / rate > limit_s:
             return (
-                f".requests_per_minute {rate:g} needs {count * 60 / rate:g} s for the {count} completions of "
+                f".requests_per_minute {rate:g} needs {count * 60 / rate:g} s for the {count} {texts} of "
                 f"rollout.batch_size, and a grader is restarted after grading.timeout_s {limit_s:g}; take a larger one"
             )
         return None

@@ -83,6 +83,7 @@ def sampler_facts(params: SamplingParams, *, is_block_causal: bool = False, is_f
         has_fallback=params.threshold is not None or params.schedule is Schedule.FACTOR,
         has_varying_steps=not params.has_even_shares or params.edits,
         edits=params.edits,
+        predicts_canvas=params.cache is Cache.NONE and not is_block_causal,
         is_block_causal=is_block_causal,
     )
 

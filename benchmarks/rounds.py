@@ -85,6 +85,7 @@ def make_round(setting: Setting) -> RolloutBatch:
         fallback=zeros > 0,
         num_forwards=torch.ones(B, dtype=torch.int64),
         policy_versions=torch.zeros(B, dtype=torch.int64),
+        step_rewards=torch.rand(B, int(steps.max()) + 1, generator=generator),
     )
 
 

@@ -1,6 +1,6 @@
 """Group-relative advantages, and filters of the completions that are trained on.
 
-Shape letters: B rows, G groups, K parts of a reward.
+Shape letters: B rows, G groups, K parts of a reward, T denoise steps, N ranked ones.
 """
 
 from __future__ import annotations
@@ -131,6 +131,28 @@ def group_advantages(rewards: Rewards, advantage: Advantage) -> Tensor:
         of_groups = means.groups_B, torch.ones_like(centred_B, dtype=torch.bool), means.num_groups
         return group_softmax(centred_B, *of_groups) - group_softmax(-centred_B, *of_groups)
     return _z(rewards.correct.float() if advantage is Advantage.CORRECT_Z else rewards.total, means)
+
+
+def step_advantages(rewards: Rewards, step_rewards_BT: Tensor, rank_BT: Tensor, gain_coef: float) -> Tensor:
+    """Compute an advantage of each denoise step, [B, T]: 0 where there is none (EGSPO-SA, arXiv 2603.12554).
+
+    A step's return is the reward plus `gain_coef` times its gain over the greedy completion of the state before the
+    step, divided by 1 + `gain_coef`. Its baseline is the group's mean over the steps of the same rank.
+
+    Args:
+        rewards: of the completions.
+        step_rewards_BT: rewards of these greedy completions.
+        rank_BT: int64, rank of each step in its completion; -1 for those without an advantage.
+        gain_coef: weight of the gain.
+    """
+    total_BT = rewards.total[:, None].expand_as(step_rewards_BT)
+    returns_BT = (total_BT + gain_coef * (total_BT - step_rewards_BT)) / (1 + gain_coef)
+    is_ranked_BT = rank_BT >= 0
+    group_BT = rewards.groups[:, None] * (rank_BT.max() + 1) + rank_BT
+    returns_N = returns_BT[is_ranked_BT]
+    advantages_BT = torch.zeros_like(step_rewards_BT)
+    advantages_BT[is_ranked_BT] = returns_N - _GroupMeans(group_BT[is_ranked_BT]).of(returns_N)
+    return advantages_BT
 
 
 def group_spreads(rewards: Rewards) -> Tensor:

@@ -11,9 +11,32 @@ from typing import Any
 DEFAULT = "diffu-grpo"
 """The algorithm of a recipe that names none."""
 
-METHOD = ("advantage", "filters", "estimator", "objective", "value", "max_staleness", "imitation_coef")
+METHOD = (
+    "advantage",
+    "filters",
+    "estimator",
+    "objective",
+    "value",
+    "max_staleness",
+    "imitation_coef",
+    "step_gain_coef",
+)
 """Settings that belong to an algorithm, and not to a task or a machine. `max_staleness` is one of them, because few
 algorithms can correct for off-policy completions."""
+
+# 8 steps of each completion, in four optimizer steps.
+_EGSPO: Mapping[str, Any] = {
+    "inner_updates": 4,
+    "group_size": 8,
+    "estimator": {
+        "name": "trajectory",
+        "steps_per_segment": 1,
+        "num_sampled": 2,
+        "proposal": "top_entropy",
+        "slots": "denoised",
+    },
+    "objective": {"name": "clipped_ratio", "level": "part", "clip_low": 0.2, "clip_high": 0.5},
+}
 
 ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "diffu-grpo": {"estimator": {"name": "one_step"}, "objective": {"name": "clipped_ratio"}},
@@ -221,19 +244,8 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
             "normalize_by": "row_sum",
         },
     },
-    # 8 steps of each completion, in four optimizer steps.
-    "egspo": {
-        "inner_updates": 4,
-        "group_size": 8,
-        "estimator": {
-            "name": "trajectory",
-            "steps_per_segment": 1,
-            "num_sampled": 2,
-            "proposal": "top_entropy",
-            "slots": "denoised",
-        },
-        "objective": {"name": "clipped_ratio", "level": "part", "clip_low": 0.2, "clip_high": 0.5},
-    },
+    "egspo": _EGSPO,
+    "egspo-sa": {**_EGSPO, "step_gain_coef": 0.5},
     "justgrpo": {
         "inner_updates": 1,
         "group_size": 16,

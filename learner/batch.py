@@ -1,6 +1,7 @@
 """Batches of completions: the tensors that the learner trains on.
 
-Shape letters: B rows, P longest prompt, L completion slots, S = P + L canvas, G groups, K reward parts, E writes.
+Shape letters: B rows, P longest prompt, L completion slots, S = P + L canvas, G groups, K reward parts, E writes,
+T denoise steps of the longest trajectory.
 """
 
 from __future__ import annotations
@@ -97,6 +98,9 @@ class RolloutBatch(CompletionBatch):
     then describe the final tokens. -1 after a row's last write."""
     write_logp: Tensor | None = None
     """[B, E] float32: `commit_logp` of every write."""
+    step_rewards: Tensor | None = None
+    """[B, T] float32: the reward of the greedy completion of the state before each denoise step, NaN where none was
+    graded. None if the method needs none; otherwise it trains the steps that have one."""
 
     def speeds(self) -> Tensor:
         """Return the tokens per forward of each completion, [B] float32."""

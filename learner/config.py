@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from learner.advantages import Advantage, Filters
 from learner.algorithms import DEFAULT, with_algorithm
 from learner.estimators import EstimatorConfig, OneStepConfig, SamplerFacts, num_states
+from learner.estimators.groupings import Level
 from learner.objectives import ClippedRatioConfig, ObjectiveConfig, PreferenceConfig
 from learner.objectives.base import Coefficient
 from learner.value.config import ValueConfig
@@ -69,6 +70,11 @@ class LearnerConfig(BaseModel):
     `num_minibatches` and `group_size` where this section does not set them."""
     advantage: Advantage = Advantage.GROUP_MEAN
     """How rewards become advantages."""
+    step_gain_coef: Coefficient = 0.0
+    """Weight of a denoise step's own gain in its return: the reward minus that of the greedy completion of the state
+    before the step, which is graded too (EGSPO-SA: 0.5). Needs `estimator.proposal: top_entropy` and takes up to
+    `inner_updates` times `estimator.num_sampled` more gradings of each completion. 0: none, and every step has the
+    completion's advantage."""
     filters: Filters = Filters()
     """Filters of the completions that are trained on."""
     estimator: EstimatorConfig = OneStepConfig()
@@ -129,6 +135,22 @@ class LearnerConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _steps_with_gains(self) -> LearnerConfig:
+        if not self.step_gain_coef:
+            return self
+        needs = "step_gain_coef needs"
+        estimator, objective = self.estimator, self.objective
+        if estimator.name != "trajectory" or estimator.proposal != "top_entropy" or estimator.steps_per_segment != 1:
+            raise ValueError(f"{needs} estimator trajectory with proposal: top_entropy and steps_per_segment: 1")
+        if (estimator.slots, estimator.only, estimator.num_shown_steps) != ("denoised", "all", 0):
+            raise ValueError(f"{needs} estimator.slots: denoised, only: all and num_shown_steps: 0")
+        if objective.name != "clipped_ratio" or objective.level is Level.ROW:
+            raise ValueError(f"{needs} objective clipped_ratio with level: token or part; steps have no others")
+        if self.advantage is not Advantage.GROUP_MEAN:
+            raise ValueError(f"{needs} advantage group_mean, and it is {self.advantage}")
+        return self
+
+    @model_validator(mode="after")
     def _workers(self) -> LearnerConfig:
         if self.min_workers is not None and self.min_workers > self.num_workers:
             raise ValueError(
@@ -142,7 +164,19 @@ class LearnerConfig(BaseModel):
         parts += [] if self.value is None else [self.value.sampler_incompatibility]
         if why := next((why for incompatibility in parts if (why := incompatibility(sampler)) is not None), None):
             return why
+        if self.step_gain_coef and not sampler.predicts_canvas:
+            return (
+                f"step_gain_coef is {self.step_gain_coef:g} and needs samplers whose steps predict the whole canvas: a "
+                "bidirectional policy, and rollout.sampling.cache none; take them, or learner.step_gain_coef=0"
+            )
         return self._idle_update(sampler)
+
+    @property
+    def num_step_answers(self) -> int:
+        """States of a completion whose greedy completions are graded, at most."""
+        if not self.step_gain_coef or self.estimator.name != "trajectory":
+            return 0
+        return self.inner_updates * (self.estimator.num_sampled or 0)
 
     def _idle_update(self, sampler: SamplerFacts) -> str | None:
         """Return that the last inner update would have no denoise step left to train on; None if it has one."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from learner.advantages import Rewards, group_advantages
+from learner.advantages import Rewards, group_advantages, step_advantages
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms, token_logps, unit_keys
@@ -25,8 +25,27 @@ from learner.parallel.sharding import ShardedPolicy
 WEIGHING = -1
 """Index of the plan that row weights are computed from, before the first update; masks that vary by update are its own.
 """
-Selection = tuple[Tensor, Tensor]
-"""[B] bool, the completions that are trained on, and [B] the advantage of each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """The completions that are trained on, and their advantages."""
+
+    kept: Tensor
+    """[B] bool."""
+    advantages: Tensor
+    """[B] float32."""
+    slot_advantages: Tensor | None = None
+    """[B, L] float32, as in `RowFacts`."""
+
+    def of(self, rows_B: Tensor) -> Selection:
+        """Return those of some rows, by index or mask."""
+        slot_BL = self.slot_advantages
+        return Selection(
+            kept=self.kept[rows_B],
+            advantages=self.advantages[rows_B],
+            slot_advantages=None if slot_BL is None else slot_BL[rows_B],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +97,10 @@ class Round:
         `selection` selects completions and gives their advantages; None: the config's filters and advantage do.
         """
         self._policy, self._config, self._sampler = policy, config, sampler
-        kept_B, advantages_B = selection or _select(batch, config)
-        self.num_rows = int(kept_B.sum())
+        selection = selection or _select(batch, config, sampler)
+        self.num_rows = int(selection.kept.sum())
         if self.num_rows:
-            self._take(GroupedBatch.of(batch.select(kept_B)), advantages_B[kept_B])
+            self._take(GroupedBatch.of(batch.select(selection.kept)), selection.of(selection.kept))
 
     def minibatches(self) -> list[Round]:
         """Split the round into the minibatches of a sweep's optimizer steps, equally many on every rank.
@@ -93,23 +112,24 @@ class Round:
 
     def _some(self, rows_B: Tensor) -> Round:
         some = copy.copy(self)
-        some._take(self._all.select(rows_B), self._advantages_B[rows_B])
+        some._take(self._all.select(rows_B), self._selection.of(rows_B))
         return some
 
-    def _take(self, grouped: GroupedBatch, advantages_B: Tensor) -> None:
+    def _take(self, grouped: GroupedBatch, selection: Selection) -> None:
         """Take this rank's share of some rows."""
         policy, config = self._policy, self._config
-        self._all, self._advantages_B, self.num_rows = grouped, advantages_B, grouped.num_rows
+        self._all, self._selection, self.num_rows = grouped, selection, grouped.num_rows
         self._plan: StepPlan | None = None
         # A minibatch counts its own groups.
         groups_G, group_B = grouped.group_index.unique(return_inverse=True)
         mine = self._dealt(grouped, group_B)
         shard = grouped.select(mine) if len(mine) else grouped.empty_row()
-        advantages_B = advantages_B[mine] if len(mine) else torch.zeros(1)
+        own = selection.of(mine if len(mine) else torch.zeros(1, dtype=torch.int64))
         # Planning is on the CPU: reading a count from a device would make the host wait for all work that is queued.
         self.on_host = shard
         self._facts = RowFacts(
-            advantages=advantages_B,
+            advantages=own.advantages if len(mine) else torch.zeros(1),
+            slot_advantages=own.slot_advantages,
             groups=group_B[mine] if len(mine) else group_B[:1],
             sizes=config.estimator.sizes(shard).float().clamp(min=1),
             correct=shard.correct,
@@ -192,11 +212,27 @@ class Round:
         return Logps(new=new_N, old=old_N, reference=reference_N, sampled=sampled_N)
 
 
-def _select(batch: RolloutBatch, config: LearnerConfig) -> Selection:
+def _select(batch: RolloutBatch, config: LearnerConfig, sampler: SamplerFacts) -> Selection:
     # A value model takes the rewards of blocks by step.
     rewards = Rewards.of(batch, outcome_only=config.value is not None)
-    kept_B = config.filters.keeps(rewards, batch.truncated, batch.speeds())
-    return kept_B, group_advantages(rewards, config.advantage)
+    return Selection(
+        kept=config.filters.keeps(rewards, batch.truncated, batch.speeds()),
+        advantages=group_advantages(rewards, config.advantage),
+        slot_advantages=_slot_advantages(batch, rewards, config, sampler),
+    )
+
+
+def _slot_advantages(
+    batch: RolloutBatch, rewards: Rewards, config: LearnerConfig, sampler: SamplerFacts
+) -> Tensor | None:
+    """Return the advantage of the step that committed each slot, [B, L]; None if steps have their completion's."""
+    if not config.num_step_answers or config.estimator.name != "trajectory":
+        return None
+    assert batch.step_rewards is not None, "samplers record step answers for such a config, and graders grade them"
+    rank_BT = config.estimator.step_ranks(GroupedBatch.of(batch), sampler)
+    step_rewards_BT = batch.step_rewards[:, : rank_BT.shape[1]]
+    advantages_BT = step_advantages(rewards, step_rewards_BT, rank_BT, config.step_gain_coef)
+    return advantages_BT.gather(1, batch.step_map.clamp(min=0))
 
 
 def scored_logps(policy: ShardedPolicy, plan: StepPlan, logps: Callable[[Terms], Tensor] | None = None) -> Tensor:

@@ -25,7 +25,9 @@ _TRL = {
 
 def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Compute the metrics of a round's completions; stored ones have no sampler's record and no rewards of a task."""
-    rewards = Rewards.of(batch)
+    rewards, of_steps = Rewards.of(batch), dict[str, float]()
+    if batch.step_rewards is not None:
+        of_steps["step_gain"] = (batch.rewards[:, None] - batch.step_rewards).nanmean().item()
     lengths_B = batch.completion_lengths.float()
     is_text = batch.completion_mask()
     lengths = {

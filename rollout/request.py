@@ -312,6 +312,21 @@ class Writes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepAnswers:
+    """Greedy completions of the states before K denoise steps: the committed tokens, and in each masked slot the most
+    probable one. They have L = `gen_length` slots."""
+
+    steps: NDArray[np.int32]
+    """[K] the denoise steps, those whose tokens have the highest mean entropy first."""
+    token_ids: NDArray[np.int32]
+    """[K, L] the tokens, of blocks that were not denoised too."""
+    num_tokens: NDArray[np.int32]
+    """[K] tokens up to and including the first end of text."""
+    ended: NDArray[np.bool_]
+    """[K] whether there is an end of text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Progress:
     """Current state of a completion that is being denoised. L is all its slots: `Canvas.num_slots`, or those of all
     canvases under renoising."""
@@ -355,6 +370,9 @@ class Request:
     """Blocks that were finished before the same request was interrupted; None begins at the first. The completion is
     the same as without the interruption: a draw depends on step and slot only. (The last bits of a logit can differ
     with the batch.)"""
+    num_step_answers: int = 0
+    """Record the greedy completions of the states before this many denoise steps, for learners that grade them. Needs a
+    bidirectional policy and no KV cache, so that every step predicts the whole canvas. 0: none, at no cost."""
 
     @property
     def draw_key(self) -> int:
@@ -430,3 +448,5 @@ class Completion:
     writes: Writes | None = None
     """Under token editing: all writes, except those in `Request.committed`. The arrays above describe the last write to
     each slot."""
+    step_answers: StepAnswers | None = None
+    """The answers that `Request.num_step_answers` asks for, of at most as many steps; None if it is 0."""

@@ -59,6 +59,8 @@ def check_request(request: Request, config: TransformerConfig) -> None:
         if token == config.mask_token_id:
             raise FieldError(f"{{fixed_tokens}} gives the mask id {token} to slot {slot}; leave that slot out")
     _check_grammar(request, config)
+    if request.num_step_answers:
+        _check_step_answers(request, config)
     if request.committed is not None:
         _check_committed(request.committed, canvas, config)
 
@@ -83,6 +85,19 @@ def _check_grammar(request: Request, config: TransformerConfig) -> None:
     of_canvas = canvas_grammar_of(request, config)
     if of_canvas is not None and not of_canvas.is_possible:
         raise FieldError("{grammar} has no text that fits what is given or forbidden")
+
+
+def _check_step_answers(request: Request, config: TransformerConfig) -> None:
+    if config.is_block_causal:
+        raise ValueError(
+            "num_step_answers needs a bidirectional policy: a block-causal one predicts one block at a time"
+        )
+    if request.params.cache is not Cache.NONE:
+        raise FieldError(
+            f"num_step_answers predicts the whole canvas, and {{cache}} {request.params.cache} a part of it"
+        )
+    if request.grammar is not None or request.committed is not None:
+        raise ValueError("num_step_answers is not for a request with a grammar or finished blocks")
 
 
 def _check_committed(committed: Committed, canvas: Canvas, config: TransformerConfig) -> None:

@@ -33,8 +33,9 @@ from learner.model.transformer import Transformer
 from rollout.batch_state import BatchState, RowState, on_device
 from rollout.config import EngineConfig
 from rollout.constrained import ConstrainedRows
-from rollout.edit_log import EditLog
 from rollout.forwards import ActiveRow, ForwardCounts, ForwardKind, Forwards, SlotLogits
+from rollout.logs.edit_log import EditLog
+from rollout.logs.step_answers import CanvasSlots, StepAnswerLog
 from rollout.request import Cache, Completion, Progress, Request, SamplingParams, canvas_of
 from rollout.request_checks import check_request
 from rollout.step import BlockSlots, CommittedTokens, DenoiseStep
@@ -164,6 +165,8 @@ class SlotBatch:
         )
         self._constrained = ConstrainedRows(self.state, config)
         self._edit_log = EditLog()
+        self._step_answers = StepAnswerLog()
+        self._is_compiled = engine.compiles_policy
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: dict[int, tuple[int, Request]] = {}
         self._snapshots: dict[int, _RowSnapshot[int]] = {}
@@ -207,6 +210,7 @@ class SlotBatch:
         if slot is not None:
             self.state.clear(slot)
             self._edit_log.forget(slot)
+            self._step_answers.forget(slot)
             self._constrained.forget(slot)
             del self._running[slot]
 
@@ -326,8 +330,7 @@ class SlotBatch:
         before = self.state.rows.of(rows_A)
         block = self._block(rows_A, before, params)
         num_places = block.columns.shape[1]
-        found = self._forwards.logits(active, block.columns, block.open)
-        self._forbid(found, active, num_places)
+        found = self._logits(active, rows_A, block)
         self._constrained.forbid(active, block.columns, found)
         step = DenoiseStep(params, before, block, found)
         self.state.rows.not_finite[rows_A] |= step.non_finite_rows()
@@ -349,6 +352,27 @@ class SlotBatch:
             self._edit_log.add(editing, where[0], slots_M, sampled, chosen_M)
         self.state.advance(rows_A, before, block.masked, chosen_AK)
         self._num_cached |= {row.slot: row.block_start for row in active if row.kind.caches_finished}
+
+    def _logits(self, active: list[ActiveRow], rows_A: Tensor, block: BlockSlots) -> SlotLogits:
+        """Compute the logits of the blocks' open slots, without forbidden tokens, and log the step's answers."""
+        places = {row.slot: place for place, row in enumerate(active) if row.request.num_step_answers}
+        if not places:
+            found = self._forwards.logits(active, block.columns, block.open)
+            self._forbid(found, active, block.columns.shape[1])
+            return found
+        canvases = [canvas_of(row.request, self._config) for row in active]
+        # A compiler sees one width instead of one for each block.
+        widths = [
+            canvas.num_slots if self._is_compiled else canvas.end - row.block_start
+            for canvas, row in zip(canvases, active, strict=True)
+        ]
+        num_slots = max(block.columns.shape[1], *widths)
+        slots = CanvasSlots.of(block, self.state.canvases, rows_A, num_slots)
+        found = self._forwards.logits(active, slots.columns, slots.open)
+        self._forbid(found, active, num_slots)
+        answers_AW = slots.answers(found, self.state.canvases.tokens[rows_A])
+        self._step_answers.add(places, answers_AW)
+        return slots.of_block(found, block, is_static=self._is_static)
 
     def _block(self, rows_A: Tensor, now: RowState, params: Sequence[SamplingParams]) -> BlockSlots:
         """Return the slots of each row's block, and which of them may be written."""
@@ -404,11 +428,16 @@ class SlotBatch:
         for slot in done:
             self._constrained.forget(slot)
         completions = self.state.harvest(done, requests, self._policy_version, is_cache_exact=self._is_cache_exact)
-        completions = [
-            replace(completion, writes=self._edit_log.take(slot)) if request.params.edits else completion
-            for slot, request, completion in zip(done, requests, completions, strict=True)
-        ]
-        return list(zip(indices, completions, strict=True))
+        return list(zip(indices, map(self._with_logs, done, requests, completions), strict=True))
+
+    def _with_logs(self, slot: int, request: Request, completion: Completion) -> Completion:
+        """Add what is logged of a finished row step by step."""
+        if request.params.edits:
+            return replace(completion, writes=self._edit_log.take(slot))
+        if request.num_step_answers:
+            stop_ids = self._config.stop_ids if request.params.stop_ids is None else request.params.stop_ids
+            return replace(completion, step_answers=self._step_answers.take(slot, request, completion, stop_ids))
+        return completion
 
 
 def _concatenates_rows(model: Transformer, engine: EngineConfig) -> bool:

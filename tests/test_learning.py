@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from actors.messages import ScoredWorkUnit, WorkUnit, WorkUnitKey, WorkUnitSummary
 from actors.spec import sampler_facts
@@ -16,7 +18,7 @@ from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
 from rewards import Grade, Message, Problem
-from rollout.request import Request, SamplingParams
+from rollout.request import Completion, Request, SamplingParams
 from rollout.sampler import Sampler
 
 GEN_LENGTH, GROUPS, GROUP_SIZE = 4, 4, 8
@@ -41,9 +43,14 @@ def _reward(tokens: list[int]) -> float:
     return sum(token == TARGET for token in tokens) / GEN_LENGTH
 
 
-def _round(model: Transformer, params: SamplingParams, index: int) -> RolloutBatch:
+def _round(model: Transformer, params: SamplingParams, index: int, num_step_answers: int) -> RolloutBatch:
     requests = [
-        Request(prompt_ids=PROMPTS[group], params=params, seed=1000 * index + GROUP_SIZE * group + sample)
+        Request(
+            prompt_ids=PROMPTS[group],
+            params=params,
+            seed=1000 * index + GROUP_SIZE * group + sample,
+            num_step_answers=num_step_answers,
+        )
         for group in range(GROUPS)
         for sample in range(GROUP_SIZE)
     ]
@@ -61,8 +68,20 @@ def _round(model: Transformer, params: SamplingParams, index: int) -> RolloutBat
     # Half of the maximum reward counts as correct: methods that use only correctness must find some at the start.
     grades = tuple(Grade(reward=reward, parts={"share": reward}, correct=reward >= 0.5) for reward in rewards)
     summary = WorkUnitSummary.of(completions, grades, texts=[""] * len(completions), costs={})
-    scored = ScoredWorkUnit(work_unit=work_unit, completions=tuple(completions), summary=summary)
+    scored = ScoredWorkUnit(
+        work_unit=work_unit,
+        completions=tuple(completions),
+        summary=summary,
+        step_rewards=tuple(map(_step_rewards, completions)) if num_step_answers else None,
+    )
     return collate([scored], GEN_LENGTH, 11, EVERY_GROUP)
+
+
+def _step_rewards(completion: Completion) -> NDArray[np.float32]:
+    rewards = np.full(GEN_LENGTH, np.nan, dtype=np.float32)
+    assert completion.step_answers is not None
+    rewards[completion.step_answers.steps] = [_reward(tokens) for tokens in completion.step_answers.token_ids.tolist()]
+    return rewards
 
 
 def _sampling(name: str) -> SamplingParams:
@@ -106,8 +125,8 @@ def test_the_expected_reward_rises(name: str) -> None:
     learner = Learner(ShardedPolicy(model, None), config, sampler_facts(params))
     rewards = []
     for index in range(12):
-        batch = _round(model, params, index)
+        batch = _round(model, params, index, config.num_step_answers)
         rewards.append(float(batch.rewards.mean()))
         learner.update(batch, index)
-    rewards.append(float(_round(model, params, 99).rewards.mean()))
+    rewards.append(float(_round(model, params, 99, 0).rewards.mean()))
     assert rewards[-1] > rewards[0] + 0.25, rewards

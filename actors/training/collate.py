@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,16 @@ from learner.model.deferred import torch
 from learner.seeds import fold
 from rewards import Grade
 from rollout.request import Completion, FinishReason, Request, Writes
+
+
+class _Row(NamedTuple):
+    """A completion with what belongs to it."""
+
+    request: Request
+    completion: Completion
+    grade: Grade
+    group: int
+    step_rewards: NDArray[np.float32] | None
 
 
 def part_names_of(grades: Sequence[Grade]) -> list[str]:
@@ -36,10 +46,8 @@ def collate(
     if not rows:
         return None
     # A work unit has similar lengths, and minibatches are contiguous shares: the order of groups mixes the lengths.
-    rows.sort(key=itemgetter(3))
-    requests = [request for request, _, _, _ in rows]
-    completions = [completion for _, completion, _, _ in rows]
-    grades = [grade for _, _, grade, _ in rows]
+    rows.sort(key=attrgetter("group"))
+    requests, completions, grades = ([getattr(row, name) for row in rows] for name in _Row._fields[:3])
     prompts = [request.prompt_ids for request in requests]
     # Include the whole last block: the tokens after the end of text were context of the text's last tokens.
     texts = [completion.token_ids.tolist() for completion in completions]
@@ -54,7 +62,7 @@ def collate(
         reward_parts=torch.tensor([[grade.parts.get(name, 0.0) for name in part_names] for grade in grades]),
         correct=torch.tensor([grade.correct for grade in grades]),
         truncated=torch.tensor([completion.finish_reason is FinishReason.LENGTH for completion in completions]),
-        group_ids=torch.tensor([group for _, _, _, group in rows]),
+        group_ids=torch.tensor([row.group for row in rows]),
         step_map=pad_rows([completion.step_map.tolist() for completion in completions], -1, num_slots),
         commit_logp=_padded([completion.commit_logp for completion in completions], num_slots),
         commit_entropy=_padded([completion.commit_entropy for completion in completions], num_slots),
@@ -64,6 +72,7 @@ def collate(
         policy_versions=torch.tensor([completion.policy_version for completion in completions]),
         **_process_rewards(completions, grades, num_slots),
         **_writes([completion.writes for completion in completions if completion.writes is not None]),
+        **_step_rewards([row.step_rewards for row in rows if row.step_rewards is not None]),
     )
 
 
@@ -99,16 +108,28 @@ def _writes(edited: Sequence[Writes]) -> dict[str, torch.Tensor]:
     }
 
 
-def _rows(scored: ScoredWorkUnit, kept: Sequence[int]) -> list[tuple[Request, Completion, Grade, int]]:
-    work_unit = scored.work_unit
+def _step_rewards(rewards: Sequence[NDArray[np.float32]]) -> dict[str, torch.Tensor]:
+    """Collate the rewards of step answers. Either all completions of a round have them, or none."""
+    return {"step_rewards": _padded(rewards, max(map(len, rewards)), fill=np.nan)} if rewards else {}
+
+
+def _rows(scored: ScoredWorkUnit, kept: Sequence[int]) -> list[_Row]:
+    work_unit, rewards = scored.work_unit, scored.step_rewards
     return [
-        (work_unit.requests[row], scored.completions[row], scored.grades[row], work_unit.group_ids[row]) for row in kept
+        _Row(
+            request=work_unit.requests[row],
+            completion=scored.completions[row],
+            grade=scored.grades[row],
+            group=work_unit.group_ids[row],
+            step_rewards=None if rewards is None else rewards[row],
+        )
+        for row in kept
     ]
 
 
-def _padded(rows: Sequence[NDArray[Any]], width: int) -> torch.Tensor:
-    """Pad rows with 0 to [len(rows), width], in the arrays' dtype."""
-    padded = np.zeros((len(rows), width), dtype=rows[0].dtype)
+def _padded(rows: Sequence[NDArray[Any]], width: int, fill: float = 0) -> torch.Tensor:
+    """Pad rows with `fill` to [len(rows), width], in the arrays' dtype."""
+    padded = np.full((len(rows), width), fill, dtype=rows[0].dtype)
     for target, row in zip(padded, rows, strict=True):
         target[: len(row)] = row
     return torch.from_numpy(padded)

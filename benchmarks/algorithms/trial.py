@@ -153,9 +153,9 @@ def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
     settings = base.learner.model_dump(exclude={"num_workers", "max_staleness"})
     if trial.row != RECIPE_ROW:
         settings = {name: settings[name] for name in _NOT_OF_A_METHOD} | {"algorithm": trial.row}
-    if trial.row == "egspo":
+    if trial.row in ("egspo", "egspo-sa"):
         # Each update takes other steps of a completion, and none may be left without.
-        own, num_steps = ALGORITHMS["egspo"], sampler_facts(base.rollout.sampling).max_denoise_steps
+        own, num_steps = ALGORITHMS[trial.row], sampler_facts(base.rollout.sampling).max_denoise_steps
         settings["inner_updates"] = min(own["inner_updates"], -(-num_steps // own["estimator"]["num_sampled"]))
     settings |= {"num_workers": 1, "num_rounds": 1, "final_lr_fraction": 1.0, "num_warmup_rounds": _WARMUP_ROUNDS}
     for key, value in map(parse_override, trial.overrides):

@@ -153,6 +153,10 @@ def _sampling_parts(recipe: RunConfig, shape: TransformerConfig, num_versions: i
         Part("logits of the blocks", logits, f"{slots_help} or rollout.sampling.block_length"),
         Part("CUDA", _CONTEXT_BYTES),
     ]
+    if recipe.learner.num_step_answers:
+        # A prediction of every slot.
+        of_answers = rows * params[0].gen_length * shape.vocab_size * each
+        parts.append(Part("logits of step answers", of_answers, slots_help))
     if engine.fp8:
         layers = (shape.linear_layers(layer).values() for layer in range(shape.num_layers))
         num_weights = sum(inputs * outputs for of_layer in layers for inputs, outputs in of_layer)

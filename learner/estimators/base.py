@@ -48,6 +48,9 @@ class SamplerFacts:
     """Whether the number of denoise steps of a block varies between completions."""
     edits: bool = False
     """Whether tokens can be replaced until their block is finished (token editing); every write is recorded then."""
+    predicts_canvas: bool = True
+    """Whether every denoise step can predict all masked slots of the canvas: no KV cache, no blocks that a policy
+    cannot see yet."""
     is_block_causal: bool = False
     """Whether the policy is block-causal: blocks are counted from a canvas's first column, not from the prompt's end.
     """

@@ -131,13 +131,7 @@ class TrajectoryConfig(BaseModel):
             )
             return edited(batch, batch.writes, batch.write_logp, importance_BK, self._scoring_distribution(sampler))
         segment_BL = self._segments(batch, sampler)
-        covered_BL = self._covered(batch) & (segment_BL >= 0)
-        scored_BL = covered_BL & self._selected(batch)
-        num_segments = int(segment_BL.max().clamp(min=0)) + 1
-        has_scored_BK = torch.zeros(batch.num_rows, num_segments, dtype=torch.bool, device=segment_BL.device)
-        rows_N, slots_N = scored_BL.nonzero(as_tuple=True)
-        has_scored_BK[rows_N, segment_BL[rows_N, slots_N]] = True
-        entropy_BK = self._entropies(batch, segment_BL.clamp(min=0), covered_BL, num_segments)
+        scored_BL, has_scored_BK, entropy_BK = self._scored(batch, segment_BL)
         importance_BK = self._importance(batch, has_scored_BK, entropy_BK, update)
         rows_R, parts_R = (importance_BK > 0).nonzero(as_tuple=True)
         segment_RL = segment_BL[rows_R]
@@ -158,6 +152,23 @@ class TrajectoryConfig(BaseModel):
             importance=None if is_of_value else importance_BK[rows_R, parts_R][:, None].expand_as(scored_RL),
             distribution=self._scoring_distribution(sampler),
         )
+
+    def step_ranks(self, batch: GroupedBatch, sampler: SamplerFacts) -> Tensor:
+        """Return the place of each segment in the order of `proposal: top_entropy`, [B, K] int64; -1: not trained."""
+        _, has_scored_BK, entropy_BK = self._scored(batch, self._segments(batch, sampler))
+        return _ranks(entropy_BK, has_scored_BK)
+
+    def _scored(self, batch: GroupedBatch, segment_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the slots that may be scored, [B, L] bool, the segments that have any, [B, K], and their entropies."""
+        covered_BL = self._covered(batch) & (segment_BL >= 0)
+        scored_BL = covered_BL & self._selected(batch)
+        num_segments = int(segment_BL.max().clamp(min=0)) + 1
+        has_scored_BK = torch.zeros(batch.num_rows, num_segments, dtype=torch.bool, device=segment_BL.device)
+        rows_N, slots_N = scored_BL.nonzero(as_tuple=True)
+        has_scored_BK[rows_N, segment_BL[rows_N, slots_N]] = True
+        if batch.step_rewards is not None and self.proposal == "top_entropy":
+            has_scored_BK &= ~batch.step_rewards[:, :num_segments].isnan()
+        return scored_BL, has_scored_BK, self._entropies(batch, segment_BL.clamp(min=0), covered_BL, num_segments)
 
     def mask_key(self, update: InnerUpdate) -> int:
         """Return 0 if canvases are not random, else the index of the update."""
@@ -316,9 +327,15 @@ class TrajectoryConfig(BaseModel):
 
 def _ranked(entropy_BK: Tensor, has_scored_BK: Tensor, num_taken: int, update: InnerUpdate) -> Tensor:
     """Take `num_taken` scored segments in the order of falling entropy, the update's share of it: [B, K] float32."""
+    rank_BK = _ranks(entropy_BK, has_scored_BK)
+    first = update.index * num_taken
+    return ((rank_BK >= first) & (rank_BK < first + num_taken)).float()
+
+
+def _ranks(entropy_BK: Tensor, has_scored_BK: Tensor) -> Tensor:
+    """Rank the scored segments by falling entropy, [B, K] int64, 0 for the highest; -1 for the others."""
     order_BK = entropy_BK.masked_fill(~has_scored_BK, -torch.inf).argsort(dim=1, descending=True, stable=True)
-    rank_BK = order_BK.argsort(dim=1) - update.index * num_taken
-    return (has_scored_BK & (rank_BK >= 0) & (rank_BK < num_taken)).float()
+    return torch.where(has_scored_BK, order_BK.argsort(dim=1), -1)
 
 
 def _sample_uniformly(sample_keys: Tensor, has_scored_BK: Tensor, num_sampled: int, update: InnerUpdate) -> Tensor:

@@ -50,7 +50,7 @@ def test_every_rows_learner_is_compatible_with_its_sampler(row: str, task: str, 
         own = ALGORITHMS[row]
         assert learner.estimator.name == own["estimator"]["name"]
         # The recipes have three and five denoise steps, of which each of its updates takes two.
-        num_updates = {"sudoku": 2, "countdown": 3}[task] if row == "egspo" else own.get("inner_updates", 12)
+        num_updates = {"sudoku": 2, "countdown": 3}[task] if row.startswith("egspo") else own.get("inner_updates", 12)
         assert learner.inner_updates == num_updates
         assert learner.lr == pytest.approx(5e-4 / (learner.inner_updates * own.get("num_minibatches", 1)) ** 0.5)
 

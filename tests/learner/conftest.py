@@ -46,6 +46,7 @@ def rollouts() -> RolloutBatch:
         commit_law_entropy=torch.where(is_denoised, torch.rand(12, 8, generator=generator), 0.0),
         num_forwards=torch.full((12,), 4),
         policy_versions=torch.zeros(12, dtype=torch.long),
+        step_rewards=torch.rand(12, 4, generator=generator),
     )
 
 

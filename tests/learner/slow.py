@@ -54,6 +54,8 @@ class Row:
     law_entropy: list[float]
     says_something: list[bool]
     """Whether each slot's token is not an end of text."""
+    step_rewards: list[float]
+    """Rewards of the greedy completions of the states before the steps."""
 
 
 def rows_of(
@@ -113,6 +115,7 @@ def rows_of(
                     bool(batch.truncated[row]) or token != policies[0].config.eos_token_id
                     for token in batch.completion_ids[row].tolist()
                 ],
+                step_rewards=[] if batch.step_rewards is None else batch.step_rewards[row].tolist(),
             )
         )
     return rows
@@ -553,23 +556,49 @@ num_drawn = {"value": 0}
 """Input of `agrpo`: the number of sampled steps."""
 
 
-def egspo(rows: list[Row]) -> Tensor:
-    """Each update takes the two steps of highest mean entropy that earlier updates have not taken."""
+def _by_entropy(row: Row) -> list[int]:
+    """Return the steps up to the last that commits anything but ends of text, the highest mean entropy first."""
+    of_steps = _denoised_by_steps(row)
+    means = [sum(row.entropy[slot] for slot in slots) / len(slots) for slots in of_steps]
+    return sorted(range(len(of_steps)), key=lambda step: -means[step])
+
+
+def _egspo(rows: list[Row], advantages: list[list[float]]) -> Tensor:
+    """Each update takes the two steps of highest mean entropy that earlier updates have not taken. `advantages` are of
+    each row's steps in that order."""
     values = []
-    for row, advantage in zip(rows, group_mean(rows), strict=True):
-        of_steps = _denoised_by_steps(row)
-        means = [sum(row.entropy[slot] for slot in slots) / len(slots) for slots in of_steps]
-        ranked = sorted(range(len(of_steps)), key=lambda step: -means[step])
+    for row, of_row in zip(rows, advantages, strict=True):
+        of_steps, ranked = _denoised_by_steps(row), _by_entropy(row)
         first = 2 * update_index["value"]
         assert [draw.part for draw in row.draws] == sorted(ranked[first : first + 2])
         for draw in row.draws:
             assert draw.scored == of_steps[draw.part]
+            advantage = of_row[ranked.index(draw.part)]
             new, old, reference = (
                 torch.stack([of_policy[slot] for slot in draw.scored]).sum()
                 for of_policy in (draw.new, draw.old, draw.reference)
             )
             values.append(ppo((new - old).exp(), advantage, 0.2, 0.5) + 0.04 * k3(new, reference))
     return torch.stack(values).mean()
+
+
+def egspo(rows: list[Row]) -> Tensor:
+    return _egspo(rows, [[advantage] * row.width for row, advantage in zip(rows, group_mean(rows), strict=True)])
+
+
+def egspo_sa(rows: list[Row]) -> Tensor:
+    """The return of a step is the reward plus half of its gain over the step's answer, over 1.5. Its baseline is the
+    mean over the steps of the group's completions that have the same place in the order of entropies."""
+    advantages = []
+    for group in groups_of(rows):
+        returns = [
+            [(row.reward + 0.5 * (row.reward - row.step_rewards[step])) / 1.5 for step in _by_entropy(row)]
+            for row in group
+        ]
+        for of_row in returns:
+            alike = [[other[place] for other in returns if len(other) > place] for place in range(len(of_row))]
+            advantages.append([value - sum(some) / len(some) for value, some in zip(of_row, alike, strict=True)])
+    return _egspo(rows, advantages)
 
 
 update_index = {"value": 0}
@@ -790,6 +819,7 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "dmpo": dmpo,
     "agrpo": agrpo,
     "egspo": egspo,
+    "egspo-sa": egspo_sa,
     "justgrpo": justgrpo,
     "forkgrpo": forkgrpo,
     "vrpo": vrpo,

@@ -182,6 +182,16 @@ def test_fp8_weights_are_held_beside_the_others(llada: Callable[..., Recipe]) ->
     assert 0.4 * sizes["weights"] < sizes["FP8 weights"] < 0.5 * sizes["weights"]
 
 
+def test_step_answers_need_the_logits_of_whole_canvases(llada: Callable[..., Recipe]) -> None:
+    recipe = llada("learner.algorithm=egspo-sa", "rollout.sampling.block_length=32")
+    sizes = {part.name: part.num_bytes for part in sampler_memory(recipe, policy_shape(recipe)).parts}
+    # Eight blocks, in bfloat16 alone.
+    assert recipe.rollout.sampling.gen_length == 256
+    assert sizes["logits of step answers"] == pytest.approx(8 * 2 / 10 * sizes["logits of the blocks"])
+    plain = {part.name for part in sampler_memory(llada(), policy_shape(recipe)).parts}
+    assert "logits of step answers" not in plain
+
+
 S1K = (
     "sft.data=s1k.jsonl",
     "sft.num_steps=10",

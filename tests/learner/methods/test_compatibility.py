@@ -121,6 +121,32 @@ def test_shown_steps_are_not_left_for_egspos_updates() -> None:
     assert said.endswith("take learner.inner_updates=3")
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"estimator": {"name": "one_step"}}, "estimator trajectory with proposal: top_entropy"),
+        ({"estimator": {"proposal": "uniform"}}, "estimator trajectory with proposal: top_entropy"),
+        ({"estimator": {"steps_per_segment": 2}}, "steps_per_segment: 1"),
+        ({"estimator": {"slots": "text"}}, "slots: denoised"),
+        ({"estimator": {"num_shown_steps": 1}}, "num_shown_steps: 0"),
+        ({"objective": {"level": "sequence"}}, "objective clipped_ratio with level: token or part"),
+        ({"objective": {"name": "weighted_likelihood"}}, "objective clipped_ratio"),
+        ({"advantage": "group_z"}, "advantage group_mean, and it is group_z"),
+    ],
+)
+def test_advantages_of_steps_need_a_method_of_steps(changes: dict[str, object], why: str) -> None:
+    with pytest.raises(ValidationError, match=f"step_gain_coef needs .*{why}"):
+        LearnerConfig.model_validate({"algorithm": "egspo-sa", "num_rounds": 1} | changes)
+
+
+def test_step_answers_need_samplers_that_predict_the_canvas() -> None:
+    config = LearnerConfig.model_validate({"algorithm": "egspo-sa", "num_rounds": 1})
+    assert config.incompatibility(SamplerFacts()) is None
+    assert "needs samplers whose steps predict the whole canvas" in str(
+        config.incompatibility(SamplerFacts(predicts_canvas=False))
+    )
+
+
 @pytest.mark.parametrize("settings", [{}, {"num_sampled": 2, "weigh": "mean"}])
 def test_ranked_segments_are_counted_and_not_averaged(settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="top_entropy needs num_sampled"):

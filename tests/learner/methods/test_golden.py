@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from learner.advantages import Rewards, group_advantages
+from learner.advantages import Rewards, group_advantages, step_advantages
 from learner.algorithms import ALGORITHMS
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import InnerUpdate, SamplerFacts
+from learner.estimators import InnerUpdate, SamplerFacts, TrajectoryConfig
 from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.scoring import Targets, score_targets
@@ -59,6 +59,8 @@ class Source:
     """Whether the policies are block-causal: blocks are then counted from the first column."""
     changes: Mapping[str, object] | None = None
     """Overrides of the objective, which switch off parts that only one implementation has."""
+    has_step_rewards: bool = False
+    """Whether the greedy completions of the states before the steps have rewards."""
     loss_divisor: float = 1.0
     """A constant that their loss is divided by and ours is not."""
     std: tuple[int, float] | None = None
@@ -78,6 +80,11 @@ SPG = {
     "repository": "facebookresearch/SPG",
     "commit": "a1c712091aee3fde759bbf73b7850546265cd52d",
     "functions": "spg/spg_trainer.py: _generate_and_score_completions, _get_per_seq_logps, compute_loss",
+}
+EGSPO = {
+    "repository": "vishnutez/egspo-dllm-rl",
+    "commit": "a7d618b5fe25f3af78913e1160d7fd5e290cf000",
+    "functions": "egspo/egspo_trainer.py: _generate_and_score_completions, _get_per_token_logps_unbiased, compute_loss",
 }
 D1 = {
     "repository": "dllm-reasoning/d1",
@@ -166,15 +173,9 @@ SOURCES: Mapping[str, Source] = {
         functions="DMPO/dmpo_trainer.py: _generate_and_score_completions, compute_log_prob_elbo, compute_loss",
     ),
     # Without stepwise advantages (lambda1 0). Theirs is divided by the tokens of a step, and also scores the fill.
-    "egspo": Source(
-        repository="vishnutez/egspo-dllm-rl",
-        commit="a7d618b5fe25f3af78913e1160d7fd5e290cf000",
-        functions="egspo/egspo_trainer.py: _generate_and_score_completions, _get_per_token_logps_unbiased, "
-        "compute_loss",
-        lengths=FULL,
-        slots_per_step=2,
-        loss_divisor=2.0,
-    ),
+    "egspo": Source(**EGSPO, lengths=FULL, slots_per_step=2, loss_divisor=2.0),
+    # As the launcher sets it: lambda1 0.5, normalize_returns.
+    "egspo-sa": Source(**EGSPO, lengths=FULL, slots_per_step=2, has_step_rewards=True, loss_divisor=2.0),
     # Each problem has a correct completion, since theirs counts problems without one too. The first ones have an even
     # number of states, since theirs drops those that it cannot divide by the updates.
     "d-opsd": Source(
@@ -298,6 +299,10 @@ def example(source: Source) -> RolloutBatch:
     step_BL = (steps // source.slots_per_step).expand(num_rows, SLOTS)
     prompts = (torch.arange(NUM_GROUPS * PROMPT).view(NUM_GROUPS, PROMPT) * 5 % 6).repeat_interleave(GROUP, 0)
     rewards = torch.tensor([1.0, 0.25, 0.5, 0.125, 0.75, 2.0, 0.5, 0.0])
+    of_steps = {}
+    if source.has_step_rewards:
+        num_steps = int(step_BL.max()) + 1
+        of_steps["step_rewards"] = torch.arange(num_rows * num_steps).view(num_rows, num_steps) * 7 % 11 / 8
     return batch_of(
         prompts=prompts,
         completions=ids,
@@ -306,6 +311,7 @@ def example(source: Source) -> RolloutBatch:
         commit_entropy=entropies(prompts, ids, step_BL),
         rewards=rewards,
         group_ids=torch.arange(NUM_GROUPS).repeat_interleave(GROUP),
+        **of_steps,
     )
 
 
@@ -379,6 +385,19 @@ def test_advantages_equal_the_public_code(name: str) -> None:
         theirs = deviations * math.sqrt(GROUP / (GROUP - std[0])) + std[1]
         factors = (deviations + 1e-4) / theirs
     assert torch.allclose(ours * factors, torch.tensor(GOLDEN[name]["advantages"]), rtol=1e-5, atol=1e-6)
+
+
+def test_step_advantages_equal_the_public_code() -> None:
+    """Of the steps of each completion, the one of highest entropy first."""
+    batch, of_row = GroupedBatch.of(example(SOURCES["egspo-sa"])), config("egspo-sa")
+    assert isinstance(of_row.estimator, TrajectoryConfig)
+    assert batch.step_rewards is not None
+    rank_BT = of_row.estimator.step_ranks(batch, sampler("egspo-sa"))
+    ours_BT = step_advantages(Rewards.of(batch), batch.step_rewards, rank_BT, of_row.step_gain_coef)
+    in_order_BT = ours_BT.gather(1, rank_BT.argsort(dim=1))
+    theirs_BK = torch.tensor(GOLDEN["egspo-sa"]["step_advantages"])
+    assert theirs_BK.shape[1] == of_row.num_step_answers
+    torch.testing.assert_close(in_order_BT[:, : theirs_BK.shape[1]], theirs_BK, rtol=1e-5, atol=1e-6)
 
 
 def test_golden_numbers_belong_to_algorithms() -> None:

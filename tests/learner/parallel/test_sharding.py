@@ -211,6 +211,7 @@ def _rollouts() -> RolloutBatch:
         commit_law_entropy=torch.rand(11, 8, generator=generator),
         num_forwards=torch.full((11,), 4),
         policy_versions=torch.zeros(11, dtype=torch.long),
+        step_rewards=torch.rand(11, 4, generator=generator),
     )
 
 
