@@ -154,9 +154,7 @@ def _sampling_parts(recipe: RunConfig, shape: TransformerConfig, num_versions: i
         Part("CUDA", _CONTEXT_BYTES),
     ]
     if recipe.learner.num_step_answers:
-        # A prediction of every slot.
-        of_answers = rows * params[0].gen_length * shape.vocab_size * each
-        parts.append(Part("logits of step answers", of_answers, slots_help))
+        parts.append(Part("logits of step answers", rows * params[0].gen_length * shape.vocab_size * each, slots_help))
     if engine.fp8:
         layers = (shape.linear_layers(layer).values() for layer in range(shape.num_layers))
         num_weights = sum(inputs * outputs for of_layer in layers for inputs, outputs in of_layer)
@@ -256,9 +254,8 @@ def _weights(recipe: RunConfig, counts: ParameterCounts, of_copy: int, stage: _S
     lora, each = recipe.model.lora, bytes_of(recipe.sharding.compute_dtype)
     policy = counts.policy / of_copy
     if stage.has_value:
-        # Its weights, and gradient and moments of those that are trained.
-        trained = FLOAT32 * (1 + _MOMENTS) * counts.trained / of_copy
-        yield Part("the value model", FLOAT32 * policy + trained, _MORE_WORKERS)
+        trained = (1 + _MOMENTS) * counts.trained / of_copy
+        yield Part("the value model, gradient and moments", FLOAT32 * (policy + trained), _MORE_WORKERS)
     if stage.has_teacher:
         yield Part("the teacher", each * policy, _MORE_WORKERS)
     if not lora.rank:
