@@ -180,7 +180,8 @@ class Learner:
                     self._backward(some, plan, known, metrics, is_last=imitated is None)
                     if imitated is not None:
                         self._backward_imitation(imitated, index, metrics)
-                    metrics.add_step(self._step(metrics, lr))
+                    step = self.optimizer.step(lr, self.config.max_grad_norm, metrics.pop_loss())
+                    metrics.add_step(step.grad_norm)
                     if self.value is not None:
                         shape = value_shape(self.policy.config)
                         self._flops += update_flops(shape, self.policy.lora, plan.canvases)
@@ -279,14 +280,6 @@ class Learner:
             new_N = self._values(work, micro)
             weight_N = gradient_N[inside] if inside.stop > inside.start else torch.zeros_like(new_N)
             self.policy.backward((new_N * weight_N).sum(), is_last=is_last and ends)
-
-    def _step(self, metrics: UpdateMetrics, lr: float) -> float:
-        """Take an optimizer step with the accumulated gradient, and return its norm before clipping."""
-        try:
-            return self.optimizer.step(lr, self.config.max_grad_norm, metrics.pop_loss()).grad_norm
-        except FloatingPointError:
-            self.optimizer.clear_gradients()
-            raise
 
     def _loss(self, work: Round, terms: Terms, new_N: Tensor, cached: CachedLogps, inside: slice) -> Loss:
         is_idle = inside.stop == inside.start

@@ -65,12 +65,15 @@ class PolicyOptimizer:
             loss: [] of this step, over all ranks.
 
         Raises:
-            FloatingPointError: the loss or the gradient is not finite; the parameters are left as they were.
+            FloatingPointError: the loss or the gradient is not finite. The parameters are left as they were, and the
+                gradients are cleared.
         """
         with PROGRESS.in_collective("the all-reduce of the gradient norm"):
             norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), max_grad_norm)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             found = StepResult(*torch.stack((loss.detach().to(norm.device).double(), norm.double())).tolist())
+        if not all(map(math.isfinite, found)):
+            self._adamw.zero_grad()
         if not math.isfinite(found.loss):
             raise FloatingPointError(
                 f"the loss is {found.loss}: no step is taken, which would harm the policy; try a lower lr or a smaller "
@@ -107,10 +110,6 @@ class PolicyOptimizer:
             if not has_stepped:
                 self._adamw.state.clear()
             raise
-
-    def clear_gradients(self) -> None:
-        """Clear the gradients without a step."""
-        self._adamw.zero_grad()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield this rank's optimizer state."""

@@ -217,6 +217,7 @@ def test_a_round_that_fails_leaves_policy_and_value_model_unchanged(
     learner.value._config = learner.value._config.model_copy(update={"clip": float("nan")})
     with pytest.raises(FloatingPointError):
         learner.update(rollouts, 1)
+    assert all(parameter.grad is None for parameter in _network(learner).trained_parameters.values())
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.state().items())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in policy.state_dict().items())
 
