@@ -13,7 +13,7 @@ from learner.estimators import EstimatorConfig, OneStepConfig, SamplerFacts, num
 from learner.estimators.groupings import Level
 from learner.objectives import ClippedRatioConfig, ObjectiveConfig, PreferenceConfig
 from learner.objectives.base import Coefficient
-from learner.value.config import ValueConfig
+from learner.objectives.value import ValueConfig
 
 
 class LearnerConfig(BaseModel):

@@ -22,6 +22,7 @@ from learner.flops import forward_flops, update_flops
 from learner.imitation import DENOISING_LOSS, demonstrations
 from learner.model.lora_config import FULL_FINE_TUNING
 from learner.objectives import DistillationConfig, Loss
+from learner.objectives.value import value_shape
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.micro_batches import loss_gradient
 from learner.parallel.self_teacher import SelfTeacher
@@ -31,7 +32,6 @@ from learner.parallel.teacher import Teacher
 from learner.probes import mask_variance, sampling_gap
 from learner.round import WEIGHING, Round, StepPlan, concatenate_values, scored_logps
 from learner.update_metrics import UpdateMetrics, batch_metrics
-from learner.value.config import value_shape
 from learner.value.model import ValueModel, ValueTargets
 
 Metrics = dict[str, float]

@@ -252,7 +252,8 @@ class Transformer(nn.Module):
             return x_ND
         if targets is not None:
             return score_targets(x_ND, self._head_weight, targets)
-        return self._logits(x_ND).view(*shape, -1)
+        logits_NV = self._logits(x_ND)
+        return logits_NV.view(*shape, logits_NV.shape[-1])
 
     @property
     def is_cache_exact(self) -> bool:

@@ -16,10 +16,10 @@ from learner.flops import CanvasSums, forward_flops, update_flops
 from learner.model.config import TransformerConfig
 from learner.model.lora_config import FULL_FINE_TUNING, LoraConfig
 from learner.objectives import DistillationConfig
+from learner.objectives.value import value_shape
 from learner.parallel.self_teacher import teacher_views
 from learner.parallel.teacher import completed_texts
 from learner.round import WEIGHING
-from learner.value.config import value_shape
 
 
 def planned_flops(

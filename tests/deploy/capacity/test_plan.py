@@ -325,7 +325,9 @@ def test_full_fine_tuning_takes_four_floats_per_parameter(llada: Callable[..., R
     assert parts["the reference"] == weights / 2
     assert parts["gradient and AdamW's moments"] == 3 * weights
     with_value = _parts(llada("model.lora={rank: 0}", "learner.algorithm=tracerl-value", "learner.group_size=8"), 4)
-    assert with_value["the value model, gradient and moments"] == 4 * weights, "a second network with its gradient and moments"
+    assert with_value["the value model, gradient and moments"] == 4 * weights, (
+        "a second network with its gradient and moments"
+    )
     offloaded = learner_memory(llada("model.lora={rank: 0}", "sharding.cpu_offload=true"), LLADA_8B, 4)
     assert not {part.name for part in offloaded.parts} & {"weights in float32", "gradient and AdamW's moments"}
     without = {part.name: part.num_bytes for part in learner_memory(recipe, LLADA_8B, 4).parts}["activations"]

@@ -1,6 +1,6 @@
 """Variance of the policy gradient: a value model's step-level advantages against the group's, at equal rollouts.
 
-    python -m benchmarks.value_variance [--recipe recipes/sums.yaml] [--rounds 50 100 200] [--batches 48]
+    python -m benchmarks.algorithms.value_variance [--recipe recipes/sums.yaml] [--rounds 50 100 200] [--batches 48]
 
 A run trains the policy by the exact trajectory (`cj-grpo`) with a value model. After the given rounds the
 policy samples batches that nothing is trained on. Each batch gives two gradients of the same completions: with their
