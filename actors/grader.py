@@ -32,8 +32,9 @@ class GraderWorker:
         """Create the grader. Raises ValueError if a term of the reward cannot work on this machine."""
         self._grader = Grader(task, reward)
         self._tokenizer = ChatTokenizer(tokenizer)
-        # Only terms reward blocks.
-        self._shape = load_config(tokenizer) if reward.terms else None
+        # Splitting texts into blocks takes time, and only some terms receive them.
+        takes_blocks = any(term.takes_arguments for term in reward.terms.values())
+        self._shape = load_config(tokenizer) if takes_blocks else None
 
     def ready(self) -> int:
         """Return the process id once the actor is up; a different id means that it restarted."""
@@ -50,7 +51,7 @@ class GraderWorker:
         grades = self._grader.evaluate(samples) if is_evaluation else self._grader.grade(samples)
         step_rewards = None
         if any(completion.step_answers is not None for completion in completions):
-            step_rewards = self._step_rewards(completions, samples, grades)
+            step_rewards = self._step_rewards(work_unit.requests, completions, samples, grades)
             # The learner needs their rewards alone.
             completions = [replace(completion, step_answers=None) for completion in completions]
         texts = [sample.text for sample in samples]
@@ -61,7 +62,11 @@ class GraderWorker:
         return scored, summary
 
     def _step_rewards(
-        self, completions: Sequence[Completion], samples: Sequence[Sample], grades: Sequence[Grade]
+        self,
+        requests: Sequence[Request],
+        completions: Sequence[Completion],
+        samples: Sequence[Sample],
+        grades: Sequence[Grade],
     ) -> tuple[NDArray[np.float32], ...]:
         """Grade the completions' step answers as if each were its completion, equal texts of a completion once.
 
@@ -70,9 +75,9 @@ class GraderWorker:
         of_text = {(row, sample.text): grade for row, (sample, grade) in enumerate(zip(samples, grades, strict=True))}
         asked: dict[tuple[int, str], Sample] = {}
         rewards, texts = [], []
-        for row, (completion, sample) in enumerate(zip(completions, samples, strict=True)):
+        for row, (request, completion, sample) in enumerate(zip(requests, completions, samples, strict=True)):
             rewards.append(np.full(int(completion.step_map.max(initial=-1)) + 1, np.nan, dtype=np.float32))
-            for step, answer in self._step_samples(completion, sample):
+            for step, answer in self._step_samples(request, completion, sample):
                 texts.append((row, step, answer.text))
                 if (row, answer.text) not in of_text:
                     asked[row, answer.text] = answer
@@ -82,7 +87,7 @@ class GraderWorker:
                 rewards[row][step] = of_text[row, text].reward
         return tuple(rewards)
 
-    def _step_samples(self, completion: Completion, sample: Sample) -> list[tuple[int, Sample]]:
+    def _step_samples(self, request: Request, completion: Completion, sample: Sample) -> list[tuple[int, Sample]]:
         """Return the denoise step and the grader's input of each step answer; `sample` is that of the completion."""
         answers = completion.step_answers
         if answers is None:
@@ -95,6 +100,7 @@ class GraderWorker:
                     text=self._tokenizer.decode(token_ids[:num_tokens].tolist()),
                     num_tokens=int(num_tokens),
                     is_truncated=not ended,
+                    blocks=self._blocks(request, token_ids[:num_tokens].tolist()) if sample.blocks else (),
                 ),
             )
             for step, token_ids, num_tokens, ended in zip(
@@ -108,10 +114,13 @@ class GraderWorker:
         if self._shape is None or work_unit.key.round == EVALUATION_ROUND:
             return samples
         sampled = zip(samples, work_unit.requests, completions, strict=True)
-        return [replace(sample, blocks=self._blocks(request, completion)) for sample, request, completion in sampled]
+        return [
+            replace(sample, blocks=self._blocks(request, completion.token_ids[: completion.num_tokens].tolist()))
+            for sample, request, completion in sampled
+        ]
 
-    def _blocks(self, request: Request, completion: Completion) -> tuple[TextBlock, ...]:
-        """Return the sampler's blocks of a completion's text."""
+    def _blocks(self, request: Request, token_ids: Sequence[int]) -> tuple[TextBlock, ...]:
+        """Return the sampler's blocks of a text in tokens."""
         assert self._shape is not None
         num_prompt, params = len(request.prompt_ids), request.params
         canvas = Canvas(
@@ -121,10 +130,9 @@ class GraderWorker:
             is_block_causal=self._shape.is_block_causal,
         )
         ends = [0]
-        while ends[-1] < completion.num_tokens:
-            ends.append(min(canvas.block_end(num_prompt + ends[-1]) - num_prompt, completion.num_tokens))
-        decode, token_ids = self._tokenizer.decode, completion.token_ids.tolist()
-        return tuple(TextBlock(decode(token_ids[begin:end]), end) for begin, end in pairwise(ends))
+        while ends[-1] < len(token_ids):
+            ends.append(min(canvas.block_end(num_prompt + ends[-1]) - num_prompt, len(token_ids)))
+        return tuple(TextBlock(self._tokenizer.decode(token_ids[begin:end]), end) for begin, end in pairwise(ends))
 
 
 def sample_of(

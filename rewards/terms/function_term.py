@@ -7,7 +7,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -27,6 +27,8 @@ _NO_SAMPLE = Sample(
 
 class FunctionConfig(TermConfig):
     """A Python function, called once for each sample in the graders' processes."""
+
+    takes_arguments: ClassVar[bool] = True
 
     kind: Literal["function"] = "function"
     """Selects this term."""

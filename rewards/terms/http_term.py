@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -16,6 +16,8 @@ from rewards.terms.term import EnvironmentName, NoValue, Value, as_value, secret
 
 class HttpConfig(RemoteTermConfig):
     """An HTTP endpoint. Redirects are not followed and no proxy is used."""
+
+    takes_arguments: ClassVar[bool] = True
 
     kind: Literal["http"] = "http"
     """Selects this term."""

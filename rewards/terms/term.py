@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Annotated, Protocol, Self
+from typing import Annotated, ClassVar, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -62,6 +62,9 @@ class TermConfig(BaseModel):
     """Settings common to all terms."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    takes_arguments: ClassVar[bool] = False
+    """Whether the term receives `Sample.reward_arguments`, and so the texts of blocks."""
 
     weight: Finite = 1.0
     """Factor applied to the term's values."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,6 +113,34 @@ def test_answers_are_graded_as_completions_and_equal_texts_once(
     assert scored.grades[0].reward == 2.0
     # What the learner does not need is not sent.
     assert [completion.step_answers for completion in scored.completions] == [None]
+
+
+def test_terms_receive_the_blocks_of_an_answer_and_not_of_its_completion(
+    of_steps: RunSpec, work_unit: WorkUnit, completions: list[Completion], tmp_path: Path
+) -> None:
+    (tmp_path / "by_block.py").write_text("def value(blocks, **rest):\n    return [1.0] * len(blocks)\n")
+    term = {"kind": "function", "path": "by_block:value", "directory": str(tmp_path)}
+    own = of_steps.model_copy(update={"reward": RewardConfig.model_validate({"terms": {"own": term}})})
+    one = replace(
+        completions[0],
+        token_ids=np.array([9, 7, 8, 9, 7, 8, 9, 1], dtype=np.int32),
+        num_tokens=8,
+        step_map=np.arange(8, dtype=np.int32) // 2,
+        step_answers=_answers([(7, 8)]),
+    )
+    params = work_unit.requests[0].params.model_copy(update={"block_length": 4})
+    asked = replace(work_unit.requests[0], params=params)
+    given = replace(work_unit, problems=work_unit.problems[:1], group_ids=(0,), requests=(asked,))
+    grader = _Counting()
+    _graded(own, given, [one], grader)
+    tokenizer = ChatTokenizer(of_steps.initial_checkpoint)
+    expected = [[([9, 7, 8, 9], 4), ([7, 8, 9, 1], 8)], [([7, 8, 1], 3)]]
+    assert [[(block.text, block.end) for block in sample.blocks] for sample in grader.samples] == [
+        [(tokenizer.decode(tokens), end) for tokens, end in blocks] for blocks in expected
+    ]
+    grader = _Counting()
+    _graded(of_steps, given, [one], grader)
+    assert all(sample.blocks == () for sample in grader.samples), "no term receives them"
 
 
 def test_a_completion_without_answers_has_no_step_rewards(
