@@ -24,6 +24,20 @@ METHOD = (
 """Settings that belong to an algorithm, and not to a task or a machine. `max_staleness` is one of them, because few
 algorithms can correct for off-policy completions."""
 
+_TRACERL: Mapping[str, Any] = {
+    "inner_updates": 1,
+    "num_minibatches": 16,
+    "advantage": "correct_z",
+    "filters": {"min_accuracy": 0.2, "max_accuracy": 0.8},
+    "objective": {
+        "name": "clipped_ratio",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "kl_against": "old",
+        "kl_coef": 0.01,
+    },
+}
+
 # 8 steps of each completion, in four optimizer steps.
 _EGSPO: Mapping[str, Any] = {
     "inner_updates": 4,
@@ -102,36 +116,15 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         "objective": {"name": "clipped_ratio"},
     },
     "tracerl": {
-        "inner_updates": 1,
-        "num_minibatches": 16,
+        **_TRACERL,
         "group_size": 8,
-        "advantage": "correct_z",
-        "filters": {"min_accuracy": 0.2, "max_accuracy": 0.8},
         "estimator": {"name": "trajectory", "steps_per_segment": 8},
-        "objective": {
-            "name": "clipped_ratio",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "kl_against": "old",
-            "kl_coef": 0.01,
-            "kl_sums_tokens": True,
-            "normalize_by": "part",
-        },
+        "objective": {**_TRACERL["objective"], "kl_sums_tokens": True, "normalize_by": "part"},
     },
     "tracerl-value": {
-        "inner_updates": 1,
-        "num_minibatches": 16,
+        **_TRACERL,
         "group_size": 16,
-        "advantage": "correct_z",
-        "filters": {"min_accuracy": 0.2, "max_accuracy": 0.8},
         "estimator": {"name": "trajectory", "steps_per_segment": 1},
-        "objective": {
-            "name": "clipped_ratio",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "kl_against": "old",
-            "kl_coef": 0.01,
-        },
         "value": {"gamma": 1.0, "lam": 1.0, "clip": 0.2},
     },
     "cj-grpo": {

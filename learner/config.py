@@ -111,8 +111,8 @@ class LearnerConfig(BaseModel):
             raise ValueError(why)
         if self.value is not None and self.advantage in (Advantage.PART_Z, Advantage.ROUND_PART_Z):
             raise ValueError(
-                f"value needs an advantage of the whole reward, such as group_z, not {self.advantage}: its rewards of "
-                "blocks are a part of their own"
+                f"value needs an advantage of the whole reward, such as group_z, not {self.advantage}: rewards "
+                "of blocks would count twice"
             )
         if self.objective.tilts_by_reward and self.advantage is not Advantage.GROUP_MEAN:
             raise ValueError(

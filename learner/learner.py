@@ -22,7 +22,6 @@ from learner.flops import forward_flops, update_flops
 from learner.imitation import DENOISING_LOSS, demonstrations
 from learner.model.lora_config import FULL_FINE_TUNING
 from learner.objectives import DistillationConfig, Loss
-from learner.objectives.value import value_shape
 from learner.optimizer import PolicyOptimizer
 from learner.parallel.micro_batches import loss_gradient
 from learner.parallel.self_teacher import SelfTeacher
@@ -183,16 +182,14 @@ class Learner:
                     step = self.optimizer.step(lr, self.config.max_grad_norm, metrics.pop_loss())
                     metrics.add_step(step.grad_norm)
                     if self.value is not None:
-                        shape = value_shape(self.policy.config)
-                        self._flops += update_flops(shape, self.policy.lora, plan.canvases)
+                        self._flops += update_flops(self.value.shape, self.policy.lora, plan.canvases)
                         metrics.add_value_step(self.value.step(plan, targets[place], round_index))
 
     def _value_targets(self, minibatches: list[Round], metrics: UpdateMetrics) -> list[ValueTargets]:
         if self.value is None:
             return []
-        shape = value_shape(self.policy.config)
         plans = (some.plan(0) for some in minibatches)
-        self._flops += sum(forward_flops(shape, self.policy.lora, plan.canvases).total for plan in plans)
+        self._flops += sum(forward_flops(self.value.shape, self.policy.lora, plan.canvases).total for plan in plans)
         targets, found = self.value.set_targets(minibatches)
         metrics.set_value_metrics(found)
         return targets

@@ -54,8 +54,8 @@ class PolicyOptimizer:
     def step(self, lr: float, max_grad_norm: float, loss: Tensor) -> StepResult:
         """Clip the accumulated gradients to a global norm, step, and clear them.
 
-        Nothing is learned from a gradient of zero, as of equal rewards or of no scored token. No step is taken then:
-        momentum and weight decay alone would move the policy.
+        A gradient of zero (equal rewards, or no scored token) teaches nothing. No step is taken then, because momentum
+        and weight decay alone would move the policy.
 
         The host synchronises with the device once, for loss and norm together.
 
@@ -72,18 +72,9 @@ class PolicyOptimizer:
             norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), max_grad_norm)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             found = StepResult(*torch.stack((loss.detach().to(norm.device).double(), norm.double())).tolist())
-        if not all(map(math.isfinite, found)):
+        if (problem := _not_finite(found)) is not None:
             self._adamw.zero_grad()
-        if not math.isfinite(found.loss):
-            raise FloatingPointError(
-                f"the loss is {found.loss}: no step is taken, which would harm the policy; try a lower lr or a smaller "
-                "clip"
-            )
-        if not math.isfinite(found.grad_norm):
-            raise FloatingPointError(
-                f"the gradient's norm is {found.grad_norm}: no step is taken, which would harm the policy; try a lower "
-                "lr"
-            )
+            raise FloatingPointError(problem)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         if found.grad_norm > 0:
@@ -139,3 +130,16 @@ class PolicyOptimizer:
             assert isinstance(step, Tensor), "a scalar has no rows"
             step = step.to(parameter.device if self._is_fused else "cpu", copy=True)
             self._adamw.state[parameter] = {_STEP: step, **moments}
+
+
+def _not_finite(found: StepResult) -> str | None:
+    """Return which number of a step is not finite, and what helps; None if both are."""
+    if not math.isfinite(found.loss):
+        return (
+            f"the loss is {found.loss}: no step is taken, which would harm the policy; try a lower lr or a smaller clip"
+        )
+    if not math.isfinite(found.grad_norm):
+        return (
+            f"the gradient's norm is {found.grad_norm}: no step is taken, which would harm the policy; try a lower lr"
+        )
+    return None

@@ -79,7 +79,7 @@ def collate(
 def _process_rewards(
     completions: Sequence[Completion], grades: Sequence[Grade], num_slots: int
 ) -> dict[str, torch.Tensor]:
-    """Collate the rewards of blocks: each is of the slots that its block's last step committed (dLLM-RL)."""
+    """Collate the rewards of blocks, each at the slots that its block's last step committed (dLLM-RL)."""
     if all(grade.block_rewards is None for grade in grades):
         return {}
     rewards = torch.zeros(len(grades), num_slots)

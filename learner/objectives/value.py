@@ -21,9 +21,9 @@ def value_shape(policy: TransformerConfig) -> TransformerConfig:
 
 
 class ValueConfig(BaseModel):
-    """A value model, whose predictions are the baseline of each denoise step (TraceRL, arXiv 2509.06949, section 4.3).
+    """A value model, whose predictions are the baseline of each denoise step (TraceRL, arXiv 2509.06949).
 
-    It is a second network with the policy's backbone and a linear head.
+    It is a second network with the policy's backbone and a linear head, as in the authors' code, dLLM-RL.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

@@ -301,9 +301,9 @@ class ShardedPolicy:
         return ShardedPolicy(model, self.mesh, self._sharding, device=self.device)
 
     def sharded_like(self, model: Transformer) -> ShardedPolicy:
-        """Shard another network, on the meta device, as this one, and give it an adapter of the same shape.
+        """Shard another network like this one, with an adapter of the same shape.
 
-        Its weights are not initialised.
+        `model` is on the meta device, and its weights are not initialised.
         """
         return ShardedPolicy(model, self.mesh, self._sharding, lora=self.lora, seed=self._seed, device=self.device)
 

@@ -1,7 +1,7 @@
 """Step-level returns and generalized advantage estimation (GAE) over the steps of each completion.
 
 A step is a segment of denoise steps: the tokens that the estimator scores in one state. Its reward and its value are
-the means over its tokens (TraceRL, arXiv 2509.06949, section 4.3 and its code).
+the means over its tokens (TraceRL, arXiv 2509.06949, as in dLLM-RL).
 
 Shape letters: B rows, L completion slots, K steps of the row with the most.
 """

@@ -1,7 +1,7 @@
 """The value model: a second network that predicts the return of the sampler's states.
 
 It has the policy's backbone, of the start of the stage, and a linear head that begins at zero (TraceRL, arXiv
-2509.06949, section 4.3, and dLLM-RL's `init_*_value_model.py`). It is sharded as the policy is, and has its own AdamW.
+2509.06949, and dLLM-RL's `init_*_value_model.py`). It is sharded as the policy is, and has its own AdamW.
 Under LoRA an adapter and the head are trained.
 
 Shape letters: B rows of a rank, L completion slots, N terms, U units.
@@ -22,6 +22,7 @@ from learner.model.config import TransformerConfig
 from learner.model.lora import adapted_layers, is_adapter
 from learner.model.transformer import Transformer
 from learner.objectives.units import units_of
+from learner.objectives.value import value_shape
 from learner.optimizer import PolicyOptimizer, StepResult
 from learner.parallel.sharded_tensors import Rows, local_part
 from learner.parallel.sharding import ShardedPolicy
@@ -65,6 +66,8 @@ class ValueModel:
         assert config.value is not None, "there is a value model where a recipe asks for one"
         assert policy.lora.base_weights != "nf4", "a recipe with 4-bit weights and a value model is refused"
         self.network = _network(policy)
+        self.shape = value_shape(policy.config)
+        """Its shape, as FLOP are counted."""
         self.optimizer = PolicyOptimizer(self.network, betas=config.betas, weight_decay=config.weight_decay)
         self._config, self._learner = config.value, config
 

@@ -410,17 +410,26 @@ def _slice_gain(draw: Draw, advantage: float) -> Tensor:
     ).mean()
 
 
-def tracerl(rows: list[Row]) -> Tensor:
-    """The loss of one optimizer step, on its share of the rows. Each row is still compared with its whole group."""
+def _correct_z(rows: list[Row]) -> list[float]:
     z_scores = []
     for group in groups_of(rows):
         accuracy = sum(row.correct for row in group) / len(group)
         std = math.sqrt(sum((row.correct - accuracy) ** 2 for row in group) / len(group))
         z_scores += [(row.correct - accuracy) / (std + 1e-4) for row in group]
+    return z_scores
+
+
+def _of_minibatch(rows: list[Row]) -> range:
     begin, end = (math.ceil(len(rows) * (minibatch["index"] + past) / minibatch["count"]) for past in (0, 1))
+    return range(begin, end)
+
+
+def tracerl(rows: list[Row]) -> Tensor:
+    """The loss of one optimizer step, on its share of the rows. Each row is still compared with its whole group."""
+    z_scores = _correct_z(rows)
     slices = [
         _slice_gain(draw, z_scores[index]) + 0.01 * sum(k3(draw.new[slot], draw.old[slot]) for slot in draw.scored)
-        for index in range(begin, end)
+        for index in _of_minibatch(rows)
         for draw in rows[index].draws
     ]
     return torch.stack(slices).mean()
@@ -428,14 +437,8 @@ def tracerl(rows: list[Row]) -> Tensor:
 
 def tracerl_value(rows: list[Row]) -> Tensor:
     """The loss of one optimizer step on its share of the rows, with the step-level advantages of VALUES."""
-    z_scores = []
-    for group in groups_of(rows):
-        accuracy = sum(row.correct for row in group) / len(group)
-        std = math.sqrt(sum((row.correct - accuracy) ** 2 for row in group) / len(group))
-        z_scores += [(row.correct - accuracy) / (std + 1e-4) for row in group]
-    begin, end = (math.ceil(len(rows) * (minibatch["index"] + past) / minibatch["count"]) for past in (0, 1))
-    tokens = []
-    for index in range(begin, end):
+    z_scores, tokens = _correct_z(rows), []
+    for index in _of_minibatch(rows):
         draws = sorted(rows[index].draws, key=lambda draw: draw.part)
         reward, later_value, later_advantage = z_scores[index], 0.0, 0.0
         for draw in reversed(draws):
