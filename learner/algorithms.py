@@ -280,6 +280,21 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
         "estimator": {"name": "trajectory", "steps_per_segment": 1, "law": "sampler"},
         "objective": {"name": "trajectory_balance", "beta": 0.014},
     },
+    "rldf": {
+        "inner_updates": 1,
+        "group_size": 4,
+        "advantage": "group_z",
+        "estimator": {"name": "sampled_states", "num_sampled": 4, "temperature": 1.0},
+        "objective": {
+            "name": "clipped_ratio",
+            "level": "canvas_token",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl_coef": 0.01,
+            "min_probability": 0.6,
+            "normalize_by": "part",
+        },
+    },
     "opdlm": {
         "inner_updates": 1,
         "num_minibatches": 16,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,9 +31,7 @@ class SampleCommand(TyperCommand):
         """Write the help."""
         from deploy.requests.parameters import SETTINGS
 
-        self.epilog = (
-            f"KEY is one of {', '.join(SETTINGS)}. Left out: as the checkpoint's run was evaluated, else d1's."
-        )
+        self.epilog = f"KEY is one of {', '.join(SETTINGS)}. Defaults: those of the run's evaluation, else d1's."
         super().format_help(ctx, formatter)
 
 
@@ -124,8 +123,7 @@ def _sample(
 
 @contextmanager
 def _failures_as_sentences(checkpoint: str) -> Iterator[None]:
-    """Report failures that the request did not cause in one sentence: bad weights, and an output that cannot be
-    written."""
+    """Report failures that the request did not cause in one sentence: bad weights, and an unwritable output."""
     if sys.stdout is None:
         raise UserError("standard output is closed; there is nowhere to write the answer")
     try:
@@ -137,6 +135,8 @@ def _failures_as_sentences(checkpoint: str) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
+        # At exit Python writes what is still buffered once more, and a failure would change the exit status to 120.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise UserError(f"standard output takes no more: {reason(error)}") from error
 
 

@@ -10,7 +10,7 @@ from learner.estimators.block_states import BlockStatesConfig
 from learner.estimators.elbo import ElboConfig, MaskCounts
 from learner.estimators.one_step import OneStepConfig
 from learner.estimators.random_masks import RandomMasksConfig
-from learner.estimators.step_states import StepStatesConfig, num_states, shown_future
+from learner.estimators.step_states import SampledStatesConfig, StepStatesConfig, num_states, shown_future
 from learner.estimators.terms import Corruption, Terms, make_terms, unit_keys
 from learner.estimators.trajectory import TrajectoryConfig
 from learner.estimators.views import Views, deduplicated_views, token_hidden_states, token_logps
@@ -22,7 +22,8 @@ EstimatorConfig = Annotated[
     | BlockMasksConfig
     | TrajectoryConfig
     | BlockStatesConfig
-    | StepStatesConfig,
+    | StepStatesConfig
+    | SampledStatesConfig,
     Field(discriminator="name"),
 ]
 """Config of any estimator, discriminated by `name`."""
@@ -40,6 +41,7 @@ __all__ = [
     "OneStepConfig",
     "RandomMasksConfig",
     "RowValue",
+    "SampledStatesConfig",
     "SamplerFacts",
     "ScoredSlots",
     "StepStatesConfig",

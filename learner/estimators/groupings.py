@@ -25,6 +25,8 @@ class Level(StrEnum):
 
     TOKEN = "token"  # noqa: S105 - no password
     """A token: all terms of a row's slot (GRPO, arXiv 2402.03300)."""
+    CANVAS_TOKEN = "canvas_token"  # noqa: S105 - no password
+    """A token on one canvas: one that is scored on several canvases has a ratio on each (RLDF, arXiv 2605.25638)."""
     PART = "part"
     """A Monte-Carlo draw or a segment of a row."""
     ROW = "sequence"

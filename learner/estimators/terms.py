@@ -50,6 +50,8 @@ class Corruption:
     """[R, L] int64: the tokens to score; None: those of the completion."""
     recorded: Tensor | None = None
     """[R, L] float32: the sampler's log-probabilities of the targets; None: those of the batch."""
+    committed: Tensor | None = None
+    """[R, L] bool: the scored slots that the sampler committed in the state of the canvas; None: all."""
 
     def of_canvases(self, kept_R: Tensor) -> Corruption:
         """Select some of the canvases."""
@@ -81,6 +83,8 @@ class Terms:
     """[N] float32: weight in the loss."""
     recorded: Tensor | None = None
     """[N] float32: the sampler's log-probability, nats; None: that of the batch's row and slot."""
+    committed: Tensor | None = None
+    """[N] bool: the sampler committed the token in the state of its canvas; None: all."""
     layout: TermLayout | None = None
     """Facts computed on the CPU before the terms were copied to a device; None: they are computed when needed."""
 
@@ -154,15 +158,19 @@ class Terms:
         return replace(first, importance=torch.zeros_like(first.importance))
 
 
-_OF_TERMS = ("rows", "slots", "parts", "weights", "importance", "recorded")
+_OF_TERMS = ("rows", "slots", "parts", "weights", "importance", "recorded", "committed")
 
 
 def unit_keys(terms: Terms, level: Level) -> Tensor:
     """Return keys [N] int64 that are equal for terms of one unit."""
     if level is Level.ROW:
         return terms.rows
-    within = terms.slots if level is Level.TOKEN else terms.parts
-    return terms.rows * (int(within.max()) + 1) + within
+    keys = terms.rows
+    if level is not Level.TOKEN:
+        keys = keys * (int(terms.parts.max()) + 1) + terms.parts
+    if level is not Level.PART:
+        keys = keys * (int(terms.slots.max()) + 1) + terms.slots
+    return keys
 
 
 def make_terms(
@@ -224,6 +232,7 @@ def make_terms(
         weights=ones_N if corruption.weights is None else corruption.weights[canvas_N, slots_N],
         importance=torch.zeros_like(importance_N) if is_empty else importance_N,
         recorded=None if corruption.recorded is None else corruption.recorded[canvas_N, slots_N],
+        committed=None if corruption.committed is None else corruption.committed[canvas_N, slots_N],
     )
 
 

@@ -6,6 +6,7 @@ Shape letters: N terms, U units, B rows.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -86,6 +87,10 @@ class ClippedRatioConfig(BaseModel):
     kl_sums_tokens: bool = False
     """Under `normalize_by: part` a segment's KL is the sum of its tokens' KLs, while its surrogate loss is their mean
     (TraceRL)."""
+    min_probability: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Leave out tokens with a lower probability under the policy at the start of the round, except those that the
+    sampler committed in the state of the canvas (RLDF: 0.6). The loss stays a mean over draws of each one's mean over
+    the tokens that are left. null: all tokens count."""
     nll_coef: Coefficient = 0.0
     """Weight of the negative log-likelihood of the correct completions, on the same canvases: the mean over completions
     of each one's mean over tokens (LightningRL: 0.1). 0 is off."""
@@ -116,6 +121,16 @@ class ClippedRatioConfig(BaseModel):
         is_of_parts = self.level is Level.TOKEN and self.normalize_by is Normalize.PART
         if self.kl_sums_tokens and not is_of_parts:
             raise ValueError("kl_sums_tokens needs level: token and normalize_by: part; it adds up a part's tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _likely_tokens_of_draws(self) -> ClippedRatioConfig:
+        is_of_draws = self.level is Level.CANVAS_TOKEN and self.normalize_by is Normalize.PART
+        if self.min_probability is not None and not (is_of_draws and self.old == "learner"):
+            raise ValueError(
+                "min_probability needs level: canvas_token, normalize_by: part and old: learner; it leaves out tokens "
+                "of single canvases by the learner's likelihoods"
+            )
         return self
 
     @model_validator(mode="after")
@@ -195,6 +210,13 @@ class ClippedRatioConfig(BaseModel):
         The commit order's ratio adds its own surrogate, and correct completions add -nll_coef logp.
         """
         units = units_of(terms, self.level)
+        per_unit: dict[str, Tensor] = {}
+        if self.min_probability is not None:
+            is_kept_N = logps.old >= math.log(self.min_probability)
+            if terms.committed is not None:
+                is_kept_N = is_kept_N | terms.committed
+            units = replace(units, importance=units.sum(_over_kept(terms, is_kept_N)))
+            per_unit["kept_tokens"] = units.sum(is_kept_N.float())
         old_N = logps.sampled if self.old == "sampler" else logps.old
         log_ratios = [self._value(terms.token_weights * (logps.new - old_N), units, rows)]
         if self.order_temperature is not None:
@@ -203,7 +225,7 @@ class ClippedRatioConfig(BaseModel):
         advantages_U = rows.advantages_of(terms, units)
         surrogates = [self._surrogate(log_ratio_U, advantages_U) for log_ratio_U in log_ratios]
         total_U = torch.stack([loss_U for loss_U, _ in surrogates]).sum(dim=0)
-        per_unit = {name: torch.cat([found[name] for _, found in surrogates]) for name in surrogates[0][1]}
+        per_unit |= {name: torch.cat([found[name] for _, found in surrogates]) for name in surrogates[0][1]}
         if self.max_sampler_ratio is not None:
             # Of whole units: a mean per slot, as in `per_slot`, would not weigh completions by their likelihood.
             log_weight_U = units.sum(terms.token_weights * (logps.old - logps.sampled))
@@ -246,6 +268,13 @@ class ClippedRatioConfig(BaseModel):
 
     def _size(self, units: Units, rows: RowFacts) -> Tensor | float:
         return rows.sizes[units.rows] if self.level is Level.ROW and self.per_slot else 1.0
+
+
+def _over_kept(terms: Terms, is_kept_N: Tensor) -> Tensor:
+    """Spread the loss weight of each part evenly over its kept terms, [N]; 0 for the others."""
+    parts = units_of(terms, Level.PART)
+    weight_U, count_U = parts.sum(terms.importance), parts.sum(is_kept_N.float())
+    return is_kept_N * (weight_U / count_U.clamp(min=1))[parts.of_term]
 
 
 def _shares_of_parts(terms: Terms, units: Units) -> Tensor:

@@ -49,7 +49,7 @@ def shared_incompatibility(
 def _part_incompatibility(objective: Objective, estimator: Estimator) -> str | None:
     """Return why a mean over draws or segments is impossible; None if it is possible, or not configured."""
     facts, level = estimator.facts, objective.level
-    is_split = {Level.TOKEN: facts.splits_tokens, Level.PART: False, Level.ROW: facts.splits_rows}[level]
+    is_split = {Level.TOKEN: facts.splits_tokens, Level.ROW: facts.splits_rows}.get(level, False)
     if objective.normalize_by is not Normalize.PART or not is_split:
         return None
     what = "token" if level is Level.TOKEN else "completion"

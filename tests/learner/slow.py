@@ -733,6 +733,32 @@ TEACHER: list[Tensor] = []
 """For each row, the log-probabilities [V] of every slot, by an autoregressive model that reads the completed text."""
 
 
+def rldf(rows: list[Row]) -> Tensor:
+    """The mean over two drawn states of each completion of the mean over tokens that are likely or were committed there."""
+    values = []
+    for row, advantage in zip(rows, group_z(rows), strict=True):
+        assert [draw.part for draw in row.draws] == [0, 1]
+        for draw in row.draws:
+            own = min(row.steps[slot] for slot in draw.masked if row.steps[slot] >= 0)
+            assert draw.scored == [slot for slot in range(row.length) if row.steps[slot] >= own]
+            likely = [
+                slot
+                for slot in draw.scored
+                if row.steps[slot] == own or float(draw.old[slot].exp()) >= MIN_PROBABILITY["value"]
+            ]
+            tokens = [
+                ppo((draw.new[slot] - draw.old[slot]).exp(), advantage, 0.2, 0.2)
+                + 0.01 * k3(draw.new[slot], draw.reference[slot])
+                for slot in likely
+            ]
+            values.append(torch.stack(tokens).mean())
+    return torch.stack(values).mean()
+
+
+MIN_PROBABILITY = {"value": 0.0}
+"""Input of `rldf`: the probability below which other tokens than the state's own are left out."""
+
+
 def opdlm(rows: list[Row]) -> Tensor:
     """The mean over completions of the mean KL(teacher || policy) of a slot masked in its block's state. The token that
     ends a text is not scored."""
@@ -830,4 +856,5 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "tba": tba,
     "opdlm": opdlm,
     "d-opsd": d_opsd,
+    "rldf": rldf,
 }

@@ -54,6 +54,9 @@ def algorithm_config(name: str, **changes: object) -> LearnerConfig:
         settings["estimator"] = {"num_segments": 2, "num_sampled": 1}
     if name == "opdlm":
         settings["num_minibatches"] = 1
+    if name == "rldf":
+        # About the median of an untrained policy's tokens, and fewer states than most completions have.
+        settings |= {"objective": {"min_probability": 0.03}, "estimator": {"num_sampled": 2, "temperature": 0.2}}
     if name == "d-opsd":
         # All completions are trained on, as by the other methods.
         settings["filters"] = {"first_correct": False}
@@ -282,6 +285,7 @@ def test_clip_and_kl_of_tracerl_have_a_gradient_after_the_first_step(
 def _tell(name: str, config: LearnerConfig, grouped: GroupedBatch, update: InnerUpdate) -> None:
     """Pass the formula its random draws other than masks."""
     slow.NUM_DRAWS["value"] = getattr(config.estimator, "num_draws", 1)
+    slow.MIN_PROBABILITY["value"] = getattr(config.objective, "min_probability", None) or 0.0
     slow.NUM_SEGMENTS["value"] = getattr(config.estimator, "num_segments", None) or 1
     if name == "coupled-grpo":
         slow.MASK_RATIO["value"] = (
@@ -360,9 +364,9 @@ def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
     _check_micro_batches(name, policy, rollouts, algorithm_sampler(name), (14, 40))
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("mapg", "d-opsd")])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("mapg", "d-opsd", "rldf")])
 def test_every_algorithm_trains_a_block_causal_policy(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
-    """All methods except mapg and d-opsd, which look at slots of later blocks. Micro-batches also split a row's
+    """All methods except mapg, d-opsd and rldf, which look at slots of later blocks. Micro-batches also split a row's
     draws."""
     causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
     causal.load_state_dict(policy.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -203,6 +204,8 @@ def test_invalid_weights_and_a_full_disk_are_reported_in_one_sentence(
         done = subprocess.run(
             ["bash", "-c", f'"$0" -c "$1" sample "${{@:2}}" {redirect}', sys.executable, main, *words],
             cwd=workdir,
+            # Unbuffered, nothing is left to write at exit.
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
             capture_output=True,
             text=True,
             timeout=60,
