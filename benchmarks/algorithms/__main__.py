@@ -25,11 +25,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.algorithms.gains import gains
 from benchmarks.algorithms.records import Records
 from benchmarks.algorithms.report import markdown, write_columns
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, begin, start, try_row
 from benchmarks.table.marks import write_between_marks
+from deploy.recipe.overrides import load_recipe
 from learner.algorithms import ALGORITHMS
+from learner.config import LearnerConfig
 
 _RESULTS, _OUT = Path(__file__).parent / "results", Path("runs/algorithms")
 TASKS = {"sudoku": Path("recipes/tiny.yaml"), "countdown": Path("recipes/countdown.yaml")}
@@ -67,9 +70,14 @@ def main() -> None:
             trials = [trial for trial in tried if (found := records.find(trial)) and not found.has_learned]
     results = list(records.of(args.tasks))
     text = markdown(results, args.completions, args.seconds)
-    console.print(text, markup=False, highlight=False)
+    learners = {RECIPE_ROW: load_recipe(TASKS[args.tasks[0]], []).learner} | {
+        row: LearnerConfig.model_validate({"algorithm": row, "num_rounds": 1}) for row in ALGORITHMS
+    }
+    overview = gains(results, learners)
+    console.print(text, overview, sep="\n", markup=False, highlight=False)
     if args.docs is not None:
         write_between_marks(args.docs / "results.md", "benchmarks.algorithms", text)
+        write_between_marks(args.docs / "results.md", "benchmarks.algorithms gains", overview)
         write_columns(args.docs / "algorithms.md", results)
     if failed:
         sys.exit("\n".join(failed))

@@ -74,7 +74,7 @@ def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:
         ]
         before = _percents([trial.before for trial in found])
         lines.append(f"| SFT |  |  |  |  | {' | '.join(before)} |  |  |  |")
-        lines += [*(_line(row, trials) for row, trials in _by_row(found)), ""]
+        lines += [*(_line(row, trials) for row, trials in by_row(found)), ""]
     return "\n".join(lines)
 
 
@@ -88,7 +88,7 @@ def write_columns(path: Path, results: Sequence[Result]) -> None:
     if start is None:
         raise ValueError(f"{path} has no table that begins with {_ALGORITHMS}")
     found = {
-        task: dict(_by_row([one for one in results if one.task == task]))
+        task: dict(by_row([one for one in results if one.task == task]))
         for task in sorted({result.task for result in results})
     }
     kept = [index for index, name in enumerate(_cells(lines[start])) if not name.startswith(_OURS)]
@@ -109,12 +109,18 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line[1:-1].split("|")]
 
 
+def percent(scores: Mapping[str, Any] | None) -> float:
+    """Return the accuracy at the reported schedule, percent; 0 if there are no scores."""
+    pooled = _that_counts([scores])
+    return 0.0 if pooled is None else 100 * pooled.accuracy
+
+
 def _percent(trials: Sequence[Result] | None) -> str:
     pooled = None if trials is None else _that_counts([trial.at_seconds for trial in trials])
     return "-" if pooled is None else f"{100 * pooled.accuracy:.1f}"
 
 
-def _by_row(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+def by_row(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
     """Return the trials of each row at its best learning rate, best row first.
 
     Rates are compared on the seeds that were tried at all of the row's rates, as other seeds may be harder.

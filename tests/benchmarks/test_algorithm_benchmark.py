@@ -13,11 +13,13 @@ import yaml
 
 from actors.spec import sampler_facts
 from benchmarks.algorithms.__main__ import TASKS, main
+from benchmarks.algorithms.gains import gains
 from benchmarks.algorithms.report import Result, markdown, write_columns
 from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, base_recipe, begin, recipe_of, start, try_row
 from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import make_spec
 from learner.algorithms import ALGORITHMS
+from learner.config import LearnerConfig
 from learner.objectives import SandwichConfig
 
 ROOT = Path(__file__).parents[2]
@@ -218,3 +220,19 @@ def test_accuracies_are_written_into_the_table_of_algorithms(tmp_path: Path) -> 
     path.write_text("no table")
     with pytest.raises(ValueError, match="has no table"):
         write_columns(path, results)
+
+
+def test_gains_are_over_each_seeds_own_sft() -> None:
+    """From 10 % before; the run that ended early lost all of it. A row without a trial of both tasks is left out."""
+    results = [_result("spg", 0, 20), _result("spg", 1, 25), replace(_result("tba", 0, 0), at_seconds=None)]
+    countdown = [replace(result, task="countdown", rate=0.25) for result in (_result("spg", 0, 8), results[2])]
+    learners = {
+        row: LearnerConfig.model_validate({"algorithm": row, "num_rounds": 1})
+        for row in ("tba", "spg", "tracerl-value", "vrpo")
+    }
+    lines = gains([*results, *countdown, _result("vrpo", 0, 90)], learners).splitlines()
+    assert lines[0].startswith("| row | Countdown: gain (worst to best), seeds | Sudoku: gain (worst to best), seeds |")
+    assert lines[2:] == [
+        "| `spg` | -2.0, 1 | +12.5 (+10.0 to +15.0), 2 | 0.25, 1 | 2.00 | none |",
+        "| `tba` | -10.0, 1 | -10.0, 1 | 0.25, 1 | 2.00 | reference |",
+    ]
