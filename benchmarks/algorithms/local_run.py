@@ -30,7 +30,9 @@ from learner.learner import Learner, Metrics
 from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.tokenizer import ChatTokenizer
 from learner.model.transformer import Transformer
+from learner.objectives import DistillationConfig
 from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.teacher import Teacher
 from learner.probes import likelihood_gap
 from learner.sft.learner import SftLearner
 from rewards.score import Score
@@ -85,7 +87,10 @@ class LocalRun:
         self._grader = GraderWorker(self._spec.task, self._spec.reward, checkpoint)
         self.policy = load_policy(checkpoint)
         self._facts = sampler_facts(self._spec.rollout.params[0], is_fp8=self._spec.rollout.engine.fp8)
-        self.learner = Learner(ShardedPolicy(self.policy, None), self._spec.learner, self._facts)
+        policy, objective, teacher = ShardedPolicy(self.policy, None), self._spec.learner.objective, None
+        if isinstance(objective, DistillationConfig) and objective.teacher is not None:
+            teacher = Teacher.load(objective.teacher, policy, objective)
+        self.learner = Learner(policy, self._spec.learner, self._facts, teacher)
         self._newest: RolloutBatch | None = None
         self._is_stale = staleness > 0
         self._versions = deque([self._version()], maxlen=staleness + 1)

@@ -17,6 +17,7 @@ import torch
 from actors.spec import sampler_facts
 from benchmarks.algorithms.local_run import LocalRun, Trained, make_sft_checkpoint
 from benchmarks.algorithms.report import Result
+from benchmarks.algorithms.teacher import make_teacher, teacher_of
 from deploy.recipe.overrides import load_recipe, parse_override, set_key
 from deploy.recipe.recipe import Recipe
 from learner.algorithms import ALGORITHMS
@@ -97,6 +98,8 @@ def try_row(trial: Trial, budget: Budget) -> Result:
     base = base_recipe(trial)
     schedules = _schedules(base)
     recipe = recipe_of(trial, base, budget)
+    if trial.row == "opdlm":
+        make_teacher(base)
     run = LocalRun(recipe, make_sft_checkpoint(base))
     at_completions: dict[str, Any] | None = None
     at_seconds: dict[str, Any] | None = None
@@ -158,6 +161,8 @@ def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
         own, num_steps = ALGORITHMS[trial.row], sampler_facts(base.rollout.sampling).max_denoise_steps
         settings["inner_updates"] = min(own["inner_updates"], -(-num_steps // own["estimator"]["num_sampled"]))
     settings |= {"num_workers": 1, "num_rounds": 1, "final_lr_fraction": 1.0, "num_warmup_rounds": _WARMUP_ROUNDS}
+    if trial.row == "opdlm":
+        settings["objective"] = {"teacher": teacher_of(base)}
     for key, value in map(parse_override, trial.overrides):
         if key.startswith(_LEARNER):
             set_key(settings, key.removeprefix(_LEARNER), value)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from actors.spec import sampler_facts
+from benchmarks.algorithms import teacher
 from benchmarks.algorithms.__main__ import TASKS, main
 from benchmarks.algorithms.gains import gains
 from benchmarks.algorithms.report import Result, markdown, write_columns
@@ -79,6 +80,21 @@ def test_a_trial_ends_when_both_budgets_are_spent(small: Path, tmp_path: Path) -
     assert {some["num_problems"] for some in result.before.values()} == {4}
     again = try_row(trial, BUDGET)
     assert replace(again, cpu_s=result.cpu_s) == result, "a trial depends on its seed alone"
+
+
+def test_opdlm_learns_from_a_teacher_that_is_made_for_it(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A teacher of one training step teaches something else than one of 40."""
+    monkeypatch.setattr(teacher, "_STEPS", 40)
+    trial = Trial(task="sudoku", recipe=str(small), row="opdlm", seed=0, out=str(tmp_path))
+    start(trial)
+    result = try_row(trial, BUDGET)
+    assert (result.failure, result.num_rounds) == (None, 2)
+    taught = result.metrics["teacher_divergence"]
+    monkeypatch.setattr(teacher, "_STEPS", 1)
+    shutil.rmtree(teacher.teacher_of(base_recipe(trial)))
+    assert 0 < try_row(trial, BUDGET).metrics["teacher_divergence"] != taught
 
 
 def _result(row: str, seed: int, correct: int) -> Result:
