@@ -1,4 +1,4 @@
-"""Autoregressive teacher of on-policy distillation (`opdlm`): a network of the policy's size that has seen all labels."""
+"""Autoregressive teacher of on-policy distillation (`opdlm`), of the policy's size, trained on all labels."""
 
 from __future__ import annotations
 

@@ -734,7 +734,7 @@ TEACHER: list[Tensor] = []
 
 
 def rldf(rows: list[Row]) -> Tensor:
-    """The mean over two drawn states of each completion of the mean over tokens that are likely or were committed there."""
+    """The mean over two drawn states of each completion of the mean over tokens: likely ones, and the state's own."""
     values = []
     for row, advantage in zip(rows, group_z(rows), strict=True):
         assert [draw.part for draw in row.draws] == [0, 1]

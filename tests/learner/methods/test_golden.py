@@ -176,7 +176,8 @@ SOURCES: Mapping[str, Source] = {
     "egspo": Source(**EGSPO, lengths=FULL, slots_per_step=2, loss_divisor=2.0),
     # As the launcher sets it: lambda1 0.5, normalize_returns.
     "egspo-sa": Source(**EGSPO, lengths=FULL, slots_per_step=2, has_step_rewards=True, loss_divisor=2.0),
-    # With the ratio and clip that their code has above one update a round, and our advantages. A completion has three states.
+    # With the ratio and clip that their code has above one update a round, and our advantages. A completion has three
+    # states.
     "rldf": Source(
         repository="ant-research/Drift",
         commit="7abd99b79f20175aff3f5082501eb5b43333bad9",
