@@ -52,8 +52,11 @@ class GraderWorker:
         step_rewards = None
         if any(completion.step_answers is not None for completion in completions):
             step_rewards = self._step_rewards(work_unit.requests, completions, samples, grades)
-            # The learner needs their rewards alone.
-            completions = [replace(completion, step_answers=None) for completion in completions]
+            # Of greedy answers the learner needs the rewards alone.
+            completions = [
+                completion if request.samples_step_answers else replace(completion, step_answers=None)
+                for request, completion in zip(work_unit.requests, completions, strict=True)
+            ]
         texts = [sample.text for sample in samples]
         summary = WorkUnitSummary.of(completions, grades, texts, self._grader.take_costs())
         scored = ScoredWorkUnit(

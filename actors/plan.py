@@ -119,7 +119,9 @@ class RunPlan:
             for sample in range(spec.learner.group_size):
                 problems.append(problem)
                 request = self._request(problem, params, fold(spec.seed, _SAMPLE_KEY, *problem_key, sample))
-                requests.append(replace(request, num_step_answers=spec.learner.num_step_answers))
+                num_answers = spec.learner.num_step_answers(params.gen_length)
+                is_sampled = spec.learner.samples_step_answers
+                requests.append(replace(request, num_step_answers=num_answers, samples_step_answers=is_sampled))
         return WorkUnit(
             key=WorkUnitKey(round=round_index, index=index),
             problems=tuple(problems),

@@ -203,8 +203,12 @@ class RunConfig(BaseModel):
     @property
     def grading_timeout_s(self) -> float:
         """Timeout for grading one work unit: `grading.timeout_s`, plus the time limit of each text."""
-        num_texts = self.max_requests_per_work_unit * (1 + self.learner.num_step_answers)
+        num_texts = self.max_requests_per_work_unit * (1 + self._num_step_answers)
         return self.grading.timeout_s + num_texts * self.task.max_grading_s
+
+    @property
+    def _num_step_answers(self) -> int:
+        return self.learner.num_step_answers(self.rollout.sampling.gen_length)
 
     @property
     def max_groups_per_round(self) -> int:
@@ -358,8 +362,8 @@ class RunConfig(BaseModel):
     def _term_refusal(self, term: TermConfig) -> str | None:
         """Return why a reward term does not fit the rest of the config; None if it does."""
         gen_length, limit_s = self.rollout.sampling.gen_length, self.grading.timeout_s
-        count = self.rollout.batch_size * (1 + self.learner.num_step_answers)
-        texts = "completions and step answers" if self.learner.num_step_answers else "completions"
+        count = self.rollout.batch_size * (1 + self._num_step_answers)
+        texts = "completions and step answers" if self._num_step_answers else "completions"
         if isinstance(term, LengthPenaltyConfig) and term.buffer_tokens > gen_length:
             return f".buffer_tokens {term.buffer_tokens} exceeds rollout.sampling.gen_length {gen_length}"
         if isinstance(term, RemoteTermConfig) and term.total_timeout_s > limit_s:

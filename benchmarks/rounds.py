@@ -65,6 +65,7 @@ def make_round(setting: Setting) -> RolloutBatch:
     completions[torch.arange(L) >= lengths[:, None] - 1] = 1
     order = torch.rand(B, -(-L // BLOCK_LENGTH), BLOCK_LENGTH, generator=generator).argsort(dim=2).argsort(dim=2)
     steps = order // TOKENS_PER_STEP + BLOCK_LENGTH // TOKENS_PER_STEP * torch.arange(order.shape[1])[:, None]
+    num_steps = int(steps.max()) + 1
     rewards = torch.rand(B, generator=generator)
     zeros = torch.zeros(B, L)
     return RolloutBatch(
@@ -85,7 +86,8 @@ def make_round(setting: Setting) -> RolloutBatch:
         fallback=zeros > 0,
         num_forwards=torch.ones(B, dtype=torch.int64),
         policy_versions=torch.zeros(B, dtype=torch.int64),
-        step_rewards=torch.rand(B, int(steps.max()) + 1, generator=generator),
+        step_rewards=torch.rand(B, num_steps, generator=generator),
+        step_answers=torch.full((), 2, dtype=torch.int32).expand(B, num_steps, L),
     )
 
 

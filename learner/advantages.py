@@ -1,6 +1,7 @@
 """Group-relative advantages, and filters of the completions that are trained on.
 
-Shape letters: B rows, G groups, K parts of a reward, T denoise steps, N ranked ones.
+Shape letters: B rows, G groups, K parts of a reward, T denoise steps of the longest trajectory, S of a whole canvas, N
+values of all steps.
 """
 
 from __future__ import annotations
@@ -153,6 +154,38 @@ def step_advantages(rewards: Rewards, step_rewards_BT: Tensor, rank_BT: Tensor, 
     advantages_BT = torch.zeros_like(step_rewards_BT)
     advantages_BT[is_ranked_BT] = returns_N - _GroupMeans(group_BT[is_ranked_BT]).of(returns_N)
     return advantages_BT
+
+
+def prediction_advantages(rewards: Rewards, step_rewards_BT: Tensor, num_steps: int) -> Tensor:
+    """Compute an advantage of each denoise step, [B, T]: 0 where its answer was not graded (MDPO, arXiv 2508.13148).
+
+    With r(t) the reward of what step t predicts, the step's return is r(t) - r(t-1) plus the mean of the later steps'
+    rewards, or r(t) itself after the last. It is normalised over the group's returns at the same step, by the standard
+    deviation with one degree of freedom less. This is MDPO's code, without a constant that the mean takes away.
+
+    An answer that was not graded counts as the completion: MDPO denoises whole canvases, and steps after a text's end
+    do not change it.
+
+    Args:
+        rewards: of the completions.
+        step_rewards_BT: rewards of what the steps predict, NaN where nothing was graded.
+        num_steps: denoise steps of a whole canvas.
+    """
+    (B, T), total_B1 = step_rewards_BT.shape, rewards.total[:, None]
+    num_steps = max(num_steps, T)
+    known_BT = torch.where(step_rewards_BT.isnan(), total_B1, step_rewards_BT)
+    known_BS = torch.cat((known_BT, total_B1.expand(B, num_steps - T)), dim=1)
+    later_BS = known_BS.clone()
+    if num_steps > 1:
+        sums_BS = known_BS.flip(1).cumsum(dim=1).flip(1)
+        later_BS[:, :-1] = sums_BS[:, 1:] / torch.arange(num_steps - 1, 0, -1, device=sums_BS.device)
+    returns_BS = known_BS.diff(dim=1, prepend=torch.zeros_like(total_B1)) + later_BS
+    steps_S = torch.arange(num_steps, device=returns_BS.device)
+    means = _GroupMeans((rewards.groups[:, None] * num_steps + steps_S).flatten())
+    centred_N = returns_BS.flatten() - means.of(returns_BS.flatten())
+    variance_N = means.of(centred_N.square()) * means.counts_B / (means.counts_B - 1).clamp(min=1)
+    advantages_BS = (centred_N / (variance_N.sqrt() + _STD_FLOOR)).view(B, num_steps)
+    return advantages_BS[:, :T].masked_fill(step_rewards_BT.isnan(), 0.0)
 
 
 def group_spreads(rewards: Rewards) -> Tensor:

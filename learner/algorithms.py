@@ -239,6 +239,23 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     },
     "egspo": _EGSPO,
     "egspo-sa": {**_EGSPO, "step_gain_coef": 0.5},
+    "mdpo": {
+        "inner_updates": 1,
+        "group_size": 8,
+        "advantage": "group_z",
+        "estimator": {"name": "predictions", "num_states": 8},
+        "objective": {
+            "name": "clipped_ratio",
+            "level": "canvas_token",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl": "k2",
+            "kl_coef": 0.02,
+            "weigh_by_confidence": True,
+            "weigh_by_unmasking": True,
+            "normalize_by": "part",
+        },
+    },
     "justgrpo": {
         "inner_updates": 1,
         "group_size": 16,

@@ -99,8 +99,12 @@ class RolloutBatch(CompletionBatch):
     write_logp: Tensor | None = None
     """[B, E] float32: `commit_logp` of every write."""
     step_rewards: Tensor | None = None
-    """[B, T] float32: the reward of the greedy completion of the state before each denoise step, NaN where none was
-    graded. None if the method needs none; otherwise it trains the steps that have one."""
+    """[B, T] float32: the reward of each denoise step's answer, NaN where none was graded: of the greedy completion of
+    the state before the step, or of `step_answers`. None if the method needs none; otherwise it trains the steps that
+    have one."""
+    step_answers: Tensor | None = None
+    """[B, T, L] int32: the completion that each denoise step predicted, with a sample in every masked slot; -1 where
+    none was recorded. None if the method does not score them."""
 
     def speeds(self) -> Tensor:
         """Return the tokens per forward of each completion, [B] float32."""
@@ -121,6 +125,9 @@ class GroupedBatch(RolloutBatch):
     """[B] int64: rows of its group."""
     round_keys: Tensor
     """[B] int64: the key of the round's first row, for random draws that all rows share."""
+    step_advantages: Tensor | None = None
+    """[B, T] float32: the advantage of each denoise step, 0 where its answer was not graded. None if all steps have
+    that of their completion."""
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> GroupedBatch:

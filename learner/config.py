@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from learner.advantages import Advantage, Filters
 from learner.algorithms import DEFAULT, with_algorithm
-from learner.estimators import EstimatorConfig, OneStepConfig, SamplerFacts, num_states
+from learner.estimators import EstimatorConfig, OneStepConfig, PredictionsConfig, SamplerFacts, num_states
 from learner.estimators.groupings import Level
 from learner.objectives import ClippedRatioConfig, ObjectiveConfig, PreferenceConfig
 from learner.objectives.base import Coefficient
@@ -151,6 +151,23 @@ class LearnerConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _predictions_of_steps(self) -> LearnerConfig:
+        if not isinstance(self.estimator, PredictionsConfig):
+            return self
+        objective = self.objective
+        if objective.name != "clipped_ratio" or objective.level is not Level.CANVAS_TOKEN:
+            raise ValueError(
+                "estimator predictions needs objective clipped_ratio with level: canvas_token; a slot has another "
+                "token in each state, with the state's advantage"
+            )
+        if self.advantage is not Advantage.GROUP_Z:
+            raise ValueError(
+                f"estimator predictions needs advantage group_z, and it is {self.advantage}; the rewards of each step "
+                "are normalised over the group"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _workers(self) -> LearnerConfig:
         if self.min_workers is not None and self.min_workers > self.num_workers:
             raise ValueError(
@@ -171,12 +188,18 @@ class LearnerConfig(BaseModel):
             )
         return self._idle_update(sampler)
 
-    @property
-    def num_step_answers(self) -> int:
-        """States of a completion whose greedy completions are graded, at most."""
+    def num_step_answers(self, gen_length: int) -> int:
+        """Return how many denoise steps of a completion of `gen_length` slots have their answers graded, at most."""
+        if self.samples_step_answers:
+            return gen_length
         if not self.step_gain_coef or self.estimator.name != "trajectory":
             return 0
         return self.inner_updates * (self.estimator.num_sampled or 0)
+
+    @property
+    def samples_step_answers(self) -> bool:
+        """Whether these answers are what the steps sampled, and trained on, and not greedy completions."""
+        return isinstance(self.estimator, PredictionsConfig)
 
     def _idle_update(self, sampler: SamplerFacts) -> str | None:
         """Return that the last inner update would have no denoise step left to train on; None if it has one."""

@@ -12,10 +12,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from learner.advantages import Rewards, group_advantages, step_advantages
+from learner.advantages import Rewards, group_advantages, prediction_advantages, step_advantages
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
-from learner.estimators import InnerUpdate, SamplerFacts, Terms, make_terms, token_logps, unit_keys
+from learner.estimators import (
+    InnerUpdate,
+    PredictionsConfig,
+    SamplerFacts,
+    Terms,
+    TrajectoryConfig,
+    make_terms,
+    token_logps,
+    unit_keys,
+)
 from learner.flops import NO_CANVASES, CanvasSums
 from learner.objectives import Logps, RowFacts, normalized
 from learner.parallel.dealing import RowCosts, deal, view_tokens
@@ -35,17 +44,10 @@ class Selection:
     """[B] bool."""
     advantages: Tensor
     """[B] float32."""
-    slot_advantages: Tensor | None = None
-    """[B, L] float32, as in `RowFacts`."""
 
     def of(self, rows_B: Tensor) -> Selection:
         """Return those of some rows, by index or mask."""
-        slot_BL = self.slot_advantages
-        return Selection(
-            kept=self.kept[rows_B],
-            advantages=self.advantages[rows_B],
-            slot_advantages=None if slot_BL is None else slot_BL[rows_B],
-        )
+        return Selection(kept=self.kept[rows_B], advantages=self.advantages[rows_B])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +99,15 @@ class Round:
         `selection` selects completions and gives their advantages; None: the config's filters and advantage do.
         """
         self._policy, self._config, self._sampler = policy, config, sampler
-        selection = selection or _select(batch, config, sampler)
+        selection = selection or _select(batch, config)
         self.num_rows = int(selection.kept.sum())
         if self.num_rows:
-            self._take(GroupedBatch.of(batch.select(selection.kept)), selection.of(selection.kept))
+            grouped = GroupedBatch.of(batch.select(selection.kept))
+            # Of whole groups, as the completions' advantages are.
+            advantages_BT = _step_advantages(batch, config, sampler)
+            if advantages_BT is not None:
+                grouped = replace(grouped, step_advantages=advantages_BT[selection.kept])
+            self._take(grouped, selection.of(selection.kept))
 
     def minibatches(self) -> list[Round]:
         """Split the round into the minibatches of a sweep's optimizer steps, equally many on every rank.
@@ -129,7 +136,7 @@ class Round:
         self.on_host = shard
         self._facts = RowFacts(
             advantages=own.advantages if len(mine) else torch.zeros(1),
-            slot_advantages=own.slot_advantages,
+            step_advantages=shard.step_advantages,
             groups=group_B[mine] if len(mine) else group_B[:1],
             sizes=config.estimator.sizes(shard).float().clamp(min=1),
             correct=shard.correct,
@@ -212,27 +219,26 @@ class Round:
         return Logps(new=new_N, old=old_N, reference=reference_N, sampled=sampled_N)
 
 
-def _select(batch: RolloutBatch, config: LearnerConfig, sampler: SamplerFacts) -> Selection:
+def _select(batch: RolloutBatch, config: LearnerConfig) -> Selection:
     # A value model takes the rewards of blocks by step.
     rewards = Rewards.of(batch, outcome_only=config.value is not None)
     return Selection(
         kept=config.filters.keeps(rewards, batch.truncated, batch.speeds()),
         advantages=group_advantages(rewards, config.advantage),
-        slot_advantages=_slot_advantages(batch, rewards, config, sampler),
     )
 
 
-def _slot_advantages(
-    batch: RolloutBatch, rewards: Rewards, config: LearnerConfig, sampler: SamplerFacts
-) -> Tensor | None:
-    """Return the advantage of the step that committed each slot, [B, L]; None if steps have their completion's."""
-    if not config.num_step_answers or config.estimator.name != "trajectory":
+def _step_advantages(batch: RolloutBatch, config: LearnerConfig, sampler: SamplerFacts) -> Tensor | None:
+    """Return the advantage of each denoise step, [B, T]; None if steps have their completion's."""
+    estimator, rewards = config.estimator, Rewards.of(batch)
+    if isinstance(estimator, PredictionsConfig):
+        assert batch.step_rewards is not None, "samplers record step answers for such a config, and graders grade them"
+        return prediction_advantages(rewards, batch.step_rewards, sampler.max_denoise_steps)
+    if not config.step_gain_coef or not isinstance(estimator, TrajectoryConfig):
         return None
     assert batch.step_rewards is not None, "samplers record step answers for such a config, and graders grade them"
-    rank_BT = config.estimator.step_ranks(GroupedBatch.of(batch), sampler)
-    step_rewards_BT = batch.step_rewards[:, : rank_BT.shape[1]]
-    advantages_BT = step_advantages(rewards, step_rewards_BT, rank_BT, config.step_gain_coef)
-    return advantages_BT.gather(1, batch.step_map.clamp(min=0))
+    rank_BT = estimator.step_ranks(GroupedBatch.of(batch), sampler)
+    return step_advantages(rewards, batch.step_rewards[:, : rank_BT.shape[1]], rank_BT, config.step_gain_coef)
 
 
 def scored_logps(policy: ShardedPolicy, plan: StepPlan, logps: Callable[[Terms], Tensor] | None = None) -> Tensor:

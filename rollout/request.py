@@ -313,8 +313,8 @@ class Writes:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepAnswers:
-    """Greedy completions of the states before K denoise steps: the committed tokens, and in each masked slot the most
-    probable one. They have L = `gen_length` slots."""
+    """Completions of the states before K denoise steps: the committed tokens, and in each masked slot the most probable
+    one, or with `Request.samples_step_answers` a sample. They have L = `gen_length` slots."""
 
     steps: NDArray[np.int32]
     """[K] the denoise steps, those whose tokens have the highest mean entropy first."""
@@ -371,8 +371,11 @@ class Request:
     the same as without the interruption: a draw depends on step and slot only. (The last bits of a logit can differ
     with the batch.)"""
     num_step_answers: int = 0
-    """Record the greedy completions of the states before this many denoise steps, for learners that grade them. Needs a
+    """Record the completions of the states before this many denoise steps, for learners that grade them. Needs a
     bidirectional policy and no KV cache, so that every step predicts the whole canvas. 0: none, at no cost."""
+    samples_step_answers: bool = False
+    """Have step answers the tokens that their step sampled in all masked slots, as `sample_then_select` samples them,
+    instead of the most probable ones. Those that the step commits are among them."""
 
     @property
     def draw_key(self) -> int:

@@ -330,7 +330,7 @@ class SlotBatch:
         before = self.state.rows.of(rows_A)
         block = self._block(rows_A, before, params)
         num_places = block.columns.shape[1]
-        found = self._logits(active, rows_A, block)
+        found = self._logits(active, rows_A, before, block)
         self._constrained.forbid(active, block.columns, found)
         step = DenoiseStep(params, before, block, found)
         self.state.rows.not_finite[rows_A] |= step.non_finite_rows()
@@ -353,7 +353,7 @@ class SlotBatch:
         self.state.advance(rows_A, before, block.masked, chosen_AK)
         self._num_cached |= {row.slot: row.block_start for row in active if row.kind.caches_finished}
 
-    def _logits(self, active: list[ActiveRow], rows_A: Tensor, block: BlockSlots) -> SlotLogits:
+    def _logits(self, active: list[ActiveRow], rows_A: Tensor, now: RowState, block: BlockSlots) -> SlotLogits:
         """Compute the logits of the blocks' open slots, without forbidden tokens, and log the step's answers."""
         places = {row.slot: place for place, row in enumerate(active) if row.request.num_step_answers}
         if not places:
@@ -370,8 +370,8 @@ class SlotBatch:
         slots = CanvasSlots.of(block, self.state.canvases, rows_A, num_slots)
         found = self._forwards.logits(active, slots.columns, slots.open)
         self._forbid(found, active, num_slots)
-        answers_AW = slots.answers(found, self.state.canvases.tokens[rows_A])
-        self._step_answers.add(places, answers_AW)
+        requests = [row.request for row in active]
+        self._step_answers.add(places, slots.answers(found, self.state.canvases.tokens[rows_A], requests, now))
         return slots.of_block(found, block, is_static=self._is_static)
 
     def _block(self, rows_A: Tensor, now: RowState, params: Sequence[SamplingParams]) -> BlockSlots:

@@ -19,7 +19,7 @@ from rollout.batch_state import RowState, on_device
 from rollout.forwards import SlotLogits
 from rollout.request import SamplingParams, Schedule
 from rollout.schedules import BlockView, select
-from rollout.token_sampling import SampledTokens, SamplingDistribution, predictions, sample_tokens
+from rollout.token_sampling import Predictions, SampledTokens, SamplingDistribution, predictions, sample_tokens
 
 _RANDOM_ORDER_KEY = 1
 
@@ -34,6 +34,38 @@ class CommittedTokens:
     logp_raw: Tensor
     entropy: Tensor
     distribution_entropy: Tensor
+
+
+def sample_slots(
+    predicted: Predictions,
+    source_M: Tensor,
+    params: Sequence[SamplingParams],
+    rows: RowState,
+    *,
+    row_M: Tensor,
+    slots_M: Tensor,
+) -> SampledTokens:
+    """Sample a token for each of some slots, by the row's draw for this step and slot.
+
+    Args:
+        predicted: the policy's predictions.
+        source_M: the prediction of each slot.
+        params: sampling parameters of each row.
+        rows: state of each row.
+        row_M: the row of each slot.
+        slots_M: the slots, counted from each prompt's end.
+    """
+    if all(p.temperature == 0 for p in params):
+        tokens_M = predicted.top_tokens(source_M)
+        zeros_M = torch.zeros(tokens_M.shape, device=tokens_M.device)
+        return SampledTokens(tokens=tokens_M, logp=zeros_M, distribution_entropy=zeros_M)
+    distribution = SamplingDistribution(
+        temperature=rows.temperature[row_M],
+        top_p=rows.top_p[row_M],
+        top_k=rows.top_k[row_M],
+        is_truncated=any(p.top_p < 1 or p.top_k for p in params),
+    )
+    return sample_tokens(predicted, source_M, distribution, uniform(rows.draw_key[row_M], rows.step[row_M], slots_M))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,20 +170,11 @@ class DenoiseStep:
         return torch.where(sampled_first_N, self._predicted.logp(self._source_N, self._sampled_N.tokens), confidence_N)
 
     def _sample(self, picked_M: Tensor) -> SampledTokens:
-        rows, row_M, source_M = self._rows, self._row_of(picked_M), self._source_N[picked_M]
-        if all(p.temperature == 0 for p in self._params):
-            tokens_M = self._predicted.top_tokens(source_M)
-            zeros_M = torch.zeros(tokens_M.shape, device=tokens_M.device)
-            return SampledTokens(tokens=tokens_M, logp=zeros_M, distribution_entropy=zeros_M)
-        distribution = SamplingDistribution(
-            temperature=rows.temperature[row_M],
-            top_p=rows.top_p[row_M],
-            top_k=rows.top_k[row_M],
-            is_truncated=any(p.top_p < 1 or p.top_k for p in self._params),
-        )
         slots_M = self._slots_AK.flatten()[self._index_N[picked_M]]
-        uniforms_M = uniform(rows.draw_key[row_M], rows.step[row_M], slots_M)
-        return sample_tokens(self._predicted, source_M, distribution, uniforms_M)
+        source_M = self._source_N[picked_M]
+        return sample_slots(
+            self._predicted, source_M, self._params, self._rows, row_M=self._row_of(picked_M), slots_M=slots_M
+        )
 
     def _entropy(self, source_M: Tensor) -> Tensor:
         if len(source_M) <= len(self._predicted.log_norm):

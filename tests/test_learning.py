@@ -43,13 +43,15 @@ def _reward(tokens: list[int]) -> float:
     return sum(token == TARGET for token in tokens) / GEN_LENGTH
 
 
-def _round(model: Transformer, params: SamplingParams, index: int, num_step_answers: int) -> RolloutBatch:
+def _round(model: Transformer, params: SamplingParams, index: int, config: LearnerConfig) -> RolloutBatch:
+    num_step_answers = config.num_step_answers(GEN_LENGTH)
     requests = [
         Request(
             prompt_ids=PROMPTS[group],
             params=params,
             seed=1000 * index + GROUP_SIZE * group + sample,
             num_step_answers=num_step_answers,
+            samples_step_answers=config.samples_step_answers,
         )
         for group in range(GROUPS)
         for sample in range(GROUP_SIZE)
@@ -125,8 +127,8 @@ def test_the_expected_reward_rises(name: str) -> None:
     learner = Learner(ShardedPolicy(model, None), config, sampler_facts(params))
     rewards = []
     for index in range(12):
-        batch = _round(model, params, index, config.num_step_answers)
+        batch = _round(model, params, index, config)
         rewards.append(float(batch.rewards.mean()))
         learner.update(batch, index)
-    rewards.append(float(_round(model, params, 99, 0).rewards.mean()))
+    rewards.append(float(_round(model, params, 99, config).rewards.mean()))
     assert rewards[-1] > rewards[0] + 0.25, rewards

@@ -16,7 +16,7 @@ from learner.batch import RolloutBatch, pad_rows
 from learner.model.deferred import torch
 from learner.seeds import fold
 from rewards import Grade
-from rollout.request import Completion, FinishReason, Request, Writes
+from rollout.request import Completion, FinishReason, Request, StepAnswers, Writes
 
 
 class _Row(NamedTuple):
@@ -73,6 +73,7 @@ def collate(
         **_process_rewards(completions, grades, num_slots),
         **_writes([completion.writes for completion in completions if completion.writes is not None]),
         **_step_rewards([row.step_rewards for row in rows if row.step_rewards is not None]),
+        **_step_answers([(row.completion.step_answers, row.step_rewards) for row in rows], num_slots),
     )
 
 
@@ -111,6 +112,22 @@ def _writes(edited: Sequence[Writes]) -> dict[str, torch.Tensor]:
 def _step_rewards(rewards: Sequence[NDArray[np.float32]]) -> dict[str, torch.Tensor]:
     """Collate the rewards of step answers. Either all completions of a round have them, or none."""
     return {"step_rewards": _padded(rewards, max(map(len, rewards)), fill=np.nan)} if rewards else {}
+
+
+def _step_answers(
+    answered: Sequence[tuple[StepAnswers | None, NDArray[np.float32] | None]], num_slots: int
+) -> dict[str, torch.Tensor]:
+    """Collate the tokens of step answers, as many steps as rewards. Either all completions of a round have them, or
+    none."""
+    given = [(answers, len(rewards)) for answers, rewards in answered if answers is not None and rewards is not None]
+    if not given:
+        return {}
+    tokens = torch.full((len(given), max(num_steps for _, num_steps in given), num_slots), -1, dtype=torch.int32)
+    for of_row, (answers, _) in zip(tokens, given, strict=True):
+        of_row[torch.from_numpy(answers.steps).long(), : answers.token_ids.shape[1]] = torch.from_numpy(
+            answers.token_ids
+        )
+    return {"step_answers": tokens}
 
 
 def _rows(scored: ScoredWorkUnit, kept: Sequence[int]) -> list[_Row]:

@@ -153,7 +153,7 @@ def _sampling_parts(recipe: RunConfig, shape: TransformerConfig, num_versions: i
         Part("logits of the blocks", logits, f"{slots_help} or rollout.sampling.block_length"),
         Part("CUDA", _CONTEXT_BYTES),
     ]
-    if recipe.learner.num_step_answers:
+    if recipe.learner.num_step_answers(params[0].gen_length):
         parts.append(Part("logits of step answers", rows * params[0].gen_length * shape.vocab_size * each, slots_help))
     if engine.fp8:
         layers = (shape.linear_layers(layer).values() for layer in range(shape.num_layers))

@@ -10,7 +10,9 @@ from learner.estimators.block_states import BlockStatesConfig
 from learner.estimators.elbo import ElboConfig, MaskCounts
 from learner.estimators.one_step import OneStepConfig
 from learner.estimators.random_masks import RandomMasksConfig
-from learner.estimators.step_states import SampledStatesConfig, StepStatesConfig, num_states, shown_future
+from learner.estimators.states.predictions import PredictionsConfig
+from learner.estimators.states.sampled_states import SampledStatesConfig
+from learner.estimators.states.step_states import StepStatesConfig, num_states, shown_future
 from learner.estimators.terms import Corruption, Terms, make_terms, unit_keys
 from learner.estimators.trajectory import TrajectoryConfig
 from learner.estimators.views import Views, deduplicated_views, token_hidden_states, token_logps
@@ -23,7 +25,8 @@ EstimatorConfig = Annotated[
     | TrajectoryConfig
     | BlockStatesConfig
     | StepStatesConfig
-    | SampledStatesConfig,
+    | SampledStatesConfig
+    | PredictionsConfig,
     Field(discriminator="name"),
 ]
 """Config of any estimator, discriminated by `name`."""
@@ -39,6 +42,7 @@ __all__ = [
     "InnerUpdate",
     "MaskCounts",
     "OneStepConfig",
+    "PredictionsConfig",
     "RandomMasksConfig",
     "RowValue",
     "SampledStatesConfig",

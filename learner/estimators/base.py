@@ -14,6 +14,7 @@ from pydantic import Field
 from learner.batch import CompletionBatch, GroupedBatch
 from learner.counter import uniform
 from learner.estimators.terms import Corruption
+from learner.estimators.views import ScoringDistribution
 from learner.model.deferred import torch
 
 if TYPE_CHECKING:
@@ -54,6 +55,13 @@ class SamplerFacts:
     is_block_causal: bool = False
     """Whether the policy is block-causal: blocks are counted from a canvas's first column, not from the prompt's end.
     """
+
+    @property
+    def distribution(self) -> ScoringDistribution:
+        """The distribution that tokens are sampled from; at temperature 0 the prediction that they are the best of."""
+        return ScoringDistribution(
+            temperature=self.temperature or 1.0, excludes_mask_id=True, forbidden_ids=self.forbidden_ids
+        )
 
     def blocks(self, batch: CompletionBatch) -> Tensor:
         """Return the sampler's block of each completion slot, [B, L] int64; the first is 0."""

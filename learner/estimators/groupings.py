@@ -26,7 +26,8 @@ class Level(StrEnum):
     TOKEN = "token"  # noqa: S105 - no password
     """A token: all terms of a row's slot (GRPO, arXiv 2402.03300)."""
     CANVAS_TOKEN = "canvas_token"  # noqa: S105 - no password
-    """A token on one canvas: one that is scored on several canvases has a ratio on each (RLDF, arXiv 2605.25638)."""
+    """A token on one canvas: one that is scored on several canvases has a ratio on each (RLDF, arXiv 2605.25638;
+    MDPO, arXiv 2508.13148)."""
     PART = "part"
     """A Monte-Carlo draw or a segment of a row."""
     ROW = "sequence"
@@ -43,6 +44,11 @@ class Grouping:
     """[U] int64: the batch's row of each unit."""
     counts: Tensor
     """[U] int64: the number of terms of each unit."""
+
+    @property
+    def sizes_of_terms(self) -> Tensor:
+        """[N] int64: the number of terms of each term's unit."""
+        return self.counts[self.of_term]
 
     def to(self, device: torch.device) -> Grouping:
         """Copy the grouping to a device."""

@@ -120,7 +120,12 @@ class Terms:
 
     def grouping(self, level: Level) -> Grouping:
         """Group the terms into units of a level."""
-        return grouped(self.rows, unit_keys(self, level)) if self.layout is None else self.layout.groupings[level]
+        if self.layout is not None:
+            return self.layout.groupings[level]
+        if level is Level.CANVAS_TOKEN:
+            every_N = torch.arange(self.num_terms, device=self.rows.device)
+            return Grouping(of_term=every_N, rows=self.rows, counts=torch.ones_like(every_N))
+        return grouped(self.rows, unit_keys(self, level))
 
     def on(self, device: torch.device) -> Terms:
         """Compute the layout, and copy all that a loss needs to a device."""
@@ -165,12 +170,10 @@ def unit_keys(terms: Terms, level: Level) -> Tensor:
     """Return keys [N] int64 that are equal for terms of one unit."""
     if level is Level.ROW:
         return terms.rows
-    keys = terms.rows
-    if level is not Level.TOKEN:
-        keys = keys * (int(terms.parts.max()) + 1) + terms.parts
-    if level is not Level.PART:
-        keys = keys * (int(terms.slots.max()) + 1) + terms.slots
-    return keys
+    if level is Level.CANVAS_TOKEN:
+        return torch.arange(terms.num_terms, device=terms.rows.device)
+    within = terms.slots if level is Level.TOKEN else terms.parts
+    return terms.rows * (int(within.max()) + 1) + within
 
 
 def make_terms(

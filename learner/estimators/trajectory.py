@@ -221,13 +221,7 @@ class TrajectoryConfig(BaseModel):
         return next((what for what, is_so in said.items() if is_so), None)
 
     def _scoring_distribution(self, sampler: SamplerFacts) -> ScoringDistribution:
-        if self.law == "softmax":
-            return SOFTMAX
-        return ScoringDistribution(
-            temperature=sampler.temperature or 1.0,
-            excludes_mask_id=True,
-            forbidden_ids=sampler.forbidden_ids,
-        )
+        return SOFTMAX if self.law == "softmax" else sampler.distribution
 
     def _segments(self, batch: GroupedBatch, sampler: SamplerFacts) -> Tensor:
         """Return the segment that commits each slot, [B, L] int64, negative if none does."""

@@ -94,6 +94,12 @@ class ClippedRatioConfig(BaseModel):
     nll_coef: Coefficient = 0.0
     """Weight of the negative log-likelihood of the correct completions, on the same canvases: the mean over completions
     of each one's mean over tokens (LightningRL: 0.1). 0 is off."""
+    weigh_by_confidence: bool = False
+    """Weight the loss of each prediction, KL included, by its probability under the policy at the start of the round
+    (MDPO). Needs `level: canvas_token`."""
+    weigh_by_unmasking: bool = False
+    """Divide the surrogate of each prediction, and not its KL, by the share of the completion's slots that its state
+    predicts: a state with fewer masks weighs more (MDPO). Needs `level: canvas_token`."""
     normalize_by: Normalize = Normalize.ROUND
     """What the loss is a mean over."""
     order_temperature: Annotated[float, Field(gt=0)] | None = None
@@ -134,6 +140,15 @@ class ClippedRatioConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _weights_of_predictions(self) -> ClippedRatioConfig:
+        if (self.weigh_by_confidence or self.weigh_by_unmasking) and self.level is not Level.CANVAS_TOKEN:
+            raise ValueError(
+                "weigh_by_confidence and weigh_by_unmasking need level: canvas_token; they differ between the states "
+                f"that a {self.level} is scored in"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nll_of_completions(self) -> ClippedRatioConfig:
         if self.nll_coef and (self.level is not Level.TOKEN or self.normalize_by is not Normalize.ROW):
             raise ValueError(
@@ -149,8 +164,8 @@ class ClippedRatioConfig(BaseModel):
 
     @property
     def needs_old(self) -> bool:
-        """Whether the ratio or the KL is to the learner's own likelihoods."""
-        return self.old == "learner" or (self.kl_coef > 0 and self.kl_against == "old")
+        """Whether the ratio, the KL or a weight is of the learner's own likelihoods."""
+        return self.old == "learner" or self.weigh_by_confidence or (self.kl_coef > 0 and self.kl_against == "old")
 
     @property
     def needs_reference(self) -> bool:
@@ -232,6 +247,10 @@ class ClippedRatioConfig(BaseModel):
             weight_U = clamp_log_ratios(log_weight_U).exp().clamp(max=self.max_sampler_ratio)
             total_U = total_U * weight_U
             per_unit["sampler_ratio"] = weight_U
+        if self.weigh_by_unmasking:
+            total_U = total_U * rows.sizes[units.rows] / terms.grouping(Level.PART).sizes_of_terms
+        if self.weigh_by_confidence:
+            units = replace(units, importance=units.importance * logps.old.exp())
         total = (total_U * units.importance).sum()
         if self.kl_coef > 0:
             against_N = logps.old if self.kl_against == "old" else logps.reference

@@ -47,8 +47,10 @@ class RowFacts:
     sizes: Tensor
     """[B] float32: completion slots that the estimator's value of the row covers; at least 1."""
     slot_advantages: Tensor | None = None
-    """[B, L] float32: the advantage of each slot's commit, where advantages differ by denoise step; None: `advantages`
-    are those of all slots."""
+    """[B, L] float32: the advantage of each slot's commit, where a value model gives it; None: it does not."""
+    step_advantages: Tensor | None = None
+    """[B, T] float32: the advantage of each denoise step, by the number of its part; None: steps have none of their
+    own. Without both, `advantages` are those of all units."""
     log_weights: Tensor | None = None
     """[B] float32, nats: the reference's value of each row minus the old policy's, if the objective weighs rows."""
     correct: Tensor
@@ -72,11 +74,14 @@ class RowFacts:
         return torch.zeros_like(self.advantages).index_add(0, terms.rows, terms.weights * values_N)
 
     def advantages_of(self, terms: Terms, units: Units) -> Tensor:
-        """Return the advantage of each unit, [U]: its row's, or the mean of its slots'."""
-        if self.slot_advantages is None:
+        """Return the advantage of each unit, [U]: its row's, or the mean of its steps' or slots'."""
+        if self.step_advantages is not None:
+            of_term_N = self.step_advantages[terms.rows, terms.parts]
+        elif self.slot_advantages is not None:
+            of_term_N = self.slot_advantages[terms.rows, terms.slots]
+        else:
             return self.advantages[units.rows]
-        counts_U = units.sum(torch.ones_like(terms.weights))
-        return units.sum(self.slot_advantages[terms.rows, terms.slots]) / counts_U
+        return units.sum(of_term_N) / units.sum(torch.ones_like(terms.weights))
 
     def shares(self, terms: Terms) -> Tensor:
         """Return the weight of each row in the loss, [B]; 0 for one without terms."""

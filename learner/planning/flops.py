@@ -125,4 +125,6 @@ def full_group(num_rows: int, prompt_tokens: int, gen_length: int, num_steps: in
         fallback=zeros_BL.bool(),
         num_forwards=torch.full((rows,), num_steps),
         policy_versions=torch.zeros(rows, dtype=torch.int64),
+        step_rewards=torch.zeros(rows, num_steps),
+        step_answers=torch.full((), 2, dtype=torch.int32).expand(rows, num_steps, length),
     )

@@ -1,7 +1,7 @@
-"""Step answers: the greedy completions of the states that a row goes through, kept until the row leaves.
+"""Step answers: completions of the states that a row goes through, each in one step, kept until the row leaves.
 
-The answer of a state has the committed tokens, and in each masked slot of the canvas the most probable token. A step
-then predicts the slots of later blocks too, and not only those of its own.
+The answer of a state has the committed tokens, and in each masked slot of the canvas the most probable token, or the
+one that the step sampled. A step then predicts the slots of later blocks too, and not only those of its own.
 
 Shape letters: A active rows, K slots of the longest block, J slots from a block's first to the canvas's last, W columns
 of the widest canvas, N open slots.
@@ -17,10 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout.batch_state import Canvases
+from rollout.batch_state import Canvases, RowState, on_device
 from rollout.forwards import SlotLogits
 from rollout.request import Completion, FinishReason, Request, StepAnswers
-from rollout.step import BlockSlots
+from rollout.step import BlockSlots, sample_slots
+from rollout.token_sampling import predictions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,17 +45,42 @@ class CanvasSlots:
         open_AJ[:, : block.open.shape[1]] |= block.open
         return cls(columns=columns_AJ, masked=masked_AJ, open=open_AJ)
 
-    def answers(self, found: SlotLogits, tokens_AW: Tensor) -> Tensor:
-        """Return canvases whose masked slots have their most probable token, [A, W]. `tokens_AW` are the current ones.
+    def answers(self, found: SlotLogits, tokens_AW: Tensor, requests: Sequence[Request], rows: RowState) -> Tensor:
+        """Return canvases whose masked slots have their answer's token, [A, W]: the most probable one, or a sample.
 
-        `found` has the logits of the open slots, or of all.
+        Args:
+            found: logits of the open slots, or of all.
+            tokens_AW: the current canvases.
+            requests: the request of each row, which says what its answers have.
+            rows: state of each row.
         """
         rows_N, columns_N = found.index // self.columns.shape[1], self.columns.flatten()[found.index]
-        top_N = found.logits.argmax(dim=-1)[found.source]
+        if all(request.samples_step_answers for request in requests):
+            answer_N = self._sampled(found, requests, rows)
+        else:
+            answer_N = found.logits.argmax(dim=-1)[found.source]
+            if any(request.samples_step_answers for request in requests):
+                samples_A = on_device([request.samples_step_answers for request in requests], rows_N.device)
+                answer_N = torch.where(samples_A[rows_N], self._sampled(found, requests, rows), answer_N)
         is_masked_N = self.masked.flatten()[found.index]
         answers_AW = tokens_AW.clone()
-        answers_AW[rows_N, columns_N] = torch.where(is_masked_N, top_N, answers_AW[rows_N, columns_N])
+        answers_AW[rows_N, columns_N] = torch.where(is_masked_N, answer_N, answers_AW[rows_N, columns_N])
         return answers_AW
+
+    def _sampled(self, found: SlotLogits, requests: Sequence[Request], rows: RowState) -> Tensor:
+        """Return what the step samples in each slot of `found`, [N], whether or not it commits it."""
+        params, tokens = [request.params for request in requests], []
+        # The step needs the logits after this: a part of them is copied at a time, as much as a block has.
+        num_block_slots = len(requests) * max(one.block_length for one in params)
+        for index_M, source_M in zip(
+            found.index.split(num_block_slots), found.source.split(num_block_slots), strict=True
+        ):
+            row_M = index_M // self.columns.shape[1]
+            slots_M = self.columns.flatten()[index_M] - rows.prompt_length[row_M]
+            every_M = torch.arange(len(source_M), device=source_M.device)
+            predicted = predictions(found.logits[source_M])
+            tokens.append(sample_slots(predicted, every_M, params, rows, row_M=row_M, slots_M=slots_M).tokens)
+        return torch.cat(tokens)
 
     def of_block(self, found: SlotLogits, block: BlockSlots, *, is_static: bool) -> SlotLogits:
         """Return what `found` has of the first K slots; with `is_static` it has all, and nothing synchronizes."""

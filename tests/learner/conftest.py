@@ -47,6 +47,7 @@ def rollouts() -> RolloutBatch:
         num_forwards=torch.full((12,), 4),
         policy_versions=torch.zeros(12, dtype=torch.long),
         step_rewards=torch.rand(12, 4, generator=generator),
+        step_answers=torch.randint(0, 38, (12, 4, 8), generator=generator, dtype=torch.int32),
     )
 
 

@@ -55,7 +55,7 @@ class Row:
     says_something: list[bool]
     """Whether each slot's token is not an end of text."""
     step_rewards: list[float]
-    """Rewards of the greedy completions of the states before the steps."""
+    """Rewards of the completions of the states before the steps."""
 
 
 def rows_of(
@@ -81,6 +81,11 @@ def rows_of(
                 prompt[corruption.prompt_masked[canvas, : len(prompt)]] = mask_id
             completion = batch.completion_ids[row].clone()
             completion[masked] = mask_id
+            part = 0 if corruption.parts is None else int(corruption.parts[canvas])
+            targets = batch.completion_ids[row]
+            if corruption.targets is not None:
+                assert batch.step_answers is not None
+                targets = batch.step_answers[row, part].long()
             ids = torch.cat((prompt, completion))[None]
             values: list[dict[int, Tensor]] = []
             raw = [policy(ids)[0, len(prompt) :] for policy in policies]
@@ -90,9 +95,8 @@ def rows_of(
                     logits = logits / temperature
                     logits[:, mask_id] = -torch.inf
                 logps = logits.log_softmax(-1)
-                values.append({slot: logps[slot, batch.completion_ids[row, slot]] for slot in masked})
+                values.append({slot: logps[slot, targets[slot]] for slot in masked})
             new, old, reference = values
-            part = 0 if corruption.parts is None else int(corruption.parts[canvas])
             detached = [{slot: value.detach() for slot, value in some.items()} for some in (old, reference)]
             draws.append(Draw(number, part, masked, scored, new, *detached, raw[0], raw[1].detach()))
         rows.append(
@@ -604,6 +608,46 @@ def egspo_sa(rows: list[Row]) -> Tensor:
     return _egspo(rows, advantages)
 
 
+WHOLE_CANVAS = 6
+"""Denoise steps of a whole canvas, of which the completions here have fewer."""
+
+
+def mdpo(rows: list[Row]) -> Tensor:
+    """The return of a step is its gain over the step before, plus the mean of the later steps' rewards. Its z-score
+    over the group's same steps, by n - 1, is its advantage. The two largest of each completion are trained, in either
+    direction, with all tokens that the step predicted. Their weights are their probabilities."""
+    losses = []
+    for group in groups_of(rows):
+        returns = []
+        for row in group:
+            known = row.step_rewards + [row.reward] * (WHOLE_CANVAS - len(row.step_rewards))
+            of_row = []
+            for step, reward in enumerate(known):
+                later = known[step + 1 :] or [reward]
+                of_row.append(reward - (known[step - 1] if step else 0.0) + sum(later) / len(later))
+            returns.append(of_row)
+        for row, of_row in zip(group, returns, strict=True):
+            advantages = []
+            for step in range(len(row.step_rewards)):
+                others = [other[step] for other in returns]
+                mean = sum(others) / len(others)
+                std = math.sqrt(sum((value - mean) ** 2 for value in others) / (len(others) - 1))
+                advantages.append((of_row[step] - mean) / (std + 1e-4))
+            chosen = sorted(range(len(advantages)), key=lambda step: -abs(advantages[step]))[:2]
+            assert [draw.part for draw in row.draws] == sorted(chosen)
+            for draw in row.draws:
+                slots = [slot for slot, step in enumerate(row.steps) if step < 0 or step >= draw.part]
+                assert draw.masked == draw.scored == slots
+                share = len(slots) / row.width
+                loss = torch.zeros((), dtype=torch.float64)
+                for slot in slots:
+                    surrogate = ppo((draw.new[slot] - draw.old[slot]).exp(), advantages[draw.part], 0.2, 0.2)
+                    kl = (draw.reference[slot] - draw.new[slot]) ** 2 / 2
+                    loss = loss + draw.old[slot].exp() * (surrogate / share + 0.02 * kl)
+                losses.append(loss / len(slots))
+    return torch.stack(losses).mean()
+
+
 update_index = {"value": 0}
 """Input of `egspo`: the index of the inner update."""
 
@@ -849,6 +893,7 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "agrpo": agrpo,
     "egspo": egspo,
     "egspo-sa": egspo_sa,
+    "mdpo": mdpo,
     "justgrpo": justgrpo,
     "forkgrpo": forkgrpo,
     "vrpo": vrpo,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from learner.counter import uniform
 from learner.model.config import TransformerConfig
 from learner.model.networks import make_model
 from learner.model.transformer import Transformer, init_weights
@@ -66,6 +67,24 @@ def _expected(policy: Transformer, request: Request, completion: Completion, ste
     return torch.where(ids == mask_id, logits.argmax(dim=-1), ids).tolist()
 
 
+def _sampled(policy: Transformer, request: Request, completion: Completion, step: int) -> list[int]:
+    """Return the state before a step with a sample in each masked slot, by the draw of this step and slot."""
+    params, mask_id = request.params, policy.config.mask_token_id
+    prompt, ids = torch.tensor(request.prompt_ids), _state(completion, params.gen_length, step, mask_id)
+    with torch.no_grad():
+        logits = policy(torch.cat((prompt, ids))[None])[0, len(prompt) :]
+        if params.cfg_scale:
+            unconditional = policy(torch.cat((torch.full_like(prompt, mask_id), ids))[None])[0, len(prompt) :]
+            logits = unconditional + (1 + params.cfg_scale) * (logits - unconditional)
+    logits[:, [mask_id, *params.forbidden_ids]] = -torch.inf
+    if params.temperature == 0:
+        return torch.where(ids == mask_id, logits.argmax(dim=-1), ids).tolist()
+    share_S = uniform(torch.tensor(request.draw_key), torch.tensor(step), torch.arange(params.gen_length))
+    running_SV = (logits / params.temperature).double().softmax(dim=-1).cumsum(dim=-1)
+    drawn_S = (running_SV <= share_S[:, None] * running_SV[:, -1:]).sum(dim=-1)
+    return torch.where(ids == mask_id, drawn_S, ids).tolist()
+
+
 def _ranked(completion: Completion) -> list[int]:
     """Return the steps that commit text or precede one that does, the highest mean entropy first."""
     ends = (
@@ -121,6 +140,29 @@ def _check(policy: Transformer, request: Request, completion: Completion) -> Non
         assert (int(num_tokens), bool(ended)) == ((stops[0] + 1, True) if stops else (len(expected), False))
 
 
+@pytest.mark.parametrize("setting", [*SAMPLED, "greedy"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_sampled_answers_are_what_the_steps_drew(engine: str, setting: str, bidirectional: Transformer) -> None:
+    """In every masked slot of the canvas; every second request asks for them, and the others for greedy ones."""
+    params = SamplingParams(**SAMPLED.get(setting, BASE | {"temperature": 0.0}))
+    requests = [replace(one, samples_step_answers=index % 2 == 0) for index, one in enumerate(_asking(params, 12))]
+    completions = Sampler(bidirectional, 0, ENGINES[engine]).generate(requests)
+    num_others = 0
+    for request, completion in zip(requests, completions, strict=True):
+        if not request.samples_step_answers:
+            _check(bidirectional, request, completion)
+            continue
+        answers = completion.step_answers
+        assert answers is not None
+        assert sorted(answers.steps) == sorted(_ranked(completion)), "every step has an answer"
+        for step, tokens in zip(answers.steps.tolist(), answers.token_ids, strict=True):
+            assert tokens.tolist() == _sampled(bidirectional, request, completion, step)
+            is_committed = completion.step_map == step
+            assert tokens[: len(is_committed)][is_committed].tolist() == completion.token_ids[is_committed].tolist()
+            num_others += int(tokens.tolist() != _expected(bidirectional, request, completion, step))
+    assert (num_others == 0) is (setting == "greedy")
+
+
 @pytest.mark.parametrize("engine", ["default", "static, three steps a check"])
 def test_completions_are_those_without_answers(engine: str, bidirectional: Transformer) -> None:
     """Also where some requests of a batch ask for answers and others do not, and where blocks differ in length."""
@@ -129,7 +171,10 @@ def test_completions_are_those_without_answers(engine: str, bidirectional: Trans
         replace(one, params=params[index // 2 % 2])
         for index, one in enumerate(ragged_requests(params[0], (*LENGTHS, 3)))
     ]
-    asking = [replace(one, num_step_answers=index % 2 * 3) for index, one in enumerate(plain)]
+    asking = [
+        replace(one, num_step_answers=index % 2 * 3, samples_step_answers=index % 4 == 1)
+        for index, one in enumerate(plain)
+    ]
     theirs = Sampler(bidirectional, 0, ENGINES[engine]).generate(plain)
     batch = Sampler(bidirectional, 0, ENGINES[engine]).open(asking)
     ours: dict[int, Completion] = {}

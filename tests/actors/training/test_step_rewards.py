@@ -19,8 +19,10 @@ from actors.training.dynamic_sampling import EVERY_GROUP
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
 from learner.estimators import InnerUpdate, TrajectoryConfig
+from learner.learner import Learner
 from learner.model.checkpoint import load_policy
 from learner.model.tokenizer import ChatTokenizer
+from learner.parallel.sharding import ShardedPolicy
 from rewards import Grade, Grader, RewardConfig, Sample, SumsConfig
 from rewards.problem import Outcome
 from rollout.request import Completion, StepAnswers
@@ -42,6 +44,14 @@ def work_unit(of_steps: RunSpec) -> WorkUnit:
 @pytest.fixture
 def completions(of_steps: RunSpec, work_unit: WorkUnit) -> list[Completion]:
     return Sampler(load_policy(of_steps.initial_checkpoint), 0).generate(work_unit.requests)
+
+
+@pytest.fixture
+def of_predictions(spec: RunSpec) -> RunSpec:
+    """The run with MDPO: two of the four steps of each completion are trained."""
+    settings = {"algorithm": "mdpo", "num_rounds": 2, "groups_per_round": 5, "group_size": 4}
+    learner = LearnerConfig.model_validate(settings | {"estimator": {"num_states": 2}})
+    return spec.model_copy(update={"learner": learner})
 
 
 class _Counting:
@@ -194,6 +204,34 @@ def test_the_learner_trains_the_steps_whose_answers_were_graded(
             assert sorted(trained) == sorted(answers.steps[2 * index : 2 * index + 2].tolist())
 
 
+def test_what_every_step_predicted_reaches_the_learner(of_predictions: RunSpec) -> None:
+    """With its reward, and -1 for steps and slots without a record."""
+    spec = of_predictions
+    work_unit = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint)).round_work_unit(0, 0)
+    assert {(one.num_step_answers, one.samples_step_answers) for one in work_unit.requests} == {(8, True)}
+    policy, facts = load_policy(spec.initial_checkpoint), sampler_facts(spec.rollout.sampling)
+    completions = Sampler(policy, 0).generate(work_unit.requests)
+    grader = _Counting()
+    batch = collate([_graded(spec, work_unit, completions, grader)], 10, 1, EVERY_GROUP)
+    assert batch is not None
+    assert batch.step_rewards is not None
+    assert batch.step_answers is not None
+    assert batch.step_answers.shape == (8, batch.step_rewards.shape[1], 10)
+    for row, completion in enumerate(completions):
+        answers = completion.step_answers
+        assert answers is not None
+        assert sorted(answers.steps) == (~batch.step_rewards[row].isnan()).nonzero()[:, 0].tolist()
+        assert sorted(answers.steps) == (batch.step_answers[row, :, 0] >= 0).nonzero()[:, 0].tolist()
+        for step, tokens, num_tokens in zip(answers.steps, answers.token_ids, answers.num_tokens, strict=True):
+            assert batch.step_answers[row, step].tolist() == [*tokens.tolist(), -1, -1]
+            assert batch.step_rewards[row, step] == num_tokens
+    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    batch = replace(batch, step_rewards=batch.step_rewards * torch.arange(8)[:, None])
+    metrics = Learner(ShardedPolicy(policy, None), spec.learner, facts).update(batch, 0)
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert any(not torch.equal(before[name], weight) for name, weight in policy.state_dict().items())
+
+
 def test_a_step_whose_answer_is_not_graded_is_not_trained(
     of_steps: RunSpec, work_unit: WorkUnit, completions: list[Completion]
 ) -> None:
@@ -230,8 +268,9 @@ def test_an_ungraded_answer_has_no_reward_unless_the_recipe_makes_it_zero(
 
 
 def test_grading_may_take_longer_with_step_answers(
-    spec: RunSpec, of_steps: RunSpec, monkeypatch: pytest.MonkeyPatch
+    spec: RunSpec, of_steps: RunSpec, of_predictions: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SumsConfig, "max_grading_s", 0.5)
-    # Eight completions, and four answers of each.
-    assert [one.grading_timeout_s - one.grading.timeout_s for one in (spec, of_steps)] == [4.0, 20.0]
+    # Eight completions, and four answers of each, or one for each of eight slots.
+    extra = [one.grading_timeout_s - one.grading.timeout_s for one in (spec, of_steps, of_predictions)]
+    assert extra == [4.0, 20.0, 36.0]

@@ -44,6 +44,7 @@ def _recipe(recipe_file: Path, *overrides: str) -> Recipe:
         ("learner.algorithm=dmpo", "learner.group_size=2"),
         ("learner.algorithm=opdlm", "learner.group_size=2", "learner.num_minibatches=1"),
         ("learner.algorithm=d-opsd", "rollout.sampling={gen_length: 32, block_length: 8, num_denoise_steps: 8}"),
+        ("learner.algorithm=mdpo", "learner.group_size=2", "learner.inner_updates=2", "learner.estimator.num_states=2"),
         ("model.lora={rank: 4}", "learner.inner_updates=2"),
     ],
     ids=" ".join,

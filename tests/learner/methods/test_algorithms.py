@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from learner.advantages import Rewards, prediction_advantages
 from learner.algorithms import ALGORITHMS
 from learner.batch import GroupedBatch, RolloutBatch
 from learner.config import LearnerConfig
@@ -28,11 +29,14 @@ from learner.round import WEIGHING
 from learner.value.model import ValueTransformer
 from tests.learner import slow
 
+SCORED_AS_SAMPLED = ("agrpo", "tba", "mdpo")
 SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True, has_varying_steps=True)
 
 
 def algorithm_sampler(name: str) -> SamplerFacts:
     """Return sampler facts that suit the algorithm."""
+    if name == "mdpo":
+        return replace(SAMPLER, max_denoise_steps=slow.WHOLE_CANVAS)
     return replace(SAMPLER, block_length=1) if name == "justgrpo" else SAMPLER
 
 
@@ -52,6 +56,8 @@ def algorithm_config(name: str, **changes: object) -> LearnerConfig:
         settings["estimator"] = {"num_sampled": 3}
     if name == "mapg":
         settings["estimator"] = {"num_segments": 2, "num_sampled": 1}
+    if name == "mdpo":
+        settings["estimator"] = {"num_states": 2}
     if name == "opdlm":
         settings["num_minibatches"] = 1
     if name == "rldf":
@@ -155,6 +161,10 @@ def test_loss_and_gradient_equal_the_papers_formula(
         masks = config.estimator.corrupt(grouped, InnerUpdate(WEIGHING, config.inner_updates), sampler)
         slow.NUM_DRAWS["value"] = 2
         slow.rhos[:] = slow.rho(slow.rows_of((first, old, reference), grouped, masks))
+    if name == "mdpo":
+        assert rollouts.step_rewards is not None
+        of_steps = prediction_advantages(Rewards.of(rollouts), rollouts.step_rewards, sampler.max_denoise_steps)
+        grouped = replace(grouped, step_advantages=of_steps)
     if name == "opdlm":
         slow.TEACHER[:] = _causal_logps(reference, grouped)
     if name == "tracerl-value":
@@ -166,7 +176,7 @@ def test_loss_and_gradient_equal_the_papers_formula(
         update = InnerUpdate(step // config.num_minibatches, config.inner_updates)
         corruption = config.estimator.corrupt(grouped, update, sampler)
         rows = slow.rows_of(
-            (new, old, reference), grouped, corruption, sampler.temperature if name in ("agrpo", "tba") else None
+            (new, old, reference), grouped, corruption, sampler.temperature if name in SCORED_AS_SAMPLED else None
         )
         if name == "d-opsd":
             shown = shown_future(grouped.select(corruption.rows), corruption.parts, 0.25, sampler)
@@ -364,10 +374,10 @@ def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
     _check_micro_batches(name, policy, rollouts, algorithm_sampler(name), (14, 40))
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("mapg", "d-opsd", "rldf")])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("mapg", "d-opsd", "mdpo", "rldf")])
 def test_every_algorithm_trains_a_block_causal_policy(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
-    """All methods except mapg, d-opsd and rldf, which look at slots of later blocks. Micro-batches also split a row's
-    draws."""
+    """All methods except mapg, d-opsd, mdpo and rldf, which look at slots of later blocks, or predict them.
+    Micro-batches also split a row's draws."""
     causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
     causal.load_state_dict(policy.state_dict())
     sampler = replace(algorithm_sampler(name), is_block_causal=True)

@@ -212,6 +212,7 @@ def _rollouts() -> RolloutBatch:
         num_forwards=torch.full((11,), 4),
         policy_versions=torch.zeros(11, dtype=torch.long),
         step_rewards=torch.rand(11, 4, generator=generator),
+        step_answers=torch.randint(0, 38, (11, 4, 8), generator=generator, dtype=torch.int32),
     )
 
 
