@@ -16,11 +16,12 @@ from actors.spec import RunSpec
 from learner.model.config import TransformerConfig
 from learner.model.tokenizer import ChatTokenizer
 from learner.seeds import fold, key_of
+from learner.tree.config import inner_nodes
 from rewards import Problem, Split, make_task
 from rewards.problem import chat
 from rollout.request import Request, SamplingParams, canvas_of
 
-_ORDER_KEY, _SAMPLE_KEY, MASK_KEY, _SCHEDULE_KEY = 11, 12, 13, 14
+_ORDER_KEY, _SAMPLE_KEY, MASK_KEY, _SCHEDULE_KEY, _NODE_KEY = 11, 12, 13, 14, 15
 # Number of rounds whose plans, and of epochs whose orders, stay cached.
 _MAX_CACHED = 16
 
@@ -119,9 +120,14 @@ class RunPlan:
             for sample in range(spec.learner.group_size):
                 problems.append(problem)
                 request = self._request(problem, params, fold(spec.seed, _SAMPLE_KEY, *problem_key, sample))
-                num_answers = spec.learner.num_step_answers(params.gen_length)
-                is_sampled = spec.learner.samples_step_answers
-                requests.append(replace(request, num_step_answers=num_answers, samples_step_answers=is_sampled))
+                nodes = enumerate(inner_nodes(spec.learner.branches, sample))
+                request = replace(
+                    request,
+                    num_step_answers=spec.learner.num_step_answers(params.gen_length),
+                    samples_step_answers=spec.learner.samples_step_answers,
+                    node_seeds=tuple(fold(spec.seed, _NODE_KEY, *problem_key, *node) for node in nodes),
+                )
+                requests.append(request)
         return WorkUnit(
             key=WorkUnitKey(round=round_index, index=index),
             problems=tuple(problems),

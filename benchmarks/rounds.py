@@ -88,6 +88,8 @@ def make_round(setting: Setting) -> RolloutBatch:
         policy_versions=torch.zeros(B, dtype=torch.int64),
         step_rewards=torch.rand(B, num_steps, generator=generator),
         step_answers=torch.full((), 2, dtype=torch.int32).expand(B, num_steps, L),
+        # Pairs share the first half of a tree; a node's canvas is that of the first of them.
+        node_keys=torch.stack((B + torch.arange(B) // 2, torch.arange(B)), dim=1),
     )
 
 

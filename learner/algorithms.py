@@ -17,6 +17,7 @@ METHOD = (
     "estimator",
     "objective",
     "value",
+    "consistency",
     "max_staleness",
     "imitation_coef",
     "step_gain_coef",
@@ -255,6 +256,19 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
             "weigh_by_unmasking": True,
             "normalize_by": "part",
         },
+    },
+    "d-treerpo": {
+        "group_size": 16,
+        "advantage": "leave_one_out",
+        "estimator": {"name": "trajectory", "branches": (4, 4)},
+        "objective": {
+            "name": "clipped_ratio",
+            "clip_low": 0.4,
+            "clip_high": 0.4,
+            "kl_coef": 0.01,
+            "normalize_by": "part",
+        },
+        "consistency": {"max_coef": 3e-3, "growth": 2.0, "max_temperature": 2.0, "cooling": 0.7},
     },
     "justgrpo": {
         "inner_updates": 1,

@@ -1,7 +1,7 @@
 """Batches of completions: the tensors that the learner trains on.
 
 Shape letters: B rows, P longest prompt, L completion slots, S = P + L canvas, G groups, K reward parts, E writes,
-T denoise steps of the longest trajectory.
+T denoise steps of the longest trajectory, D levels of a rollout tree.
 """
 
 from __future__ import annotations
@@ -106,6 +106,10 @@ class RolloutBatch(CompletionBatch):
     """[B, T, L] int32: the completion that each denoise step predicted, with a sample in every masked slot; -1 where
     none was recorded. None if the method does not score them."""
 
+    node_keys: Tensor | None = None
+    """[B, D] int64: keys of the nodes of a rollout tree that the completion passed through, one at the end of each
+    level, the last one its own. Completions with an equal key have equal canvases there. None without a tree."""
+
     def speeds(self) -> Tensor:
         """Return the tokens per forward of each completion, [B] float32."""
         return self.completion_lengths / self.num_forwards.clamp(min=1)
@@ -126,25 +130,29 @@ class GroupedBatch(RolloutBatch):
     round_keys: Tensor
     """[B] int64: the key of the round's first row, for random draws that all rows share."""
     step_advantages: Tensor | None = None
-    """[B, T] float32: the advantage of each denoise step, 0 where its answer was not graded. None if all steps have
-    that of their completion."""
+    """[B, T] float32: the advantage of each denoise step, 0 where its answer was not graded, or of each node of a
+    rollout tree. None if all have that of their completion."""
+    sibling_targets: Tensor | None = None
+    """[B, L, 2] float32, as in `RowFacts`, but for a factor of the weights. None without a consistency loss."""
+    owns_node: Tensor | None = None
+    """[B, D] bool: whether the row is the first that passed through each of its nodes, and stands for it."""
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> GroupedBatch:
         """Add the facts of the groups to a round."""
         _, index_B, sizes_G = batch.group_ids.unique(return_inverse=True, return_counts=True)
         place_B = torch.arange(batch.num_rows)
-        first_G = torch.full_like(sizes_G, batch.num_rows).scatter_reduce_(0, index_B, place_B, "amin")
         order = index_B.argsort(stable=True)
         begin_G = sizes_G.cumsum(0) - sizes_G
         within_B = torch.empty_like(order).scatter_(0, order, place_B - begin_G[index_B[order]])
         return cls(
             **batch.given(),
             group_index=index_B,
-            group_keys=batch.sample_keys[first_G][index_B],
+            group_keys=batch.sample_keys[first_rows(index_B)],
             group_places=within_B,
             group_sizes=sizes_G[index_B],
             round_keys=batch.sample_keys[:1].expand(batch.num_rows),
+            owns_node=None if batch.node_keys is None else owned_nodes(batch.node_keys),
         )
 
     def minibatches(self, count: int, *, whole_groups: bool) -> list[Tensor]:
@@ -167,6 +175,19 @@ class GroupedBatch(RolloutBatch):
         """Return the first row with a length of 0: it has no token and so no gradient."""
         first = self.select(slice(0, 1))
         return replace(first, completion_lengths=torch.zeros_like(first.completion_lengths))
+
+
+def first_rows(keys_B: Tensor) -> Tensor:
+    """Return the first row with the key of each row, [B] int64."""
+    keys_K, index_B = keys_B.unique(return_inverse=True)
+    place_B = torch.arange(len(keys_B), device=keys_B.device)
+    return torch.full_like(keys_K, len(keys_B)).scatter_reduce_(0, index_B, place_B, "amin")[index_B]
+
+
+def owned_nodes(node_keys_BD: Tensor) -> Tensor:
+    """Return whether each row is the first with its key at each level, [B, D] bool."""
+    place_B = torch.arange(len(node_keys_BD), device=node_keys_BD.device)
+    return torch.stack([first_rows(keys_B) == place_B for keys_B in node_keys_BD.unbind(1)], dim=1)
 
 
 def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:

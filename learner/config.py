@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,9 @@ from learner.estimators.groupings import Level
 from learner.objectives import ClippedRatioConfig, ObjectiveConfig, PreferenceConfig
 from learner.objectives.base import Coefficient
 from learner.objectives.value import ValueConfig
+from learner.tree.config import ConsistencyConfig
+
+_OF_WHOLE_REWARDS = (Advantage.GROUP_MEAN, Advantage.GROUP_Z, Advantage.ROUND_Z, Advantage.LEAVE_ONE_OUT)
 
 
 class LearnerConfig(BaseModel):
@@ -85,6 +89,8 @@ class LearnerConfig(BaseModel):
     """The value model: a second network that predicts the return of each state, as the baseline of its step. The
     `advantage` is then the reward at the last step, and rewards of blocks are added at each block's last step. null: a
     completion's advantage is that of all its steps."""
+    consistency: ConsistencyConfig | None = None
+    """Self-distillation towards the better siblings of a rollout tree, `estimator.branches`. null: none."""
     imitation_coef: Coefficient = 0.0
     """Weight of SFT's denoising loss on the round's correct completions, at every update; 0 is off. Its random masks
     cover all states of a decode; `objective.nll_coef` is confined to the estimator's own canvases."""
@@ -168,6 +174,31 @@ class LearnerConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _tree(self) -> LearnerConfig:
+        if not self.branches:
+            if self.consistency is not None:
+                raise ValueError("consistency compares the siblings of a rollout tree: set estimator.branches too")
+            return self
+        if self.objective.name != "clipped_ratio" or self.objective.level is Level.ROW:
+            raise ValueError(
+                "estimator.branches needs objective clipped_ratio with level: token or part, whose advantages may "
+                "differ by node"
+            )
+        if self.value is not None:
+            raise ValueError("estimator.branches has advantages of nodes, and value those of steps; leave one out")
+        if self.advantage not in _OF_WHOLE_REWARDS:
+            raise ValueError(
+                f"estimator.branches compares the mean rewards of siblings: advantage must be "
+                f"{', '.join(_OF_WHOLE_REWARDS[:-1])} or {_OF_WHOLE_REWARDS[-1]}, not {self.advantage}"
+            )
+        if self.group_size != math.prod(self.branches):
+            raise ValueError(
+                f"estimator.branches {' x '.join(map(str, self.branches))} make {math.prod(self.branches)} completions "
+                f"of a problem, and group_size is {self.group_size}; take the same number"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _workers(self) -> LearnerConfig:
         if self.min_workers is not None and self.min_workers > self.num_workers:
             raise ValueError(
@@ -187,6 +218,11 @@ class LearnerConfig(BaseModel):
                 "bidirectional policy, and rollout.sampling.cache none; take them, or learner.step_gain_coef=0"
             )
         return self._idle_update(sampler)
+
+    @property
+    def branches(self) -> tuple[int, ...]:
+        """Children of a node at each level of a problem's rollout tree; empty if its completions share nothing."""
+        return (self.estimator.branches or ()) if self.estimator.name == "trajectory" else ()
 
     def num_step_answers(self, gen_length: int) -> int:
         """Return how many denoise steps of a completion of `gen_length` slots have their answers graded, at most."""
@@ -217,6 +253,10 @@ class LearnerConfig(BaseModel):
             f"inner_updates is {self.inner_updates}, each takes {of_what}, and at most {num_steps} are scored: nothing "
             f"would be left for the last one; take learner.inner_updates={-(-num_steps // num_taken)}"
         )
+
+    def progress_at(self, round_index: int) -> float:
+        """Return the share of the rounds that come before a round."""
+        return min(1.0, round_index / max(1, self.num_rounds))
 
     def lr_at(self, round_index: int) -> float:
         """Return the learning rate of a round."""

@@ -95,7 +95,7 @@ class Learner:
         """
         lr = self.config.lr_at(round_index)
         metrics = UpdateMetrics(self.policy)
-        work = Round(self.policy, self.config, self._sampler, batch)
+        work = Round(self.policy, self.config, self._sampler, batch, index=round_index)
         probed = sampling_gap(self.policy, self.config, self._sampler, batch)
         self._flops = 0.0
         if work.num_rows:

@@ -30,6 +30,7 @@ from learner.objectives import Logps, RowFacts, normalized
 from learner.parallel.dealing import RowCosts, deal, view_tokens
 from learner.parallel.micro_batches import MicroBatches, make_micro_batches
 from learner.parallel.sharding import ShardedPolicy
+from learner.tree.nodes import node_advantages, sibling_targets
 
 WEIGHING = -1
 """Index of the plan that row weights are computed from, before the first update; masks that vary by update are its own.
@@ -93,12 +94,15 @@ class Round:
         sampler: SamplerFacts,
         batch: RolloutBatch,
         selection: Selection | None = None,
+        *,
+        index: int = 0,
     ) -> None:
         """Take this rank's share of `batch`, which is the whole round on every rank.
 
-        `selection` selects completions and gives their advantages; None: the config's filters and advantage do.
+        `selection` selects completions and gives their advantages; None: the config's filters and advantage do. `index`
+        is the round's.
         """
-        self._policy, self._config, self._sampler = policy, config, sampler
+        self._policy, self._config, self._sampler, self._index = policy, config, sampler, index
         selection = selection or _select(batch, config)
         self.num_rows = int(selection.kept.sum())
         if self.num_rows:
@@ -107,7 +111,7 @@ class Round:
             advantages_BT = _step_advantages(batch, config, sampler)
             if advantages_BT is not None:
                 grouped = replace(grouped, step_advantages=advantages_BT[selection.kept])
-            self._take(grouped, selection.of(selection.kept))
+            self._take(self._with_sibling_targets(grouped), selection.of(selection.kept))
 
     def minibatches(self) -> list[Round]:
         """Split the round into the minibatches of a sweep's optimizer steps, equally many on every rank.
@@ -137,6 +141,7 @@ class Round:
         self._facts = RowFacts(
             advantages=own.advantages if len(mine) else torch.zeros(1),
             step_advantages=shard.step_advantages,
+            sibling_targets=self._weighted(shard.sibling_targets),
             groups=group_B[mine] if len(mine) else group_B[:1],
             sizes=config.estimator.sizes(shard).float().clamp(min=1),
             correct=shard.correct,
@@ -145,6 +150,29 @@ class Round:
             num_groups=len(groups_G),
         )
         self.batch, self.rows = shard.to(policy.device), self._facts.on(policy.device)
+
+    def _with_sibling_targets(self, grouped: GroupedBatch) -> GroupedBatch:
+        """Add the targets of a rollout tree's siblings, if the round has a consistency loss."""
+        consistency, estimator, progress = self._config.consistency, self._config.estimator, self._progress
+        if consistency is None or consistency.coef_at(progress) == 0:
+            return grouped
+        assert isinstance(estimator, TrajectoryConfig), "the config checks that its completions are a tree"
+        level_BL = estimator.scored_segments(grouped, self._sampler)
+        targets_BL2 = sibling_targets(grouped, level_BL, consistency.temperature_at(progress))
+        return replace(grouped, sibling_targets=targets_BL2)
+
+    def _weighted(self, targets_BL2: Tensor | None) -> Tensor | None:
+        """Scale the weights of this rank's targets so that those of all ranks add up to the loss's."""
+        whole_BL2, consistency = self._all.sibling_targets, self._config.consistency
+        if targets_BL2 is None or whole_BL2 is None or consistency is None:
+            return None
+        coef = consistency.coef_at(self._progress)
+        scale = coef / max(torch.finfo(torch.float32).tiny, float(whole_BL2[:, :, 0].sum()))
+        return targets_BL2 * torch.tensor([scale, 1.0])
+
+    @property
+    def _progress(self) -> float:
+        return self._config.progress_at(self._index)
 
     def _dealt(self, grouped: GroupedBatch, group_B: Tensor) -> Tensor:
         """Return this rank's rows of `grouped`, dealt by the tokens of the first update's canvases. A collective."""
@@ -229,8 +257,11 @@ def _select(batch: RolloutBatch, config: LearnerConfig) -> Selection:
 
 
 def _step_advantages(batch: RolloutBatch, config: LearnerConfig, sampler: SamplerFacts) -> Tensor | None:
-    """Return the advantage of each denoise step, [B, T]; None if steps have their completion's."""
+    """Return the advantage of each denoise step, or node of a rollout tree, [B, T]; None if it is the completion's."""
     estimator, rewards = config.estimator, Rewards.of(batch)
+    if config.branches:
+        assert batch.node_keys is not None, "samplers draw a tree for such a config"
+        return node_advantages(rewards, batch.node_keys, config.advantage)
     if isinstance(estimator, PredictionsConfig):
         assert batch.step_rewards is not None, "samplers record step answers for such a config, and graders grade them"
         return prediction_advantages(rewards, batch.step_rewards, sampler.max_denoise_steps)

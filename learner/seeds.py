@@ -23,7 +23,12 @@ def fold(seed: int, *keys: int) -> int:
 
 def key_of(text: str) -> int:
     """Hash a name into a stable 63-bit key (Python's own `hash` changes from process to process)."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return key_of_bytes(text.encode())
+
+
+def key_of_bytes(data: bytes) -> int:
+    """Hash bytes into a stable 63-bit key."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") >> 1
 
 
 def _finalise(state: int) -> int:

@@ -60,6 +60,9 @@ class RowState:
     num_idle_steps: Tensor = field(metadata=_INT64)
     """Steps, over all blocks, that wrote nothing; `step` does not count them."""
     draw_key: Tensor = field(metadata=_INT64)
+    """Key of the draws of the coming step."""
+    steps_per_level: Tensor = field(metadata=_INT64)
+    """Steps that share a draw key, in a rollout tree."""
     done: Tensor = field(metadata=_BOOL)
     """Whether the row is finished; an empty slot is done too."""
     not_finite: Tensor = field(metadata=_BOOL)
@@ -121,6 +124,8 @@ class BatchState:
         self.canvases = self._empty_canvases(0)
         self._multipliers_W = torch.empty(0, dtype=torch.int64, device=device)
         self._stop_ids = torch.full((num_slots, 1), _NO_TOKEN, device=device)
+        # A column for each level of the deepest rollout tree so far; without one, a step launches no extra GPU work.
+        self._draw_keys = torch.zeros((num_slots, 1), dtype=torch.int64, device=device)
 
     def admit(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Put requests into empty slots."""
@@ -150,6 +155,7 @@ class BatchState:
                 self._restore(slot, len(request.prompt_ids), request.committed)
         self._admit_rows(rows_F, requests)
         self._admit_stop_ids(rows_F, requests)
+        self._admit_draw_keys(rows_F, requests)
         self._advance_blocks(rows_F)
 
     def advance(self, rows_A: Tensor, before: RowState, masked_AK: Tensor, written_AK: Tensor) -> None:
@@ -170,6 +176,8 @@ class BatchState:
         if self._has_edits:
             going_A = self._finish_edited_blocks(rows_A, before, masked_AK.any(dim=1), written_AK.any(dim=1))
         self.rows.step[rows_A] = before.step + going_A
+        if self._draw_keys.shape[1] > 1:
+            self._set_draw_keys(rows_A)
         self._advance_blocks(rows_A)
 
     def _finish_edited_blocks(self, rows_A: Tensor, before: RowState, had_mask_A: Tensor, wrote_A: Tensor) -> Tensor:
@@ -292,6 +300,21 @@ class BatchState:
         padded = [[*ids, *[_NO_TOKEN] * (width - len(ids))] for ids in stop_ids]
         self._stop_ids[rows_F] = on_device(padded, self.device)
 
+    def _admit_draw_keys(self, rows_F: Tensor, requests: Sequence[Request]) -> None:
+        given = [request.draw_keys for request in requests]
+        more = max(map(len, given)) - self._draw_keys.shape[1]
+        if more > 0:
+            self._draw_keys = torch.cat((self._draw_keys, self._draw_keys[:, -1:].expand(-1, more)), dim=1)
+        width = self._draw_keys.shape[1]
+        padded = [[*keys, *[keys[-1]] * (width - len(keys))] for keys in given]
+        self._draw_keys[rows_F] = on_device(padded, self.device)
+        self._set_draw_keys(rows_F)
+
+    def _set_draw_keys(self, rows_A: Tensor) -> None:
+        """Set the draw key of each row to that of the level that its next step belongs to."""
+        level_A = self.rows.step[rows_A] // self.rows.steps_per_level[rows_A]
+        self.rows.draw_key[rows_A] = self._draw_keys[rows_A, level_A.clamp(max=self._draw_keys.shape[1] - 1)]
+
     def _advance_blocks(self, rows_A: Tensor) -> None:
         """Move each row to its first unfinished block, and mark the rows that are done."""
         rows, masked_AW = self.rows, self.canvases.masked[rows_A]
@@ -372,7 +395,8 @@ def _row_values(request: Request) -> dict[str, float]:
         "max_post_steps": params.max_post_steps,
         "num_post_steps": 0,
         "num_idle_steps": 0,
-        "draw_key": request.draw_key,
+        "draw_key": request.draw_keys[0],
+        "steps_per_level": request.steps_per_level,
         "done": False,
         "not_finite": False,
         "code": CODES[params.schedule],

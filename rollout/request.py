@@ -377,11 +377,21 @@ class Request:
     """Have step answers the tokens that their step sampled in all masked slots, as `sample_then_select` samples them,
     instead of the most probable ones. Those that the step commits are among them."""
 
+    node_seeds: tuple[int, ...] = ()
+    """Seeds of the first levels of a rollout tree, in place of `seed`: the denoise steps are divided evenly among these
+    and `seed`. Requests of a prompt with equal ones write the same tokens until their seeds differ, from one forward
+    where they are in step. (As the last bits of a logit differ with the batch, they may part earlier.)"""
+
     @property
-    def draw_key(self) -> int:
-        """Key of the random draws. It is a hash, because the seeds 0, 1, 2, ... differ in the same bits as steps and
-        slots, and would share draws."""
-        return fold(self.seed, _DRAW_KEY)
+    def draw_keys(self) -> tuple[int, ...]:
+        """Keys of the random draws, one for each level. They are hashes, because the seeds 0, 1, 2, ... differ in the
+        same bits as steps and slots, and would share draws."""
+        return tuple(fold(seed, _DRAW_KEY) for seed in (*self.node_seeds, self.seed))
+
+    @property
+    def steps_per_level(self) -> int:
+        """Denoise steps of each level; the last may have more."""
+        return max(1, self.params.num_block_steps * self.params.num_blocks // (len(self.node_seeds) + 1))
 
 
 def canvas_of(request: Request, config: TransformerConfig) -> Canvas:

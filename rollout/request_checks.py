@@ -61,6 +61,7 @@ def check_request(request: Request, config: TransformerConfig) -> None:
     _check_grammar(request, config)
     if request.num_step_answers:
         _check_step_answers(request, config)
+    _check_levels(request, config)
     if request.committed is not None:
         _check_committed(request.committed, canvas, config)
 
@@ -98,6 +99,18 @@ def _check_step_answers(request: Request, config: TransformerConfig) -> None:
         )
     if request.grammar is not None or request.committed is not None:
         raise ValueError("num_step_answers is not for a request with a grammar or finished blocks")
+
+
+def _check_levels(request: Request, config: TransformerConfig) -> None:
+    params, num_levels = request.params, len(request.node_seeds) + 1
+    if num_levels == 1:
+        return
+    if not params.has_even_shares or params.edits or config.is_block_causal:
+        raise ValueError("node_seeds needs a bidirectional policy and a schedule whose number of steps is given")
+    if (num_steps := params.num_block_steps * params.num_blocks) % num_levels:
+        raise ValueError(
+            f"node_seeds has {num_levels - 1} seeds, and {num_steps} denoise steps are no {num_levels} levels"
+        )
 
 
 def _check_committed(committed: Committed, canvas: Canvas, config: TransformerConfig) -> None:

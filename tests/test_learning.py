@@ -17,6 +17,8 @@ from learner.learner import Learner
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
 from learner.parallel.sharding import ShardedPolicy
+from learner.seeds import fold
+from learner.tree.config import inner_nodes
 from rewards import Grade, Message, Problem
 from rollout.request import Completion, Request, SamplingParams
 from rollout.sampler import Sampler
@@ -52,6 +54,9 @@ def _round(model: Transformer, params: SamplingParams, index: int, config: Learn
             seed=1000 * index + GROUP_SIZE * group + sample,
             num_step_answers=num_step_answers,
             samples_step_answers=config.samples_step_answers,
+            node_seeds=tuple(
+                fold(index, group, level, node) for level, node in enumerate(inner_nodes(config.branches, sample))
+            ),
         )
         for group in range(GROUPS)
         for sample in range(GROUP_SIZE)
@@ -74,7 +79,7 @@ def _round(model: Transformer, params: SamplingParams, index: int, config: Learn
         work_unit=work_unit,
         completions=tuple(completions),
         summary=summary,
-        step_rewards=tuple(map(_step_rewards, completions)) if num_step_answers else None,
+        step_rewards=tuple(map(_step_rewards, completions)) if config.num_step_answers else None,
     )
     return collate([scored], GEN_LENGTH, 11, EVERY_GROUP)
 
@@ -113,6 +118,7 @@ def test_the_expected_reward_rises(name: str) -> None:
     filters = {"min_accuracy": 0.0, "max_accuracy": 1.0, "min_speed_range": 0.0}
     config = LearnerConfig.model_validate(
         {
+            **({"estimator": {"branches": (2, 4)}} if name == "d-treerpo" else {}),
             "algorithm": name,
             "num_rounds": 12,
             "inner_updates": 2,

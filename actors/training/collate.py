@@ -14,7 +14,7 @@ from actors.plan import MASK_KEY
 from actors.training.dynamic_sampling import GroupSelection
 from learner.batch import RolloutBatch, pad_rows
 from learner.model.deferred import torch
-from learner.seeds import fold
+from learner.seeds import fold, key_of_bytes
 from rewards import Grade
 from rollout.request import Completion, FinishReason, Request, StepAnswers, Writes
 
@@ -74,6 +74,7 @@ def collate(
         **_writes([completion.writes for completion in completions if completion.writes is not None]),
         **_step_rewards([row.step_rewards for row in rows if row.step_rewards is not None]),
         **_step_answers([(row.completion.step_answers, row.step_rewards) for row in rows], num_slots),
+        **_node_keys(requests, completions),
     )
 
 
@@ -128,6 +129,27 @@ def _step_answers(
             answers.token_ids
         )
     return {"step_answers": tokens}
+
+
+def _node_keys(requests: Sequence[Request], completions: Sequence[Completion]) -> dict[str, torch.Tensor]:
+    """Collate the keys of a rollout tree's nodes. Either all completions of a round are leaves of trees, or none."""
+    if not any(request.node_seeds for request in requests):
+        return {}
+    return {"node_keys": torch.tensor(list(map(_nodes_of, requests, completions)))}
+
+
+def _nodes_of(request: Request, completion: Completion) -> list[int]:
+    """Return the keys of the nodes that a completion passed through: hashes of seed and canvas.
+
+    By its seed a node differs from a sibling with the same tokens. Its tokens differ from those of a completion of the
+    same node that rounding led elsewhere, which then is another child of the last node that they have in common.
+    """
+    keys: list[int] = []
+    for level, seed in enumerate(request.node_seeds, 1):
+        is_shown = (completion.step_map >= 0) & (completion.step_map < level * request.steps_per_level)
+        canvas = (np.flatnonzero(is_shown).astype(np.int64), completion.token_ids[is_shown].astype(np.int64))
+        keys.append(fold(seed, key_of_bytes(np.concatenate(canvas).tobytes()), *keys[-1:]))
+    return [*keys, request.seed]
 
 
 def _rows(scored: ScoredWorkUnit, kept: Sequence[int]) -> list[_Row]:

@@ -31,7 +31,7 @@ RECIPE_ROW = "recipe"
 """Name of the row that uses the recipe's own method."""
 _FORK = ScheduleConfig(schedule=Schedule.LEFT_TO_RIGHT, threshold=0.8)
 _NOT_OF_A_METHOD = ("micro_batch_tokens", "betas", "weight_decay", "max_grad_norm")
-_WARMUP_ROUNDS, _LAST = 10, 10
+_WARMUP_ROUNDS, _TREE_ROUNDS, _LAST = 10, 100, 10
 _LEARNER = "learner."
 
 
@@ -163,6 +163,9 @@ def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
     settings |= {"num_workers": 1, "num_rounds": 1, "final_lr_fraction": 1.0, "num_warmup_rounds": _WARMUP_ROUNDS}
     if trial.row == "opdlm":
         settings["objective"] = {"teacher": teacher_of(base)}
+    if trial.row == "d-treerpo":
+        # Its consistency loss grows over the rounds.
+        settings["num_rounds"] = _TREE_ROUNDS
     for key, value in map(parse_override, trial.overrides):
         if key.startswith(_LEARNER):
             set_key(settings, key.removeprefix(_LEARNER), value)
@@ -197,6 +200,10 @@ def _rollout_of(row: str, rollout: RolloutConfig) -> RolloutConfig:
         # Its teacher looks at later blocks, and the recipes have one. Steps stay as close to theirs as blocks allow.
         length, num_steps = (6, 6) if sampling.gen_length % 6 == 0 else (2, 5)
         sampling = sampling.model_copy(update={"block_length": length, "num_denoise_steps": num_steps})
+    elif row == "d-treerpo":
+        # Two levels of equally many steps.
+        num_steps = sampling.num_denoise_steps
+        sampling = sampling.model_copy(update={"num_denoise_steps": num_steps + num_steps % 2})
     else:
         return rollout
     return rollout.model_copy(update={"sampling": sampling, "schedules": None})

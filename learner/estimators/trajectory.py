@@ -8,7 +8,8 @@ of the trajectory (CJ-GRPO). With a sampler whose blocks have one slot, it is th
 Longer segments cost fewer forwards: d2's StepMerge (arXiv 2509.21474), which with one segment is diffu-GRPO's estimate,
 TraceRL's slices (arXiv 2509.06949), and LightningRL's blocks (arXiv 2603.13319). Sampled segments cost fewer still.
 They are importance-weighted to stay unbiased (AGRPO), or taken as representative of all (MAPG, arXiv 2607.15200).
-EGSPO (arXiv 2603.12554) trains only the steps of the highest entropy.
+EGSPO (arXiv 2603.12554) trains only the steps of the highest entropy. The segments of d-TreeRPO (arXiv 2512.09675) are
+the levels of a rollout tree, and what several completions share is scored once.
 
 Shape letters: B rows, L completion slots, R canvases, K segments of the row with the most.
 """
@@ -33,6 +34,7 @@ from learner.estimators.base import (
 )
 from learner.estimators.edits import edited, steps_to_score
 from learner.estimators.terms import Corruption
+from learner.estimators.tree_levels import slots_of_nodes, tree_refusal
 from learner.estimators.views import SOFTMAX, ScoringDistribution
 from learner.model.deferred import torch
 
@@ -59,6 +61,10 @@ class TrajectoryConfig(BaseModel):
     blocks_per_segment: PositiveInt | None = None
     """Or the sampler's blocks of a segment: 1 scores each block in its initial state, however many steps it then took
     (LightningRL)."""
+    branches: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)] | None = None
+    """Or the levels of a rollout tree, equally long in denoise steps (d-TreeRPO: 4 and 4): the completions of a problem
+    are a tree's leaves, and each canvas at the start of a level has so many children. `group_size` is their product.
+    A level is scored once for all completions that share it, up to the first end of text on the canvas at its end."""
     num_shown_steps: NonNegativeInt = 0
     """Initial denoise steps whose tokens are always shown and not scored; the segments begin after them (MAPG: 1)."""
     num_sampled: PositiveInt | None = None
@@ -91,9 +97,19 @@ class TrajectoryConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_length(self) -> TrajectoryConfig:
-        given = (self.num_segments, self.steps_per_segment, self.blocks_per_segment)
+        given = (self.num_segments, self.steps_per_segment, self.blocks_per_segment, self.branches)
         if sum(length is not None for length in given) != 1:
-            raise ValueError("give one of num_segments, steps_per_segment and blocks_per_segment")
+            raise ValueError("give one of num_segments, steps_per_segment, blocks_per_segment and branches")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_levels(self) -> TrajectoryConfig:
+        others = (self.num_shown_steps, self.num_sampled, self.slots, self.only, self.scores_order)
+        if self.branches is not None and others != (0, None, "text", "all", False):
+            raise ValueError(
+                "branches needs num_shown_steps 0, num_sampled null, slots: text, only: all and scores_order false: "
+                "all tokens of a level are scored"
+            )
         return self
 
     @model_validator(mode="after")
@@ -113,7 +129,7 @@ class TrajectoryConfig(BaseModel):
     @property
     def facts(self) -> EstimatorFacts:
         """A token is committed in one segment, a completion in several."""
-        is_whole = self.only == "all" and (self.num_sampled is None or self.weigh == "value")
+        is_whole = self.only == "all" and (self.num_sampled is None or self.weigh == "value") and self.branches is None
         is_exact = self.steps_per_segment == 1 and self.law == "sampler" and self.p_mask_prompt == 0
         return EstimatorFacts(
             row_value=RowValue.LOG_LIKELIHOOD if is_whole else RowValue.SCORES,
@@ -153,6 +169,11 @@ class TrajectoryConfig(BaseModel):
             distribution=self._scoring_distribution(sampler),
         )
 
+    def scored_segments(self, batch: GroupedBatch, sampler: SamplerFacts) -> Tensor:
+        """Return the segment that scores each slot, [B, L] int64; -1 where none does."""
+        segment_BL = self._segments(batch, sampler)
+        return torch.where(self._scored(batch, segment_BL)[0], segment_BL, -1)
+
     def step_ranks(self, batch: GroupedBatch, sampler: SamplerFacts) -> Tensor:
         """Return the place of each segment in the order of `proposal: top_entropy`, [B, K] int64; -1: not trained."""
         _, has_scored_BK, entropy_BK = self._scored(batch, self._segments(batch, sampler))
@@ -160,7 +181,10 @@ class TrajectoryConfig(BaseModel):
 
     def _scored(self, batch: GroupedBatch, segment_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the slots that may be scored, [B, L] bool, the segments that have any, [B, K], and their entropies."""
-        covered_BL = self._covered(batch) & (segment_BL >= 0)
+        covered_BL = (
+            self._covered(batch) if self.branches is None else slots_of_nodes(batch, segment_BL, len(self.branches))
+        )
+        covered_BL &= segment_BL >= 0
         scored_BL = covered_BL & self._selected(batch)
         num_segments = int(segment_BL.max().clamp(min=0)) + 1
         has_scored_BK = torch.zeros(batch.num_rows, num_segments, dtype=torch.bool, device=segment_BL.device)
@@ -204,7 +228,7 @@ class TrajectoryConfig(BaseModel):
                 f"{sampler.max_denoise_steps} of rollout.sampling's denoise steps: nothing would be scored; "
                 "make it less"
             )
-        return None
+        return None if self.branches is None else tree_refusal(sampler, len(self.branches))
 
     def _unsupported_by_edits(self) -> str | None:
         """Return the first setting that single writes do not support; None if there is none."""
@@ -232,12 +256,13 @@ class TrajectoryConfig(BaseModel):
             if sampler.is_block_causal and self.steps_per_segment > 1:
                 return self._segments_of_blocks(batch, sampler.blocks(batch), self.steps_per_segment)
             return torch.where(batch.step_map < 0, -1, step_BL // self.steps_per_segment)
-        assert self.num_segments is not None, "one of the three is given"
+        num_segments = len(self.branches) if self.branches is not None else self.num_segments
+        assert num_segments is not None, "one of the four is given"
         # Segment n begins at step floor(n * steps / segments), as d2's snapshots do. The steps are those of the whole
         # canvas, at as many per slot as the completion took.
         num_steps_B1 = (batch.step_map.amax(dim=1, keepdim=True) + 1) * batch.num_slots
         num_denoised_B1 = (batch.step_map >= 0).sum(dim=1, keepdim=True)
-        segment_BL = ((step_BL + 1) * self.num_segments * num_denoised_B1 - 1) // num_steps_B1.clamp(min=1)
+        segment_BL = ((step_BL + 1) * num_segments * num_denoised_B1 - 1) // num_steps_B1.clamp(min=1)
         return torch.where(batch.step_map < 0, -1, segment_BL)
 
     def _segments_of_blocks(self, batch: GroupedBatch, block_BL: Tensor, num_steps: int) -> Tensor:

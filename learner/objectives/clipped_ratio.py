@@ -222,7 +222,8 @@ class ClippedRatioConfig(BaseModel):
     def loss(self, terms: Terms, logps: Logps, rows: RowFacts) -> Loss:
         """Compute -min(ratio A, clip(ratio) A) + kl_coef KL, weighted by each unit's share.
 
-        The commit order's ratio adds its own surrogate, and correct completions add -nll_coef logp.
+        The commit order's ratio adds its own surrogate, correct completions add -nll_coef logp, and the better siblings
+        of a rollout tree a divergence from their tokens.
         """
         units = units_of(terms, self.level)
         per_unit: dict[str, Tensor] = {}
@@ -265,6 +266,12 @@ class ClippedRatioConfig(BaseModel):
             share_U = is_correct_U * units.importance * (rows.num_rows / max(1, rows.num_correct))
             total = total + self.nll_coef * (nll_U * share_U).sum()
             per_unit["nll"] = nll_U.detach()[is_correct_U]
+        if rows.sibling_targets is not None:
+            weight_N, target_N = rows.sibling_targets[terms.rows, terms.slots].unbind(-1)
+            # Weightless terms repeat others.
+            weight_N, gap_N = weight_N * (terms.importance > 0), target_N - logps.new
+            total = total + (weight_N * gap_N).sum()
+            per_unit["consistency"] = gap_N.detach()[weight_N > 0]
         return Loss(total=total, per_unit=per_unit)
 
     def _surrogate(self, log_ratio_U: Tensor, advantages_U: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -49,8 +49,11 @@ class RowFacts:
     slot_advantages: Tensor | None = None
     """[B, L] float32: the advantage of each slot's commit, where a value model gives it; None: it does not."""
     step_advantages: Tensor | None = None
-    """[B, T] float32: the advantage of each denoise step, by the number of its part; None: steps have none of their
-    own. Without both, `advantages` are those of all units."""
+    """[B, T] float32: the advantage of each denoise step, or node of a rollout tree, by the number of its part; None:
+    they have none of their own. Without both, `advantages` are those of all units."""
+    sibling_targets: Tensor | None = None
+    """[B, L, 2] float32: the weight of each slot's token in the consistency loss of a rollout tree, and its target
+    log-probability in nats. The weights of a step's rows add up to that of the loss; None: there is no such loss."""
     log_weights: Tensor | None = None
     """[B] float32, nats: the reference's value of each row minus the old policy's, if the objective weighs rows."""
     correct: Tensor

@@ -7,6 +7,9 @@ Shape letters: B completions, L completion slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from learner.batch import GroupedBatch, RolloutBatch
@@ -20,6 +23,7 @@ from learner.objectives.value import value_shape
 from learner.parallel.self_teacher import teacher_views
 from learner.parallel.teacher import completed_texts
 from learner.round import WEIGHING
+from learner.tree.config import inner_nodes
 
 
 def planned_flops(
@@ -37,6 +41,7 @@ def planned_flops(
     """
     if config.filters.first_correct:
         group = group.select(slice(0, 1))
+    group = as_leaves(group, config.branches)
     batch, estimator, objective = GroupedBatch.of(group), config.estimator, config.objective
 
     def terms(update: InnerUpdate) -> Terms:
@@ -79,10 +84,20 @@ def planned_canvases(
     Completions share canvases with equal tokens, so this can be less than 1. A block-causal policy has all states of a
     completion in one canvas.
     """
-    batch, updates = GroupedBatch.of(group), _inner_updates(config)
+    batch, updates = GroupedBatch.of(as_leaves(group, config.branches)), _inner_updates(config)
     corruptions = (config.estimator.corrupt(batch, update, facts) for update in updates)
     num_canvases = sum(len(make_terms(batch, shape, corruption).views.ids) for corruption in corruptions)
     return num_canvases / len(updates) / group.num_rows
+
+
+def as_leaves(group: RolloutBatch, branches: Sequence[int]) -> RolloutBatch:
+    """Make the completions of a full group the leaves of a rollout tree, equal where they share a level; `branches` is
+    empty without one."""
+    if not branches:
+        return group
+    nodes_BD = torch.tensor([[*inner_nodes(branches, leaf), leaf] for leaf in range(group.num_rows)])
+    level_BL = group.step_map * len(branches) // (int(group.step_map.max()) + 1)
+    return replace(group, completion_ids=2 + nodes_BD.gather(1, level_BL), node_keys=nodes_BD)
 
 
 def _of_teacher(

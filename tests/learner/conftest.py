@@ -48,6 +48,8 @@ def rollouts() -> RolloutBatch:
         policy_versions=torch.zeros(12, dtype=torch.long),
         step_rewards=torch.rand(12, 4, generator=generator),
         step_answers=torch.randint(0, 38, (12, 4, 8), generator=generator, dtype=torch.int32),
+        # Three nodes in the first group, two in the others. A node's canvas is that of its first leaf.
+        node_keys=torch.stack((torch.tensor([0, 0, 1, 2, 3, 3, 3, 4, 5, 5, 6, 6]) + 100, torch.arange(12)), dim=1),
     )
 
 

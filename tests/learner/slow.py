@@ -56,6 +56,8 @@ class Row:
     """Whether each slot's token is not an end of text."""
     step_rewards: list[float]
     """Rewards of the completions of the states before the steps."""
+    nodes: list[int]
+    """Keys of the nodes of a rollout tree that the completion passed through, one per level."""
 
 
 def rows_of(
@@ -120,6 +122,7 @@ def rows_of(
                     for token in batch.completion_ids[row].tolist()
                 ],
                 step_rewards=[] if batch.step_rewards is None else batch.step_rewards[row].tolist(),
+                nodes=[] if batch.node_keys is None else batch.node_keys[row].tolist(),
             )
         )
     return rows
@@ -648,6 +651,74 @@ def mdpo(rows: list[Row]) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def _value(leaves: list[Row], level: int) -> float:
+    """Return the mean reward of a node at the end of a level, over its children, each the mean over its own."""
+    if level == 1:
+        assert len(leaves) == 1
+        return leaves[0].reward
+    children = [[leaf for leaf in leaves if leaf.nodes[1] == key] for key in {leaf.nodes[1] for leaf in leaves}]
+    return sum(_value(child, 1) for child in children) / len(children)
+
+
+def _text_of_level(row: Row, level: int) -> list[int]:
+    """Return the slots that a level of two steps committed, up to the first end of text of the canvas at its end."""
+    last = 2 * level + 1
+    ends = [slot for slot, step in enumerate(row.steps) if 0 <= step <= last and not row.says_something[slot]]
+    inside = [slot for slot, step in enumerate(row.steps) if last - 1 <= step <= last]
+    return [slot for slot in inside if slot <= min(ends, default=row.width)]
+
+
+def d_treerpo(rows: list[Row]) -> Tensor:
+    """The mean over the nodes of all trees, each of two levels of two steps, of the mean over the tokens between the
+    parent's canvas and the node's. Its first leaf stands for a node. The consistency loss is at half of the rounds."""
+    losses, divergences = [], []
+    coef = 0.5 * (math.exp(2.0 * 0.5) - 1) / (math.exp(2.0) - 1)
+    temperature = 2.0 * (1 - 0.5) ** 0.7
+    for group in groups_of(rows):
+        parents = [(0, group)]
+        nodes = dict.fromkeys(row.nodes[0] for row in group)
+        parents += [(1, [row for row in group if row.nodes[0] == key]) for key in nodes]
+        for level, leaves in parents:
+            keys = list(dict.fromkeys(row.nodes[level] for row in leaves))
+            children = [[row for row in leaves if row.nodes[level] == key] for key in keys]
+            values = [_value(child, level) for child in children]
+            better: list[tuple[float, dict[int, Tensor], Row]] = []
+            for child, value in zip(children, values, strict=True):
+                others = [other for place, other in enumerate(values) if children[place] is not child]
+                advantage, row = value - sum(others) / len(others) if others else 0.0, child[0]
+                slots = _text_of_level(row, level)
+                draws = [draw for draw in row.draws if draw.part == level]
+                if not slots:
+                    assert not draws
+                    continue
+                (draw,) = draws
+                assert draw.masked == [slot for slot, step in enumerate(row.steps) if step < 0 or step >= 2 * level]
+                assert draw.scored == slots
+                of_tokens = [
+                    ppo((draw.new[slot] - draw.old[slot]).exp(), advantage, 0.4, 0.4)
+                    + 0.01 * k3(draw.new[slot], draw.reference[slot])
+                    for slot in slots
+                ]
+                losses.append(torch.stack(of_tokens).mean())
+                if advantage > 0:
+                    better.append((advantage, {slot: draw.new[slot] for slot in slots}, row))
+            powers = [math.exp(advantage / temperature) for advantage, _, _ in better]
+            for slot in range(group[0].width):
+                here = [
+                    (power, some[slot], row.tokens[slot])
+                    for power, (_, some, row) in zip(powers, better, strict=True)
+                    if slot in some
+                ]
+                whole = sum(power for power, _, _ in here)
+                target = dict.fromkeys((token for _, _, token in here), 0.0)
+                for power, _, token in here:
+                    target[token] += power / whole
+                if here:
+                    logps = {token: logp for _, logp, token in here}
+                    divergences.append(sum(share * (math.log(share) - logps[token]) for token, share in target.items()))
+    return torch.stack(losses).mean() + coef * torch.stack(divergences).mean()
+
+
 update_index = {"value": 0}
 """Input of `egspo`: the index of the inner update."""
 
@@ -894,6 +965,7 @@ SLOW: dict[str, Callable[[list[Row]], Tensor]] = {
     "egspo": egspo,
     "egspo-sa": egspo_sa,
     "mdpo": mdpo,
+    "d-treerpo": d_treerpo,
     "justgrpo": justgrpo,
     "forkgrpo": forkgrpo,
     "vrpo": vrpo,

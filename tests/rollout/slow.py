@@ -93,6 +93,13 @@ def _logits(policy: Transformer, request: Request, tokens: list[int]) -> Tensor:
     return logits
 
 
+def _draw_key(request: Request, step: int) -> int:
+    """Return the key of a step's draws: of the seed of its level in a rollout tree."""
+    num_levels = len(request.node_seeds) + 1
+    num_steps = request.params.num_block_steps * request.params.num_blocks
+    return request.draw_keys[min(step * num_levels // num_steps, num_levels - 1)]
+
+
 def _draw(logits: Tensor, request: Request, step: int, slot: int) -> tuple[int, float, float]:
     """Sample a token; return it, its log-probability, and the entropy of the distribution it was sampled from."""
     params = request.params
@@ -108,7 +115,7 @@ def _draw(logits: Tensor, request: Request, step: int, slot: int) -> tuple[int, 
         mass += distribution[token].item()
     distribution = torch.zeros_like(distribution).index_copy(0, torch.tensor(kept), distribution[kept])
     distribution /= distribution.sum()
-    u = uniform(torch.tensor(request.draw_key), step, slot).double().item()
+    u = uniform(torch.tensor(_draw_key(request, step)), step, slot).double().item()
     token = int((distribution.cumsum(0) <= u).sum())
     return token, distribution[token].log().item(), torch.special.entr(distribution).sum().item()
 
@@ -145,7 +152,9 @@ def _choose(
         case Schedule.ENTROPY_BOUND:
             return [(slot, False) for slot in _within_entropy_bound(params.entropy_bound, distribution, slots)]
         case Schedule.RANDOM:
-            ticket = {slot: uniform(torch.tensor(request.draw_key), step, slot, LOTTERY_KEY).item() for slot in slots}
+            ticket = {
+                slot: uniform(torch.tensor(_draw_key(request, step)), step, slot, LOTTERY_KEY).item() for slot in slots
+            }
             return [(slot, False) for slot in sorted(slots, key=lambda slot: -ticket[slot])[:share]]
         case _:
             return [(slot, False) for slot in slots[:share]]

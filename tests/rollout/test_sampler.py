@@ -382,7 +382,7 @@ def test_the_block_window_may_extend_past_the_longest_row(policy: Transformer) -
 def test_adjacent_seeds_have_different_draws(policy: Transformer) -> None:
     """Seeds, steps and slots are small integers, which collide under a weak hash."""
     (request, *_) = _requests(WARM)
-    keys = torch.tensor([replace(request, seed=seed).draw_key for seed in range(64)])
+    keys = torch.tensor([replace(request, seed=seed).draw_keys[0] for seed in range(64)])
     steps = torch.arange(64)
     draws = uniform(keys[:, None, None], steps[None, :, None], steps[None, None, :16])
     assert len(draws.unique()) > 0.99 * draws.numel()

@@ -19,7 +19,7 @@ from learner.learner import Learner
 from learner.model.networks import make_model
 from learner.model.transformer import init_weights
 from learner.parallel.sharding import ShardedPolicy
-from learner.planning.flops import full_group
+from learner.planning.flops import as_leaves, full_group
 from rollout.config import EngineConfig
 from rollout.request import Request
 from rollout.sampler import Sampler
@@ -45,6 +45,7 @@ def _recipe(recipe_file: Path, *overrides: str) -> Recipe:
         ("learner.algorithm=opdlm", "learner.group_size=2", "learner.num_minibatches=1"),
         ("learner.algorithm=d-opsd", "rollout.sampling={gen_length: 32, block_length: 8, num_denoise_steps: 8}"),
         ("learner.algorithm=mdpo", "learner.group_size=2", "learner.inner_updates=2", "learner.estimator.num_states=2"),
+        ("learner.algorithm=d-treerpo", "learner.group_size=16", "learner.inner_updates=2"),
         ("model.lora={rank: 4}", "learner.inner_updates=2"),
     ],
     ids=" ".join,
@@ -59,7 +60,9 @@ def test_learning_flops_equal_those_that_the_learner_counts(recipe_file: Path, o
     num_steps = sampler_facts(params).max_denoise_steps
     group = full_group(recipe.learner.group_size, recipe.rollout.max_prompt_tokens, params.gen_length, num_steps)
     batch = replace(
-        group, rewards=torch.arange(group.num_rows) / group.num_rows, correct=torch.arange(group.num_rows) % 2 == 0
+        as_leaves(group, recipe.learner.branches),
+        rewards=torch.arange(group.num_rows) / group.num_rows,
+        correct=torch.arange(group.num_rows) % 2 == 0,
     )
     policy = ShardedPolicy(model, None, lora=recipe.model.lora)
     learner = Learner(policy, recipe.learner, sampler_facts(recipe.rollout.sampling))

@@ -74,6 +74,7 @@ NEEDS = {
         "rollout.sampling.num_denoise_steps=6",
         "evaluation.schedules=null",
     ],
+    "d-treerpo": ["rollout.sampling.num_denoise_steps=6"],
     "lightningrl": ["rollout.sampling.threshold=0.9", "reward.terms.fast={kind: speed}"],
 }
 

@@ -37,36 +37,44 @@ def algorithm_sampler(name: str) -> SamplerFacts:
     """Return sampler facts that suit the algorithm."""
     if name == "mdpo":
         return replace(SAMPLER, max_denoise_steps=slow.WHOLE_CANVAS)
+    if name == "d-treerpo":
+        return replace(SAMPLER, has_varying_steps=False)
     return replace(SAMPLER, block_length=1) if name == "justgrpo" else SAMPLER
+
+
+# Changes that suit the fixture's completions, of at most four steps.
+_SCALED: dict[str, dict[str, object]] = {
+    # Its rewards are not accuracies. The two steps are minibatches of a single sweep.
+    "tracerl": {
+        "filters": {"min_accuracy": 0.0, "max_accuracy": 1.0},
+        "estimator": {"steps_per_segment": 2},
+        "inner_updates": 1,
+        "num_minibatches": 2,
+    },
+    "stepmerge": {"estimator": {"num_segments": 2}},
+    "agrpo": {"estimator": {"num_sampled": 3}},
+    "mapg": {"estimator": {"num_segments": 2, "num_sampled": 1}},
+    # The second of two rounds: the first one has no consistency loss. A weight that shows in the gradient.
+    "d-treerpo": {
+        "num_rounds": 2,
+        "group_size": 4,
+        "estimator": {"branches": (2, 2)},
+        "consistency": {"max_coef": 0.5},
+    },
+    "mdpo": {"estimator": {"num_states": 2}},
+    "opdlm": {"num_minibatches": 1},
+    # About the median of an untrained policy's tokens, and fewer states than most completions have.
+    "rldf": {"objective": {"min_probability": 0.03}, "estimator": {"num_sampled": 2, "temperature": 0.2}},
+    # All completions are trained on, as by the other methods.
+    "d-opsd": {"filters": {"first_correct": False}},
+}
+_SCALED["tracerl-value"] = {**_SCALED["tracerl"], "value": {"gamma": 0.9, "lam": 0.8}}
 
 
 def algorithm_config(name: str, **changes: object) -> LearnerConfig:
     """Return the algorithm's config for two optimizer steps, scaled to the fixture's completions."""
     settings: dict[str, object] = {"algorithm": name, "num_rounds": 1, "inner_updates": 2, "lr": 1e-3}
-    if name == "tracerl-value":
-        settings["value"] = {"gamma": 0.9, "lam": 0.8}
-    if name.startswith("tracerl"):
-        # The fixture's rewards are not accuracies, and its completions have only four steps.
-        settings |= {"filters": {"min_accuracy": 0.0, "max_accuracy": 1.0}, "estimator": {"steps_per_segment": 2}}
-        # Its two steps are minibatches of a single sweep.
-        settings |= {"inner_updates": 1, "num_minibatches": 2}
-    if name == "stepmerge":
-        settings["estimator"] = {"num_segments": 2}
-    if name == "agrpo":
-        settings["estimator"] = {"num_sampled": 3}
-    if name == "mapg":
-        settings["estimator"] = {"num_segments": 2, "num_sampled": 1}
-    if name == "mdpo":
-        settings["estimator"] = {"num_states": 2}
-    if name == "opdlm":
-        settings["num_minibatches"] = 1
-    if name == "rldf":
-        # About the median of an untrained policy's tokens, and fewer states than most completions have.
-        settings |= {"objective": {"min_probability": 0.03}, "estimator": {"num_sampled": 2, "temperature": 0.2}}
-    if name == "d-opsd":
-        # All completions are trained on, as by the other methods.
-        settings["filters"] = {"first_correct": False}
-    return LearnerConfig.model_validate(settings | changes)
+    return LearnerConfig.model_validate(settings | _SCALED.get(name, {}) | changes)
 
 
 class Recorder:
@@ -135,7 +143,7 @@ def _gradients(
         moved(learner.value.network.module)
     recorder = Recorder(model, move)
     learner.optimizer = recorder  # type: ignore[assignment]
-    metrics = learner.update(batch, 0)
+    metrics = learner.update(batch, config.num_rounds - 1)
     assert metrics["num_trained_completions"] == batch.num_rows
     recorder.loss = metrics["loss"]
     return recorder
@@ -311,7 +319,7 @@ def _coefficients() -> list[tuple[str, str, str]]:
     return [
         (name, section, key)
         for name, row in ALGORITHMS.items()
-        for section in ("estimator", "objective", "value")
+        for section in ("estimator", "objective", "value", "consistency")
         for key, value in row.get(section, {}).items()
         # The clip of values acts on the value model, and so on the policy's next round.
         if isinstance(value, int | float) and key != "requires_block_length" and (section, key) != ("value", "clip")
@@ -374,10 +382,12 @@ def test_small_micro_batches_give_the_gradient_of_the_whole_batch(
     _check_micro_batches(name, policy, rollouts, algorithm_sampler(name), (14, 40))
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("mapg", "d-opsd", "mdpo", "rldf")])
+@pytest.mark.parametrize(
+    "name", [name for name in ALGORITHMS if name not in ("mapg", "d-opsd", "mdpo", "rldf", "d-treerpo")]
+)
 def test_every_algorithm_trains_a_block_causal_policy(name: str, policy: Transformer, rollouts: RolloutBatch) -> None:
-    """All methods except mapg, d-opsd, mdpo and rldf, which look at slots of later blocks, or predict them.
-    Micro-batches also split a row's draws."""
+    """All methods except mapg, d-opsd, mdpo and rldf, which look at slots of later blocks, or predict them, and
+    d-treerpo, whose levels are of steps. Micro-batches also split a row's draws."""
     causal = make_model(policy.config.model_copy(update={"family": "sdar", "block_length": 4}))
     causal.load_state_dict(policy.state_dict())
     sampler = replace(algorithm_sampler(name), is_block_causal=True)

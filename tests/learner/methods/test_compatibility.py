@@ -139,6 +139,51 @@ def test_advantages_of_steps_need_a_method_of_steps(changes: dict[str, object], 
         LearnerConfig.model_validate({"algorithm": "egspo-sa", "num_rounds": 1} | changes)
 
 
+_PAIRS = {"algorithm": "d-treerpo", "num_rounds": 1, "group_size": 4, "estimator": {"branches": [2, 2]}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"group_size": 6}, "estimator.branches 2 x 2 make 4 completions of a problem, and group_size is 6"),
+        ({"advantage": "part_z"}, "advantage must be group_mean, group_z, round_z or leave_one_out, not part_z"),
+        ({"advantage": "correct_z"}, "advantage must be .* not correct_z"),
+        (
+            {"objective": {"level": "sequence", "normalize_by": "row"}},
+            "needs objective clipped_ratio with level: token",
+        ),
+        ({"objective": {"name": "weighted_likelihood"}}, "estimator.branches needs objective clipped_ratio"),
+        ({"value": {}}, "estimator.branches has advantages of nodes, and value those of steps"),
+        ({"estimator": {"branches": [2, 2], "num_sampled": 1}}, "branches needs num_shown_steps 0, num_sampled null"),
+        ({"estimator": {"branches": [2, 2], "slots": "denoised"}}, "branches needs .* slots: text"),
+        ({"estimator": {"branches": [2, 2], "only": "uncertain"}}, "branches needs .* only: all"),
+        ({"estimator": {"branches": [2, 2], "num_segments": 2}}, "give one of num_segments, .* and branches"),
+        ({"estimator": {"branches": [4, 1]}}, "greater than or equal to 2"),
+        ({"estimator": {"branches": []}}, "at least 1 item"),
+        ({"estimator": {"name": "one_step"}}, "consistency compares the siblings of a rollout tree"),
+        ({"max_staleness": 1}, "max_staleness is 1"),
+    ],
+)
+def test_a_rollout_tree_needs_a_method_of_nodes(changes: dict[str, object], why: str) -> None:
+    LearnerConfig.model_validate(_PAIRS)
+    with pytest.raises(ValidationError, match=why):
+        LearnerConfig.model_validate(_PAIRS | changes)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "why"),
+    [
+        (SamplerFacts(has_varying_steps=True), "levels of equally many denoise steps"),
+        (SamplerFacts(is_block_causal=True), "needs a bidirectional policy"),
+        (SamplerFacts(max_denoise_steps=3), "has 2 levels, and rollout.sampling 3 denoise steps"),
+    ],
+)
+def test_a_rollout_tree_needs_levels_of_equal_steps(sampler: SamplerFacts, why: str) -> None:
+    config = LearnerConfig.model_validate(_PAIRS)
+    assert config.incompatibility(SamplerFacts()) is None
+    assert why in str(config.incompatibility(sampler))
+
+
 def test_step_answers_need_samplers_that_predict_the_canvas() -> None:
     config = LearnerConfig.model_validate({"algorithm": "egspo-sa", "num_rounds": 1})
     assert config.incompatibility(SamplerFacts()) is None

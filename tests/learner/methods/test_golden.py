@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,7 @@ from learner.model.scoring import Targets, score_targets
 from learner.optimizer import StepResult
 from learner.parallel.sharding import ShardedPolicy
 from learner.round import WEIGHING
+from learner.tree.nodes import node_advantages
 from tests.learner.batches import batch_of
 
 VOCAB, EOS, MASK = 8, 6, 7
@@ -61,6 +62,13 @@ class Source:
     """The sampler's temperature."""
     changes: Mapping[str, object] | None = None
     """Overrides of the objective, which switch off parts that only one implementation has."""
+    learner: Mapping[str, object] = field(default_factory=dict)
+    """Overrides of the learner."""
+    round_index: int = 0
+    """The round, of two."""
+    branches: tuple[int, int] | None = None
+    """For a rollout tree of two levels: the children of a node at each. All completions are then of one problem. A
+    canvas is one block, whose slots are committed in a mixed order, and text goes on after its first end."""
     has_step_rewards: bool = False
     """Whether the completions of the states before the steps have rewards."""
     has_step_answers: bool = False
@@ -216,6 +224,18 @@ SOURCES: Mapping[str, Source] = {
         has_step_answers=True,
         tolerance=1e-4,
     ),
+    # In one batch, since theirs trains one parent at a time. Every level commits text, since theirs counts empty ones.
+    "d-treerpo": Source(
+        repository="THU-BPM/d-TreeRPO",
+        commit="3eb6f215184bd078e948651539ce046133a68174",
+        functions="dtreerpo/dtreerpo_trainer.py: _perform_tree_search_and_compute_advantages, "
+        "_get_local_transition_logps, _build_completion_mask, _pack_segments_by_parent, _concat_segments, compute_loss",
+        lengths=(14, 9, 16, 12, 7, 16, 11, 10),
+        block_length=SLOTS,
+        learner={"group_size": GROUP * NUM_GROUPS, "estimator": {"branches": (2, 4)}},
+        round_index=1,
+        branches=(2, 4),
+    ),
     # The completions fill the canvas, since theirs scores tokens after the text too. It is on-policy.
     "justgrpo": Source(
         repository="LeapLabTHU/JustGRPO",
@@ -326,12 +346,17 @@ def example(source: Source) -> RolloutBatch:
     slots = torch.arange(SLOTS)
     ids = torch.where(slots < lengths[:, None] - (lengths < SLOTS)[:, None].long(), ids, EOS)
     # Within a block of 4 the commit order is 2, 0, 3, 1.
-    order = torch.tensor([1, 3, 0, 2]) if source.block_length == BLOCK else torch.zeros(1, dtype=torch.int64)
+    orders = {BLOCK: torch.tensor([1, 3, 0, 2]), 1: torch.zeros(1, dtype=torch.int64), SLOTS: slots * 7 % SLOTS}
+    order = orders[source.block_length]
     steps = slots // source.block_length * source.block_length + order[slots % source.block_length]
     step_BL = (steps // source.slots_per_step).expand(num_rows, SLOTS)
     prompts = (torch.arange(NUM_GROUPS * PROMPT).view(NUM_GROUPS, PROMPT) * 5 % 6).repeat_interleave(GROUP, 0)
     rewards = torch.tensor([1.0, 0.25, 0.5, 0.125, 0.75, 2.0, 0.5, 0.0])
     of_steps, num_steps = {}, int(step_BL.max()) + 1
+    group_ids = torch.arange(NUM_GROUPS).repeat_interleave(GROUP)
+    if source.branches is not None:
+        ids, lengths, of_steps["node_keys"] = tree(source.branches, lengths, step_BL)
+        prompts, group_ids = prompts[:1].expand(num_rows, -1), torch.zeros_like(group_ids)
     if source.has_step_rewards:
         of_steps["step_rewards"] = torch.arange(num_rows * num_steps).view(num_rows, num_steps) * 7 % 11 / 8
     if source.has_step_answers:
@@ -345,9 +370,24 @@ def example(source: Source) -> RolloutBatch:
         steps=step_BL,
         commit_entropy=entropies(prompts, ids, step_BL),
         rewards=rewards,
-        group_ids=torch.arange(NUM_GROUPS).repeat_interleave(GROUP),
+        group_ids=group_ids,
         **of_steps,
     )
+
+
+def tree(branches: tuple[int, int], lengths: Tensor, step_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return completions [B, L] of trees of two levels, the number of tokens of each text, and node keys [B, 2].
+
+    Each text first ends after `lengths` tokens, or where the first half of the steps ended its first sibling's.
+    """
+    place_B = torch.arange(len(lengths))
+    slots, node_B = torch.arange(SLOTS), place_B // branches[1]
+    ids = (place_B[:, None] * 7 + slots * 5 + slots * place_B[:, None]) % 13 % EOS
+    ids = torch.where((slots == lengths[:, None] - 1) & (lengths < SLOTS)[:, None], EOS, ids)
+    ids = torch.where(step_BL < SLOTS // 2, ids[node_B * branches[1]], ids)
+    is_end = ids == EOS
+    lengths = torch.where(is_end.any(dim=1), is_end.long().argmax(dim=1) + 1, SLOTS)
+    return ids, lengths, torch.stack((100 + node_B, place_B), dim=1)
 
 
 def entropies(prompt_BP: Tensor, completion_BL: Tensor, step_BL: Tensor) -> Tensor:
@@ -363,7 +403,7 @@ def entropies(prompt_BP: Tensor, completion_BL: Tensor, step_BL: Tensor) -> Tens
 def config(name: str) -> LearnerConfig:
     """Return the algorithm's config from the table, with as many inner updates as the golden numbers have."""
     source = SOURCES[name]
-    settings = {"algorithm": name, "num_rounds": 1, "inner_updates": source.updates}
+    settings = {"algorithm": name, "num_rounds": 2, "inner_updates": source.updates} | source.learner
     return LearnerConfig.model_validate(settings | ({"objective": source.changes} if source.changes else {}))
 
 
@@ -414,7 +454,7 @@ def test_loss_and_gradient_equal_the_public_code(name: str) -> None:
     learner = Learner(policy, config(name), sampler(name))
     recorder = Recorder(policy.module, SOURCES[name].distances)  # type: ignore[arg-type]
     learner.optimizer = recorder  # type: ignore[assignment]
-    metrics = learner.update(example(SOURCES[name]), 0)
+    metrics = learner.update(example(SOURCES[name]), SOURCES[name].round_index)
     divisor = SOURCES[name].loss_divisor
     losses = [divisor * loss for loss in golden["losses"]]
     rel = SOURCES[name].tolerance
@@ -455,6 +495,13 @@ def test_advantages_of_predictions_equal_the_public_code() -> None:
     ours_BT = grouped_example("mdpo").step_advantages
     assert ours_BT is not None
     torch.testing.assert_close(ours_BT, torch.tensor(GOLDEN["mdpo"]["step_advantages"]), rtol=1e-5, atol=1e-5)
+
+
+def test_advantages_of_nodes_equal_the_public_code() -> None:
+    batch = example(SOURCES["d-treerpo"])
+    assert batch.node_keys is not None
+    ours_BD = node_advantages(Rewards.of(batch), batch.node_keys, config("d-treerpo").advantage)
+    torch.testing.assert_close(ours_BD, torch.tensor(GOLDEN["d-treerpo"]["node_advantages"]), rtol=1e-5, atol=1e-6)
 
 
 def test_golden_numbers_belong_to_algorithms() -> None:

@@ -213,6 +213,7 @@ def _rollouts() -> RolloutBatch:
         policy_versions=torch.zeros(11, dtype=torch.long),
         step_rewards=torch.rand(11, 4, generator=generator),
         step_answers=torch.randint(0, 38, (11, 4, 8), generator=generator, dtype=torch.int32),
+        node_keys=torch.stack((100 + torch.tensor([0, 0, 1, 2, 3, 3, 3, 4, 5, 5, 6]), torch.arange(11)), dim=1),
     )
 
 
@@ -398,11 +399,14 @@ def _gradients(policy: ShardedPolicy, name: str, batch: RolloutBatch, num_miniba
     if name in IMITATING or num_minibatches > 1:
         settings["imitation_coef"] = 0.2
     block_length = 1 if name == "justgrpo" else 4
-    sampler = SamplerFacts(block_length=block_length, has_fallback=True, has_varying_steps=True)
+    sampler = SamplerFacts(block_length=block_length, has_fallback=True, has_varying_steps=name != "d-treerpo")
+    if name == "d-treerpo":
+        # Its consistency loss begins in the second round.
+        settings |= {"num_rounds": 2, "group_size": 4, "estimator": {"branches": (2, 2)}}
     learner = Learner(policy, LearnerConfig.model_validate(settings), sampler)
     recorder = _Recorder(policy)
     learner.optimizer = recorder  # type: ignore[assignment]
-    return {"metrics": learner.update(batch, 0), "gradients": recorder.gradients}
+    return {"metrics": learner.update(batch, learner.config.num_rounds - 1), "gradients": recorder.gradients}
 
 
 def _all_gradients(policy: ShardedPolicy, batch: RolloutBatch, names: tuple[str, ...]) -> dict[str, dict[str, object]]:
