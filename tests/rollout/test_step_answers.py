@@ -79,7 +79,7 @@ def _sampled(policy: Transformer, request: Request, completion: Completion, step
     logits[:, [mask_id, *params.forbidden_ids]] = -torch.inf
     if params.temperature == 0:
         return torch.where(ids == mask_id, logits.argmax(dim=-1), ids).tolist()
-    share_S = uniform(torch.tensor(request.draw_key), torch.tensor(step), torch.arange(params.gen_length))
+    share_S = uniform(torch.tensor(request.draw_keys[0]), torch.tensor(step), torch.arange(params.gen_length))
     running_SV = (logits / params.temperature).double().softmax(dim=-1).cumsum(dim=-1)
     drawn_S = (running_SV <= share_S[:, None] * running_SV[:, -1:]).sum(dim=-1)
     return torch.where(ids == mask_id, drawn_S, ids).tolist()
