@@ -123,7 +123,7 @@ class RunPlan:
                 nodes = enumerate(inner_nodes(spec.learner.branches, sample))
                 request = replace(
                     request,
-                    num_step_answers=spec.learner.num_step_answers(params.gen_length),
+                    num_step_answers=spec.learner.num_step_answers(params.fixed_num_steps or params.gen_length),
                     samples_step_answers=spec.learner.samples_step_answers,
                     node_seeds=tuple(fold(spec.seed, _NODE_KEY, *problem_key, *node) for node in nodes),
                 )

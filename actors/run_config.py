@@ -208,7 +208,8 @@ class RunConfig(BaseModel):
 
     @property
     def _num_step_answers(self) -> int:
-        return self.learner.num_step_answers(self.rollout.sampling.gen_length)
+        sampling = self.rollout.sampling
+        return self.learner.num_step_answers(sampling.fixed_num_steps or sampling.gen_length)
 
     @property
     def max_groups_per_round(self) -> int:
@@ -295,6 +296,15 @@ class RunConfig(BaseModel):
             )
         if self.sharding.cpu_offload and self.device == "cpu":
             raise ValueError("sharding.cpu_offload is for device cuda; with device cpu everything is in main memory")
+        return self
+
+    @model_validator(mode="after")
+    def _predictions(self) -> RunConfig:
+        if self.learner.samples_step_answers and len({params.fixed_num_steps for params in self.rollout.params}) > 1:
+            raise ValueError(
+                "rollout.schedules have different numbers of denoise steps, and learner.estimator predictions compares "
+                "completions step by step: give them all the same number"
+            )
         return self
 
     @model_validator(mode="after")

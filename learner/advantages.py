@@ -74,7 +74,8 @@ class Filters(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     zero_variance: bool = False
-    """Leave out groups without reward variance: their advantages are 0, and they would only add the KL penalty."""
+    """Leave out groups without reward variance: their advantages are 0, and they would only add the KL penalty. Under
+    `mdpo` and `egspo-sa` their steps can still differ, and are left out too."""
     min_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Leave out groups with a smaller share of correct completions (TraceRL: 0.2)."""
     max_accuracy: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -176,9 +177,8 @@ def prediction_advantages(rewards: Rewards, step_rewards_BT: Tensor, num_steps: 
     known_BT = torch.where(step_rewards_BT.isnan(), total_B1, step_rewards_BT)
     known_BS = torch.cat((known_BT, total_B1.expand(B, num_steps - T)), dim=1)
     later_BS = known_BS.clone()
-    if num_steps > 1:
-        sums_BS = known_BS.flip(1).cumsum(dim=1).flip(1)
-        later_BS[:, :-1] = sums_BS[:, 1:] / torch.arange(num_steps - 1, 0, -1, device=sums_BS.device)
+    sums_BS = known_BS.flip(1).cumsum(dim=1).flip(1)
+    later_BS[:, :-1] = sums_BS[:, 1:] / torch.arange(num_steps - 1, 0, -1, device=sums_BS.device)
     returns_BS = known_BS.diff(dim=1, prepend=torch.zeros_like(total_B1)) + later_BS
     steps_S = torch.arange(num_steps, device=returns_BS.device)
     means = _GroupMeans((rewards.groups[:, None] * num_steps + steps_S).flatten())

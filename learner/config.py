@@ -12,7 +12,7 @@ from learner.advantages import Advantage, Filters
 from learner.algorithms import DEFAULT, with_algorithm
 from learner.estimators import EstimatorConfig, OneStepConfig, PredictionsConfig, SamplerFacts, num_states
 from learner.estimators.groupings import Level
-from learner.objectives import ClippedRatioConfig, ObjectiveConfig, PreferenceConfig
+from learner.objectives import ClippedRatioConfig, Normalize, ObjectiveConfig, PreferenceConfig
 from learner.objectives.base import Coefficient
 from learner.objectives.value import ValueConfig
 from learner.tree.config import ConsistencyConfig
@@ -184,8 +184,18 @@ class LearnerConfig(BaseModel):
                 "estimator.branches needs objective clipped_ratio with level: token or part, whose advantages may "
                 "differ by node"
             )
+        if self.objective.normalize_by in (Normalize.ROW, Normalize.ROW_SUM):
+            raise ValueError(
+                f"objective.normalize_by is {self.objective.normalize_by}, and estimator.branches scores what "
+                "completions share with one of them alone; take part, round or group"
+            )
+        if self.filters.first_correct:
+            raise ValueError("filters.first_correct keeps one completion, and estimator.branches compares several")
         if self.value is not None:
-            raise ValueError("estimator.branches has advantages of nodes, and value those of steps; leave one out")
+            raise ValueError(
+                "estimator.branches gives each node of a tree an advantage and value gives each step one; use only one "
+                "of them"
+            )
         if self.advantage not in _OF_WHOLE_REWARDS:
             raise ValueError(
                 f"estimator.branches compares the mean rewards of siblings: advantage must be "
@@ -194,7 +204,7 @@ class LearnerConfig(BaseModel):
         if self.group_size != math.prod(self.branches):
             raise ValueError(
                 f"estimator.branches {' x '.join(map(str, self.branches))} make {math.prod(self.branches)} completions "
-                f"of a problem, and group_size is {self.group_size}; take the same number"
+                f"of a problem, and group_size is {self.group_size}; set group_size to {math.prod(self.branches)}"
             )
         return self
 
@@ -224,10 +234,10 @@ class LearnerConfig(BaseModel):
         """Children of a node at each level of a problem's rollout tree; empty if its completions share nothing."""
         return (self.estimator.branches or ()) if self.estimator.name == "trajectory" else ()
 
-    def num_step_answers(self, gen_length: int) -> int:
-        """Return how many denoise steps of a completion of `gen_length` slots have their answers graded, at most."""
+    def num_step_answers(self, num_steps: int) -> int:
+        """Return how many of a completion's `num_steps` denoise steps have their answers graded, at most."""
         if self.samples_step_answers:
-            return gen_length
+            return num_steps
         if not self.step_gain_coef or self.estimator.name != "trajectory":
             return 0
         return self.inner_updates * (self.estimator.num_sampled or 0)

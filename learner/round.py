@@ -149,7 +149,9 @@ class Round:
             num_correct=int(grouped.correct.sum()),
             num_groups=len(groups_G),
         )
-        self.batch, self.rows = shard.to(policy.device), self._facts.on(policy.device)
+        # Step answers are large, and only planning reads them.
+        self.batch = replace(shard, step_answers=None).to(policy.device)
+        self.rows = self._facts.on(policy.device)
 
     def _with_sibling_targets(self, grouped: GroupedBatch) -> GroupedBatch:
         """Add the targets of a rollout tree's siblings, if the round has a consistency loss."""
@@ -167,8 +169,9 @@ class Round:
         if targets_BL2 is None or whole_BL2 is None or consistency is None:
             return None
         coef = consistency.coef_at(self._progress)
-        scale = coef / max(torch.finfo(torch.float32).tiny, float(whole_BL2[:, :, 0].sum()))
-        return targets_BL2 * torch.tensor([scale, 1.0])
+        # Without a better sibling there is no weight to scale.
+        total = float(whole_BL2[:, :, 0].sum())
+        return targets_BL2 * torch.tensor([coef / total if total else 0.0, 1.0])
 
     @property
     def _progress(self) -> float:

@@ -374,13 +374,13 @@ class Request:
     """Record the completions of the states before this many denoise steps, for learners that grade them. Needs a
     bidirectional policy and no KV cache, so that every step predicts the whole canvas. 0: none, at no cost."""
     samples_step_answers: bool = False
-    """Have step answers the tokens that their step sampled in all masked slots, as `sample_then_select` samples them,
-    instead of the most probable ones. Those that the step commits are among them."""
+    """Fill the masked slots of step answers with the tokens that the step sampled, as `sample_then_select` samples
+    them, instead of the most probable ones. The tokens that the step commits are among them."""
 
     node_seeds: tuple[int, ...] = ()
     """Seeds of the first levels of a rollout tree, in place of `seed`: the denoise steps are divided evenly among these
-    and `seed`. Requests of a prompt with equal ones write the same tokens until their seeds differ, from one forward
-    where they are in step. (As the last bits of a logit differ with the batch, they may part earlier.)"""
+    and `seed`. Requests of a prompt write the same tokens until their seeds differ, and share a forward while they are
+    at the same step. (The last bits of a logit depend on the batch, so they may diverge earlier.)"""
 
     @property
     def draw_keys(self) -> tuple[int, ...]:

@@ -109,7 +109,7 @@ def _check_levels(request: Request, config: TransformerConfig) -> None:
         raise ValueError("node_seeds needs a bidirectional policy and a schedule whose number of steps is given")
     if (num_steps := params.num_block_steps * params.num_blocks) % num_levels:
         raise ValueError(
-            f"node_seeds has {num_levels - 1} seeds, and {num_steps} denoise steps are no {num_levels} levels"
+            f"{num_levels - 1} node_seeds make {num_levels} levels, which must divide the {num_steps} denoise steps"
         )
 
 

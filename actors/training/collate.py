@@ -141,8 +141,8 @@ def _node_keys(requests: Sequence[Request], completions: Sequence[Completion]) -
 def _nodes_of(request: Request, completion: Completion) -> list[int]:
     """Return the keys of the nodes that a completion passed through: hashes of seed and canvas.
 
-    By its seed a node differs from a sibling with the same tokens. Its tokens differ from those of a completion of the
-    same node that rounding led elsewhere, which then is another child of the last node that they have in common.
+    The seed tells apart siblings with the same tokens. The tokens tell apart completions with the same seed that
+    diverged by rounding; such a completion becomes another child of the last node that they share.
     """
     keys: list[int] = []
     for level, seed in enumerate(request.node_seeds, 1):

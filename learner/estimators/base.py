@@ -110,6 +110,8 @@ class EstimatorFacts:
     """Whether a token can be scored in more than one draw or segment of its completion."""
     splits_rows: bool = False
     """Whether a completion can be scored in more than one draw or segment."""
+    parts_are_canvases: bool = False
+    """Whether each part is one canvas, on which the weight of every token's log-probability is 1."""
     parts_are_steps: bool = False
     """Whether the number of a part is the denoise step before which its canvas stood."""
 

@@ -120,12 +120,7 @@ class Terms:
 
     def grouping(self, level: Level) -> Grouping:
         """Group the terms into units of a level."""
-        if self.layout is not None:
-            return self.layout.groupings[level]
-        if level is Level.CANVAS_TOKEN:
-            every_N = torch.arange(self.num_terms, device=self.rows.device)
-            return Grouping(of_term=every_N, rows=self.rows, counts=torch.ones_like(every_N))
-        return grouped(self.rows, unit_keys(self, level))
+        return grouped(self.rows, unit_keys(self, level)) if self.layout is None else self.layout.groupings[level]
 
     def on(self, device: torch.device) -> Terms:
         """Compute the layout, and copy all that a loss needs to a device."""

@@ -61,7 +61,7 @@ class TrajectoryConfig(BaseModel):
     blocks_per_segment: PositiveInt | None = None
     """Or the sampler's blocks of a segment: 1 scores each block in its initial state, however many steps it then took
     (LightningRL)."""
-    branches: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=1)] | None = None
+    branches: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Field(min_length=2)] | None = None
     """Or the levels of a rollout tree, equally long in denoise steps (d-TreeRPO: 4 and 4): the completions of a problem
     are a tree's leaves, and each canvas at the start of a level has so many children. `group_size` is their product.
     A level is scored once for all completions that share it, up to the first end of text on the canvas at its end."""
@@ -104,11 +104,11 @@ class TrajectoryConfig(BaseModel):
 
     @model_validator(mode="after")
     def _whole_levels(self) -> TrajectoryConfig:
-        others = (self.num_shown_steps, self.num_sampled, self.slots, self.only, self.scores_order)
-        if self.branches is not None and others != (0, None, "text", "all", False):
+        others = (self.num_shown_steps, self.num_sampled, self.slots, self.only, self.weigh, self.scores_order)
+        if self.branches is not None and others != (0, None, "text", "all", "loss", False):
             raise ValueError(
-                "branches needs num_shown_steps 0, num_sampled null, slots: text, only: all and scores_order false: "
-                "all tokens of a level are scored"
+                "branches needs num_shown_steps 0, num_sampled null, slots: text, only: all, weigh: loss and "
+                "scores_order false: all tokens of a level are scored, with equal weights"
             )
         return self
 

@@ -30,7 +30,7 @@ def tree_refusal(sampler: SamplerFacts, num_levels: int) -> str | None:
     if sampler.max_denoise_steps % num_levels:
         return (
             f"estimator.branches has {num_levels} levels, and rollout.sampling {sampler.max_denoise_steps} denoise "
-            f"steps; take num_denoise_steps that {num_levels} divides"
+            f"steps; make their number a multiple of {num_levels}"
         )
     return None
 

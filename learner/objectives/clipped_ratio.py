@@ -268,7 +268,7 @@ class ClippedRatioConfig(BaseModel):
             per_unit["nll"] = nll_U.detach()[is_correct_U]
         if rows.sibling_targets is not None:
             weight_N, target_N = rows.sibling_targets[terms.rows, terms.slots].unbind(-1)
-            # Weightless terms repeat others.
+            # Padding micro-batches repeat terms with importance 0: do not count them twice.
             weight_N, gap_N = weight_N * (terms.importance > 0), target_N - logps.new
             total = total + (weight_N * gap_N).sum()
             per_unit["consistency"] = gap_N.detach()[weight_N > 0]

@@ -41,6 +41,11 @@ def shared_incompatibility(
             "estimator trajectory, steps_per_segment: 1 and law: sampler), or the objective trajectory_balance, or "
             "max_staleness 0"
         )
+    if objective.level is Level.CANVAS_TOKEN and not facts.parts_are_canvases:
+        return (
+            f"objective.level canvas_token is for estimators sampled_states and predictions, which score a token on "
+            f"several canvases, and not for {estimator.name}; take level: token"
+        )
     if facts.scores_order != takes_order:
         return "objective.order_temperature and estimator.scores_order need each other"
     return _part_incompatibility(objective, estimator)

@@ -53,7 +53,8 @@ class RowFacts:
     they have none of their own. Without both, `advantages` are those of all units."""
     sibling_targets: Tensor | None = None
     """[B, L, 2] float32: the weight of each slot's token in the consistency loss of a rollout tree, and its target
-    log-probability in nats. The weights of a step's rows add up to that of the loss; None: there is no such loss."""
+    log-probability in nats. Over all ranks the weights of an optimizer step add up to the loss's coefficient.
+    None: there is no such loss."""
     log_weights: Tensor | None = None
     """[B] float32, nats: the reference's value of each row minus the old policy's, if the objective weighs rows."""
     correct: Tensor

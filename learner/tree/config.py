@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
 _MIN_TEMPERATURE = 1e-6
 
@@ -27,16 +28,16 @@ class ConsistencyConfig(BaseModel):
     softmax of their advantages over a temperature. Both are functions of p, the share of `num_rounds` that is done.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     max_coef: NonNegativeFloat = 3e-3
     """Weight of the loss at the end; 0 is off. At p it is this times (e^(growth p) - 1) / (e^growth - 1)."""
-    growth: PositiveFloat = 2.0
-    """How late the weight grows: linearly for small values."""
+    growth: Annotated[PositiveFloat, Field(le=100)] = 2.0
+    """Curvature of the weight's growth: near 0 it is linear, and larger values put the increase later."""
     max_temperature: PositiveFloat = 2.0
     """Temperature at the start. At p it is this times (1 - p)^cooling, so that the best child prevails in the end."""
     cooling: NonNegativeFloat = 0.7
-    """How early the temperature falls; 0: it stays."""
+    """Exponent of the temperature's decay: 0 keeps it constant, and larger values lower it earlier."""
 
     def coef_at(self, progress: float) -> float:
         """Return the weight of the loss at a share of the rounds; 0 at the start."""

@@ -67,7 +67,7 @@ LACKING = {
 
 def _fitting(name: str) -> SamplerFacts:
     """Return facts that satisfy the method."""
-    return replace(FITTING, has_varying_steps=False) if name == "d-treerpo" else FITTING
+    return replace(FITTING, has_varying_steps=False) if name in ("d-treerpo", "mdpo") else FITTING
 
 
 def _rows() -> dict[str, dict[str, str]]:

@@ -101,7 +101,7 @@ def test_leaves_in_step_share_their_forwards(bidirectional: Transformer) -> None
     ("changes", "num_levels", "why"),
     [
         ({"threshold": 0.5}, 2, "a schedule whose number of steps is given"),
-        ({}, 4, "node_seeds has 3 seeds, and 6 denoise steps are no 4 levels"),
+        ({}, 4, "3 node_seeds make 4 levels, which must divide the 6 denoise steps"),
     ],
 )
 def test_levels_need_steps_that_they_divide(

@@ -35,7 +35,7 @@ class PredictionsConfig(BaseModel):
     @property
     def facts(self) -> EstimatorFacts:
         """Each state is a part, and a slot is masked in several states."""
-        return EstimatorFacts(splits_tokens=True, splits_rows=True, parts_are_steps=True)
+        return EstimatorFacts(splits_tokens=True, splits_rows=True, parts_are_steps=True, parts_are_canvases=True)
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """Return one canvas for each trained step: what was committed before the step is shown."""
@@ -69,10 +69,10 @@ class PredictionsConfig(BaseModel):
                 "estimator predictions needs samplers whose steps predict the whole canvas: a bidirectional policy, "
                 "and rollout.sampling.cache none; take them, or another learner.algorithm"
             )
-        if sampler.edits:
+        if sampler.has_varying_steps:
             return (
-                "estimator predictions takes each token to be written once, and rollout.sampling.editing_threshold "
-                "has tokens written more than once: leave editing_threshold out"
+                "estimator predictions compares the same denoise step of a group's completions, and the number of "
+                "steps of rollout.sampling varies: leave out threshold, factor, entropy_bound and editing_threshold"
             )
         return None
 

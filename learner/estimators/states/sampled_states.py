@@ -43,7 +43,7 @@ class SampledStatesConfig(BaseModel):
     @property
     def facts(self) -> EstimatorFacts:
         """Each draw is a part, and a slot is masked in several states."""
-        return EstimatorFacts(splits_tokens=True, splits_rows=True)
+        return EstimatorFacts(splits_tokens=True, splits_rows=True, parts_are_canvases=True)
 
     def corrupt(self, batch: GroupedBatch, update: InnerUpdate, sampler: SamplerFacts) -> Corruption:
         """Return one canvas for each drawn state; all inner updates share them."""

@@ -340,3 +340,10 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(workdir: Path, d
     ended = d1("train", "bad.yaml")
     ended.assert_refused("\\u001b[2Jseed")
     assert "\x1b" not in ended.err
+
+
+def test_mdpo_needs_schedules_of_equally_many_steps(recipe_file: Path) -> None:
+    words = ["learner.algorithm=mdpo", "rollout.schedules=[{num_denoise_steps: 8}, {num_denoise_steps: 16}]"]
+    with pytest.raises(UserError, match="rollout.schedules have different numbers of denoise steps"):
+        load_recipe(recipe_file, words)
+    load_recipe(recipe_file, ["learner.algorithm=mdpo", "rollout.schedules=[{num_denoise_steps: 8}]"])

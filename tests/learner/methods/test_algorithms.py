@@ -36,7 +36,7 @@ SAMPLER = SamplerFacts(temperature=0.7, block_length=4, has_fallback=True, has_v
 def algorithm_sampler(name: str) -> SamplerFacts:
     """Return sampler facts that suit the algorithm."""
     if name == "mdpo":
-        return replace(SAMPLER, max_denoise_steps=slow.WHOLE_CANVAS)
+        return replace(SAMPLER, max_denoise_steps=slow.WHOLE_CANVAS, has_varying_steps=False)
     if name == "d-treerpo":
         return replace(SAMPLER, has_varying_steps=False)
     return replace(SAMPLER, block_length=1) if name == "justgrpo" else SAMPLER
@@ -408,3 +408,12 @@ def _check_micro_batches(
                 scale = max(1e-3, float(expected.abs().max()))
                 difference = (cut[update][parameter] - expected).abs().max()
                 assert float(difference) < 1e-4 * scale, (max_tokens, update, parameter)
+
+
+def test_a_round_without_a_better_sibling_has_no_consistency_loss(policy: Transformer, rollouts: RolloutBatch) -> None:
+    """Its targets have no weight that could be scaled to the loss's coefficient."""
+    equal = replace(rollouts, rewards=torch.ones_like(rollouts.rewards))
+    config = algorithm_config("d-treerpo", consistency={"max_coef": 20.0})
+    learner = Learner(ShardedPolicy(policy, None), config, algorithm_sampler("d-treerpo"))
+    metrics = learner.update(equal, 1)
+    assert metrics["loss"] == pytest.approx(0.0, abs=1e-6)

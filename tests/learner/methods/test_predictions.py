@@ -142,10 +142,10 @@ def test_contradictory_settings_are_refused(changes: dict[str, object], reason: 
         LearnerConfig.model_validate({"algorithm": "mdpo", "num_rounds": 1, **changes})
 
 
-def test_samplers_that_predict_part_of_the_canvas_or_edit_are_refused() -> None:
+def test_samplers_that_predict_part_of_the_canvas_or_vary_in_steps_are_refused() -> None:
     config = LearnerConfig.model_validate({"algorithm": "mdpo", "num_rounds": 1})
     assert config.incompatibility(SamplerFacts()) is None
     assert "whole canvas: a bidirectional policy, and rollout.sampling.cache none" in str(
         config.incompatibility(SamplerFacts(predicts_canvas=False))
     )
-    assert "leave editing_threshold out" in str(config.incompatibility(SamplerFacts(edits=True)))
+    assert "leave out threshold" in str(config.incompatibility(SamplerFacts(has_varying_steps=True)))
