@@ -208,7 +208,7 @@ def test_what_every_step_predicted_reaches_the_learner(of_predictions: RunSpec) 
     """With its reward, and -1 for steps and slots without a record."""
     spec = of_predictions
     work_unit = RunPlan(spec, ChatTokenizer(spec.initial_checkpoint)).round_work_unit(0, 0)
-    assert {(one.num_step_answers, one.samples_step_answers) for one in work_unit.requests} == {(8, True)}
+    assert {(one.num_step_answers, one.samples_step_answers) for one in work_unit.requests} == {(4, True)}
     policy, facts = load_policy(spec.initial_checkpoint), sampler_facts(spec.rollout.sampling)
     completions = Sampler(policy, 0).generate(work_unit.requests)
     grader = _Counting()
@@ -271,6 +271,6 @@ def test_grading_may_take_longer_with_step_answers(
     spec: RunSpec, of_steps: RunSpec, of_predictions: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SumsConfig, "max_grading_s", 0.5)
-    # Eight completions, and four answers of each, or one for each of eight slots.
+    # Eight completions, and four answers of each, or one for each of four steps.
     extra = [one.grading_timeout_s - one.grading.timeout_s for one in (spec, of_steps, of_predictions)]
-    assert extra == [4.0, 20.0, 36.0]
+    assert extra == [4.0, 20.0, 20.0]
