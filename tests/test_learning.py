@@ -79,7 +79,7 @@ def _round(model: Transformer, params: SamplingParams, index: int, config: Learn
         work_unit=work_unit,
         completions=tuple(completions),
         summary=summary,
-        step_rewards=tuple(map(_step_rewards, completions)) if config.num_step_answers else None,
+        step_rewards=tuple(map(_step_rewards, completions)) if num_step_answers else None,
     )
     return collate([scored], GEN_LENGTH, 11, EVERY_GROUP)
 

@@ -344,6 +344,6 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(workdir: Path, d
 
 def test_mdpo_needs_schedules_of_equally_many_steps(recipe_file: Path) -> None:
     words = ["learner.algorithm=mdpo", "rollout.schedules=[{num_denoise_steps: 8}, {num_denoise_steps: 16}]"]
-    with pytest.raises(UserError, match="rollout.schedules have different numbers of denoise steps"):
+    with pytest.raises(UserError, match=r"rollout\.schedules have different numbers of denoise steps"):
         load_recipe(recipe_file, words)
     load_recipe(recipe_file, ["learner.algorithm=mdpo", "rollout.schedules=[{num_denoise_steps: 8}]"])

