@@ -25,6 +25,8 @@ METHOD = (
 """Settings that belong to an algorithm, and not to a task or a machine. `max_staleness` is one of them, because few
 algorithms can correct for off-policy completions."""
 
+_OFF_BY_NULL = ("value", "consistency")
+
 _TRACERL: Mapping[str, Any] = {
     "inner_updates": 1,
     "num_minibatches": 16,
@@ -356,7 +358,8 @@ def with_algorithm(section: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the settings of `algorithm` that a recipe's section `learner` leaves out.
 
     Single settings of `estimator` and `objective` can be overridden. With another `name` they are taken from the recipe
-    alone. Raises ValueError if there is no such algorithm.
+    alone. A `value` or `consistency` of null switches that part of an algorithm off. Raises ValueError if there is no
+    such algorithm.
     """
     name = section.get("algorithm", DEFAULT)
     if not isinstance(name, str):
@@ -366,6 +369,8 @@ def with_algorithm(section: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(section)
     for key, preset in ALGORITHMS[name].items():
         said = section.get(key)
+        if key in _OFF_BY_NULL and key in section and said is None:
+            continue
         if isinstance(preset, Mapping) and (said is None or isinstance(said, Mapping)):
             said = said or {}
             is_other = "name" in said and said["name"] != preset.get("name", said["name"])

@@ -203,3 +203,10 @@ def test_step_answers_need_samplers_that_predict_the_canvas() -> None:
 def test_ranked_segments_are_counted_and_not_averaged(settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="top_entropy needs num_sampled"):
         TrajectoryConfig.model_validate({"steps_per_segment": 1, "proposal": "top_entropy"} | settings)
+
+
+@pytest.mark.parametrize(("name", "part"), [("tracerl-value", "value"), ("d-treerpo", "consistency")])
+def test_null_switches_a_part_of_an_algorithm_off(name: str, part: str) -> None:
+    settings = {"algorithm": name, "num_rounds": 1, "group_size": 16}
+    assert getattr(LearnerConfig.model_validate(settings), part) is not None
+    assert getattr(LearnerConfig.model_validate(settings | {part: None}), part) is None
