@@ -105,10 +105,14 @@ class RolloutBatch(CompletionBatch):
     step_answers: Tensor | None = None
     """[B, T, L] int32: the completion that each denoise step predicted, with a sample in every masked slot; -1 where
     none was recorded. None if the method does not score them."""
-
     node_keys: Tensor | None = None
     """[B, D] int64: keys of the nodes of a rollout tree that the completion passed through, one at the end of each
     level, the last one its own. Completions with an equal key have equal canvases there. None without a tree."""
+
+    def ends_of_text(self) -> Tensor:
+        """Return the slots that hold the token in which the row's text ends, [B, L] bool; none if it is truncated."""
+        last_B1 = (self.completion_lengths - 1).clamp(min=0)[:, None]
+        return (self.completion_ids == self.completion_ids.gather(1, last_B1)) & ~self.truncated[:, None]
 
     def speeds(self) -> Tensor:
         """Return the tokens per forward of each completion, [B] float32."""

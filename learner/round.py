@@ -265,12 +265,12 @@ def _step_advantages(batch: RolloutBatch, config: LearnerConfig, sampler: Sample
     if config.branches:
         assert batch.node_keys is not None, "samplers draw a tree for such a config"
         return node_advantages(rewards, batch.node_keys, config.advantage)
-    if isinstance(estimator, PredictionsConfig):
-        assert batch.step_rewards is not None, "samplers record step answers for such a config, and graders grade them"
-        return prediction_advantages(rewards, batch.step_rewards, sampler.max_denoise_steps)
-    if not config.step_gain_coef or not isinstance(estimator, TrajectoryConfig):
+    if not (config.step_gain_coef or config.samples_step_answers):
         return None
     assert batch.step_rewards is not None, "samplers record step answers for such a config, and graders grade them"
+    if isinstance(estimator, PredictionsConfig):
+        return prediction_advantages(rewards, batch.step_rewards, sampler.max_denoise_steps)
+    assert isinstance(estimator, TrajectoryConfig), "the config checks what step_gain_coef needs"
     rank_BT = estimator.step_ranks(GroupedBatch.of(batch), sampler)
     return step_advantages(rewards, batch.step_rewards[:, : rank_BT.shape[1]], rank_BT, config.step_gain_coef)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.algorithms.report import Result, by_row, percent
+from benchmarks.algorithms.report import Result, by_row, percent, seconds_per_round
 from learner.config import LearnerConfig
 
 
@@ -31,7 +31,7 @@ def gains(results: Sequence[Result], learners: Mapping[str, LearnerConfig]) -> s
             f"`{row}`",
             *map(_in_words, of_rows[row]),
             _each([f"{trials[0].rate:g}" for trials in complete[row]]),
-            _each([f"{_seconds(trials):.2f}" for trials in complete[row]]),
+            _each([f"{seconds_per_round(trials):.2f}" for trials in complete[row]]),
             _weights(learners[row]),
         )
         lines.append(f"| {' | '.join(cells)} |")
@@ -50,10 +50,6 @@ def _in_words(points: Sequence[float]) -> str:
 
 def _each(texts: Sequence[str]) -> str:
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
-
-
-def _seconds(trials: Sequence[Result]) -> float:
-    return sum(trial.cpu_s for trial in trials) / max(1, sum(trial.num_rounds for trial in trials))
 
 
 def _weights(learner: LearnerConfig) -> str:

@@ -132,6 +132,11 @@ def by_row(results: Sequence[Result]) -> list[tuple[str, list[Result]]]:
     return sorted(best.items(), key=lambda item: -_accuracy([one.at_seconds for one in item[1]]))
 
 
+def seconds_per_round(trials: Sequence[Result]) -> float:
+    """Return the mean CPU seconds of a round."""
+    return sum(trial.cpu_s for trial in trials) / max(1, sum(trial.num_rounds for trial in trials))
+
+
 def _common_seeds(rates: Mapping[float, Sequence[Result]]) -> set[int]:
     return set.intersection(*({trial.seed for trial in trials} for trials in rates.values()))
 
@@ -142,7 +147,6 @@ def _on_seeds(seeds: Collection[int], trials: Sequence[Result]) -> float:
 
 def _line(row: str, trials: Sequence[Result]) -> str:
     one, at_seconds = trials[0], [trial.at_seconds for trial in trials]
-    seconds = sum(trial.cpu_s for trial in trials) / max(1, sum(trial.num_rounds for trial in trials))
     cells = (
         f"`{row}`",
         str(len(trials)),
@@ -151,7 +155,7 @@ def _line(row: str, trials: Sequence[Result]) -> str:
         _cell([trial.at_completions for trial in trials]),
         _cell(at_seconds),
         *(_percents(at_seconds)[1:] or ["-"] * (len(one.before) - 1)),
-        f"{seconds:.2f}",
+        f"{seconds_per_round(trials):.2f}",
         _mean([trial.gap for trial in trials], "{:+.3f}"),
         _mean([trial.metrics.get(_VARIANCE) for trial in trials], "{:.4f}"),
     )

@@ -151,6 +151,16 @@ class Estimator(Protocol):
         """Return why it cannot work with such a sampler; None if it can."""
 
 
+def rewriting_refusal(estimator: str, sampler: SamplerFacts) -> str | None:
+    """Return why an estimator that scores each token in one state cannot take token editing; None without it."""
+    if not sampler.edits:
+        return None
+    return (
+        f"estimator {estimator} takes each token to be written once, and rollout.sampling.editing_threshold "
+        "has tokens written more than once: leave editing_threshold out"
+    )
+
+
 def covered_slots(batch: GroupedBatch, slots: ScoredSlots) -> Tensor:
     """Return the slots that a likelihood covers, [B, L] bool; none of a row that only pads a shard."""
     if slots is ScoredSlots.TEXT:

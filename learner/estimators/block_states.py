@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts
+from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, rewriting_refusal
 from learner.estimators.terms import Corruption
 from learner.model.deferred import torch
 
@@ -71,12 +71,7 @@ class BlockStatesConfig(BaseModel):
 
     def incompatibility(self, sampler: SamplerFacts) -> str | None:
         """Return why token editing is not supported: a state is derived from the step that committed each token."""
-        if sampler.edits:
-            return (
-                "estimator block_states takes each token to be written once, and rollout.sampling.editing_threshold "
-                "has tokens written more than once: leave editing_threshold out"
-            )
-        return None
+        return rewriting_refusal(self.name, sampler)
 
     def _covered(self, batch: GroupedBatch) -> Tensor:
         """Return the text's slots, [B, L] bool, without the end of text unless `scores_end`."""

@@ -278,10 +278,7 @@ class TrajectoryConfig(BaseModel):
         """Return the committed slots of the text, or those up to the last step that commits text, [B, L] bool."""
         if self.slots == "text":
             return batch.completion_mask() & (batch.step_map >= 0)
-        last_B1 = (batch.completion_lengths - 1).clamp(min=0)[:, None]
-        # A text that is not truncated ends in the end-of-text token.
-        is_end_BL = (batch.completion_ids == batch.completion_ids.gather(1, last_B1)) & ~batch.truncated[:, None]
-        last_step_B1 = batch.step_map.masked_fill(is_end_BL, -1).amax(dim=1, keepdim=True)
+        last_step_B1 = batch.step_map.masked_fill(batch.ends_of_text(), -1).amax(dim=1, keepdim=True)
         return covered_slots(batch, ScoredSlots.DENOISED) & (batch.step_map <= last_step_B1)
 
     def _selected(self, batch: GroupedBatch) -> Tensor:

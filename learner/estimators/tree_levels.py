@@ -41,10 +41,7 @@ def slots_of_nodes(batch: GroupedBatch, level_BL: Tensor, num_levels: int) -> Te
     A node's text ends at the first end of text among the tokens that are committed at the end of its level.
     """
     assert batch.owns_node is not None, "samplers draw a tree for such a config"
-    last_B1 = (batch.completion_lengths - 1).clamp(min=0)[:, None]
-    # A text that is not truncated ends in the end-of-text token.
-    is_end_BL = (batch.completion_ids == batch.completion_ids.gather(1, last_B1)) & ~batch.truncated[:, None]
-    slots_L = torch.arange(batch.num_slots, device=level_BL.device)
+    is_end_BL, slots_L = batch.ends_of_text(), torch.arange(batch.num_slots, device=level_BL.device)
     scored_BL = torch.zeros_like(is_end_BL)
     for level in range(num_levels):
         is_shown_BL = (level_BL >= 0) & (level_BL <= level)

@@ -54,8 +54,10 @@ def _state(completion: Completion, length: int, step: int, mask_id: int) -> torc
     return ids
 
 
-def _expected(policy: Transformer, request: Request, completion: Completion, step: int) -> list[int]:
-    """Return the greedy completion of the state before a step, from forwards of this canvas alone."""
+def _predicted(
+    policy: Transformer, request: Request, completion: Completion, step: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the state before a step, [S], and its logits, [S, V], from forwards of this canvas alone."""
     params, mask_id = request.params, policy.config.mask_token_id
     prompt, ids = torch.tensor(request.prompt_ids), _state(completion, params.gen_length, step, mask_id)
     with torch.no_grad():
@@ -64,21 +66,21 @@ def _expected(policy: Transformer, request: Request, completion: Completion, ste
             unconditional = policy(torch.cat((torch.full_like(prompt, mask_id), ids))[None])[0, len(prompt) :]
             logits = unconditional + (1 + params.cfg_scale) * (logits - unconditional)
     logits[:, [mask_id, *params.forbidden_ids]] = -torch.inf
-    return torch.where(ids == mask_id, logits.argmax(dim=-1), ids).tolist()
+    return ids, logits
+
+
+def _expected(policy: Transformer, request: Request, completion: Completion, step: int) -> list[int]:
+    """Return the greedy completion of the state before a step."""
+    ids, logits = _predicted(policy, request, completion, step)
+    return torch.where(ids == policy.config.mask_token_id, logits.argmax(dim=-1), ids).tolist()
 
 
 def _sampled(policy: Transformer, request: Request, completion: Completion, step: int) -> list[int]:
     """Return the state before a step with a sample in each masked slot, by the draw of this step and slot."""
     params, mask_id = request.params, policy.config.mask_token_id
-    prompt, ids = torch.tensor(request.prompt_ids), _state(completion, params.gen_length, step, mask_id)
-    with torch.no_grad():
-        logits = policy(torch.cat((prompt, ids))[None])[0, len(prompt) :]
-        if params.cfg_scale:
-            unconditional = policy(torch.cat((torch.full_like(prompt, mask_id), ids))[None])[0, len(prompt) :]
-            logits = unconditional + (1 + params.cfg_scale) * (logits - unconditional)
-    logits[:, [mask_id, *params.forbidden_ids]] = -torch.inf
     if params.temperature == 0:
-        return torch.where(ids == mask_id, logits.argmax(dim=-1), ids).tolist()
+        return _expected(policy, request, completion, step)
+    ids, logits = _predicted(policy, request, completion, step)
     share_S = uniform(torch.tensor(request.draw_keys[0]), torch.tensor(step), torch.arange(params.gen_length))
     running_SV = (logits / params.temperature).double().softmax(dim=-1).cumsum(dim=-1)
     drawn_S = (running_SV <= share_S[:, None] * running_SV[:, -1:]).sum(dim=-1)

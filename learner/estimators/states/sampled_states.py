@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts
+from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, rewriting_refusal
 from learner.estimators.terms import Corruption
 from learner.model.deferred import torch
 
@@ -76,12 +76,7 @@ class SampledStatesConfig(BaseModel):
                 "estimator sampled_states scores the masked slots of all blocks, and a block-causal policy does not "
                 "see later ones: take a bidirectional policy, or another learner.algorithm"
             )
-        if sampler.edits:
-            return (
-                "estimator sampled_states takes each token to be written once, and rollout.sampling.editing_threshold "
-                "has tokens written more than once: leave editing_threshold out"
-            )
-        return None
+        return rewriting_refusal(self.name, sampler)
 
     def _drawn_steps(self, batch: GroupedBatch, text_BL: Tensor) -> Tensor:
         """Return the denoise steps of the drawn states, [B, D] int64; -1 in rows without text, which pad a shard."""

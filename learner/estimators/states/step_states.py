@@ -14,7 +14,14 @@ from pydantic import BaseModel, ConfigDict
 
 from learner.batch import GroupedBatch
 from learner.counter import uniform
-from learner.estimators.base import EstimatorFacts, InnerUpdate, SamplerFacts, ScoredSlots, covered_slots
+from learner.estimators.base import (
+    EstimatorFacts,
+    InnerUpdate,
+    SamplerFacts,
+    ScoredSlots,
+    covered_slots,
+    rewriting_refusal,
+)
 from learner.estimators.terms import Corruption
 from learner.model.deferred import torch
 
@@ -70,11 +77,8 @@ class StepStatesConfig(BaseModel):
                 "estimator step_states is for a teacher that sees later blocks, and a block-causal policy looks at "
                 "earlier ones alone: take a bidirectional policy, or another learner.algorithm"
             )
-        if sampler.edits:
-            return (
-                "estimator step_states takes each token to be written once, and rollout.sampling.editing_threshold "
-                "has tokens written more than once: leave editing_threshold out"
-            )
+        if (refusal := rewriting_refusal(self.name, sampler)) is not None:
+            return refusal
         if sampler.num_blocks < 2:
             return (
                 "estimator step_states leaves out the last block of a canvas, after which there is nothing to look at, "
