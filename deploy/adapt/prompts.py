@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.errors import UserError, reason, user_errors
+from deploy.errors import UserError, os_errors, user_errors
 from rewards import Message, Split, TaskConfig, make_task
 from rewards.data.prompt_file import read_prompts
 from rewards.problem import chat
@@ -43,9 +43,8 @@ def task_prompts(config: TaskConfig, count: int) -> list[Conversation]:
 def file_prompts(path: Path) -> list[Conversation]:
     """Return the prompts of a file, as `read_prompts`. Raises UserError if it cannot be read or has no prompts."""
     try:
-        return read_prompts(path)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {reason(error)}") from error
+        with os_errors(f"cannot read {path}"):
+            return read_prompts(path)
     except ValueError as error:
         if not path.exists() and not path.suffix:
             raise UserError(f"there is no task and no file {path}; the tasks are {', '.join(task_names())}") from error

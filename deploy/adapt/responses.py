@@ -111,7 +111,8 @@ def write_responses(
         UserError: the model cannot be read or has no chat template, no prompt fits into its context, no response is
             left to train on, or the file has other content or cannot be written.
     """
-    facts = {"model": str(source.path), "prompts": _digest(prompts), **asdict(sampling)}
+    digest = sha256(json.dumps([chat(prompt) for prompt in prompts]).encode()).hexdigest()[:16]
+    facts = {"model": str(source.path), "prompts": digest, **asdict(sampling)}
     with ResponseFile.open(path, facts, len(prompts)) as file:
         if not file.progress.is_complete:
             with user_errors(ValueError):
@@ -168,10 +169,6 @@ def _kept(tokenizer: Any, response: ModelResponse) -> tuple[str, ResponseOutcome
         return (text, ResponseOutcome.KEPT) if text.strip() else ("", ResponseOutcome.EMPTY)
     ends = [match.end() for match in _SENTENCE_END.finditer(text)]
     return (text[: ends[-1]], ResponseOutcome.CUT) if ends else ("", ResponseOutcome.UNFINISHED)
-
-
-def _digest(prompts: Sequence[Conversation]) -> str:
-    return sha256(json.dumps([chat(prompt) for prompt in prompts]).encode()).hexdigest()[:16]
 
 
 class ResponseFile:

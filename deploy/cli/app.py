@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
 
 from deploy.cli import evaluation, export, machine, plan, policy, report, runs, sample, status, submit, tasks, train
-from deploy.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, RunFailedError, UserError
+from deploy.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, RunFailedError, UserError, reason
 from deploy.printing import printable
 
 app = typer.Typer(
@@ -43,10 +44,24 @@ app.command()(machine.schema)
 def main() -> None:
     """Run the command line. Exceptions other than user errors and failed runs are bugs, shown with a traceback."""
     try:
-        app(prog_name="d1")
-    except UserError as error:
+        if sys.stdout is None:
+            raise UserError("standard output is closed; redirect it to a file or to /dev/null")
+        try:
+            app(prog_name="d1")
+        finally:
+            # Unbuffered text that could not be written is lost, so another write shows whether output failed.
+            _flush_output("\n" if isinstance(sys.exc_info()[1], OSError) else "")
+    except (UserError, RunFailedError) as error:
         sys.stderr.write(f"d1: {printable(str(error))}\n")
-        sys.exit(EXIT_USER_ERROR)
-    except RunFailedError as error:
-        sys.stderr.write(f"d1: {printable(str(error))}\n")
-        sys.exit(EXIT_RUN_FAILED)
+        sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_FAILED)
+
+
+def _flush_output(text: str) -> None:
+    """Write a text and what is buffered. Python would do so at exit, and a failure would make the status 120."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise UserError(f"standard output takes no more: {reason(error)}") from error

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from deploy.cli.options import Checkpoint, Device, DType, Json, RunsDir, Workers
-from deploy.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, RunFailedError, UserError, reason
+from deploy.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, RunFailedError, UserError
 from deploy.wait_display import wait_display
 
 if TYPE_CHECKING:
@@ -91,8 +89,12 @@ def sample(
         policy = open_policy(checkpoint, device if pool is None else "cpu", engine, runs_dir, waiting.change)
         if pool is None:
             policy.load(waiting.change)
-    with _failures_as_sentences(checkpoint):
-        _sample(policy, asked if lines is None else lines, values, pool, as_json=as_json)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _say
+            _sample(policy, asked if lines is None else lines, values, pool, as_json=as_json)
+    except FloatingPointError as error:
+        raise RunFailedError(f"{checkpoint}: {error}") from error
 
 
 def _sample(
@@ -119,25 +121,6 @@ def _sample(
         is_complete = sample_prompt(policy, items[0].request)
     if not is_complete or num_rejected:
         raise typer.Exit(EXIT_USER_ERROR if is_complete else EXIT_INTERRUPTED)
-
-
-@contextmanager
-def _failures_as_sentences(checkpoint: str) -> Iterator[None]:
-    """Report failures that the request did not cause in one sentence: bad weights, and an unwritable output."""
-    if sys.stdout is None:
-        raise UserError("standard output is closed; there is nowhere to write the answer")
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _say
-            yield
-    except FloatingPointError as error:
-        raise RunFailedError(f"{checkpoint}: {error}") from error
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        # At exit Python writes what is still buffered once more, and a failure would change the exit status to 120.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise UserError(f"standard output takes no more: {reason(error)}") from error
 
 
 def _say(message: Warning | str, *_: Any, **__: Any) -> None:

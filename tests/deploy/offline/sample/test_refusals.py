@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -184,9 +181,7 @@ def test_a_bad_checkpoint_is_one_sentence(d1: Callable, checkpoints: Path, workd
     assert d1("sample", "plain", "hi", "--raw", "gen_length=16").status == 0
 
 
-def test_invalid_weights_and_a_full_disk_are_reported_in_one_sentence(
-    checkpoints: Path, workdir: Path, d1: Callable
-) -> None:
+def test_invalid_weights_are_reported_in_one_sentence(checkpoints: Path, workdir: Path, d1: Callable) -> None:
     config = load_policy(checkpoints / "with").config
     model = Transformer(config)
     init_weights(model, 0)
@@ -196,21 +191,3 @@ def test_invalid_weights_and_a_full_disk_are_reported_in_one_sentence(
     ended = d1("sample", "bad", "x")
     assert ended.status == 1
     assert "has logits that are not finite" in ended.err
-    main = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[4])!r}); from deploy.cli import main; main()"
-    for words, redirect, part in (
-        ([str(checkpoints / "with"), "x", "--json"], ">/dev/full", "standard output takes no more: no space left"),
-        ([str(checkpoints / "with"), "x"], ">&-", "standard output is closed"),
-    ):
-        done = subprocess.run(
-            ["bash", "-c", f'"$0" -c "$1" sample "${{@:2}}" {redirect}', sys.executable, main, *words],
-            cwd=workdir,
-            # Unbuffered, nothing is left to write at exit.
-            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert done.returncode == 2, done.stderr
-        assert part in done.stderr
-        assert "Traceback" not in done.stderr
