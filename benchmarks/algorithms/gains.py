@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from benchmarks.algorithms.report import Result, by_row, percent, seconds_per_round
 from learner.config import LearnerConfig
 
 
-def gains(results: Sequence[Result], learners: Mapping[str, LearnerConfig]) -> str:
-    """Format the table, the row of the greatest mean gain over the tasks first. Rows without a trial of each task are
-    left out.
+def gains(results: Sequence[Result], learners: Mapping[str, LearnerConfig], ranked_by: Collection[str]) -> str:
+    """Format the table, the row of the greatest mean gain first.
 
     Args:
         results: the trials of all tasks.
         learners: the config of each row.
+        ranked_by: the tasks whose gains are averaged. Rows without a trial of each of these are left out.
     """
-    tasks = sorted({result.task for result in results})
+    tasks = sorted({result.task for result in results}, key=lambda task: (task not in ranked_by, task))
     of_task = {task: dict(by_row([one for one in results if one.task == task])) for task in tasks}
-    found = {row: [of_task[task].get(row) for task in tasks] for row in learners}
-    complete = {row: [trials for trials in some if trials] for row, some in found.items() if all(some)}
-    of_rows = {row: [_points(trials) for trials in some] for row, some in complete.items()}
+    found = {row: {task: of_task[task][row] for task in tasks if row in of_task[task]} for row in learners}
+    complete = {row: trials for row, trials in found.items() if trials.keys() >= set(ranked_by)}
     heads = [f"{task.capitalize()}: gain (worst to best), seeds" for task in tasks]
     lines = [
         f"| row | {' | '.join(heads)} | rate | CPU-s a round | weights besides the policy |",
         "|---|" + "---|" * len(tasks) + "---:|---:|---|",
     ]
-    for row in sorted(complete, key=lambda row: -sum(sum(points) / len(points) for points in of_rows[row])):
+    for row in sorted(complete, key=lambda row: -sum(_mean(complete[row][task]) for task in ranked_by)):
+        of_row = complete[row]
         cells = (
             f"`{row}`",
-            *map(_in_words, of_rows[row]),
-            _each([f"{trials[0].rate:g}" for trials in complete[row]]),
-            _each([f"{seconds_per_round(trials):.2f}" for trials in complete[row]]),
+            *(_in_words(_points(of_row[task])) if task in of_row else "-" for task in tasks),
+            _each([f"{trials[0].rate:g}" for trials in of_row.values()]),
+            _each([f"{seconds_per_round(trials):.2f}" for trials in of_row.values()]),
             _weights(learners[row]),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _mean(trials: Sequence[Result]) -> float:
+    points = _points(trials)
+    return sum(points) / len(points)
 
 
 def _points(trials: Sequence[Result]) -> list[float]:

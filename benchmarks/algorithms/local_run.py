@@ -19,7 +19,7 @@ from actors.curriculum import outcomes_of
 from actors.grader import GraderWorker
 from actors.messages import ScoredWorkUnit
 from actors.plan import RunPlan
-from actors.spec import Phase, sampler_facts
+from actors.spec import Phase, RunSpec, sampler_facts
 from actors.training.collate import collate
 from actors.training.dynamic_sampling import GroupSelection
 from actors.training.sft.data import load_sft_data
@@ -27,7 +27,8 @@ from deploy.recipe.recipe import Recipe, Stages
 from deploy.runs.run_directory import create_run_dir, make_spec
 from learner.batch import RolloutBatch
 from learner.learner import Learner, Metrics
-from learner.model.checkpoint import load_policy, save_checkpoint
+from learner.model.adapter import read_chain
+from learner.model.checkpoint import load_weights, save_checkpoint
 from learner.model.tokenizer import ChatTokenizer
 from learner.model.transformer import Transformer
 from learner.objectives import DistillationConfig
@@ -62,16 +63,28 @@ def make_sft_checkpoint(recipe: Recipe) -> Path:
         return directory
     if not spec.initial_checkpoint.is_dir():
         create_run_dir(recipe, spec, start_from=None).close()
-    tokenizer, policy = ChatTokenizer(spec.initial_checkpoint), load_policy(spec.initial_checkpoint)
+    tokenizer, policy = ChatTokenizer(spec.initial_checkpoint), _load(spec, spec.initial_checkpoint)
     documents = load_sft_data(spec, RunPlan(spec, tokenizer), tokenizer).train
-    learner = SftLearner(ShardedPolicy(policy, None), spec.sft, documents, spec.seed)
+    learner = SftLearner(policy, spec.sft, documents, spec.seed)
     for step in range(spec.sft.num_steps):
         learner.step(step, spec.sft.lr_at(step, step / spec.sft.num_steps))
     position = Position(phase=Phase.SFT, round=0, policy_version=1, rl_seconds=0.0)
     save_checkpoint(
-        directory, policy.config, policy.state_dict(), spec.initial_checkpoint, trainer_state=asdict(position)
+        directory, policy.config, policy.full_weights(), spec.initial_checkpoint, trainer_state=asdict(position)
     )
     return directory
+
+
+def _load(spec: RunSpec, checkpoint: Path) -> ShardedPolicy:
+    """Load a policy to train, with a fresh adapter in a LoRA run.
+
+    Adapters of the checkpoint stay frozen and unmerged.
+    """
+    dtype = torch.bfloat16 if spec.may_hold_base_in_bfloat16 else torch.float32
+    chain = read_chain(checkpoint)
+    policy = ShardedPolicy(load_weights(chain.weights, dtype), None, lora=spec.model.lora, seed=spec.seed)
+    policy.reset_adapter(chain.combined)
+    return policy
 
 
 class LocalRun:
@@ -85,12 +98,13 @@ class LocalRun:
         self._spec = make_spec(recipe, Stages.RL)
         self._plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
         self._grader = GraderWorker(self._spec.task, self._spec.reward, checkpoint)
-        self.policy = load_policy(checkpoint)
+        trained = _load(self._spec, checkpoint)
+        self.policy = trained.module
         self._facts = sampler_facts(self._spec.rollout.params[0], is_fp8=self._spec.rollout.engine.fp8)
-        policy, objective, teacher = ShardedPolicy(self.policy, None), self._spec.learner.objective, None
+        objective, teacher = self._spec.learner.objective, None
         if isinstance(objective, DistillationConfig) and objective.teacher is not None:
-            teacher = Teacher.load(objective.teacher, policy, objective)
-        self.learner = Learner(policy, self._spec.learner, self._facts, teacher)
+            teacher = Teacher.load(objective.teacher, trained, objective)
+        self.learner = Learner(trained, self._spec.learner, self._facts, teacher)
         self._newest: RolloutBatch | None = None
         self._is_stale = staleness > 0
         self._versions = deque([self._version()], maxlen=staleness + 1)

@@ -17,6 +17,17 @@ _ALGORITHMS, _OURS = "| algorithm |", "ours, % of "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Budget that is equal for all rows: completions and CPU seconds."""
+
+    num_completions: int
+    cpu_s: float
+    """CPU seconds of sampling, grading and updating on one thread, evaluation excluded."""
+    of_round: int
+    """Completions per round."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
     """Result of a trial. Scores are by schedule; the first schedule is the one reported."""
 
@@ -59,7 +70,7 @@ class Result:
         return f"{gained}; {took}. {self.failure or ''}"
 
 
-def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:
+def markdown(results: Sequence[Result], budgets: Mapping[str, Budget]) -> str:
     """Format a table for each task: a line per row, best first, after a line for the SFT checkpoint."""
     lines: list[str] = []
     for task, of_task in groupby(sorted(results, key=lambda result: result.task), key=lambda result: result.task):
@@ -68,8 +79,9 @@ def markdown(results: Sequence[Result], completions: int, cpu_s: float) -> str:
         lines += [
             f"### {task.capitalize()}",
             "",
-            f"| row | seeds | updates x G | lr | {first}, after {completions:,} completions "
-            f"| {first}, after {cpu_s:.0f} CPU-s | {' | '.join(others)} | CPU-s a round | gap, nats | variance |",
+            f"| row | seeds | updates x G | lr | {first}, after {budgets[task].num_completions:,} completions "
+            f"| {first}, after {budgets[task].cpu_s:,.0f} CPU-s | {' | '.join([*others, 'CPU-s a round'])} "
+            "| gap, nats | variance |",
             "|---|---:|---:|---:|---|---|" + "---:|" * (len(others) + 3),
         ]
         before = _percents([trial.before for trial in found])

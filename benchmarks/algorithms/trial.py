@@ -16,7 +16,7 @@ import torch
 
 from actors.spec import sampler_facts
 from benchmarks.algorithms.local_run import LocalRun, Trained, make_sft_checkpoint
-from benchmarks.algorithms.report import Result
+from benchmarks.algorithms.report import Budget, Result
 from benchmarks.algorithms.teacher import make_teacher, teacher_of
 from deploy.recipe.overrides import load_recipe, parse_override, set_key
 from deploy.recipe.recipe import Recipe
@@ -50,17 +50,6 @@ class Trial:
     """Factor of the learning rate."""
     overrides: tuple[str, ...] = ()
     """Overrides of the recipe's fields; those of `learner` change the row's method."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Budget:
-    """Budget that is equal for all rows: completions and CPU seconds."""
-
-    num_completions: int
-    cpu_s: float
-    """CPU seconds of sampling, grading and updating on one thread, evaluation excluded."""
-    of_round: int
-    """Completions per round."""
 
 
 def begin() -> None:
@@ -160,7 +149,8 @@ def recipe_of(trial: Trial, base: Recipe, budget: Budget) -> Recipe:
         # Each update takes other steps of a completion, and none may be left without.
         own, num_steps = ALGORITHMS[trial.row], sampler_facts(base.rollout.sampling).max_denoise_steps
         settings["inner_updates"] = min(own["inner_updates"], -(-num_steps // own["estimator"]["num_sampled"]))
-    settings |= {"num_workers": 1, "num_rounds": 1, "final_lr_fraction": 1.0, "num_warmup_rounds": _WARMUP_ROUNDS}
+    settings |= {"num_workers": 1, "num_rounds": 1, "final_lr_fraction": 1.0}
+    settings["num_warmup_rounds"] = min(_WARMUP_ROUNDS, base.learner.num_warmup_rounds)
     if trial.row == "opdlm":
         settings["objective"] = {"teacher": teacher_of(base)}
     if trial.row == "d-treerpo":
@@ -198,7 +188,8 @@ def _rollout_of(row: str, rollout: RolloutConfig) -> RolloutConfig:
         sampling = ScheduleConfig(threshold=0.9).of(sampling)
     elif row == "d-opsd":
         # Its teacher looks at later blocks, and the recipes have one. Steps stay as close to theirs as blocks allow.
-        length, num_steps = (6, 6) if sampling.gen_length % 6 == 0 else (2, 5)
+        # With two blocks, only the first is scored, and each of four updates takes a step of it.
+        length, num_steps = (6, 6 if sampling.gen_length > 12 else 12) if sampling.gen_length % 6 == 0 else (2, 5)
         sampling = sampling.model_copy(update={"block_length": length, "num_denoise_steps": num_steps})
     elif row == "d-treerpo":
         # Two levels of equally many steps.

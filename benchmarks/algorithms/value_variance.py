@@ -22,7 +22,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.algorithms.local_run import LocalRun, make_sft_checkpoint
-from benchmarks.algorithms.trial import Budget, Trial, base_recipe, recipe_of
+from benchmarks.algorithms.report import Budget
+from benchmarks.algorithms.trial import Trial, base_recipe, recipe_of
 from learner.batch import RolloutBatch
 from learner.learner import Learner
 from learner.optimizer import StepResult

@@ -9,22 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from actors.spec import sampler_facts
 from benchmarks.algorithms import teacher
 from benchmarks.algorithms.__main__ import TASKS, main
 from benchmarks.algorithms.gains import gains
-from benchmarks.algorithms.report import Result, markdown, write_columns
-from benchmarks.algorithms.trial import RECIPE_ROW, Budget, Trial, base_recipe, begin, recipe_of, start, try_row
+from benchmarks.algorithms.local_run import LocalRun, make_sft_checkpoint
+from benchmarks.algorithms.report import Budget, Result, markdown, write_columns
+from benchmarks.algorithms.trial import RECIPE_ROW, Trial, base_recipe, begin, recipe_of, start, try_row
 from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import make_spec
 from learner.algorithms import ALGORITHMS
 from learner.config import LearnerConfig
+from learner.model.checkpoint import load_policy
+from learner.model.lora import adaptable_layers
 from learner.objectives import SandwichConfig
 
 ROOT = Path(__file__).parents[2]
 BUDGET = Budget(num_completions=24, cpu_s=0.0, of_round=12)
+BUDGETS = {"sudoku": BUDGET}
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +50,24 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("row", [RECIPE_ROW, *ALGORITHMS])
 def test_every_rows_learner_is_compatible_with_its_sampler(row: str, task: str, tmp_path: Path) -> None:
     trial = Trial(task=task, recipe=str(ROOT / TASKS[task]), row=row, seed=0, out=str(tmp_path))
-    recipe = recipe_of(trial, base_recipe(trial), Budget(num_completions=1, cpu_s=1, of_round=512))
+    base = base_recipe(trial)
+    recipe = recipe_of(trial, base, Budget(num_completions=1, cpu_s=1, of_round=512))
     learner = make_spec(recipe, Stages.RL).learner
     assert learner.incompatibility(sampler_facts(recipe.rollout.params[0])) is None
     assert 480 <= learner.groups_per_round * learner.group_size <= 544, "as many completions as the others"
     if row != RECIPE_ROW:
         own = ALGORITHMS[row]
         assert learner.estimator.name == own["estimator"]["name"]
-        # The recipes have three and five denoise steps, of which each of its updates takes two.
-        num_updates = {"sudoku": 2, "countdown": 3}[task] if row.startswith("egspo") else own.get("inner_updates", 12)
+        # The recipes have three, five and six denoise steps, of which each of its updates takes two.
+        num_updates = (
+            {"sudoku": 2, "countdown": 3, "smollm2": 3}[task]
+            if row.startswith("egspo")
+            else own.get("inner_updates", 12)
+        )
         assert learner.inner_updates == num_updates
-        assert learner.lr == pytest.approx(5e-4 / (learner.inner_updates * own.get("num_minibatches", 1)) ** 0.5)
+        assert learner.lr == pytest.approx(
+            base.learner.lr / (learner.inner_updates * own.get("num_minibatches", 1)) ** 0.5
+        )
 
 
 def test_changes_to_the_learner_are_made_to_the_rows_own_method(tmp_path: Path) -> None:
@@ -80,6 +92,28 @@ def test_a_trial_ends_when_both_budgets_are_spent(small: Path, tmp_path: Path) -
     assert {some["num_problems"] for some in result.before.values()} == {4}
     again = try_row(trial, BUDGET)
     assert replace(again, cpu_s=result.cpu_s) == result, "a trial depends on its seed alone"
+
+
+def test_a_lora_recipe_trains_an_adapter_beside_frozen_bfloat16_weights(small: Path, tmp_path: Path) -> None:
+    """SFT is merged into its checkpoint, and each stage moves the policy."""
+    start(first := Trial(task="sudoku", recipe=str(small), row="cj-grpo", seed=0, out=str(tmp_path)))
+    base = make_sft_checkpoint(base_recipe(first))
+    length = "reward.terms={length: {kind: length_penalty, buffer_tokens: 18, weight: 0.5}}"
+    changes = (f"model={{checkpoint: {base}, lora: {{rank: 2, alpha: 4}}}}", "sharding.compute_dtype=bfloat16", length)
+    trial = replace(first, out=str(tmp_path / "lora"), overrides=changes)
+    recipe = base_recipe(trial)
+    checkpoint = make_sft_checkpoint(recipe)
+    before, after = load_policy(base, torch.bfloat16).state_dict(), load_policy(checkpoint).state_dict()
+    changed = {name for name, weight in after.items() if not torch.equal(weight, before[name].float())}
+    assert changed == {f"{layer}.weight" for layer in adaptable_layers(load_policy(base))}
+    run = LocalRun(recipe_of(trial, recipe, BUDGET), checkpoint)
+    frozen = {name: one.clone() for name, one in run.policy.named_parameters() if not one.requires_grad}
+    assert {one.dtype for one in frozen.values()} == {torch.bfloat16}
+    trained = run.learner.policy.trained_parameters
+    next(run.rounds())
+    assert all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in trained)
+    assert run.learner.policy.has_learned
+    assert all(torch.equal(one, frozen[name]) for name, one in run.policy.named_parameters() if name in frozen)
 
 
 def test_opdlm_learns_from_a_teacher_that_is_made_for_it(
@@ -123,7 +157,7 @@ def _result(row: str, seed: int, correct: int) -> Result:
 
 
 def test_the_table_pools_seeds_and_sorts_by_accuracy() -> None:
-    text = markdown([_result("spg", 0, 20), _result("espo", 0, 40), _result("espo", 1, 60)], 1000, 30.0)
+    text = markdown([_result("spg", 0, 20), _result("espo", 0, 40), _result("espo", 1, 60)], BUDGETS)
     first, second = [line for line in text.splitlines() if line.startswith("| `")][:2]
     accuracy = "50.0 % (43.1 to 56.9)"
     assert first.startswith(f"| `espo` | 2 | 1 x 4 | 1.0e-03 | {accuracy} | {accuracy} | 1.0 in 9.0 | ")
@@ -136,13 +170,13 @@ def test_the_table_shows_the_best_learning_rate() -> None:
     collapsed = replace(_result("spg", 0, 5), lr=4e-3)
     assert (collapsed.has_learned, _result("spg", 0, 20).has_learned) == (False, True)
     for results in ([collapsed, _result("spg", 0, 20)], [_result("spg", 0, 20), collapsed]):
-        (line,) = [line for line in markdown(results, 1000, 30.0).splitlines() if line.startswith("| `spg` | 1 |")]
+        (line,) = [line for line in markdown(results, BUDGETS).splitlines() if line.startswith("| `spg` | 1 |")]
         assert line.startswith("| `spg` | 1 | 1 x 4 | 1.0e-03 | 20.0 %")
 
 
 def test_learning_rates_are_compared_on_their_common_seeds() -> None:
     slow = [replace(_result("spg", seed, correct), lr=1e-4) for seed, correct in ((0, 40), (1, 10))]
-    (line,) = [line for line in markdown([_result("spg", 0, 30), *slow], 1000, 30.0).splitlines() if "x 4" in line]
+    (line,) = [line for line in markdown([_result("spg", 0, 30), *slow], BUDGETS).splitlines() if "x 4" in line]
     assert line.startswith("| `spg` | 2 | 1 x 4 | 1.0e-04 | 25.0 %")
 
 
@@ -214,7 +248,7 @@ def test_pool_functions_are_importable_by_spawned_processes() -> None:
 
 def test_the_table_says_why_a_trial_ended_early() -> None:
     failed = replace(_result("spg", 0, 20), at_completions=None, at_seconds=None, failure="the loss is nan")
-    line = next(line for line in markdown([failed, _result("espo", 0, 1)], 1, 30.0).splitlines() if "`spg`" in line)
+    line = next(line for line in markdown([failed, _result("espo", 0, 1)], BUDGETS).splitlines() if "`spg`" in line)
     assert line.count("ended before") == 2
     assert "the loss is nan" in line
 
@@ -242,13 +276,16 @@ def test_gains_are_over_each_seeds_own_sft() -> None:
     """From 10 % before; the run that ended early lost all of it. A row without a trial of both tasks is left out."""
     results = [_result("spg", 0, 20), _result("spg", 1, 25), replace(_result("tba", 0, 0), at_seconds=None)]
     countdown = [replace(result, task="countdown", rate=0.25) for result in (_result("spg", 0, 8), results[2])]
+    further = [replace(_result(row, 0, 90), task="smollm2") for row in ("tba", "vrpo")]
     learners = {
         row: LearnerConfig.model_validate({"algorithm": row, "num_rounds": 1})
         for row in ("tba", "spg", "tracerl-value", "vrpo")
     }
-    lines = gains([*results, *countdown, _result("vrpo", 0, 90)], learners).splitlines()
-    assert lines[0].startswith("| row | Countdown: gain (worst to best), seeds | Sudoku: gain (worst to best), seeds |")
-    assert lines[2:] == [
-        "| `spg` | -2.0, 1 | +12.5 (+10.0 to +15.0), 2 | 0.25, 1 | 2.00 | none |",
-        "| `tba` | -10.0, 1 | -10.0, 1 | 0.25, 1 | 2.00 | reference |",
-    ]
+    trials = [*results, *countdown, *further, _result("vrpo", 0, 90)]
+    heads, _, *lines = gains(trials, learners, ["sudoku", "countdown"]).splitlines()
+    names = [cell.split(":")[0].strip() for cell in heads.split("|")[2:5]]
+    assert names == ["Countdown", "Sudoku", "Smollm2"]
+    assert lines == [
+        "| `spg` | -2.0, 1 | +12.5 (+10.0 to +15.0), 2 | - | 0.25, 1 | 2.00 | none |",
+        "| `tba` | -10.0, 1 | -10.0, 1 | +80.0, 1 | 0.25, 1, 1 | 2.00 | reference |",
+    ], "ranked without the third task"
