@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from benchmarks.algorithms.report import Result, by_row, percent, seconds_per_round
+from benchmarks.algorithms.report import Result, by_row, percent, seconds_per_round, title
 from learner.config import LearnerConfig
 
 
@@ -20,7 +20,7 @@ def gains(results: Sequence[Result], learners: Mapping[str, LearnerConfig], rank
     of_task = {task: dict(by_row([one for one in results if one.task == task])) for task in tasks}
     found = {row: {task: of_task[task][row] for task in tasks if row in of_task[task]} for row in learners}
     complete = {row: trials for row, trials in found.items() if trials.keys() >= set(ranked_by)}
-    heads = [f"{task.capitalize()}: gain (worst to best), seeds" for task in tasks]
+    heads = [f"{title(task)}: gain (worst to best), seeds" for task in tasks]
     lines = [
         f"| row | {' | '.join(heads)} | rate | CPU-s a round | weights besides the policy |",
         "|---|" + "---|" * len(tasks) + "---:|---:|---|",

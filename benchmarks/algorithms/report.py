@@ -77,7 +77,7 @@ def markdown(results: Sequence[Result], budgets: Mapping[str, Budget]) -> str:
         found = list(of_task)
         first, *others = found[0].before
         lines += [
-            f"### {task.capitalize()}",
+            f"### {title(task)}",
             "",
             f"| row | seeds | updates x G | lr | {first}, after {budgets[task].num_completions:,} completions "
             f"| {first}, after {budgets[task].cpu_s:,.0f} CPU-s | {' | '.join([*others, 'CPU-s a round'])} "
@@ -88,6 +88,11 @@ def markdown(results: Sequence[Result], budgets: Mapping[str, Budget]) -> str:
         lines.append(f"| SFT |  |  |  |  | {' | '.join(before)} |  |  |  |")
         lines += [*(_line(row, trials) for row, trials in by_row(found)), ""]
     return "\n".join(lines)
+
+
+def title(task: str) -> str:
+    """Return the name of a task in headings."""
+    return "SmolLM2" if task == "smollm2" else task.capitalize()
 
 
 def write_columns(path: Path, results: Sequence[Result]) -> None:
