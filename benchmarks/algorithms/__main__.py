@@ -84,7 +84,7 @@ def main() -> None:
     learners = {RECIPE_ROW: load_recipe(TASKS[args.tasks[0]], []).learner} | {
         row: LearnerConfig.model_validate({"algorithm": row, "num_rounds": 1}) for row in ALGORITHMS
     }
-    overview = gains(results, learners, [task for task in args.tasks if task in _TINY])
+    overview = gains(results, learners, [task for task in args.tasks if task in _TINY] or args.tasks)
     console.print(text, overview, sep="\n", markup=False, highlight=False)
     if args.docs is not None:
         write_between_marks(args.docs / "results.md", "benchmarks.algorithms", text)

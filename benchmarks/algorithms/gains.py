@@ -9,7 +9,7 @@ from learner.config import LearnerConfig
 
 
 def gains(results: Sequence[Result], learners: Mapping[str, LearnerConfig], ranked_by: Collection[str]) -> str:
-    """Format the table, the row of the greatest mean gain first.
+    """Format the table, the row of the greatest mean gain first: the mean gain (worst to best seed), number of seeds.
 
     Args:
         results: the trials of all tasks.
@@ -20,9 +20,8 @@ def gains(results: Sequence[Result], learners: Mapping[str, LearnerConfig], rank
     of_task = {task: dict(by_row([one for one in results if one.task == task])) for task in tasks}
     found = {row: {task: of_task[task][row] for task in tasks if row in of_task[task]} for row in learners}
     complete = {row: trials for row, trials in found.items() if trials.keys() >= set(ranked_by)}
-    heads = [f"{title(task)}: gain (worst to best), seeds" for task in tasks]
     lines = [
-        f"| row | {' | '.join(heads)} | rate | CPU-s a round | weights besides the policy |",
+        f"| row | {' | '.join(map(title, tasks))} | rate | CPU-s a round | weights besides the policy |",
         "|---|" + "---|" * len(tasks) + "---:|---:|---|",
     ]
     for row in sorted(complete, key=lambda row: -sum(_mean(complete[row][task]) for task in ranked_by)):
