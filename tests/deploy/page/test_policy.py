@@ -29,11 +29,14 @@ def test_the_policy_and_its_lag_follow_the_events(open_page: Open, service: Fake
 
 
 def test_an_interrupted_event_stream_is_resumed(open_page: Open, service: FakeService) -> None:
-    service.policy_events += [("published", {"version": 13, "round": 12, "time_s": 1.0})]
     page = open_page()
     expect(page.locator("#serving")).to_have_text("version 12 · up to date")
+    # Only the first event makes the page ask again, so it has been read before the stream is cut.
+    service.policy |= {"lag": {"published": 13, "behind": 1}}
+    service.policy_events += [("published", {"version": 13, "round": 12, "time_s": 1.0})]
+    expect(page.locator("#serving")).to_have_text("version 12 · 1 version behind")
     service.cuts_policy_events = True
-    service.policy |= {"policy_version": 13}
+    service.policy |= {"policy_version": 13, "lag": {"published": 13, "behind": 0}}
     service.policy_events += [("serving", {"version": 13, "round": 12, "time_s": 2.0})]
     expect(page.locator("#serving")).to_have_text("version 13 · up to date")
     # The page refreshes before it opens the stream again.
