@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean
 
 from benchmarks.algorithms.report import Result, by_row, percent, seconds_per_round, title
 from learner.config import LearnerConfig
@@ -24,7 +25,7 @@ def gains(results: Sequence[Result], learners: Mapping[str, LearnerConfig], rank
         f"| row | {' | '.join(map(title, tasks))} | rate | CPU-s a round | weights besides the policy |",
         "|---|" + "---|" * len(tasks) + "---:|---:|---|",
     ]
-    for row in sorted(complete, key=lambda row: -sum(_mean(complete[row][task]) for task in ranked_by)):
+    for row in sorted(complete, key=lambda row: -sum(fmean(_points(complete[row][task])) for task in ranked_by)):
         of_row = complete[row]
         cells = (
             f"`{row}`",
@@ -37,18 +38,13 @@ def gains(results: Sequence[Result], learners: Mapping[str, LearnerConfig], rank
     return "\n".join(lines) + "\n"
 
 
-def _mean(trials: Sequence[Result]) -> float:
-    points = _points(trials)
-    return sum(points) / len(points)
-
-
 def _points(trials: Sequence[Result]) -> list[float]:
     """Return the gain of each seed, percentage points at the reported schedule; a run that ended early lost all."""
     return [percent(trial.at_seconds) - percent(trial.before) for trial in trials]
 
 
 def _in_words(points: Sequence[float]) -> str:
-    mean = f"{sum(points) / len(points):+.1f}"
+    mean = f"{fmean(points):+.1f}"
     return f"{mean} ({min(points):+.1f} to {max(points):+.1f}), {len(points)}" if len(points) > 1 else f"{mean}, 1"
 
 

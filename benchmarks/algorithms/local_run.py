@@ -28,11 +28,13 @@ from deploy.runs.run_directory import create_run_dir, make_spec
 from learner.batch import RolloutBatch
 from learner.learner import Learner, Metrics
 from learner.model.adapter import read_chain
-from learner.model.checkpoint import load_weights, save_checkpoint
+from learner.model.checkpoint import save_checkpoint
 from learner.model.tokenizer import ChatTokenizer
 from learner.model.transformer import Transformer
 from learner.objectives import DistillationConfig
+from learner.parallel.loading import load_by_rows
 from learner.parallel.sharding import ShardedPolicy
+from learner.parallel.sharding_config import ShardingConfig
 from learner.parallel.teacher import Teacher
 from learner.probes import likelihood_gap
 from learner.sft.learner import SftLearner
@@ -82,7 +84,8 @@ def _load(spec: RunSpec, checkpoint: Path) -> ShardedPolicy:
     """
     dtype = torch.bfloat16 if spec.may_hold_base_in_bfloat16 else torch.float32
     chain = read_chain(checkpoint)
-    policy = ShardedPolicy(load_weights(chain.weights, dtype), None, lora=spec.model.lora, seed=spec.seed)
+    lora, device = spec.model.lora, torch.device("cpu")
+    policy = load_by_rows(chain.weights, None, ShardingConfig(), device=device, lora=lora, seed=spec.seed, dtype=dtype)
     policy.reset_adapter(chain.combined)
     return policy
 

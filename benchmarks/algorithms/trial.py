@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import threading
@@ -187,9 +188,11 @@ def _rollout_of(row: str, rollout: RolloutConfig) -> RolloutConfig:
     elif row == "lightningrl":
         sampling = ScheduleConfig(threshold=0.9).of(sampling)
     elif row == "d-opsd":
-        # Its teacher looks at later blocks, and the recipes have one. Steps stay as close to theirs as blocks allow.
-        # With two blocks, only the first is scored, and each of four updates takes a step of it.
-        length, num_steps = (6, 6 if sampling.gen_length > 12 else 12) if sampling.gen_length % 6 == 0 else (2, 5)
+        # Its teacher looks at later blocks, and the recipes have one. The last block is not scored, and each update
+        # needs a step of the others.
+        length = 6 if sampling.gen_length % 6 == 0 else 2
+        num_blocks = sampling.gen_length // length
+        num_steps = num_blocks * math.ceil(ALGORITHMS[row]["inner_updates"] / (num_blocks - 1))
         sampling = sampling.model_copy(update={"block_length": length, "num_denoise_steps": num_steps})
     elif row == "d-treerpo":
         # Two levels of equally many steps.

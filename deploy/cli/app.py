@@ -49,7 +49,7 @@ def main() -> None:
         try:
             app(prog_name="d1")
         finally:
-            # Unbuffered text that could not be written is lost, so another write shows whether output failed.
+            # If the error came from unbuffered output, the buffer is empty: only another write fails again.
             _flush_output("\n" if isinstance(sys.exc_info()[1], OSError) else "")
     except (UserError, RunFailedError) as error:
         sys.stderr.write(f"d1: {printable(str(error))}\n")
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _flush_output(text: str) -> None:
-    """Write a text and what is buffered. Python would do so at exit, and a failure would make the status 120."""
+    """Write a text and flush standard output. If Python's own flush at exit failed, the exit code would be 120."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -16,6 +16,7 @@ import pytest
 from deploy.recipe.recipe import Stages
 from learner.model.config import TransformerConfig
 from learner.model.families.llada import write_config
+from tests.processes import d1_in_bash
 
 Events = list[dict[str, Any]]
 _ROOT = Path(__file__).parents[2]
@@ -207,19 +208,6 @@ def test_a_bug_shows_its_traceback(recipe_file: Path, workdir: Path, monkeypatch
         main()
 
 
-def _d1_in_bash(form: str, *words: str, unbuffered: str = "", cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a line of bash in which `"$@"` is a d1 command."""
-    return subprocess.run(
-        ["bash", "-c", form, "bash", sys.executable, "-c", _MAIN, *words],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(_ROOT), "PYTHONUNBUFFERED": unbuffered},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("words", [["schema"], ["train", str(_ROOT / "recipes" / "tiny.yaml"), "--dry-run"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_cannot_be_written_is_reported_in_one_sentence(
@@ -229,10 +217,10 @@ def test_output_that_cannot_be_written_is_reported_in_one_sentence(
         (">/dev/full", "standard output takes no more: no space left on device"),
         (">&-", "standard output is closed; redirect it to a file or to /dev/null"),
     ):
-        done = _d1_in_bash(f'"$@" {redirect}', *words, unbuffered=unbuffered, cwd=tmp_path)
+        done = d1_in_bash(f'"$@" {redirect}', *words, unbuffered=unbuffered, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (2, f"d1: {message}\n")
 
 
 def test_a_reader_that_leaves_early_causes_no_message(tmp_path: Path) -> None:
-    done = _d1_in_bash('"$@" | head -n 1', "schema", cwd=tmp_path)
+    done = d1_in_bash('"$@" | head -n 1', "schema", cwd=tmp_path)
     assert (done.stdout, done.stderr) == ("{\n", "")

@@ -13,6 +13,7 @@ from learner.model.checkpoint import load_policy, save_checkpoint
 from learner.model.tokenizer import MASK
 from learner.model.transformer import Transformer, init_weights
 from tests.deploy.offline.sample.asking import SHORT
+from tests.processes import d1_in_bash
 
 
 def test_bad_requests_are_answered_in_their_place_and_the_others_are_served(ask: Callable) -> None:
@@ -191,3 +192,14 @@ def test_invalid_weights_are_reported_in_one_sentence(checkpoints: Path, workdir
     ended = d1("sample", "bad", "x")
     assert ended.status == 1
     assert "has logits that are not finite" in ended.err
+
+
+def test_an_answer_that_cannot_be_written_is_reported_in_one_sentence(checkpoints: Path, workdir: Path) -> None:
+    for words, redirect, part in (
+        (["x", "--json"], ">/dev/full", "standard output takes no more: no space left"),
+        (["x"], ">&-", "standard output is closed"),
+    ):
+        done = d1_in_bash(f'"$@" {redirect}', "sample", str(checkpoints / "with"), *words, cwd=workdir)
+        assert done.returncode == 2, done.stderr
+        assert part in done.stderr
+        assert "Traceback" not in done.stderr
