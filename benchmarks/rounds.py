@@ -78,6 +78,7 @@ def make_round(setting: Setting) -> RolloutBatch:
         reward_parts=rewards[:, None],
         correct=rewards > 0.5,
         truncated=lengths == L,
+        is_stop=completions == 1,
         group_ids=torch.arange(setting.num_groups).repeat_interleave(setting.group_size),
         step_map=steps.flatten(1)[:, :L],
         commit_logp=zeros,

@@ -72,6 +72,8 @@ class RolloutBatch(CompletionBatch):
     """[B] bool: the answer is right."""
     truncated: Tensor
     """[B] bool: the completion reached the length limit without an end of text."""
+    is_stop: Tensor
+    """[B, L] bool: the slot's token is one of those that end a text."""
     group_ids: Tensor
     """[B] int64: rows of one problem share it."""
     step_map: Tensor
@@ -108,11 +110,6 @@ class RolloutBatch(CompletionBatch):
     node_keys: Tensor | None = None
     """[B, D] int64: keys of the nodes of a rollout tree that the completion passed through, one at the end of each
     level, the last one its own. Completions with an equal key have equal canvases there. None without a tree."""
-
-    def ends_of_text(self) -> Tensor:
-        """Return the slots that hold the token in which the row's text ends, [B, L] bool; none if it is truncated."""
-        last_B1 = (self.completion_lengths - 1).clamp(min=0)[:, None]
-        return (self.completion_ids == self.completion_ids.gather(1, last_B1)) & ~self.truncated[:, None]
 
     def speeds(self) -> Tensor:
         """Return the tokens per forward of each completion, [B] float32."""

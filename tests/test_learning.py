@@ -81,7 +81,7 @@ def _round(model: Transformer, params: SamplingParams, index: int, config: Learn
         summary=summary,
         step_rewards=tuple(map(_step_rewards, completions)) if num_step_answers else None,
     )
-    return collate([scored], GEN_LENGTH, 11, EVERY_GROUP)
+    return collate([scored], GEN_LENGTH, (11,), EVERY_GROUP)
 
 
 def _step_rewards(completion: Completion) -> NDArray[np.float32]:

@@ -43,7 +43,7 @@ def _sampled(policy: Transformer, **settings: object) -> tuple[GroupedBatch, Sam
     summary = WorkUnitSummary.of(completions, grades, texts=[""] * len(completions), costs={})
     scored = ScoredWorkUnit(work_unit=work_unit, completions=tuple(completions), summary=summary)
     num_slots = params.max_slots(is_block_causal=policy.config.is_block_causal)
-    return GroupedBatch.of(collate([scored], num_slots, policy.config.eos_token_id, EVERY_GROUP)), params
+    return GroupedBatch.of(collate([scored], num_slots, policy.config.stop_ids, EVERY_GROUP)), params
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

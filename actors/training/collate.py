@@ -35,11 +35,12 @@ def part_names_of(grades: Sequence[Grade]) -> list[str]:
 
 
 def collate(
-    work_units: Sequence[ScoredWorkUnit], num_slots: int, eos_id: int, selection: GroupSelection
+    work_units: Sequence[ScoredWorkUnit], num_slots: int, stop_ids: Sequence[int], selection: GroupSelection
 ) -> RolloutBatch | None:
     """Build a round's batch: the chosen rows in the order of their groups, independent of the work units.
 
-    None if no row is left. Completions are padded to `num_slots`, which is `SamplingParams.max_slots`.
+    None if no row is left. Completions are padded to `num_slots`, which is `SamplingParams.max_slots`, with the first
+    stop token.
     """
     trained = selection.trained_rows([(scored.work_unit.group_ids, scored.grades) for scored in work_units])
     rows = [row for scored, kept in zip(work_units, trained, strict=True) for row in _rows(scored, kept)]
@@ -51,17 +52,19 @@ def collate(
     prompts = [request.prompt_ids for request in requests]
     # Include the whole last block: the tokens after the end of text were context of the text's last tokens.
     texts = [completion.token_ids.tolist() for completion in completions]
+    completion_ids = pad_rows(texts, stop_ids[0], num_slots)
     part_names = sorted(part_names_of(grades))
     return RolloutBatch(
-        prompt_ids=pad_rows(prompts, eos_id),
+        prompt_ids=pad_rows(prompts, stop_ids[0]),
         prompt_lengths=torch.tensor([len(prompt) for prompt in prompts]),
-        completion_ids=pad_rows(texts, eos_id, num_slots),
+        completion_ids=completion_ids,
         completion_lengths=torch.tensor([completion.num_tokens for completion in completions]),
         sample_keys=torch.tensor([fold(request.seed, MASK_KEY) for request in requests]),
         rewards=torch.tensor([grade.reward for grade in grades]),
         reward_parts=torch.tensor([[grade.parts.get(name, 0.0) for name in part_names] for grade in grades]),
         correct=torch.tensor([grade.correct for grade in grades]),
         truncated=torch.tensor([completion.finish_reason is FinishReason.LENGTH for completion in completions]),
+        is_stop=torch.isin(completion_ids, torch.tensor(stop_ids)),
         group_ids=torch.tensor([row.group for row in rows]),
         step_map=pad_rows([completion.step_map.tolist() for completion in completions], -1, num_slots),
         commit_logp=_padded([completion.commit_logp for completion in completions], num_slots),

@@ -115,7 +115,7 @@ class PairBatches:
         self._spec, self._pairs, self._sampler = spec, data.pairs, sampler
         self._order = EpochOrder(len(data.pairs), spec.seed)
         self._num_slots = spec.rollout.sampling.max_slots(is_block_causal=policy.is_block_causal)
-        self._eos_id = policy.eos_token_id
+        self._eos_id, self._stop_ids = policy.eos_token_id, torch.tensor(policy.stop_ids)
 
     def of_round(self, round_index: int) -> RolloutBatch:
         """Make the batch of a round: a group of two for each pair, with reward 1 for the chosen completion.
@@ -135,6 +135,7 @@ class PairBatches:
             reward_parts=torch.zeros(texts.num_rows, 0),
             correct=is_chosen,
             truncated=texts.completion_ids.gather(1, texts.completion_lengths[:, None] - 1)[:, 0] != self._eos_id,
+            is_stop=torch.isin(texts.completion_ids, self._stop_ids),
             group_ids=torch.arange(count).repeat_interleave(2),
             step_map=torch.where(block_BL <= last_B1, 0, -1),
             commit_logp=unrecorded,

@@ -181,4 +181,4 @@ class Rounds:
             return self._pairs.of_round(round_index)
         sampling, policy = self._context.spec.rollout.sampling, self._context.policy.config
         num_slots = sampling.max_slots(is_block_causal=policy.is_block_causal)
-        return collate(work_units, num_slots, policy.eos_token_id, GroupSelection.of(self._context.spec))
+        return collate(work_units, num_slots, policy.stop_ids, GroupSelection.of(self._context.spec))

@@ -157,7 +157,7 @@ class LocalRun:
     def _batch(self, scored: Sequence[ScoredWorkUnit]) -> RolloutBatch:
         policy = self.policy.config
         num_slots = self._spec.rollout.sampling.max_slots(is_block_causal=policy.is_block_causal)
-        batch = collate(scored, num_slots, policy.eos_token_id, GroupSelection.of(self._spec))
+        batch = collate(scored, num_slots, policy.stop_ids, GroupSelection.of(self._spec))
         if batch is None:
             raise RuntimeError("no completion of a round could be graded")
         return batch

@@ -278,7 +278,7 @@ class TrajectoryConfig(BaseModel):
         """Return the committed slots of the text, or those up to the last step that commits text, [B, L] bool."""
         if self.slots == "text":
             return batch.completion_mask() & (batch.step_map >= 0)
-        last_step_B1 = batch.step_map.masked_fill(batch.ends_of_text(), -1).amax(dim=1, keepdim=True)
+        last_step_B1 = batch.step_map.masked_fill(batch.is_stop, -1).amax(dim=1, keepdim=True)
         return covered_slots(batch, ScoredSlots.DENOISED) & (batch.step_map <= last_step_B1)
 
     def _selected(self, batch: GroupedBatch) -> Tensor:

@@ -38,14 +38,14 @@ def tree_refusal(sampler: SamplerFacts, num_levels: int) -> str | None:
 def slots_of_nodes(batch: GroupedBatch, level_BL: Tensor, num_levels: int) -> Tensor:
     """Return the slots that a row scores for the nodes that it stands for, [B, L] bool.
 
-    A node's text ends at the first end of text among the tokens that are committed at the end of its level.
+    A node's text ends at the first stop token among those that are committed at the end of its level.
     """
     assert batch.owns_node is not None, "samplers draw a tree for such a config"
-    is_end_BL, slots_L = batch.ends_of_text(), torch.arange(batch.num_slots, device=level_BL.device)
-    scored_BL = torch.zeros_like(is_end_BL)
+    slots_L = torch.arange(batch.num_slots, device=level_BL.device)
+    scored_BL = torch.zeros_like(batch.is_stop)
     for level in range(num_levels):
         is_shown_BL = (level_BL >= 0) & (level_BL <= level)
-        end_B1 = torch.where(is_end_BL & is_shown_BL, slots_L, batch.num_slots).amin(dim=1, keepdim=True)
+        end_B1 = torch.where(batch.is_stop & is_shown_BL, slots_L, batch.num_slots).amin(dim=1, keepdim=True)
         is_owned_B1 = (batch.owns_node[:, level] & (batch.completion_lengths > 0))[:, None]
         scored_BL |= (level_BL == level) & (slots_L <= end_B1) & is_owned_B1
     return scored_BL

@@ -132,6 +132,7 @@ def full_group(num_rows: int, prompt_tokens: int, gen_length: int, num_steps: in
         reward_parts=zeros_B[:, None],
         correct=zeros_B.bool(),
         truncated=zeros_B.bool(),
+        is_stop=zeros_BL.bool(),
         group_ids=torch.zeros(rows, dtype=torch.int64),
         step_map=slots * num_steps // length,
         commit_logp=zeros_BL,

@@ -12,7 +12,7 @@ def batch_of(
     *, prompts: Tensor, completions: Tensor, lengths: Tensor, steps: Tensor, rewards: Tensor, **others: Tensor
 ) -> RolloutBatch:
     """Build a batch of groups of four, from prompts [B, P] and completions [B, L] without padding. Recorded
-    log-probabilities and entropies are zero."""
+    log-probabilities and entropies are zero, and no token ends a text."""
     num_rows, num_slots = completions.shape
     zeros_BL = torch.zeros(num_rows, num_slots)
     columns = {
@@ -25,6 +25,7 @@ def batch_of(
         "reward_parts": rewards[:, None],
         "correct": rewards > 0.5,
         "truncated": lengths == num_slots,
+        "is_stop": torch.zeros(num_rows, num_slots, dtype=torch.bool),
         "group_ids": torch.arange(num_rows) // 4,
         "step_map": steps,
         "commit_logp": zeros_BL,

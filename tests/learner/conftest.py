@@ -38,6 +38,7 @@ def rollouts() -> RolloutBatch:
         reward_parts=torch.stack((rewards / 3, rewards * 2 / 3), dim=1),
         correct=rewards > 0.7,
         truncated=lengths == 8,
+        is_stop=completions == 39,
         group_ids=torch.tensor([5, 6, 9]).repeat_interleave(4),
         step_map=torch.where(is_denoised, steps.flatten(1), -1),
         commit_logp=torch.where(is_denoised, -torch.rand(12, 8, generator=generator), 0.0),

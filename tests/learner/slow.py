@@ -117,10 +117,7 @@ def rows_of(
                 tokens=batch.completion_ids[row].tolist(),
                 entropy=batch.commit_entropy[row].tolist(),
                 law_entropy=batch.commit_law_entropy[row].tolist(),
-                says_something=[
-                    bool(batch.truncated[row]) or token != policies[0].config.eos_token_id
-                    for token in batch.completion_ids[row].tolist()
-                ],
+                says_something=(~batch.is_stop[row]).tolist(),
                 step_rewards=[] if batch.step_rewards is None else batch.step_rewards[row].tolist(),
                 nodes=[] if batch.node_keys is None else batch.node_keys[row].tolist(),
             )

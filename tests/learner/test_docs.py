@@ -101,6 +101,7 @@ def _batch(rows: int) -> RolloutBatch:
         reward_parts=torch.zeros(rows, 1),
         correct=torch.tensor([True, False]).repeat(rows // 2),
         truncated=torch.ones(rows, dtype=torch.bool),
+        is_stop=torch.zeros(rows, LENGTH, dtype=torch.bool),
         group_ids=torch.arange(rows) // 2,
         step_map=order,
         commit_logp=-torch.ones(rows, LENGTH),

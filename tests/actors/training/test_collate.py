@@ -68,10 +68,11 @@ def _summary(grades: tuple[Grade, ...], costs: Mapping[str, float] = MappingProx
 
 def test_rows_carry_their_own_request_completion_and_grade(plan: RunPlan) -> None:
     work_unit = plan.round_work_unit(0, 1)
-    batch = collate([_scored(work_unit)], num_slots=8, eos_id=1, selection=EVERY_GROUP)
+    batch = collate([_scored(work_unit)], num_slots=8, stop_ids=(1, 9), selection=EVERY_GROUP)
     assert batch.group_ids.tolist() == [2] * 4 + [3] * 4
     # The end of text and the tokens after it in its block.
     assert batch.completion_ids.tolist() == [[7, 8, 9, 10, 1, 1, 1, 1]] * 8
+    assert batch.is_stop[0].tolist() == [False, False, True, False, True, True, True, True]
     assert batch.completion_lengths.tolist() == [3] * 8
     assert batch.step_map[0].tolist() == [0, 1, 2, 3, -1, -1, -1, -1]
     assert batch.commit_logp[0].tolist() == [-0.5] * 4 + [0.0] * 4
@@ -87,7 +88,7 @@ def test_an_ungraded_completion_is_left_out_of_its_group(plan: RunPlan) -> None:
     scored = _scored(plan.round_work_unit(0, 0))
     grades = list(scored.grades)
     grades[5] = replace(grades[5], outcome=Outcome.TIMEOUT, reward=9.0)
-    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1, selection=EVERY_GROUP)
+    batch = collate([_regraded(scored, grades)], num_slots=8, stop_ids=(1,), selection=EVERY_GROUP)
     assert batch.group_ids.tolist() == [0] * 4 + [1] * 3
     torch.testing.assert_close(batch.rewards, torch.tensor([0, 1, 2, 3, 4, 6, 7]) / 10)
 
@@ -95,10 +96,10 @@ def test_an_ungraded_completion_is_left_out_of_its_group(plan: RunPlan) -> None:
 def test_a_group_with_a_single_graded_completion_is_left_out(plan: RunPlan) -> None:
     scored = _scored(plan.round_work_unit(0, 0))
     grades = [replace(g, outcome=Outcome.ERROR) if row < 3 else g for row, g in enumerate(scored.grades)]
-    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1, selection=EVERY_GROUP)
+    batch = collate([_regraded(scored, grades)], num_slots=8, stop_ids=(1,), selection=EVERY_GROUP)
     assert batch.group_ids.tolist() == [1] * 4
     grades = [replace(grade, outcome=Outcome.ERROR) for grade in grades]
-    assert collate([_regraded(scored, grades)], num_slots=8, eos_id=1, selection=EVERY_GROUP) is None
+    assert collate([_regraded(scored, grades)], num_slots=8, stop_ids=(1,), selection=EVERY_GROUP) is None
 
 
 def test_ungraded_completions_are_counted_and_in_no_mean(plan: RunPlan) -> None:
@@ -115,7 +116,7 @@ def test_a_failed_grade_that_the_recipe_makes_a_zero_is_trained_on_and_still_cou
     scored = _scored(plan.round_work_unit(0, 0))
     failed = Grade(reward=0.0, parts={}, correct=False, outcome=Outcome.TIMEOUT, is_zeroed=True)
     grades = (failed, *scored.grades[1:])
-    batch = collate([_regraded(scored, grades)], num_slots=8, eos_id=1, selection=EVERY_GROUP)
+    batch = collate([_regraded(scored, grades)], num_slots=8, stop_ids=(1,), selection=EVERY_GROUP)
     assert batch.rewards[:2].tolist() == pytest.approx([0.0, 0.1])
     assert batch.reward_parts[:2, 0].tolist() == pytest.approx([0.0, 0.1])
     stats = round_stats([scored.work_unit.group_ids], [_summary(grades)], GroupSelection(num_groups=2, max_groups=2))
@@ -209,7 +210,7 @@ def test_rewards_of_blocks_reach_the_slots_of_their_last_steps(
     assert [end for end, _ in grade.block_rewards] == ends
     assert [reward for _, reward in grade.block_rewards] == pytest.approx(rewards)
     assert grade.reward == pytest.approx(sum(rewards) + grade.parts["digits"])
-    batch = collate([scored], num_slots=8, eos_id=1, selection=EVERY_GROUP)
+    batch = collate([scored], num_slots=8, stop_ids=(1,), selection=EVERY_GROUP)
     assert batch is not None
     assert batch.process_rewards is not None
     assert batch.outcome_rewards is not None
@@ -222,8 +223,8 @@ def test_rewards_of_blocks_reach_the_slots_of_their_last_steps(
 
 def test_rows_are_in_the_order_of_their_groups_whatever_the_work_units(plan: RunPlan) -> None:
     work_units = [_scored(plan.round_work_unit(0, index)) for index in range(plan.work_units_per_round)]
-    in_order = collate(work_units, num_slots=8, eos_id=1, selection=EVERY_GROUP)
-    turned = collate(work_units[::-1], num_slots=8, eos_id=1, selection=EVERY_GROUP)
+    in_order = collate(work_units, num_slots=8, stop_ids=(1,), selection=EVERY_GROUP)
+    turned = collate(work_units[::-1], num_slots=8, stop_ids=(1,), selection=EVERY_GROUP)
     assert in_order is not None
     assert turned is not None
     torch.testing.assert_close(turned.given(), in_order.given())

@@ -159,7 +159,7 @@ def test_a_completion_without_answers_has_no_step_rewards(
     plain = [replace(completion, step_answers=None) for completion in completions]
     scored = _graded(spec, plan.round_work_unit(0, 0), plain, _Counting())
     assert scored.step_rewards is None
-    batch = collate([scored], num_slots=8, eos_id=1, selection=EVERY_GROUP)
+    batch = collate([scored], num_slots=8, stop_ids=(1,), selection=EVERY_GROUP)
     assert batch is not None
     assert batch.step_rewards is None
 
@@ -170,7 +170,7 @@ def test_steps_after_a_completions_last_have_no_reward(
     plain = [replace(completion, step_answers=None) for completion in completions]
     rewards = tuple(np.full(1 + row % 4, row, dtype=np.float32) for row in range(len(plain)))
     scored = replace(_graded(of_steps, work_unit, plain, _Counting()), step_rewards=rewards)
-    batch = collate([scored], num_slots=8, eos_id=1, selection=EVERY_GROUP)
+    batch = collate([scored], num_slots=8, stop_ids=(1,), selection=EVERY_GROUP)
     assert batch is not None
     assert batch.step_rewards is not None
     assert batch.step_rewards.shape == (8, 4)
@@ -179,7 +179,7 @@ def test_steps_after_a_completions_last_have_no_reward(
 
 
 def _batch(spec: RunSpec, work_unit: WorkUnit, completions: list[Completion], grader: _Counting) -> RolloutBatch:
-    batch = collate([_graded(spec, work_unit, completions, grader)], 8, 1, EVERY_GROUP)
+    batch = collate([_graded(spec, work_unit, completions, grader)], 8, (1,), EVERY_GROUP)
     assert batch is not None
     assert batch.step_rewards is not None
     return batch
@@ -212,7 +212,7 @@ def test_what_every_step_predicted_reaches_the_learner(of_predictions: RunSpec) 
     policy, facts = load_policy(spec.initial_checkpoint), sampler_facts(spec.rollout.sampling)
     completions = Sampler(policy, 0).generate(work_unit.requests)
     grader = _Counting()
-    batch = collate([_graded(spec, work_unit, completions, grader)], 10, 1, EVERY_GROUP)
+    batch = collate([_graded(spec, work_unit, completions, grader)], 10, (1,), EVERY_GROUP)
     assert batch is not None
     assert batch.step_rewards is not None
     assert batch.step_answers is not None

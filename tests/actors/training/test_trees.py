@@ -61,7 +61,7 @@ def _collated(
     ]
     summary = WorkUnitSummary.of(completions, grades, [""] * len(grades), {})
     scored = ScoredWorkUnit(work_unit=work_unit, completions=tuple(completions), summary=summary)
-    batch = collate([scored], len(completions[0].token_ids), 1, EVERY_GROUP)
+    batch = collate([scored], len(completions[0].token_ids), (1,), EVERY_GROUP)
     assert batch is not None
     return batch
 

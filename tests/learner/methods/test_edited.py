@@ -53,7 +53,7 @@ def batch(sampled: tuple[list[Request], list[Completion]], config: TransformerCo
     grades = [Grade(reward=(i % 3) / 2, parts={}, correct=i % 3 == 2) for i in range(8)]
     summary = WorkUnitSummary.of(completions, grades, [""] * 8, {})
     scored = ScoredWorkUnit(work_unit=work_unit, completions=tuple(completions), summary=summary)
-    found = collate([scored], PARAMS.max_slots(is_block_causal=True), config.eos_token_id, EVERY_GROUP)
+    found = collate([scored], PARAMS.max_slots(is_block_causal=True), config.stop_ids, EVERY_GROUP)
     assert found is not None
     return found
 

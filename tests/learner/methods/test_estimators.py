@@ -218,21 +218,23 @@ def test_rivals_of_an_order_are_all_slots_left_masked(grouped: GroupedBatch) -> 
 
 
 def test_all_tokens_are_scored_up_to_the_last_step_with_text(grouped: GroupedBatch) -> None:
-    """The text ends in its second slot. Its steps 0 and 1 commit ends of text too, steps 2 and 3 commit nothing
-    else."""
+    """The first text ends in its second slot. Its steps 0 and 1 commit stop tokens too, steps 2 and 3 nothing else, as
+    LLaDA does: text, one `<|eot_id|>` and then only `<|endoftext|>`. The second text is cut off."""
+    completions = torch.tensor([[5, 37, 39, 6, 39, 39, 39, 39], [5, 4, 4, 6, 4, 4, 4, 4]])
     batch = replace(
         _many(grouped, 0, 2),
-        completion_ids=torch.tensor([[5, 39, 39, 6, 39, 39, 39, 39]] * 2),
+        completion_ids=completions,
         completion_lengths=torch.tensor([2, 8]),
         step_map=torch.tensor([[1, 0, 1, 0, 2, 2, 3, 3]] * 2),
         truncated=torch.tensor([False, True]),
+        is_stop=(completions == 37) | (completions == 39),
     )
     config = TrajectoryConfig(steps_per_segment=1, slots="denoised", weigh="mean")
     corruption = config.corrupt(batch, FIRST, SAMPLER)
     assert corruption.rows.tolist() == [0, 0, 1, 1, 1, 1]
     assert corruption.scored[0].nonzero()[:, 0].tolist() == [1, 3]
     assert corruption.scored[1].nonzero()[:, 0].tolist() == [0, 2]
-    assert config.sizes(batch).tolist() == [4, 8], "what was cut off ends in no end of text"
+    assert config.sizes(batch).tolist() == [4, 8], "no stop token ends what was cut off"
     assert corruption.importance is not None
     assert corruption.importance[:, 0].tolist() == [1 / 2] * 2 + [1 / 4] * 4
 

@@ -370,6 +370,7 @@ def example(source: Source) -> RolloutBatch:
         steps=step_BL,
         commit_entropy=entropies(prompts, ids, step_BL),
         rewards=rewards,
+        is_stop=ids == EOS,
         group_ids=group_ids,
         **of_steps,
     )

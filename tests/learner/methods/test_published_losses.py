@@ -107,6 +107,7 @@ def _batch(completions: list[list[int]], rewards: Tensor, correct: Tensor, entro
         rewards=rewards,
         correct=correct,
         truncated=~is_end.any(dim=1),
+        is_stop=is_end,
         commit_logp=recorded,
         commit_law_entropy=entropy,
     )

@@ -203,6 +203,7 @@ def _rollouts() -> RolloutBatch:
         reward_parts=rewards[:, None],
         correct=rewards > 0.5,
         truncated=lengths == 8,
+        is_stop=completions == 39,
         group_ids=torch.arange(11) // 4,
         step_map=torch.arange(8).expand(11, 8) // 2,
         commit_logp=-torch.rand(11, 8, generator=generator),
