@@ -51,7 +51,10 @@ learner: {num_workers: 1, num_rounds: 4, groups_per_round: 8, group_size: 4, inn
 evaluation: {num_problems: 50, every_rounds: 2}
 control: {num_steps: 3}
 checkpoint_every_rounds: 1
+# A policy that has hardly learned solves no sum, and equal rewards have no gradient.
+reward: {terms: {letters: {kind: function, path: "letters:share", directory: FOLDER}}}
 """
+LETTERS = "def share(completion, **rest):\n    return sum(map(str.isalpha, completion)) / 10\n"
 # For tests of other matters: starting processes takes most of a small run's time.
 SMALL = ("rollout.num_samplers=1",)
 IS_QUANTIZED = find_spec("bitsandbytes") is not None
@@ -76,7 +79,8 @@ UNREPEATABLE = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "letters.py").write_text(LETTERS)
+    (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
     return folder
 
 
@@ -116,7 +120,7 @@ def test_a_run_writes_events_samples_and_checkpoints(
     assert [event["policy_version"] for event in rounds] == [2, 3, 4, 5]
     assert all(event["num_completions"] == 32 and event["num_failed_groups"] == 0 for event in rounds)
     assert all(event["flop_per_s"] > 0 and event["peak_memory_bytes"] > 10e6 for event in rounds)
-    assert all(event["estimator_variance"] > 0 for event in rounds)
+    assert all(event["estimator_variance"] > 0 and event["grad_norm"] > 0 for event in rounds)
     assert not [event for event in rounds if "mfu" in event], "no rate of a CPU is known"
     assert not [event for event in first_run if event["event"] == "failure"]
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
@@ -145,11 +149,12 @@ def test_evaluation_on_the_cluster_equals_that_of_one_worker(cluster: dict[str, 
     computing = ComputeSettings(num_slots=None, dtype="float32", pool=PoolSettings(num_workers=None, device=None))
     # Everything is already answered: check what is stored, and the options of the evaluation.
     (ready,) = prepare(subject, options, computing, folder / "answers", [].append)
-    assert not ready.missing
+    recorded = ready.record.recorded.batches
+    assert recorded.keys() == {batch.index for batch in ready.batches}
     engine = computing.engine(subject.run)
     worker = Worker(WorkerConfig(checkpoint=subject.directory, engine=engine, device="cpu", num_threads=1))
     for batch in ready.batches:
-        assert worker.answer(batch).answers == ready.record.done[batch.index].answers
+        assert worker.answer(batch).answers == recorded[batch.index].answers
 
 
 @pytest.mark.nightly
@@ -203,8 +208,7 @@ def test_a_lora_run_resumes_from_the_newest_complete_checkpoint(cluster: dict[st
         lora += ("model.lora.base_weights=nf4",)
     first = _train(cluster, folder, "adapter", *lora)
     rounds = [event for event in first if event["event"] == "round"]
-    # In 4 bits the weights after SFT are quantized again before the rounds, which makes another version.
-    assert [event["policy_version"] for event in rounds] == ([3, 4, 5, 6] if IS_QUANTIZED else [2, 3, 4, 5])
+    assert [event["policy_version"] for event in rounds] == [2, 3, 4, 5]
     assert all(event["sampling/sampling_logp_difference/max"] < 1e-3 for event in rounds)
     checkpoints = shutil.copytree(folder / "adapter", folder / "torn") / "checkpoints"
     for name in ("rl-000004", "control"):
@@ -220,10 +224,11 @@ def test_a_lora_run_resumes_from_the_newest_complete_checkpoint(cluster: dict[st
     assert resumed[-1] == _repeatable(first)[-1]
     assert all(event["kl"] > 0 and event["grad_norm"] > 0 for event in events if event["event"] == "round")
     for name in ("rl-000004", "control"):
-        for file in ("model.safetensors", "lora.safetensors"):
-            assert (checkpoints / name / file).read_bytes() == (
-                folder / "adapter" / "checkpoints" / name / file
-            ).read_bytes(), (name, file)
+        ours, theirs = (
+            load_file(folder / run / "checkpoints" / name / "lora.safetensors") for run in ("torn", "adapter")
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
     assert load_file(checkpoints / "rl-000004" / "learner.safetensors").keys() == {
         f"optimizer/{name}/{key}"
         for name in load_file(checkpoints / "rl-000004" / "lora.safetensors")

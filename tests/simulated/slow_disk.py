@@ -34,7 +34,7 @@ class SlowDiskCoordinator(Coordinator):
     async def next_batch(
         self, round_index: int, weights_id: WeightsId, trained: TrainedRound | None = None, label: str = ""
     ) -> tuple[Next, list[Any]]:
-        if round_index == _KILLED_IN_ROUND and not self._is_restarted:
+        if round_index == _KILLED_IN_ROUND and not self._history.is_restarted:
             asyncio.get_running_loop().call_later(_FSYNC_S / 2, os.kill, os.getpid(), signal.SIGKILL)
         return await super().next_batch(round_index, weights_id, trained, label)
 
