@@ -4,6 +4,7 @@
 
 Each row of `learner/algorithms.py` trains from the same SFT checkpoint with its own estimator, objective, advantage,
 group size and inner updates. All rows use equally many completions per round. `recipe` is the recipe's own method.
+`control` continues SFT on the labels instead; it counts labelled completions.
 
 A row's learning rate is the recipe's divided by the square root of its optimizer steps per round. `--rates` are
 multiples of that: a row that ends no better than SFT is retried at each further rate, and the best rate counts.
@@ -31,7 +32,7 @@ from rich.console import Console
 from benchmarks.algorithms.gains import gains
 from benchmarks.algorithms.records import Records
 from benchmarks.algorithms.report import Budget, markdown, write_columns
-from benchmarks.algorithms.trial import RECIPE_ROW, Trial, begin, start, try_row
+from benchmarks.algorithms.trial import CONTROL_ROW, RECIPE_ROW, Trial, begin, start, try_row
 from benchmarks.table.marks import write_between_marks
 from deploy.recipe.overrides import load_recipe
 from learner.algorithms import ALGORITHMS
@@ -81,9 +82,10 @@ def main() -> None:
             trials = [trial for trial in tried if (found := records.find(trial)) and not found.has_learned]
     results = list(records.of(args.tasks))
     text = markdown(results, budgets)
-    learners = {RECIPE_ROW: load_recipe(TASKS[args.tasks[0]], []).learner} | {
-        row: LearnerConfig.model_validate({"algorithm": row, "num_rounds": 1}) for row in ALGORITHMS
-    }
+    learners: dict[str, LearnerConfig | None] = {
+        CONTROL_ROW: None,
+        RECIPE_ROW: load_recipe(TASKS[args.tasks[0]], []).learner,
+    } | {row: LearnerConfig.model_validate({"algorithm": row, "num_rounds": 1}) for row in ALGORITHMS}
     overview = gains(results, learners, [task for task in args.tasks if task in _TINY] or args.tasks)
     console.print(text, overview, sep="\n", markup=False, highlight=False)
     if args.docs is not None:
@@ -101,7 +103,7 @@ def _budget(task: str, args: argparse.Namespace) -> Budget:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [RECIPE_ROW, *ALGORITHMS]
+    names = [CONTROL_ROW, RECIPE_ROW, *ALGORITHMS]
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=_TINY)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])

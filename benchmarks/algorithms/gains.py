@@ -9,12 +9,12 @@ from benchmarks.algorithms.report import Result, by_row, percent, seconds_per_ro
 from learner.config import LearnerConfig
 
 
-def gains(results: Sequence[Result], learners: Mapping[str, LearnerConfig], ranked_by: Collection[str]) -> str:
+def gains(results: Sequence[Result], learners: Mapping[str, LearnerConfig | None], ranked_by: Collection[str]) -> str:
     """Format the table, the row of the greatest mean gain first: the mean gain (worst to best seed), number of seeds.
 
     Args:
         results: the trials of all tasks.
-        learners: the config of each row.
+        learners: the config of each row; None for the control.
         ranked_by: the tasks whose gains are averaged. Rows without a trial of each of these are left out.
     """
     tasks = sorted({result.task for result in results}, key=lambda task: (task not in ranked_by, task))
@@ -52,8 +52,10 @@ def _each(texts: Sequence[str]) -> str:
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 
 
-def _weights(learner: LearnerConfig) -> str:
+def _weights(learner: LearnerConfig | None) -> str:
     """Name the networks that a learner holds besides the policy, without LoRA."""
+    if learner is None:
+        return "none"
     held = {
         "reference": learner.objective.needs_reference,
         "teacher": learner.objective.needs_teacher,

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -65,9 +66,8 @@ def make_sft_checkpoint(recipe: Recipe) -> Path:
         return directory
     if not spec.initial_checkpoint.is_dir():
         create_run_dir(recipe, spec, start_from=None).close()
-    tokenizer, policy = ChatTokenizer(spec.initial_checkpoint), _load(spec, spec.initial_checkpoint)
-    documents = load_sft_data(spec, RunPlan(spec, tokenizer), tokenizer).train
-    learner = SftLearner(policy, spec.sft, documents, spec.seed)
+    policy = _load(spec, spec.initial_checkpoint)
+    learner = _sft_learner(spec, policy)
     for step in range(spec.sft.num_steps):
         learner.step(step, spec.sft.lr_at(step, step / spec.sft.num_steps))
     position = Position(phase=Phase.SFT, round=0, policy_version=1, rl_seconds=0.0)
@@ -75,6 +75,12 @@ def make_sft_checkpoint(recipe: Recipe) -> Path:
         directory, policy.config, policy.full_weights(), spec.initial_checkpoint, trainer_state=asdict(position)
     )
     return directory
+
+
+def _sft_learner(spec: RunSpec, policy: ShardedPolicy) -> SftLearner:
+    tokenizer = ChatTokenizer(spec.initial_checkpoint)
+    documents = load_sft_data(spec, RunPlan(spec, tokenizer), tokenizer).train
+    return SftLearner(policy, spec.sft, documents, spec.seed)
 
 
 def _load(spec: RunSpec, checkpoint: Path) -> ShardedPolicy:
@@ -175,6 +181,41 @@ class LocalRun:
         work_unit = self._plan.round_work_unit(round_index, index)
         completions = Sampler(self._versions[0], round_index, self._spec.rollout.engine).generate(work_unit.requests)
         return self._grader.grade(work_unit, completions)[0]
+
+
+class LocalControl:
+    """The control: more SFT on the same labels, from the SFT checkpoint. A round is an optimizer step."""
+
+    def __init__(self, recipe: Recipe, checkpoint: Path, cpu_s: float, rate: float = 1.0) -> None:
+        """Set up SFT for `cpu_s` CPU seconds, with the recipe's schedule of learning rates times `rate`."""
+        self._spec, self._cpu_s, self._rate = make_spec(recipe, Stages.ALL), cpu_s, rate
+        self._plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
+        self._grader = GraderWorker(self._spec.task, self._spec.reward, checkpoint)
+        self._policy = _load(self._spec, checkpoint)
+        self._learner = _sft_learner(self._spec, self._policy)
+
+    def rounds(self) -> Iterator[Trained]:
+        """Train and yield step after step, without end. `num_completions` counts the labelled ones.
+
+        Raises FloatingPointError if a loss or gradient is not finite.
+        """
+        sft, spent_s = self._spec.sft, 0.0
+        # The steps continue the count of SFT's, which gives other orders of the labels and other masks.
+        for number, step in enumerate(count(sft.num_steps), start=1):
+            began_s = time.process_time()
+            progress = spent_s / self._cpu_s if spent_s < self._cpu_s else 1.0
+            lr = self._rate * sft.lr_at(number - 1, progress)
+            metrics = self._learner.step(step, lr)
+            spent_s += time.process_time() - began_s
+            yield Trained(num_rounds=number, num_completions=number * sft.batch_size, cpu_s=spent_s, metrics=metrics)
+
+    def likelihood_gap(self) -> None:
+        """Return None: no completion was sampled."""
+
+    def evaluate(self, schedules: Sequence[SamplingParams]) -> dict[str, tuple[Score, float]]:
+        """Measure held-out accuracy at temperature 0, and the mean number of denoise steps, by schedule."""
+        policy = self._policy.module
+        return {params.schedule_name: score(policy, self._plan, self._grader, params) for params in schedules}
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from actors.spec import sampler_facts
-from benchmarks.algorithms.local_run import LocalRun, Trained, make_sft_checkpoint
+from benchmarks.algorithms.local_run import LocalControl, LocalRun, Trained, make_sft_checkpoint
 from benchmarks.algorithms.report import Budget, Result
 from benchmarks.algorithms.teacher import make_teacher, teacher_of
 from deploy.recipe.overrides import load_recipe, parse_override, set_key
@@ -30,6 +30,8 @@ from rollout.schedule_config import ScheduleConfig
 
 RECIPE_ROW = "recipe"
 """Name of the row that uses the recipe's own method."""
+CONTROL_ROW = "control"
+"""Name of the row that continues SFT instead."""
 _FORK = ScheduleConfig(schedule=Schedule.LEFT_TO_RIGHT, threshold=0.8)
 _NOT_OF_A_METHOD = ("micro_batch_tokens", "betas", "weight_decay", "max_grad_norm")
 _WARMUP_ROUNDS, _TREE_ROUNDS, _LAST = 10, 100, 10
@@ -86,11 +88,17 @@ def start(trial: Trial) -> str:
 def try_row(trial: Trial, budget: Budget) -> Result:
     """Train until both budgets are spent, evaluating as each one is reached."""
     base = base_recipe(trial)
-    schedules = _schedules(base)
-    recipe = recipe_of(trial, base, budget)
-    if trial.row == "opdlm":
-        make_teacher(base)
-    run = LocalRun(recipe, make_sft_checkpoint(base))
+    schedules, checkpoint = _schedules(base), make_sft_checkpoint(base)
+    run: LocalRun | LocalControl
+    if trial.row == CONTROL_ROW:
+        run = LocalControl(base, checkpoint, budget.cpu_s, trial.rate)
+        lr, num_updates, group_size = trial.rate * base.sft.lr, 1, 1
+    else:
+        if trial.row == "opdlm":
+            make_teacher(base)
+        recipe = recipe_of(trial, base, budget)
+        run, learner = LocalRun(recipe, checkpoint), recipe.learner
+        lr, num_updates, group_size = learner.lr, _steps_per_round(learner), learner.group_size
     at_completions: dict[str, Any] | None = None
     at_seconds: dict[str, Any] | None = None
     failure, rounds = None, []
@@ -110,9 +118,9 @@ def try_row(trial: Trial, budget: Budget) -> Result:
         row=trial.row,
         seed=trial.seed,
         rate=trial.rate,
-        lr=recipe.learner.lr,
-        num_updates=_steps_per_round(recipe.learner),
-        group_size=recipe.learner.group_size,
+        lr=lr,
+        num_updates=num_updates,
+        group_size=group_size,
         num_rounds=len(rounds),
         cpu_s=rounds[-1].cpu_s if rounds else 0.0,
         before=json.loads(_before(base).read_text()),
@@ -203,7 +211,7 @@ def _rollout_of(row: str, rollout: RolloutConfig) -> RolloutConfig:
     return rollout.model_copy(update={"sampling": sampling, "schedules": None})
 
 
-def _scores(run: LocalRun, schedules: Sequence[SamplingParams]) -> dict[str, Any]:
+def _scores(run: LocalRun | LocalControl, schedules: Sequence[SamplingParams]) -> dict[str, Any]:
     return {
         name: {"num_correct": score.num_correct, "num_problems": score.num_problems, "mean_steps": round(steps, 2)}
         for name, (score, steps) in run.evaluate(schedules).items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -16,9 +17,9 @@ from actors.spec import sampler_facts
 from benchmarks.algorithms import teacher
 from benchmarks.algorithms.__main__ import TASKS, main
 from benchmarks.algorithms.gains import gains
-from benchmarks.algorithms.local_run import LocalRun, make_sft_checkpoint
+from benchmarks.algorithms.local_run import LocalControl, LocalRun, make_sft_checkpoint
 from benchmarks.algorithms.report import Budget, Result, markdown, write_columns
-from benchmarks.algorithms.trial import RECIPE_ROW, Trial, base_recipe, begin, recipe_of, start, try_row
+from benchmarks.algorithms.trial import CONTROL_ROW, RECIPE_ROW, Trial, base_recipe, begin, recipe_of, start, try_row
 from deploy.recipe.recipe import Stages
 from deploy.runs.run_directory import make_spec
 from learner.algorithms import ALGORITHMS
@@ -92,6 +93,20 @@ def test_a_trial_ends_when_both_budgets_are_spent(small: Path, tmp_path: Path) -
     assert {some["num_problems"] for some in result.before.values()} == {4}
     again = try_row(trial, BUDGET)
     assert replace(again, cpu_s=result.cpu_s) == result, "a trial depends on its seed alone"
+
+
+def test_the_control_continues_sft_for_the_same_seconds(small: Path, tmp_path: Path) -> None:
+    """It takes batches of four labelled completions, and its learning rate falls over its seconds, as SFT's does."""
+    trial = Trial(task="sudoku", recipe=str(small), row=CONTROL_ROW, seed=0, out=str(tmp_path))
+    start(trial)
+    result = try_row(trial, BUDGET)
+    assert (result.num_rounds, result.lr, result.gap) == (24 // 4, base_recipe(trial).sft.lr, None)
+    assert set(result.before) == set(result.at_seconds or {})
+    control = LocalControl(base_recipe(trial), make_sft_checkpoint(base_recipe(trial)), cpu_s=1.0)
+    trained = list(itertools.takewhile(lambda one: one.cpu_s < 1, control.rounds()))
+    losses, rates = ([one.metrics[name] for one in trained] for name in ("loss", "lr"))
+    assert max(rates) > 5 * rates[-1]
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
 def test_a_lora_recipe_trains_an_adapter_beside_frozen_bfloat16_weights(small: Path, tmp_path: Path) -> None:
