@@ -78,7 +78,11 @@ UNREPEATABLE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
+    return _with_recipe(tmp_path_factory.mktemp("runs"))
+
+
+def _with_recipe(folder: Path) -> Path:
+    """Write the recipe and its reward into a folder, and return the folder."""
     (folder / "letters.py").write_text(LETTERS)
     (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
     return folder
@@ -301,7 +305,7 @@ def test_rl_alone_gives_the_rewards_of_a_whole_run(
 @pytest.mark.nightly
 def test_a_run_with_a_stuck_rank_names_it_and_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     """A rank that loops before an all-reduce sends heartbeats; one that is stopped does not."""
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    _with_recipe(tmp_path)
     events: dict[str, list[dict[str, Any]]] = {}
     for how in ("", "loops", "is stopped"):
         name = how.replace(" ", "-") or "undisturbed"
