@@ -84,7 +84,8 @@ def markdown(results: Sequence[Result], budgets: Mapping[str, Budget]) -> str:
             "| gap, nats | variance |",
             "|---|---:|---:|---:|---|---|" + "---:|" * (len(others) + 3),
         ]
-        before = _percents([trial.before for trial in found])
+        # Once for each seed, however many rows were tried on it.
+        before = _percents(list({trial.seed: trial.before for trial in found}.values()))
         lines.append(f"| SFT |  |  |  |  | {' | '.join(before)} |  |  |  |")
         lines += [*(_line(row, trials) for row, trials in by_row(found)), ""]
     return "\n".join(lines)

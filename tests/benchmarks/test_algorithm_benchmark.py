@@ -172,13 +172,16 @@ def _result(row: str, seed: int, correct: int) -> Result:
 
 
 def test_the_table_pools_seeds_and_sorts_by_accuracy() -> None:
-    text = markdown([_result("spg", 0, 20), _result("espo", 0, 40), _result("espo", 1, 60)], BUDGETS)
+    other_sft = {"9 steps": {"num_correct": 14, "num_problems": 100, "mean_steps": 9.0}}
+    espo = _result("espo", 1, 60)
+    espo = replace(espo, before={**espo.before, **other_sft})
+    text = markdown([_result("spg", 0, 20), _result("espo", 0, 40), espo], BUDGETS)
     first, second = [line for line in text.splitlines() if line.startswith("| `")][:2]
     accuracy = "50.0 % (43.1 to 56.9)"
     assert first.startswith(f"| `espo` | 2 | 1 x 4 | 1.0e-03 | {accuracy} | {accuracy} | 1.0 in 9.0 | ")
     assert first.endswith("| 2.00 | -0.500 | 0.2500 |")
     assert second.startswith("| `spg` | 1 | 1 x 4 | 1.0e-03 | 20.0 %")
-    assert "| SFT |  |  |  |  | 10.0 | 10.0 in 9.0 |  |  |  |" in text
+    assert "| SFT |  |  |  |  | 12.0 | 10.0 in 9.0 |  |  |  |" in text, "the mean of both seeds' checkpoints"
 
 
 def test_the_table_shows_the_best_learning_rate() -> None:
