@@ -96,7 +96,22 @@ def _load(spec: RunSpec, checkpoint: Path) -> ShardedPolicy:
     return policy
 
 
-class LocalRun:
+class LocalPolicy:
+    """A policy that is trained in this process, and its evaluation."""
+
+    def __init__(self, spec: RunSpec, checkpoint: Path) -> None:
+        self._spec = spec
+        self._plan = RunPlan(spec, ChatTokenizer(checkpoint))
+        self._grader = GraderWorker(spec.task, spec.reward, checkpoint)
+        self._trained = _load(spec, checkpoint)
+        self.policy = self._trained.module
+
+    def evaluate(self, schedules: Sequence[SamplingParams]) -> dict[str, tuple[Score, float]]:
+        """Measure held-out accuracy at temperature 0, and the mean number of denoise steps, by schedule."""
+        return {params.schedule_name: score(self.policy, self._plan, self._grader, params) for params in schedules}
+
+
+class LocalRun(LocalPolicy):
     """Training rounds of a recipe, from a checkpoint."""
 
     def __init__(self, recipe: Recipe, checkpoint: Path, staleness: int = 0) -> None:
@@ -104,16 +119,12 @@ class LocalRun:
 
         Raises ValueError if the recipe's algorithm cannot learn from such completions.
         """
-        self._spec = make_spec(recipe, Stages.RL)
-        self._plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
-        self._grader = GraderWorker(self._spec.task, self._spec.reward, checkpoint)
-        trained = _load(self._spec, checkpoint)
-        self.policy = trained.module
+        super().__init__(make_spec(recipe, Stages.RL), checkpoint)
         self._facts = sampler_facts(self._spec.rollout.params[0], is_fp8=self._spec.rollout.engine.fp8)
         objective, teacher = self._spec.learner.objective, None
         if isinstance(objective, DistillationConfig) and objective.teacher is not None:
-            teacher = Teacher.load(objective.teacher, trained, objective)
-        self.learner = Learner(trained, self._spec.learner, self._facts, teacher)
+            teacher = Teacher.load(objective.teacher, self._trained, objective)
+        self.learner = Learner(self._trained, self._spec.learner, self._facts, teacher)
         self._newest: RolloutBatch | None = None
         self._is_stale = staleness > 0
         self._versions = deque([self._version()], maxlen=staleness + 1)
@@ -152,10 +163,6 @@ class LocalRun:
         assert self._newest is not None, "a round comes first"
         return likelihood_gap(self.learner.policy, self._spec.learner, self._facts, self._newest)
 
-    def evaluate(self, schedules: Sequence[SamplingParams]) -> dict[str, tuple[Score, float]]:
-        """Measure held-out accuracy at temperature 0, and the mean number of denoise steps, by schedule."""
-        return {params.schedule_name: score(self.policy, self._plan, self._grader, params) for params in schedules}
-
     def _version(self) -> Transformer:
         """Return a snapshot of the current policy, or the policy itself if staleness is 0."""
         return copy.deepcopy(self.policy) if self._is_stale else self.policy
@@ -183,16 +190,14 @@ class LocalRun:
         return self._grader.grade(work_unit, completions)[0]
 
 
-class LocalControl:
+class LocalControl(LocalPolicy):
     """The control: more SFT on the same labels, from the SFT checkpoint. A round is an optimizer step."""
 
     def __init__(self, recipe: Recipe, checkpoint: Path, cpu_s: float, rate: float = 1.0) -> None:
         """Set up SFT for `cpu_s` CPU seconds, with the recipe's schedule of learning rates times `rate`."""
-        self._spec, self._cpu_s, self._rate = make_spec(recipe, Stages.ALL), cpu_s, rate
-        self._plan = RunPlan(self._spec, ChatTokenizer(checkpoint))
-        self._grader = GraderWorker(self._spec.task, self._spec.reward, checkpoint)
-        self._policy = _load(self._spec, checkpoint)
-        self._learner = _sft_learner(self._spec, self._policy)
+        super().__init__(make_spec(recipe, Stages.ALL), checkpoint)
+        self._cpu_s, self._rate = cpu_s, rate
+        self._learner = _sft_learner(self._spec, self._trained)
 
     def rounds(self) -> Iterator[Trained]:
         """Train and yield step after step, without end. `num_completions` counts the labelled ones.
@@ -200,22 +205,18 @@ class LocalControl:
         Raises FloatingPointError if a loss or gradient is not finite.
         """
         sft, spent_s = self._spec.sft, 0.0
-        # The steps continue the count of SFT's, which gives other orders of the labels and other masks.
-        for number, step in enumerate(count(sft.num_steps), start=1):
+        for step in count():
             began_s = time.process_time()
             progress = spent_s / self._cpu_s if spent_s < self._cpu_s else 1.0
-            lr = self._rate * sft.lr_at(number - 1, progress)
-            metrics = self._learner.step(step, lr)
+            # The steps continue the count of SFT's, which gives other orders of the labels and other masks.
+            metrics = self._learner.step(sft.num_steps + step, self._rate * sft.lr_at(step, progress))
             spent_s += time.process_time() - began_s
-            yield Trained(num_rounds=number, num_completions=number * sft.batch_size, cpu_s=spent_s, metrics=metrics)
+            yield Trained(
+                num_rounds=step + 1, num_completions=(step + 1) * sft.batch_size, cpu_s=spent_s, metrics=metrics
+            )
 
     def likelihood_gap(self) -> None:
         """Return None: no completion was sampled."""
-
-    def evaluate(self, schedules: Sequence[SamplingParams]) -> dict[str, tuple[Score, float]]:
-        """Measure held-out accuracy at temperature 0, and the mean number of denoise steps, by schedule."""
-        policy = self._policy.module
-        return {params.schedule_name: score(policy, self._plan, self._grader, params) for params in schedules}
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from actors.spec import sampler_facts
-from benchmarks.algorithms.local_run import LocalControl, LocalRun, Trained, make_sft_checkpoint
+from benchmarks.algorithms.local_run import LocalControl, LocalPolicy, LocalRun, Trained, make_sft_checkpoint
 from benchmarks.algorithms.report import Budget, Result
 from benchmarks.algorithms.teacher import make_teacher, teacher_of
 from deploy.recipe.overrides import load_recipe, parse_override, set_key
@@ -211,7 +211,7 @@ def _rollout_of(row: str, rollout: RolloutConfig) -> RolloutConfig:
     return rollout.model_copy(update={"sampling": sampling, "schedules": None})
 
 
-def _scores(run: LocalRun | LocalControl, schedules: Sequence[SamplingParams]) -> dict[str, Any]:
+def _scores(run: LocalPolicy, schedules: Sequence[SamplingParams]) -> dict[str, Any]:
     return {
         name: {"num_correct": score.num_correct, "num_problems": score.num_problems, "mean_steps": round(steps, 2)}
         for name, (score, steps) in run.evaluate(schedules).items()
