@@ -63,6 +63,7 @@ def publish(store, version, weights):
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # Ray Serve's schema
 def test_no_request_is_dropped_while_versions_change(
