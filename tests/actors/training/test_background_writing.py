@@ -227,6 +227,7 @@ def _rank(rank: int, spec: RunSpec, fails_at: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 def test_ranks_write_shards_in_the_background_and_resume_from_them(spec: RunSpec, tmp_path: Path) -> None:
     whole, resumed, again = (_spec(spec, tmp_path / name) for name in ("whole", "resumed", "again"))
     run_ranks(_rank, whole, "", num=2)
