@@ -323,8 +323,7 @@ def test_bfloat16_log_probs_equal_a_bfloat16_replay(policy: Transformer) -> None
         np.testing.assert_allclose(replay(half, request, completion).logp, completion.commit_logp, atol=0.1)
 
 
-# Compiling takes most of a minute.
-@pytest.mark.nightly
+@pytest.mark.nightly  # compiling takes half a minute
 # torch.compile warns about its own code.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
