@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from learner.model.config import TransformerConfig
 from learner.model.transformer import Transformer, init_weights
@@ -27,7 +29,24 @@ gc.disable()
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
 
-_RUNS, _RAY = "test_end_to_end", ("test_on_ray", "test_pin_on_ray", "test_cluster_on_ray")
+_RUNS, _RAY = "test_end_to_end", ("test_end_to_end", "test_on_ray", "test_pin_on_ray", "test_cluster_on_ray")
+
+
+class _OneRayAtATime(LoadFileScheduling):
+    """Give each worker whole files, and one worker all files that mainly test Ray clusters.
+
+    Starting several clusters at once on two cores exceeds Ray's own start-up timeouts on a slow machine.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "ray" if Path(file).stem in _RAY else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    """Replace the scheduler of `pytest --dist`."""
+    return _OneRayAtATime(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

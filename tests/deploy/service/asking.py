@@ -9,6 +9,8 @@ import urllib.request
 from benchmarks.service.deployment import KEY
 
 TOKEN = KEY
+_TIMEOUT_S = 240.0
+"""Longer than a slow machine takes to replace an engine, for which requests wait."""
 ASK = {"prompt": "2 + 3", "seed": 1, "temperature": 1.0}
 
 
@@ -18,7 +20,7 @@ def call(url, body=None, token=TOKEN):
     request.add_header("Authorization", f"Bearer {token}")
     request.add_header("Content-Type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         with error:
@@ -34,7 +36,7 @@ def is_up(url):
         return False
 
 
-def wait_until(condition, what, timeout_s=60):
+def wait_until(condition, what, timeout_s=180):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
@@ -64,4 +66,4 @@ class Asker:
     def stop(self):
         self._done.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(_TIMEOUT_S)
